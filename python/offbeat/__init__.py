@@ -1,0 +1,78 @@
+"""Offbeat: asynchronous training for PyTorch, on machines that are unequal, unreliable and far apart.
+
+This file lists and does no work: each name is loaded when it is first used. So `import offbeat` is quick,
+starts no thread and needs neither torch nor numpy, and a machine without torch can still run a server.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat import errors, optim, schedule, staleness
+    from offbeat.client import Client
+    from offbeat.history import History
+    from offbeat.receipt import Receipt
+    from offbeat.server import ParameterServer
+    from offbeat.sharding import partition
+    from offbeat.worker import AsyncWorker
+
+    __version__: str
+
+__all__ = [
+    "AsyncWorker",
+    "Client",
+    "History",
+    "ParameterServer",
+    "Receipt",
+    "__version__",
+    "errors",
+    "optim",
+    "partition",
+    "schedule",
+    "staleness",
+]
+
+# No name here may also be the name of a module: importing that module would put it in the name's place.
+_MODULE_OF = {
+    "AsyncWorker": "offbeat.worker",
+    "Client": "offbeat.client",
+    "History": "offbeat.history",
+    "ParameterServer": "offbeat.server",
+    "Receipt": "offbeat.receipt",
+    "partition": "offbeat.sharding",
+}
+_SUBMODULES = frozenset({"errors", "optim", "schedule", "staleness"})
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name at its first use (PEP 562), and keep it."""
+    value: object
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"offbeat.{name}")
+    elif name == "__version__":
+        value = _installed_version()
+    else:
+        raise AttributeError(
+            f"module 'offbeat' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a tenth of a second: only for who asks
+
+    try:
+        return version("offbeat")
+    except PackageNotFoundError as error:
+        raise AttributeError(
+            "offbeat has no version here: it is imported from a source tree that was never installed"
+        ) from error

@@ -1,0 +1,48 @@
+"""What every test runs under: one thread per library, no settings from the shell, bounded random search."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+
+# Before numpy or torch is loaded, here and in every process that a test starts: with as many threads as cores
+# in each of several processes they would wait for one another, and time would tell nothing.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_variable] = "1"
+
+# A deadline per example measures the machine, not the code; the limit per test is pytest's.
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+RunPython = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_the_shell(monkeypatch):
+    """Forget OFFBEAT_SERVER, OFFBEAT_TOKEN and the like, and what a launcher may have set."""
+    names = [name for name in os.environ if name.startswith("OFFBEAT_")]
+    for name in (*names, "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """Run a snippet in a fresh interpreter and return what it printed; its own failure fails the test."""
+
+    def run(code: str, *arguments: str, timeout_s: float = 50) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
