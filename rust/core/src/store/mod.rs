@@ -1,0 +1,657 @@
+//! The parameter store: fragments behind atomic roots.
+//!
+//! A root is an immutable, complete state of a fragment ([`root`]). A push is admitted once and gets a ticket
+//! ([`registry`], [`ticket`]); each of its fragments is queued where it belongs and whoever holds that fragment's
+//! turn applies what is queued ([`combine`], [`apply`]) and publishes the next root. Readers load roots and never
+//! wait ([`reader`]). What must be known of the past to apply nothing twice is in [`ledger`]. The same pushes, applied
+//! one at a time under a lock by code that does nothing clever, are [`oracle`].
+
+mod apply;
+pub mod block;
+mod buffers;
+mod combine;
+pub mod cut;
+pub mod ledger;
+pub mod log;
+#[cfg(all(test, offbeat_loom))]
+mod loom_tests;
+pub mod model;
+pub mod oracle;
+pub mod push;
+pub mod reader;
+pub mod receipt;
+mod registry;
+pub mod root;
+pub mod ticket;
+
+pub use block::{Block, Pool};
+pub use cut::Cut;
+pub use ledger::{Tally, WorkerKey};
+pub use model::{ModelRole, StagedFragment};
+pub use push::{Admission, OpenPush, PushHead, PushRecord};
+pub use reader::{Reader, Turn};
+pub use receipt::{Fate, Receipt};
+pub use registry::{Full, TicketCounts};
+pub use root::Root;
+pub use ticket::{Run, RunSpec, Ticket};
+
+use crate::layout::Layout;
+use crate::optim::Isa;
+use crate::pipeline::Reason;
+use crate::spec::Transaction;
+use crate::sync::RootCell;
+use crate::table::TensorTable;
+use apply::{Arrival, Decision, Place};
+use combine::Combiner;
+use futures_channel::oneshot;
+use ledger::LedgerEntry;
+use log::CommitObserver;
+use model::{ModelEntry, ModelRoot, Pins};
+use registry::{Registry, Ruling};
+use serde::Serialize;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Pushes applied in one drain before others get the thread.
+pub const MAX_DRAIN: usize = 8;
+
+/// How a store is built.
+#[derive(Clone)]
+pub struct StoreConfig {
+    pub transaction: Transaction,
+    pub max_workers: usize,
+    /// Versions of the whole model that readers may keep alive under "model".
+    pub max_live_versions: usize,
+    pub observer: Option<Arc<dyn CommitObserver>>,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self {
+            transaction: Transaction::Fragment,
+            max_workers: 1024,
+            max_live_versions: 3,
+            observer: None,
+        }
+    }
+}
+
+struct Cell {
+    root: RootCell<Root>,
+    combiner: Combiner<Entry>,
+}
+
+enum Entry {
+    Push(Queued),
+    /// The whole fragment is replaced (`load_state_dict`).
+    Replace {
+        root: Root,
+        done: oneshot::Sender<()>,
+    },
+}
+
+struct Queued {
+    record: Arc<PushRecord>,
+    base: u64,
+    payload: Block,
+    crc: u32,
+    done: oneshot::Sender<FragmentOutcome>,
+}
+
+/// What became of one fragment of a push.
+#[derive(Clone, Debug)]
+pub struct FragmentOutcome {
+    /// The fragment's state afterwards.
+    pub root: Arc<Root>,
+    /// Whether the push is in that state.
+    pub applied: bool,
+    /// Updates applied between the worker's read and this apply.
+    pub tau: u64,
+    pub weight: f64,
+    pub reason: Option<Reason>,
+}
+
+/// A submitted fragment.
+pub struct Submission {
+    /// Often ready at once: the submitter applied it itself.
+    pub outcome: oneshot::Receiver<FragmentOutcome>,
+    /// More pushes are queued than one drain may apply: drive it from a task of its own.
+    pub role: Option<Role>,
+}
+
+/// A push staged whole and queued.
+pub struct Commit {
+    pub receipt: oneshot::Receiver<Receipt>,
+    /// To be driven by a task of the store.
+    pub role: Option<ModelRole>,
+}
+
+/// The turn to apply what is queued on one fragment. Dropped, it drains in place, so that no push is stranded.
+pub struct Role {
+    store: Arc<Store>,
+    fragment: usize,
+    counted: usize,
+}
+
+impl Role {
+    /// Applies up to [`MAX_DRAIN`] pushes. `None` when nothing is left.
+    #[must_use]
+    pub fn drain(mut self) -> Option<Self> {
+        self.counted = self.store.drain(self.fragment, self.counted);
+        (self.counted > 0).then_some(self)
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        while self.counted > 0 {
+            self.counted = self.store.drain(self.fragment, self.counted);
+        }
+    }
+}
+
+/// The store's numbers.
+#[derive(Clone, Debug, Serialize)]
+pub struct StoreStatus {
+    pub term: u64,
+    pub version: u64,
+    pub samples: u64,
+    pub tickets: TicketCounts,
+    pub totals: Tally,
+    /// (worker id, incarnation, counts), in slot order.
+    pub workers: Vec<(String, u32, Tally)>,
+    /// Bytes of the newest roots: parameters, buffers and optimizer state.
+    pub root_bytes: usize,
+    /// Bytes of older model versions that readers still pin.
+    pub pinned_bytes: usize,
+    /// Recycled memory waiting for the next root or push.
+    pub idle_bytes: usize,
+    pub live_versions: usize,
+}
+
+/// The parameters of one model, and everything that may happen to them.
+pub struct Store {
+    table: Arc<TensorTable>,
+    layout: Arc<Layout>,
+    config: StoreConfig,
+    pool: Arc<Pool>,
+    isa: Isa,
+    cells: Vec<Cell>,
+    model: RootCell<ModelRoot>,
+    models: Combiner<ModelEntry>,
+    pins: Pins,
+    registry: Mutex<Registry>,
+    gate: cut::Gate,
+}
+
+impl Store {
+    /// A store in its first moment. `fill` writes each fragment's initial values, as they travel (own dtype, C order).
+    pub fn new(
+        table: Arc<TensorTable>,
+        config: StoreConfig,
+        term: u64,
+        fill: &mut dyn FnMut(usize, &mut [u8]),
+    ) -> Arc<Self> {
+        let layout = Arc::new(Layout::of(&table));
+        let pool = Arc::new(Pool::default());
+        let roots: Vec<Arc<Root>> = (0..layout.fragments.len())
+            .map(|i| Arc::new(filled(&layout, i, (term, 0), Box::default(), &pool, fill)))
+            .collect();
+        let cells = roots.iter().map(|root| Cell {
+            root: RootCell::new(Arc::clone(root)),
+            combiner: Combiner::new(),
+        });
+        let cells = cells.collect();
+        // Under "fragment" the model root would only pin the first version of everything.
+        let roots = if config.transaction == Transaction::Model {
+            roots
+        } else {
+            Vec::new()
+        };
+        let model = Arc::new(ModelRoot {
+            term,
+            version: 0,
+            roots,
+        });
+        let pins = Pins::default();
+        pins.add(&model);
+        Arc::new(Self {
+            registry: Mutex::new(Registry::new(term, config.max_workers)),
+            isa: Isa::detect(),
+            model: RootCell::new(model),
+            models: Combiner::new(),
+            gate: cut::Gate::new(),
+            table,
+            layout,
+            config,
+            pool,
+            cells,
+            pins,
+        })
+    }
+
+    #[must_use]
+    pub fn table(&self) -> &Arc<TensorTable> {
+        &self.table
+    }
+
+    #[must_use]
+    pub fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    #[must_use]
+    pub fn transaction(&self) -> Transaction {
+        self.config.transaction
+    }
+
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        // The registry's methods leave it whole at every point where they could panic.
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[must_use]
+    pub fn term(&self) -> u64 {
+        self.registry().term
+    }
+
+    /// Updates ticketed.
+    #[must_use]
+    pub fn version(&self) -> u64 {
+        self.registry().version
+    }
+
+    /// Samples in the pushes ticketed.
+    #[must_use]
+    pub fn samples(&self) -> u64 {
+        self.registry().samples
+    }
+
+    /// Sets what later tickets obey. Optimizer state is kept unless the rules changed.
+    pub fn configure(&self, run: RunSpec) {
+        self.registry().configure(run, &self.table);
+    }
+
+    #[must_use]
+    pub fn run(&self) -> Option<Arc<Run>> {
+        self.registry().run.clone()
+    }
+
+    /// Replaces the base learning rate of one group, or of all; the schedule goes on multiplying it. False if no
+    /// optimizer is set or there is no such group.
+    #[must_use]
+    pub fn set_lr(&self, lr: f64, group: Option<usize>) -> bool {
+        let mut registry = self.registry();
+        let Some(mut spec) = registry.run.as_ref().map(|run| run.spec.clone()) else {
+            return false;
+        };
+        let groups = &mut spec.optimizer.groups;
+        match group {
+            None => groups.iter_mut().for_each(|g| g.lr = lr),
+            Some(index) => match groups.get_mut(index) {
+                Some(g) => g.lr = lr,
+                None => return false,
+            },
+        }
+        registry.configure(spec, &self.table);
+        true
+    }
+
+    /// Gives a worker a slot and a new incarnation; an older one with the same id is fenced.
+    ///
+    /// # Errors
+    /// [`Full`] if every slot is taken by a worker that has not departed.
+    pub fn register(&self, worker_id: &str) -> Result<WorkerKey, Full> {
+        self.registry().register(worker_id)
+    }
+
+    /// The worker has not been heard of: what it read before now is too old to push.
+    pub fn lost(&self, key: WorkerKey) {
+        self.registry().lost(key);
+    }
+
+    /// The worker is gone for good; its slot may be given away.
+    pub fn depart(&self, key: WorkerKey) {
+        self.registry().depart(key);
+    }
+
+    /// Judges a push by its head.
+    pub fn admit(self: &Arc<Self>, head: &PushHead) -> Admission {
+        match self.rule(head) {
+            Ruling::Ticketed(record) => Admission::Open(OpenPush::new(Arc::clone(self), record)),
+            Ruling::Settled(receipt) => Admission::Settled(receipt),
+        }
+    }
+
+    fn rule(&self, head: &PushHead) -> Ruling {
+        self.registry().admit(head, &self.layout)
+    }
+
+    fn settle(&self, record: &Arc<PushRecord>) -> Receipt {
+        self.registry().settle(record)
+    }
+
+    fn abandon(&self, record: &Arc<PushRecord>) {
+        self.registry().abandon(record);
+    }
+
+    /// Recycled memory for `bytes` of a payload; the caller writes all of it.
+    #[must_use]
+    pub fn staging(&self, bytes: usize) -> Block {
+        self.pool.take(bytes)
+    }
+
+    /// Queues one fragment of a push, received whole and checked, and applies what is queued if nobody else does.
+    ///
+    /// `payload` is what the wire brought: [`crate::layout::Fragment::push_bytes`] long.
+    #[must_use]
+    pub fn submit(
+        self: &Arc<Self>,
+        push: &OpenPush,
+        fragment: usize,
+        base: u64,
+        payload: Block,
+        crc: u32,
+    ) -> Submission {
+        self.submit_record(Arc::clone(push.record()), fragment, base, payload, crc)
+    }
+
+    fn submit_record(
+        self: &Arc<Self>,
+        record: Arc<PushRecord>,
+        fragment: usize,
+        base: u64,
+        payload: Block,
+        crc: u32,
+    ) -> Submission {
+        let (done, outcome) = oneshot::channel();
+        let turn = self.cells[fragment].combiner.enqueue(Entry::Push(Queued {
+            record,
+            base,
+            payload,
+            crc,
+            done,
+        }));
+        Submission {
+            outcome,
+            role: turn.then(|| self.role(fragment).drain()).flatten(),
+        }
+    }
+
+    fn role(self: &Arc<Self>, fragment: usize) -> Role {
+        Role {
+            store: Arc::clone(self),
+            fragment,
+            counted: 1,
+        }
+    }
+
+    /// One drain of a fragment's queue by the holder of its turn; returns how many entries are counted afterwards.
+    fn drain(&self, fragment: usize, counted: usize) -> usize {
+        let cell = &self.cells[fragment];
+        let mut batch: Vec<Queued> = Vec::with_capacity(counted.min(MAX_DRAIN));
+        for _ in 0..counted.min(MAX_DRAIN) {
+            match cell.combiner.take() {
+                Entry::Push(queued) => batch.push(queued),
+                Entry::Replace { root, done } => {
+                    let taken = batch.len();
+                    self.apply_batch(fragment, std::mem::take(&mut batch));
+                    self.replace(fragment, root);
+                    // The caller may have stopped waiting; the load stands all the same.
+                    done.send(()).ok();
+                    return cell.combiner.finish(taken + 1);
+                }
+            }
+        }
+        let taken = batch.len();
+        self.apply_batch(fragment, batch);
+        cell.combiner.finish(taken)
+    }
+
+    fn apply_batch(&self, fragment: usize, batch: Vec<Queued>) {
+        if batch.is_empty() {
+            return;
+        }
+        let cell = &self.cells[fragment];
+        let old = cell.root.load();
+        let place = Place {
+            fragment: &self.layout.fragments[fragment],
+            pool: &self.pool,
+            isa: self.isa,
+        };
+        let arrivals: Vec<Arrival<'_>> = batch
+            .iter()
+            .map(|q| Arrival {
+                record: &q.record,
+                base: q.base,
+                payload: q.payload.bytes(),
+                crc: q.crc,
+            })
+            .collect();
+        // A panic in a kernel is a bug of ours; it must cost these pushes, not the fragment.
+        let applied = catch_unwind(AssertUnwindSafe(|| apply::apply(place, &old, &arrivals)));
+        let (next, decisions) = applied.unwrap_or_else(|_| {
+            let refused = Decision::Refused(
+                Reason::Failed,
+                "applying it panicked; please report this".to_owned(),
+            );
+            (None, vec![refused; batch.len()])
+        });
+        let root = match next {
+            Some(next) => {
+                let next = Arc::new(next);
+                cell.root.store(Arc::clone(&next));
+                next
+            }
+            None => Arc::clone(&old),
+        };
+        drop(old);
+        let mut version = root.version
+            - decisions
+                .iter()
+                .filter(|d| matches!(d, Decision::Applied { .. }))
+                .count() as u64;
+        for (queued, decision) in batch.into_iter().zip(decisions) {
+            let Queued {
+                record,
+                payload,
+                done,
+                ..
+            } = queued;
+            drop(payload); // back to the free list while it is warm
+            let outcome = match decision {
+                Decision::Applied { tau, weight } => {
+                    version += 1;
+                    record.count_applied(weight, place.fragment.len);
+                    if let Some(observer) = &self.config.observer {
+                        observer.committed(log::Commit {
+                            fragment,
+                            version,
+                            tau,
+                            push: Arc::clone(&record),
+                        });
+                    }
+                    FragmentOutcome {
+                        root: Arc::clone(&root),
+                        applied: true,
+                        tau,
+                        weight,
+                        reason: None,
+                    }
+                }
+                Decision::Before => FragmentOutcome {
+                    root: Arc::clone(&root),
+                    applied: true,
+                    tau: 0,
+                    weight: 1.0,
+                    reason: None,
+                },
+                Decision::Refused(reason, detail) => {
+                    record.count_refused(reason, &detail);
+                    let reason = Some(reason);
+                    FragmentOutcome {
+                        root: Arc::clone(&root),
+                        applied: false,
+                        tau: 0,
+                        weight: 0.0,
+                        reason,
+                    }
+                }
+            };
+            // A session that died does not hear its outcome; the push stays applied.
+            done.send(outcome).ok();
+        }
+    }
+
+    fn observe(&self, fragment: usize, root: &Root, push: &Arc<PushRecord>, tau: u64) {
+        if let Some(observer) = &self.config.observer {
+            observer.committed(log::Commit {
+                fragment,
+                version: root.version,
+                tau,
+                push: Arc::clone(push),
+            });
+        }
+    }
+
+    fn replace(&self, fragment: usize, mut root: Root) {
+        let cell = &self.cells[fragment];
+        let old = cell.root.load_full();
+        root.version = old.version + 1;
+        root.ledger.clone_from(&old.ledger);
+        cell.root.store(Arc::new(root));
+    }
+
+    fn model(&self) -> Arc<ModelRoot> {
+        self.model.load_full()
+    }
+
+    fn publish_model(&self, root: ModelRoot) {
+        let root = Arc::new(root);
+        self.pins.add(&root);
+        self.model.store(root);
+    }
+
+    /// A pull, for whoever needs no turn (status, checkpoints, "fragment").
+    #[must_use]
+    pub fn reader(self: &Arc<Self>) -> Reader {
+        match self.config.transaction {
+            Transaction::Fragment => Reader::new(Arc::clone(self), None, self.version()),
+            Transaction::Model => {
+                let model = self.model();
+                let version = model.version;
+                Reader::new(Arc::clone(self), Some(model), version)
+            }
+        }
+    }
+
+    /// A pull under the cap on live versions. `own` is the version of the reader's last push: what it is shown holds
+    /// that push. Under "fragment" nothing is pinned and the turn is always now.
+    #[must_use]
+    pub fn turn(self: &Arc<Self>, own: u64) -> Turn {
+        if self.config.transaction == Transaction::Fragment {
+            return Turn::Now(self.reader());
+        }
+        let wait = self.pins.wait(); // before looking, so that no release is missed
+        let newest = self.model();
+        let older: Vec<_> = self
+            .pins
+            .live()
+            .into_iter()
+            .filter(|m| m.version < newest.version)
+            .collect();
+        // Pinning the newest costs nothing now, but makes one more older version at the next commit.
+        if older.len() + 1 < self.config.max_live_versions.max(2) {
+            let version = newest.version;
+            return Turn::Now(Reader::new(Arc::clone(self), Some(newest), version));
+        }
+        match older.into_iter().next_back() {
+            Some(shared) if shared.version >= own && shared.term == newest.term => {
+                let version = shared.version;
+                Turn::Now(Reader::new(Arc::clone(self), Some(shared), version))
+            }
+            _ => Turn::Wait(wait),
+        }
+    }
+
+    /// Replaces every value (`load_state_dict`) under a new term: pushes on their way were computed on other
+    /// parameters and are rejected as rolled back. Optimizer state starts anew. Resolves when the last fragment has
+    /// changed; any roles that come back are to be driven like a submission's.
+    pub fn load(self: &Arc<Self>, fill: &mut dyn FnMut(usize, &mut [u8])) -> Load {
+        let term = {
+            let mut registry = self.registry();
+            registry.term += 1;
+            registry.term
+        };
+        let mut root = |i: usize| filled(&self.layout, i, (term, 0), Box::default(), &self.pool, fill);
+        let mut load = Load::default();
+        if self.config.transaction == Transaction::Model {
+            let (done, heard) = oneshot::channel();
+            let roots = (0..self.cells.len()).map(&mut root).collect();
+            let turn = self.models.enqueue(ModelEntry::Replace { roots, done });
+            load.done.push(heard);
+            load.model_role = turn.then(|| ModelRole::new(Arc::clone(self)));
+            return load;
+        }
+        for fragment in 0..self.cells.len() {
+            let (done, heard) = oneshot::channel();
+            let turn = self.cells[fragment].combiner.enqueue(Entry::Replace {
+                root: root(fragment),
+                done,
+            });
+            load.done.push(heard);
+            // Dropping a role drains it in place: a load is rare and may take its time.
+            drop(turn.then(|| self.role(fragment)));
+        }
+        load
+    }
+
+    #[must_use]
+    pub fn status(self: &Arc<Self>) -> StoreStatus {
+        let reader = self.reader();
+        let root_bytes = (0..self.cells.len()).map(|i| reader.root(i).bytes()).sum();
+        let newest = self.model();
+        let live = self.pins.live();
+        let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
+        let pinned_bytes = older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum();
+        let registry = self.registry();
+        let tickets = TicketCounts {
+            open: registry.num_open(),
+            ..registry.tickets.clone()
+        };
+        StoreStatus {
+            term: registry.term,
+            version: registry.version,
+            samples: registry.samples,
+            tickets,
+            totals: registry.totals.clone(),
+            workers: registry.tallies(),
+            root_bytes,
+            pinned_bytes,
+            idle_bytes: self.pool.idle_bytes(),
+            live_versions: live.len(),
+        }
+    }
+}
+
+/// A load under way.
+#[derive(Default)]
+pub struct Load {
+    /// One per fragment (or one in all, under "model").
+    pub done: Vec<oneshot::Receiver<()>>,
+    pub model_role: Option<ModelRole>,
+}
+
+fn filled(
+    layout: &Layout,
+    index: usize,
+    at: (u64, u64),
+    ledger: Box<[LedgerEntry]>,
+    pool: &Arc<Pool>,
+    fill: &mut dyn FnMut(usize, &mut [u8]),
+) -> Root {
+    let fragment = &layout.fragments[index];
+    let mut wire = pool.take(fragment.wire_bytes());
+    fill(index, wire.bytes_mut());
+    Root::from_wire(fragment, at, wire, ledger, pool)
+}

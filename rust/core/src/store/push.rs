@@ -1,0 +1,179 @@
+//! One admitted push: its record, which every fragment's applier reports to, and the handle that its sender holds.
+
+use super::Store;
+use super::ledger::WorkerKey;
+use super::receipt::{Fate, Receipt};
+use super::ticket::Ticket;
+use crate::layout::Presence;
+use crate::pipeline::Reason;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What a push says of itself before its first fragment.
+#[derive(Clone, Debug)]
+pub struct PushHead {
+    pub worker: WorkerKey,
+    /// The worker's own count of pushes, from 1, without gaps.
+    pub sequence: u64,
+    /// The life of the store in which the worker read.
+    pub term: u64,
+    /// The model's version at that read.
+    pub base: u64,
+    /// Samples the gradient is a mean over.
+    pub samples: u64,
+    pub present: Presence,
+    /// The gradient's L2 norm, where a stage asked for it.
+    pub norm: Option<f64>,
+}
+
+/// An admitted push, shared by its sender and the appliers of its fragments.
+#[derive(Debug)]
+pub struct PushRecord {
+    pub ticket: Ticket,
+    pub worker: WorkerKey,
+    pub sequence: u64,
+    pub samples: u64,
+    pub present: Presence,
+    /// Fragments it touches.
+    pub(super) fragments: usize,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    applied: usize,
+    refused: usize,
+    reason: Option<Reason>,
+    detail: String,
+    weighted: f64,
+    elements: f64,
+    /// (smallest, largest) weight so far.
+    range: Option<(f64, f64)>,
+}
+
+/// How a ticket ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    Applied,
+    Partial,
+    Dropped,
+}
+
+impl PushRecord {
+    pub(super) fn new(ticket: Ticket, head: &PushHead, fragments: usize) -> Self {
+        Self {
+            ticket,
+            worker: head.worker,
+            sequence: head.sequence,
+            samples: head.samples,
+            present: head.present.clone(),
+            fragments,
+            progress: Mutex::default(),
+        }
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn count_applied(&self, weight: f64, elements: usize) {
+        let mut p = self.progress();
+        p.applied += 1;
+        #[expect(clippy::cast_precision_loss, reason = "a fragment has at most 2^16 elements")]
+        let elements = elements as f64;
+        p.weighted += weight * elements;
+        p.elements += elements;
+        let (low, high) = p.range.unwrap_or((weight, weight));
+        p.range = Some((low.min(weight), high.max(weight)));
+    }
+
+    pub(super) fn count_refused(&self, reason: Reason, detail: &str) {
+        let mut p = self.progress();
+        p.refused += 1;
+        p.reason.get_or_insert(reason);
+        if p.detail.is_empty() {
+            detail.clone_into(&mut p.detail);
+        }
+    }
+
+    pub(super) fn ending(&self) -> Ending {
+        let p = self.progress();
+        match p.applied {
+            0 if self.fragments > 0 => Ending::Dropped,
+            n if n == self.fragments => Ending::Applied,
+            _ => Ending::Partial,
+        }
+    }
+
+    pub(super) fn receipt(&self) -> Receipt {
+        let p = self.progress();
+        let weight = match p.range {
+            Some((low, high)) if low < high => p.weighted / p.elements,
+            Some((low, _)) => low,
+            // Nothing was applied: a push without fragments is worth what it says, a refused one nothing.
+            None if self.fragments == 0 => 1.0,
+            None => 0.0,
+        };
+        let applied = p.applied > 0 || self.fragments == 0;
+        let verdict = match (applied, weight < 1.0) {
+            (false, _) => Fate::Reject,
+            (true, true) => Fate::Damp,
+            (true, false) => Fate::Admit,
+        };
+        Receipt {
+            term: self.ticket.term,
+            version: self.ticket.version,
+            staleness: self.ticket.staleness,
+            weight,
+            verdict,
+            applied,
+            duplicate: false,
+            reason: p.reason,
+            detail: p.detail.clone(),
+        }
+    }
+}
+
+/// Whether a push may send its fragments on to the store.
+pub enum Admission {
+    Open(OpenPush),
+    /// Rejected, or a sequence number that was answered before. Its fragments are to be read and dropped.
+    Settled(Receipt),
+}
+
+/// The sender's hold on an admitted push. Settle it when all its fragments have their outcome; dropping it says that
+/// the sender died or stalled, and the ticket is then counted by how far it came.
+pub struct OpenPush {
+    store: Arc<Store>,
+    pub(super) record: Arc<PushRecord>,
+    settled: bool,
+}
+
+impl OpenPush {
+    pub(super) fn new(store: Arc<Store>, record: Arc<PushRecord>) -> Self {
+        Self {
+            store,
+            record,
+            settled: false,
+        }
+    }
+
+    #[must_use]
+    pub fn record(&self) -> &Arc<PushRecord> {
+        &self.record
+    }
+
+    /// Ends the push and says what became of it.
+    #[must_use]
+    pub fn settle(mut self) -> Receipt {
+        self.settled = true;
+        self.store.settle(&self.record)
+    }
+}
+
+impl Drop for OpenPush {
+    fn drop(&mut self) {
+        if !self.settled {
+            self.store.abandon(&self.record);
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! What an admitted push may do: its number, its learning rates, its hyper-parameters. A plain value, issued by one
+//! place (the registry) and obeyed wherever the push's fragments commit.
+
+use crate::pipeline::{groups, schedule, weight};
+use crate::spec::{OptimizerSpec, Schedule, StalenessSpec};
+use crate::table::TensorTable;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Everything a user may change between two pushes; takes effect by ticket.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunSpec {
+    pub optimizer: OptimizerSpec,
+    #[serde(default)]
+    pub staleness: StalenessSpec,
+    #[serde(default)]
+    pub schedule: Schedule,
+    /// The run ends once tickets cover this many samples.
+    #[serde(default)]
+    pub max_samples: Option<u64>,
+}
+
+/// A run spec resolved against a model: which group each tensor belongs to.
+#[derive(Clone, Debug)]
+pub struct Run {
+    pub spec: RunSpec,
+    /// Counts optimizers: state made under another epoch belongs to another rule.
+    pub epoch: u32,
+    group_of: Vec<u16>,
+}
+
+impl Run {
+    pub(crate) fn resolve(spec: RunSpec, epoch: u32, table: &TensorTable) -> Self {
+        let names: Vec<&str> = table.tensors().iter().map(|t| t.name.as_str()).collect();
+        let group_of = groups::assign(&spec.optimizer.groups, &names);
+        Self {
+            spec,
+            epoch,
+            group_of,
+        }
+    }
+
+    /// The group of a tensor.
+    #[must_use]
+    pub fn group_of(&self, tensor: usize) -> usize {
+        usize::from(self.group_of[tensor])
+    }
+
+    /// Each group's learning rate for the push that finds the model at `version`, with `samples` seen before it.
+    #[must_use]
+    pub fn learning_rates(&self, version: u64, samples: u64) -> Arc<[f64]> {
+        let factor = schedule::factor(&self.spec.schedule, version, samples);
+        self.spec.optimizer.groups.iter().map(|g| g.lr * factor).collect()
+    }
+
+    /// What an update that is `tau` late is worth.
+    #[must_use]
+    pub fn weight(&self, tau: u64) -> f64 {
+        weight::weight(&self.spec.staleness.weights, tau)
+    }
+}
+
+/// The right to commit, with the terms of it.
+#[derive(Clone, Debug)]
+pub struct Ticket {
+    pub number: u64,
+    pub term: u64,
+    /// The model's version once this push is counted.
+    pub version: u64,
+    /// Updates ticketed between the worker's read and this push.
+    pub staleness: u64,
+    /// One learning rate per group, the schedule's factor included.
+    pub learning_rates: Arc<[f64]>,
+    pub run: Arc<Run>,
+}

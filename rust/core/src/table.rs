@@ -1,0 +1,262 @@
+//! The tensor table: what a model is made of, in order. Two sides that agree on it agree on everything that is
+//! derived from it (the layout, the length of every frame), so a peer never says how long its data is.
+
+use crate::dtype::Dtype;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fmt;
+
+/// Most tensors a table may name; bounds what a hostile table can make us allocate.
+pub const MAX_TENSORS: usize = 100_000;
+/// Longest tensor name, in bytes.
+pub const MAX_NAME_BYTES: usize = 1024;
+/// Most dimensions of one tensor.
+pub const MAX_DIMS: usize = 16;
+/// Most elements of one model: 2^40, far above what one server holds, far below an overflow of a byte count.
+pub const MAX_ELEMENTS: u64 = 1 << 40;
+
+/// Whether an optimizer moves a tensor or the model's own forward pass does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Moved by gradients. Whether it is frozen is each side's own affair and not part of the table.
+    Parameter,
+    /// Moved by the forward pass (`BatchNorm`'s statistics and the like).
+    Buffer,
+}
+
+/// One tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TensorSpec {
+    pub name: String,
+    /// Other names of the same memory (tied weights), in `state_dict` order.
+    #[serde(default)]
+    pub aliases: Vec<String>,
+    pub shape: Vec<u64>,
+    pub dtype: Dtype,
+    pub role: Role,
+}
+
+impl TensorSpec {
+    /// Number of elements; 1 for a scalar. Checked when the table was built.
+    #[must_use]
+    pub fn num_elements(&self) -> u64 {
+        self.shape.iter().product()
+    }
+}
+
+impl fmt::Display for TensorSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {:?}", self.name, self.dtype.name(), self.shape)?;
+        if !self.aliases.is_empty() {
+            write!(f, " (also {})", self.aliases.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+/// A table that cannot be used: which tensor, and why.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TableError {
+    #[error("a model without tensors cannot be trained; give one with at least one parameter")]
+    Empty,
+    #[error("the model has {0} tensors; at most {MAX_TENSORS} are supported")]
+    TooManyTensors(usize),
+    #[error("the name of tensor number {index} is {bytes} bytes long; names are 1 to {MAX_NAME_BYTES} bytes")]
+    Name { index: usize, bytes: usize },
+    #[error("two tensors are called {0:?}; names must be unique")]
+    Duplicate(String),
+    #[error("tensor {name:?} has {dims} dimensions; at most {MAX_DIMS} are supported")]
+    Dims { name: String, dims: usize },
+    #[error("tensor {0:?} makes the model larger than {MAX_ELEMENTS} elements")]
+    TooLarge(String),
+    #[error(
+        "parameter {name:?} has dtype {}; parameters are float32, float16 or bfloat16 (cast it, or keep it out of the model)",
+        dtype.name()
+    )]
+    Untrainable { name: String, dtype: Dtype },
+}
+
+/// The tensors of a model, in order, checked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<TensorSpec>", into = "Vec<TensorSpec>")]
+pub struct TensorTable(Vec<TensorSpec>);
+
+impl TensorTable {
+    /// Checks the specs and keeps them.
+    ///
+    /// # Errors
+    /// [`TableError`], naming the first tensor that is wrong.
+    pub fn new(tensors: Vec<TensorSpec>) -> Result<Self, TableError> {
+        if tensors.is_empty() {
+            return Err(TableError::Empty);
+        }
+        if tensors.len() > MAX_TENSORS {
+            return Err(TableError::TooManyTensors(tensors.len()));
+        }
+        let mut names = HashMap::with_capacity(tensors.len());
+        let mut total = 0_u64;
+        for (index, t) in tensors.iter().enumerate() {
+            for name in std::iter::once(&t.name).chain(&t.aliases) {
+                if name.is_empty() || name.len() > MAX_NAME_BYTES {
+                    return Err(TableError::Name {
+                        index,
+                        bytes: name.len(),
+                    });
+                }
+                if names.insert(name.as_str(), index).is_some() {
+                    return Err(TableError::Duplicate(name.clone()));
+                }
+            }
+            if t.shape.len() > MAX_DIMS {
+                return Err(TableError::Dims {
+                    name: t.name.clone(),
+                    dims: t.shape.len(),
+                });
+            }
+            let elements = t.shape.iter().try_fold(1_u64, |n, &d| n.checked_mul(d));
+            total = elements
+                .and_then(|n| total.checked_add(n))
+                .filter(|&n| n <= MAX_ELEMENTS)
+                .ok_or_else(|| TableError::TooLarge(t.name.clone()))?;
+            if t.role == Role::Parameter && !t.dtype.trainable() {
+                return Err(TableError::Untrainable {
+                    name: t.name.clone(),
+                    dtype: t.dtype,
+                });
+            }
+        }
+        Ok(Self(tensors))
+    }
+
+    #[must_use]
+    pub fn tensors(&self) -> &[TensorSpec] {
+        &self.0
+    }
+
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Never true: a table has at least one tensor.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// SHA-256 over names, aliases, shapes, dtypes, roles and order.
+    #[must_use]
+    pub fn fingerprint(&self) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        let mut text = |s: &str| {
+            hash.update((s.len() as u64).to_le_bytes());
+            hash.update(s.as_bytes());
+        };
+        for t in &self.0 {
+            text(&t.name);
+            text(&t.aliases.join("\0"));
+            text(&format!("{:?} {:?} {:?}", t.shape, t.dtype, t.role));
+        }
+        hash.finalize().into()
+    }
+
+    /// Where two tables part: the first position at which they differ, with what each side has there.
+    #[must_use]
+    pub fn first_difference(&self, other: &Self) -> Option<Difference> {
+        (0..self.len().max(other.len())).find_map(|i| {
+            let (ours, theirs) = (self.0.get(i), other.0.get(i));
+            (ours != theirs).then(|| Difference {
+                position: i,
+                ours: ours.cloned(),
+                theirs: theirs.cloned(),
+            })
+        })
+    }
+}
+
+impl TryFrom<Vec<TensorSpec>> for TensorTable {
+    type Error = TableError;
+    fn try_from(tensors: Vec<TensorSpec>) -> Result<Self, TableError> {
+        Self::new(tensors)
+    }
+}
+
+impl From<TensorTable> for Vec<TensorSpec> {
+    fn from(table: TensorTable) -> Self {
+        table.0
+    }
+}
+
+/// The first position at which two tables differ.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    pub position: usize,
+    pub ours: Option<TensorSpec>,
+    pub theirs: Option<TensorSpec>,
+}
+
+impl fmt::Display for Difference {
+    /// Written for the worker's user; "ours" is the server's table.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = |t: &Option<TensorSpec>| t.as_ref().map_or("nothing".to_owned(), ToString::to_string);
+        write!(
+            f,
+            "tensor number {} differs: the server has {}, this worker has {}",
+            self.position,
+            side(&self.ours),
+            side(&self.theirs)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(name: &str, shape: &[u64], dtype: Dtype, role: Role) -> TensorSpec {
+        TensorSpec {
+            name: name.into(),
+            aliases: vec![],
+            shape: shape.into(),
+            dtype,
+            role,
+        }
+    }
+
+    #[test]
+    fn the_first_difference_names_both_sides() {
+        let a = TensorTable::new(vec![tensor("w", &[2, 3], Dtype::F32, Role::Parameter)]).unwrap();
+        let b = TensorTable::new(vec![tensor("w", &[3, 2], Dtype::BF16, Role::Parameter)]).unwrap();
+        let text = a.first_difference(&b).unwrap().to_string();
+        assert!(
+            text.contains("float32 [2, 3]") && text.contains("bfloat16 [3, 2]"),
+            "{text}"
+        );
+        assert_ne!(a.fingerprint(), b.fingerprint());
+        assert_eq!(a.first_difference(&a), None);
+    }
+
+    #[test]
+    fn float64_parameters_are_refused_by_name_and_float64_buffers_are_not() {
+        let refused =
+            TensorTable::new(vec![tensor("head.w", &[1], Dtype::F64, Role::Parameter)]).unwrap_err();
+        assert!(refused.to_string().contains("\"head.w\" has dtype float64"));
+        assert!(TensorTable::new(vec![tensor("stat", &[1], Dtype::F64, Role::Buffer)]).is_ok());
+    }
+
+    #[test]
+    fn a_shape_whose_product_overflows_is_refused() {
+        let refused = TensorTable::new(vec![tensor("w", &[u64::MAX, 2], Dtype::F32, Role::Parameter)]);
+        assert_eq!(refused.unwrap_err(), TableError::TooLarge("w".into()));
+    }
+
+    #[test]
+    fn an_alias_counts_as_a_name() {
+        let mut tied = tensor("a", &[1], Dtype::F32, Role::Parameter);
+        tied.aliases = vec!["b".into()];
+        let refused = TensorTable::new(vec![tied, tensor("b", &[1], Dtype::F32, Role::Parameter)]);
+        assert_eq!(refused.unwrap_err(), TableError::Duplicate("b".into()));
+    }
+}

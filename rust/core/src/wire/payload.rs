@@ -1,0 +1,159 @@
+//! Raw tensor payloads: their checksum, and the two half precisions, which travel as themselves and are held in f32.
+
+use crate::dtype::Dtype;
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+
+/// CRC-32/ISCSI; 0 for no bytes. Processors have an instruction for it, and a fragment is warm in the cache when it
+/// is taken.
+#[must_use]
+pub fn crc(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// The same of a payload that lies in several places, taken one after another.
+#[derive(Debug)]
+pub struct Crc(crc_fast::Digest);
+
+impl Default for Crc {
+    fn default() -> Self {
+        Self(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
+    }
+}
+
+impl Crc {
+    /// Counts the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all bytes so far.
+    #[must_use]
+    pub fn finish(&self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
+/// Reads little-endian f16, bf16 or f32 into f32; as many elements as both sides have.
+///
+/// # Panics
+/// If `dtype` is not one a parameter may have, which a table excludes.
+pub fn widen(dtype: Dtype, wire: &[u8], to: &mut [f32]) {
+    match dtype {
+        Dtype::F16 => widen_halves(wire, to, f16::from_le_bytes, <[f16]>::convert_to_f32_slice),
+        Dtype::BF16 => widen_halves(wire, to, bf16::from_le_bytes, <[bf16]>::convert_to_f32_slice),
+        Dtype::F32 => {
+            for (to, from) in to.iter_mut().zip(wire.as_chunks().0) {
+                *to = f32::from_le_bytes(*from);
+            }
+        }
+        other => unreachable!("{} is not a parameter's type", other.name()),
+    }
+}
+
+/// Writes f32 as little-endian f16, bf16 (rounded to nearest, ties to even, as torch does) or f32.
+///
+/// # Panics
+/// If `dtype` is not one a parameter may have, which a table excludes.
+pub fn narrow(dtype: Dtype, from: &[f32], wire: &mut [u8]) {
+    match dtype {
+        Dtype::F16 => narrow_halves(from, wire, |x| f16::from_f32(x).to_le_bytes(), |halves: &mut [f16], from| {
+            halves.convert_from_f32_slice(from);
+        }),
+        Dtype::BF16 => narrow_halves(from, wire, |x| bf16::from_f32(x).to_le_bytes(), |halves: &mut [bf16], from| {
+            halves.convert_from_f32_slice(from);
+        }),
+        Dtype::F32 => {
+            for (to, from) in wire.as_chunks_mut().0.iter_mut().zip(from) {
+                *to = from.to_le_bytes();
+            }
+        }
+        other => unreachable!("{} is not a parameter's type", other.name()),
+    }
+}
+
+/// By the slice where memory lies so that it can be read as halves, which uses the processor's conversion; else one
+/// by one.
+fn widen_halves<H: bytemuck::Pod + Copy + Into<f32>>(
+    wire: &[u8],
+    to: &mut [f32],
+    one: fn([u8; 2]) -> H,
+    all: fn(&[H], &mut [f32]),
+) {
+    match bytemuck::try_cast_slice(wire) {
+        Ok(halves) if cfg!(target_endian = "little") && halves.len() == to.len() => all(halves, to),
+        _ => {
+            for (to, from) in to.iter_mut().zip(wire.as_chunks().0) {
+                *to = one(*from).into();
+            }
+        }
+    }
+}
+
+fn narrow_halves<H: bytemuck::Pod>(
+    from: &[f32],
+    wire: &mut [u8],
+    one: fn(f32) -> [u8; 2],
+    all: fn(&mut [H], &[f32]),
+) {
+    if cfg!(target_endian = "little")
+        && let Ok(halves) = bytemuck::try_cast_slice_mut(wire)
+        && halves.len() == from.len()
+    {
+        all(halves, from);
+        return;
+    }
+    for (to, from) in wire.as_chunks_mut().0.iter_mut().zip(from) {
+        *to = one(*from);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_checksum_is_the_catalogue_s_crc_32_iscsi() {
+        assert_eq!(crc(b"123456789"), 0xe306_9283);
+        assert_eq!(crc(b""), 0);
+    }
+
+    #[test]
+    fn a_checksum_of_parts_is_that_of_the_whole() {
+        let mut parts = Crc::default();
+        for part in [&b"1234"[..], b"", b"56789"] {
+            parts.update(part);
+        }
+        assert_eq!(parts.finish(), crc(b"123456789"));
+        assert_eq!(Crc::default().finish(), crc(b""));
+    }
+
+    #[test]
+    fn every_half_comes_back_from_f32() {
+        for bits in 0..=u16::MAX {
+            for dtype in [Dtype::F16, Dtype::BF16] {
+                let (mut wide, mut back) = ([0.0], [0; 2]);
+                widen(dtype, &bits.to_le_bytes(), &mut wide);
+                narrow(dtype, &wide, &mut back);
+                assert!(wide[0].is_nan() || back == bits.to_le_bytes(), "{dtype:?} {bits:#x}");
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn alignment_changes_no_bit(values in prop::collection::vec(any::<f32>(), 1..40)) {
+            for dtype in [Dtype::F16, Dtype::BF16, Dtype::F32] {
+                let bytes = values.len() * dtype.size();
+                let (mut a, mut b) = (vec![0; bytes + 1], vec![0; bytes + 1]);
+                narrow(dtype, &values, &mut a[..bytes]);
+                narrow(dtype, &values, &mut b[1..]);
+                prop_assert_eq!(&a[..bytes], &b[1..]);
+                let (mut x, mut y) = (vec![0.0; values.len()], vec![0.0; values.len()]);
+                widen(dtype, &a[..bytes], &mut x);
+                widen(dtype, &b[1..], &mut y);
+                prop_assert!(x.iter().zip(&y).all(|(x, y)| x.to_bits() == y.to_bits()));
+            }
+        }
+    }
+}

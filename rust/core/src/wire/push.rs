@@ -1,0 +1,284 @@
+//! The heads of a push and of a pull. They travel 20 000 times a second, so they are a fixed binary form with a
+//! version byte, read in place.
+//!
+//! ```text
+//! push: 0 form u8 = 1   1 flags u8   2 reserved [u8; 6] = 0   8 samples u64
+//!       then, where its flag is set: norm f64 | presence: u32 length, bytes | have: u32 count, u64 each
+//! pull: 0 form u8 = 1   1 flags u8   2 reserved [u8; 6] = 0
+//!       then, where its flag is set: have
+//! ```
+
+use super::message::MessageError;
+use crate::layout::Presence;
+
+const FORM: u8 = 1;
+const WANT_PARAMETERS: u8 = 1;
+const HAS_NORM: u8 = 2;
+const HAS_PRESENCE: u8 = 4;
+const HAS_VERSIONS: u8 = 8;
+
+/// What the worker wants back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    Receipt,
+    /// The newest parameters, fragment by fragment, then the receipt.
+    Parameters,
+}
+
+/// What a worker says about a push before it sends it; term, sequence and the version read are in the header.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PushRequest<'a> {
+    pub samples: u64,
+    /// L2 norm of the whole gradient, where the run asks for it.
+    pub norm: Option<f64>,
+    pub want: Want,
+    /// [`Presence::as_bytes`]; `None`: every tensor.
+    pub present: Option<&'a [u8]>,
+    /// `None`: send every fragment. Else send what changed; the versions are those of the fragments that are
+    /// not in this push, in order (those in it carry theirs in their own headers).
+    pub have: Option<Versions<'a>>,
+}
+
+/// What a worker that pulls has already.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullRequest<'a> {
+    /// `None`: send every fragment. Else one version per fragment, read under the header's term.
+    pub have: Option<Versions<'a>>,
+}
+
+/// A list of versions, still in its wire form or not yet in it.
+#[derive(Clone, Copy, Debug)]
+pub enum Versions<'a> {
+    /// Little-endian, eight bytes each.
+    Wire(&'a [u8]),
+    Numbers(&'a [u64]),
+}
+
+impl Versions<'_> {
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Wire(bytes) => bytes.len() / 8,
+            Self::Numbers(numbers) => numbers.len(),
+        }
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    #[must_use]
+    pub fn get(&self, i: usize) -> Option<u64> {
+        match self {
+            Self::Wire(bytes) => {
+                let at = bytes.get(i.checked_mul(8)?..)?.first_chunk()?;
+                Some(u64::from_le_bytes(*at))
+            }
+            Self::Numbers(numbers) => numbers.get(i).copied(),
+        }
+    }
+}
+
+impl PartialEq for Versions<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        self.len() == other.len() && (0..self.len()).all(|i| self.get(i) == other.get(i))
+    }
+}
+
+impl Eq for Versions<'_> {}
+
+impl<'a> PushRequest<'a> {
+    /// Appends the wire form.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let mut flags = 0;
+        flags |= if self.want == Want::Parameters { WANT_PARAMETERS } else { 0 };
+        flags |= if self.norm.is_some() { HAS_NORM } else { 0 };
+        flags |= if self.present.is_some() { HAS_PRESENCE } else { 0 };
+        flags |= if self.have.is_some() { HAS_VERSIONS } else { 0 };
+        out.extend_from_slice(&[FORM, flags, 0, 0, 0, 0, 0, 0]);
+        out.extend_from_slice(&self.samples.to_le_bytes());
+        if let Some(norm) = self.norm {
+            out.extend_from_slice(&norm.to_le_bytes());
+        }
+        if let Some(present) = self.present {
+            put_len(out, present.len());
+            out.extend_from_slice(present);
+        }
+        put_versions(out, self.have);
+    }
+
+    /// Reads the wire form.
+    ///
+    /// # Errors
+    /// [`MessageError`] if a byte is missing, too much, or set where nothing may be.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self, MessageError> {
+        let mut cursor = Cursor(bytes);
+        let flags = cursor.open(WANT_PARAMETERS | HAS_NORM | HAS_PRESENCE | HAS_VERSIONS)?;
+        let samples = cursor.u64()?;
+        let norm = if flags & HAS_NORM != 0 { Some(f64::from_bits(cursor.u64()?)) } else { None };
+        let present = if flags & HAS_PRESENCE != 0 {
+            let len = cursor.len()?;
+            Some(cursor.take(len)?)
+        } else {
+            None
+        };
+        let have = cursor.versions(flags)?;
+        cursor.end()?;
+        let want = if flags & WANT_PARAMETERS != 0 { Want::Parameters } else { Want::Receipt };
+        Ok(Self { samples, norm, want, present, have })
+    }
+
+    /// The tensors this push brings.
+    ///
+    /// # Errors
+    /// [`MessageError::Form`] if the bits are not those of a table with so many tensors.
+    pub fn presence(&self, num_tensors: usize) -> Result<Presence, MessageError> {
+        match self.present {
+            None => Ok(Presence::all(num_tensors)),
+            Some(bytes) => {
+                Presence::from_bytes(num_tensors, bytes).ok_or(MessageError::Form("presence does not fit the model"))
+            }
+        }
+    }
+}
+
+impl<'a> PullRequest<'a> {
+    /// Appends the wire form.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let flags = if self.have.is_some() { HAS_VERSIONS } else { 0 };
+        out.extend_from_slice(&[FORM, flags, 0, 0, 0, 0, 0, 0]);
+        put_versions(out, self.have);
+    }
+
+    /// Reads the wire form.
+    ///
+    /// # Errors
+    /// [`MessageError`] if a byte is missing, too much, or set where nothing may be.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self, MessageError> {
+        let mut cursor = Cursor(bytes);
+        let flags = cursor.open(HAS_VERSIONS)?;
+        let have = cursor.versions(flags)?;
+        cursor.end()?;
+        Ok(Self { have })
+    }
+}
+
+fn put_len(out: &mut Vec<u8>, len: usize) {
+    out.extend_from_slice(&u32::try_from(len).unwrap_or(u32::MAX).to_le_bytes());
+}
+
+fn put_versions(out: &mut Vec<u8>, versions: Option<Versions<'_>>) {
+    let Some(versions) = versions else { return };
+    put_len(out, versions.len());
+    for i in 0..versions.len() {
+        out.extend_from_slice(&versions.get(i).unwrap_or_default().to_le_bytes());
+    }
+}
+
+/// What is left to read; every step is checked.
+pub(super) struct Cursor<'a>(pub(super) &'a [u8]);
+
+impl<'a> Cursor<'a> {
+    pub(super) fn take(&mut self, n: usize) -> Result<&'a [u8], MessageError> {
+        let (head, tail) = self.0.split_at_checked(n).ok_or(MessageError::Form("it ends too early"))?;
+        self.0 = tail;
+        Ok(head)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], MessageError> {
+        let (head, tail) = self.0.split_first_chunk().ok_or(MessageError::Form("it ends too early"))?;
+        self.0 = tail;
+        Ok(*head)
+    }
+
+    pub(super) fn u64(&mut self) -> Result<u64, MessageError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn len(&mut self) -> Result<usize, MessageError> {
+        self.array().map(|b| u32::from_le_bytes(b) as usize)
+    }
+
+    /// Form, flags and reserved bytes; returns the flags.
+    fn open(&mut self, known: u8) -> Result<u8, MessageError> {
+        let [form, flags, reserved @ ..] = self.array::<8>()?;
+        if form != FORM {
+            return Err(MessageError::Form("its form is not known here"));
+        }
+        if flags & !known != 0 || reserved != [0; 6] {
+            return Err(MessageError::Form("it sets bits that are reserved"));
+        }
+        Ok(flags)
+    }
+
+    fn versions(&mut self, flags: u8) -> Result<Option<Versions<'a>>, MessageError> {
+        if flags & HAS_VERSIONS == 0 {
+            return Ok(None);
+        }
+        let bytes = self.len()?.checked_mul(8).ok_or(MessageError::Form("it ends too early"))?;
+        Ok(Some(Versions::Wire(self.take(bytes)?)))
+    }
+
+    pub(super) fn end(&self) -> Result<(), MessageError> {
+        if self.0.is_empty() { Ok(()) } else { Err(MessageError::Form("bytes follow its end")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_push_survives_the_wire(samples: u64, norm in prop::option::of(0.0_f64..1e300), all: bool,
+                present in prop::option::of(prop::collection::vec(any::<u8>(), 0..40)),
+                have in prop::option::of(prop::collection::vec(any::<u64>(), 0..40))) {
+            let want = if all { Want::Parameters } else { Want::Receipt };
+            let have = have.as_deref().map(Versions::Numbers);
+            let push = PushRequest { samples, norm, want, present: present.as_deref(), have };
+            let mut bytes = vec![];
+            push.encode(&mut bytes);
+            prop_assert_eq!(PushRequest::decode(&bytes), Ok(push));
+            for cut in 0..bytes.len() {
+                prop_assert!(PushRequest::decode(&bytes[..cut]).is_err());
+            }
+        }
+
+        #[test]
+        fn a_pull_survives_the_wire(have in prop::option::of(prop::collection::vec(any::<u64>(), 0..40))) {
+            let pull = PullRequest { have: have.as_deref().map(Versions::Numbers) };
+            let mut bytes = vec![];
+            pull.encode(&mut bytes);
+            prop_assert_eq!(PullRequest::decode(&bytes), Ok(pull));
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+            drop(PullRequest::decode(&bytes));
+            drop(PushRequest::decode(&bytes));
+            if bytes.len() >= 8 {
+                bytes[0] = FORM;
+                bytes[1] &= 15;
+                bytes[2..8].fill(0);
+                drop(PullRequest::decode(&bytes));
+                if let Ok(push) = PushRequest::decode(&bytes) {
+                    drop(push.presence(17));
+                    if let Some(have) = push.have {
+                        prop_assert!((0..have.len()).all(|i| have.get(i).is_some()));
+                        prop_assert_eq!(have.get(have.len()), None);
+                        prop_assert_eq!(have.get(usize::MAX), None);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_presence_of_another_model_is_refused() {
+        let push = PushRequest { samples: 1, norm: None, want: Want::Receipt, present: Some(&[0xff]), have: None };
+        assert!(push.presence(8).is_ok());
+        assert!(push.presence(7).is_err() && push.presence(9).is_err());
+    }
+}

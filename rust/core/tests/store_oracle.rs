@@ -1,0 +1,302 @@
+//! The lock-free store against the mutex store: generated concurrent programs, then the recorded commits replayed one
+//! at a time under a lock. Same versions, same parameters, same optimizer state, bit for bit.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use offbeat_core::dtype::Dtype;
+use offbeat_core::layout::{Fragment, Presence};
+use offbeat_core::spec::{Group, OptimizerSpec, Rule, StalenessSpec, Transaction, Weight};
+use offbeat_core::store::log::{Commit, CommitObserver};
+use offbeat_core::store::oracle::{FragmentStore, MutexStore};
+use offbeat_core::store::{
+    Admission, PushHead, PushRecord, Receipt, RunSpec, StagedFragment, Store, StoreConfig, WorkerKey,
+};
+use offbeat_core::table::{Role, TensorSpec, TensorTable};
+use offbeat_core::values;
+use proptest::prelude::*;
+use std::sync::{Arc, Mutex};
+
+#[derive(Default)]
+struct Log(Mutex<Vec<Commit>>);
+
+impl CommitObserver for Log {
+    fn committed(&self, commit: Commit) {
+        self.0.lock().unwrap().push(commit);
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Program {
+    tensors: Vec<(u64, Dtype, Role)>,
+    rules: (Rule, Rule),
+    /// Per worker, per push: the presence seed and how many versions late it pretends to be.
+    workers: Vec<Vec<(u64, u64)>>,
+}
+
+fn rule() -> impl Strategy<Value = (Rule, Rule)> {
+    let sgd = |momentum, nesterov| Rule::Sgd {
+        momentum,
+        dampening: 0.0,
+        weight_decay: 0.01,
+        nesterov,
+        maximize: false,
+    };
+    let adam = |amsgrad| Rule::Adam {
+        betas: (0.9, 0.99),
+        eps: 1e-8,
+        weight_decay: 0.1,
+        amsgrad,
+        maximize: false,
+        decoupled_weight_decay: true,
+    };
+    prop::sample::select(vec![
+        (sgd(0.0, false), sgd(0.0, false)),
+        (sgd(0.9, true), sgd(0.0, false)),
+        (adam(false), adam(true)),
+        (Rule::Add, Rule::Add),
+    ])
+}
+
+fn program() -> impl Strategy<Value = Program> {
+    let tensor = (
+        prop::sample::select(vec![1_u64, 7, 300, 70_000]),
+        prop::sample::select(vec![Dtype::F32, Dtype::BF16, Dtype::F16]),
+        prop::sample::select(vec![Role::Parameter, Role::Parameter, Role::Buffer]),
+    );
+    let pushes = prop::collection::vec((any::<u64>(), 0_u64..3), 1..8);
+    (
+        prop::collection::vec(tensor, 1..5),
+        rule(),
+        prop::collection::vec(pushes, 1..5),
+    )
+        .prop_map(|(tensors, rules, workers)| Program {
+            tensors,
+            rules,
+            workers,
+        })
+}
+
+fn table(program: &Program) -> Arc<TensorTable> {
+    let specs = program
+        .tensors
+        .iter()
+        .enumerate()
+        .map(|(i, &(n, dtype, role))| TensorSpec {
+            name: if i % 2 == 0 {
+                format!("even.{i}")
+            } else {
+                format!("odd.{i}")
+            },
+            aliases: vec![],
+            shape: vec![n],
+            dtype,
+            role,
+        });
+    Arc::new(TensorTable::new(specs.collect()).unwrap())
+}
+
+fn run_spec(program: &Program) -> RunSpec {
+    let group = |pattern: &str, rule: &Rule, lr| Group {
+        pattern: pattern.into(),
+        lr,
+        rule: rule.clone(),
+    };
+    RunSpec {
+        optimizer: OptimizerSpec {
+            groups: vec![
+                group("even.*", &program.rules.0, 0.1),
+                group("*", &program.rules.1, 0.03),
+            ],
+            momentum_correction: false,
+        },
+        staleness: StalenessSpec {
+            weights: vec![Weight::AdaptiveLr { factor: 0.9 }],
+            max_staleness: None,
+            max_norm: None,
+        },
+        schedule: offbeat_core::spec::Schedule::default(),
+        max_samples: None,
+    }
+}
+
+/// Small multiples of 1/8, exact in every dtype and different for every (seed, element).
+fn fill(dtype: Dtype, seed: u64, bytes: &mut [u8]) {
+    let values: Vec<f32> = (0..bytes.len() / dtype.size())
+        .map(|i| {
+            let mixed = (seed ^ i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56;
+            (mixed as f32 - 128.0) / 8.0
+        })
+        .collect();
+    values::narrow(dtype, &values, bytes);
+}
+
+fn payload(fragment: &Fragment, index: usize, push: &PushRecord) -> Vec<u8> {
+    let mut bytes = vec![0; fragment.push_bytes(&push.present)];
+    fill(
+        fragment.dtype,
+        seed(push.worker, push.sequence, index),
+        &mut bytes,
+    );
+    bytes
+}
+
+fn seed(worker: WorkerKey, sequence: u64, fragment: usize) -> u64 {
+    (u64::from(worker.slot) << 40) ^ (sequence << 20) ^ fragment as u64
+}
+
+fn wait<T>(mut receiver: futures_channel::oneshot::Receiver<T>) -> T {
+    loop {
+        match receiver.try_recv() {
+            Ok(Some(value)) => return value,
+            Ok(None) => std::thread::yield_now(),
+            Err(cancelled) => panic!("{cancelled}"),
+        }
+    }
+}
+
+/// One worker's pushes, each fragment by fragment as a session would send it.
+fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receipt> {
+    let layout = Arc::clone(store.layout());
+    let mut receipts = Vec::new();
+    for (i, &(presence, late)) in pushes.iter().enumerate() {
+        let num = layout.num_tensors();
+        let present = Presence::from_fn(num, |t| (presence >> (t % 64)) & 1 == 1);
+        let head = PushHead {
+            worker: key,
+            sequence: i as u64 + 1,
+            term: store.term(),
+            base: store.version(),
+            samples: 1,
+            present: present.clone(),
+            norm: None,
+        };
+        let reader = store.reader();
+        let base = |f: usize| reader.root(f).version().saturating_sub(late);
+        if store.transaction() == Transaction::Model {
+            let staged: Vec<StagedFragment> = layout
+                .present_fragments(&present)
+                .map(|f| {
+                    let mut block = store.staging(layout.fragments[f].push_bytes(&present));
+                    fill(
+                        layout.fragments[f].dtype,
+                        seed(key, head.sequence, f),
+                        block.bytes_mut(),
+                    );
+                    let crc = values::crc(block.bytes());
+                    StagedFragment {
+                        fragment: f,
+                        base: base(f),
+                        payload: block,
+                        crc,
+                    }
+                })
+                .collect();
+            let commit = store.commit(head, staged);
+            let mut role = commit.role;
+            while let Some(turn) = role {
+                role = turn.step();
+            }
+            receipts.push(wait(commit.receipt));
+            continue;
+        }
+        let Admission::Open(push) = store.admit(&head) else {
+            panic!("fresh pushes are admitted")
+        };
+        let mut outcomes = Vec::new();
+        for f in layout.present_fragments(&present) {
+            let bytes = payload(&layout.fragments[f], f, push.record());
+            let mut block = store.staging(bytes.len());
+            block.bytes_mut().copy_from_slice(&bytes);
+            let submission = store.submit(&push, f, base(f), block, values::crc(&bytes));
+            let mut role = submission.role;
+            while let Some(turn) = role {
+                role = turn.drain();
+            }
+            outcomes.push(submission.outcome);
+        }
+        for outcome in outcomes {
+            assert!(wait(outcome).applied);
+        }
+        receipts.push(push.settle());
+    }
+    receipts
+}
+
+fn check(program: &Program, transaction: Transaction) {
+    let table = table(program);
+    let log = Arc::new(Log::default());
+    let observer: Arc<dyn CommitObserver> = log.clone();
+    let config = StoreConfig {
+        transaction,
+        observer: Some(observer),
+        ..StoreConfig::default()
+    };
+    let dtypes: Vec<Dtype> = offbeat_core::layout::Layout::of(&table)
+        .fragments
+        .iter()
+        .map(|f| f.dtype)
+        .collect();
+    let mut initial = |f: usize, bytes: &mut [u8]| fill(dtypes[f], 0xabcd + f as u64, bytes);
+    let store = Store::new(Arc::clone(&table), config, 1, &mut initial);
+    let oracle = MutexStore::new(&table, &mut initial);
+    store.configure(run_spec(program));
+
+    let receipts: Vec<Receipt> = std::thread::scope(|scope| {
+        let threads: Vec<_> = program
+            .workers
+            .iter()
+            .enumerate()
+            .map(|(i, pushes)| {
+                let key = store.register(&format!("worker-{i}")).unwrap();
+                let store = &store;
+                scope.spawn(move || work(store, key, pushes))
+            })
+            .collect();
+        threads.into_iter().flat_map(|t| t.join().unwrap()).collect()
+    });
+
+    let total: usize = program.workers.iter().map(Vec::len).sum();
+    assert_eq!(receipts.len(), total);
+    assert!(
+        receipts.iter().all(|r| r.applied && r.reason.is_none()),
+        "{receipts:?}"
+    );
+    let status = store.status();
+    assert_eq!((status.tickets.applied, status.tickets.open), (total as u64, 0));
+    assert_eq!(status.version, total as u64);
+
+    let layout = Arc::clone(store.layout());
+    let commits = std::mem::take(&mut *log.0.lock().unwrap());
+    for commit in &commits {
+        let bytes = payload(&layout.fragments[commit.fragment], commit.fragment, &commit.push);
+        oracle.apply(
+            &commit.push,
+            commit.fragment,
+            commit.version - 1 - commit.tau,
+            &bytes,
+        );
+    }
+    for f in 0..layout.fragments.len() {
+        let (ours, theirs) = (store.state(f), oracle.state(f));
+        assert_eq!(ours.version, theirs.version, "fragment {f}");
+        assert_eq!(
+            ours.version,
+            commits.iter().filter(|c| c.fragment == f).count() as u64
+        );
+        assert!(ours == theirs, "fragment {f} differs from the oracle's");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn concurrent_fragment_commits_equal_the_mutex_store(program in program()) {
+        check(&program, Transaction::Fragment);
+    }
+
+    #[test]
+    fn concurrent_model_commits_equal_the_mutex_store(program in program()) {
+        check(&program, Transaction::Model);
+    }
+}
