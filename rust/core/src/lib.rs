@@ -8,6 +8,7 @@ pub mod spec;
 pub mod store;
 mod sync;
 pub mod table;
+pub mod validate;
 pub mod values;
 pub mod optim;
 pub mod pipeline;

@@ -1,72 +1,76 @@
-//! Tensor values as they travel (little-endian bytes of their own dtype) and as the store computes on them (f32).
+//! Tensor values as they travel (little-endian bytes of their own dtype) and as they are computed on (f32): checksums,
+//! the two half precisions, finiteness.
 
 use crate::dtype::Dtype;
 use crate::optim::{self, Isa};
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
 
-/// Reads f32, f16 or bf16 bytes as f32.
-///
-/// # Panics
-/// If the lengths differ, or the dtype is none of the three (a table refuses such parameters).
-pub fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
-    assert_eq!(
-        bytes.len(),
-        out.len() * dtype.size(),
-        "one value out per value in"
-    );
-    match dtype {
-        Dtype::F32 => bytemuck::cast_slice_mut(out).copy_from_slice(bytes),
-        Dtype::F16 => match bytemuck::try_cast_slice::<u8, f16>(bytes) {
-            Ok(halves) => halves.convert_to_f32_slice(out),
-            Err(_) => each(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
-        },
-        Dtype::BF16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
-        other => unreachable!("parameters are never {}", other.name()),
-    }
-}
-
-fn each(bytes: &[u8], out: &mut [f32], read: impl Fn([u8; 2]) -> f32) {
-    for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-        *o = read([b[0], b[1]]);
-    }
-}
-
-/// Rounds f32 to nearest even into f32, f16 or bf16 bytes.
-///
-/// # Panics
-/// As [`widen`].
-pub fn narrow(dtype: Dtype, values: &[f32], out: &mut [u8]) {
-    assert_eq!(
-        out.len(),
-        values.len() * dtype.size(),
-        "one value out per value in"
-    );
-    match dtype {
-        Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(values)),
-        Dtype::F16 => match bytemuck::try_cast_slice_mut::<u8, f16>(out) {
-            Ok(halves) => halves.convert_from_f32_slice(values),
-            Err(_) => unreachable!("callers give memory that is at least 2-aligned"),
-        },
-        Dtype::BF16 => {
-            for (o, v) in out.chunks_exact_mut(2).zip(values) {
-                o.copy_from_slice(&bf16::from_f32(*v).to_le_bytes());
-            }
-        }
-        other => unreachable!("parameters are never {}", other.name()),
-    }
-}
-
-/// CRC-32/ISCSI of raw values; 0 for none. Processors have an instruction for it, and a fragment is warm in the cache
-/// when it is taken.
+/// CRC-32/ISCSI; 0 for no bytes. Processors have an instruction for it, and a fragment is warm in the cache when it
+/// is taken.
 #[must_use]
 pub fn crc(bytes: &[u8]) -> u32 {
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "a 32-bit checksum in a 64-bit return type"
-    )]
-    let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32;
-    crc
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// The same of a payload that lies in several places, taken one after another.
+#[derive(Debug)]
+pub struct Crc(crc_fast::Digest);
+
+impl Default for Crc {
+    fn default() -> Self {
+        Self(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
+    }
+}
+
+impl Crc {
+    /// Counts the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all bytes so far.
+    #[must_use]
+    pub fn finish(&self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
+/// Reads little-endian f16, bf16 or f32 into f32; as many elements as both sides have.
+///
+/// # Panics
+/// If `dtype` is not one a parameter may have, which a table excludes.
+pub fn widen(dtype: Dtype, wire: &[u8], to: &mut [f32]) {
+    match dtype {
+        Dtype::F16 => widen_halves(wire, to, f16::from_le_bytes, <[f16]>::convert_to_f32_slice),
+        Dtype::BF16 => widen_halves(wire, to, bf16::from_le_bytes, <[bf16]>::convert_to_f32_slice),
+        Dtype::F32 => {
+            for (to, from) in to.iter_mut().zip(wire.as_chunks().0) {
+                *to = f32::from_le_bytes(*from);
+            }
+        }
+        other => unreachable!("{} is not a parameter's type", other.name()),
+    }
+}
+
+/// Writes f32 as little-endian f16, bf16 (rounded to nearest, ties to even, as torch does) or f32.
+///
+/// # Panics
+/// If `dtype` is not one a parameter may have, which a table excludes.
+pub fn narrow(dtype: Dtype, from: &[f32], wire: &mut [u8]) {
+    match dtype {
+        Dtype::F16 => narrow_halves(from, wire, |x| f16::from_f32(x).to_le_bytes(), |halves: &mut [f16], from| {
+            halves.convert_from_f32_slice(from);
+        }),
+        Dtype::BF16 => narrow_halves(from, wire, |x| bf16::from_f32(x).to_le_bytes(), |halves: &mut [bf16], from| {
+            halves.convert_from_f32_slice(from);
+        }),
+        Dtype::F32 => {
+            for (to, from) in wire.as_chunks_mut().0.iter_mut().zip(from) {
+                *to = from.to_le_bytes();
+            }
+        }
+        other => unreachable!("{} is not a parameter's type", other.name()),
+    }
 }
 
 /// Whether f32, f16 or bf16 bytes hold neither NaN nor infinity.
@@ -97,14 +101,93 @@ pub fn sum_squares(isa: Isa, dtype: Dtype, bytes: &[u8]) -> f64 {
     optim::sum_squares(isa, &wide)
 }
 
+/// By the slice where memory lies so that it can be read as halves, which uses the processor's conversion; else one
+/// by one.
+fn widen_halves<H: bytemuck::Pod + Copy + Into<f32>>(
+    wire: &[u8],
+    to: &mut [f32],
+    one: fn([u8; 2]) -> H,
+    all: fn(&[H], &mut [f32]),
+) {
+    match bytemuck::try_cast_slice(wire) {
+        Ok(halves) if cfg!(target_endian = "little") && halves.len() == to.len() => all(halves, to),
+        _ => {
+            for (to, from) in to.iter_mut().zip(wire.as_chunks().0) {
+                *to = one(*from).into();
+            }
+        }
+    }
+}
+
+fn narrow_halves<H: bytemuck::Pod>(
+    from: &[f32],
+    wire: &mut [u8],
+    one: fn(f32) -> [u8; 2],
+    all: fn(&mut [H], &[f32]),
+) {
+    if cfg!(target_endian = "little")
+        && let Ok(halves) = bytemuck::try_cast_slice_mut(wire)
+        && halves.len() == from.len()
+    {
+        all(halves, from);
+        return;
+    }
+    for (to, from) in wire.as_chunks_mut().0.iter_mut().zip(from) {
+        *to = one(*from);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    #[test]
+    fn the_checksum_is_the_catalogue_s_crc_32_iscsi() {
+        assert_eq!(crc(b"123456789"), 0xe306_9283);
+        assert_eq!(crc(b""), 0);
+    }
+
+    #[test]
+    fn a_checksum_of_parts_is_that_of_the_whole() {
+        let mut parts = Crc::default();
+        for part in [&b"1234"[..], b"", b"56789"] {
+            parts.update(part);
+        }
+        assert_eq!(parts.finish(), crc(b"123456789"));
+        assert_eq!(Crc::default().finish(), crc(b""));
+    }
+
+    #[test]
+    fn every_half_comes_back_from_f32() {
+        for bits in 0..=u16::MAX {
+            for dtype in [Dtype::F16, Dtype::BF16] {
+                let (mut wide, mut back) = ([0.0], [0; 2]);
+                widen(dtype, &bits.to_le_bytes(), &mut wide);
+                narrow(dtype, &wide, &mut back);
+                assert!(wide[0].is_nan() || back == bits.to_le_bytes(), "{dtype:?} {bits:#x}");
+            }
+        }
+    }
+
     proptest! {
         #[test]
-        fn sixteen_bit_values_survive_a_round_trip(bits in prop::collection::vec(any::<u16>(), 0..100)) {
+        fn alignment_changes_no_bit(values in prop::collection::vec(any::<f32>(), 1..40)) {
+            for dtype in [Dtype::F16, Dtype::BF16, Dtype::F32] {
+                let bytes = values.len() * dtype.size();
+                let (mut a, mut b) = (vec![0; bytes + 1], vec![0; bytes + 1]);
+                narrow(dtype, &values, &mut a[..bytes]);
+                narrow(dtype, &values, &mut b[1..]);
+                prop_assert_eq!(&a[..bytes], &b[1..]);
+                let (mut x, mut y) = (vec![0.0; values.len()], vec![0.0; values.len()]);
+                widen(dtype, &a[..bytes], &mut x);
+                widen(dtype, &b[1..], &mut y);
+                prop_assert!(x.iter().zip(&y).all(|(x, y)| x.to_bits() == y.to_bits()));
+            }
+        }
+
+        #[test]
+        fn finiteness_of_halves_is_that_of_their_f32(bits in prop::collection::vec(any::<u16>(), 0..100)) {
             for dtype in [Dtype::F16, Dtype::BF16] {
                 let bytes: Vec<u8> = bits.iter().flat_map(|b| b.to_le_bytes()).collect();
                 let finite = all_finite(Isa::detect(), dtype, &bytes);
@@ -118,12 +201,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn bf16_rounds_to_nearest_even() {
-        let mut out = [0; 2];
-        narrow(Dtype::BF16, &[1.0 + 1.0 / 256.0], &mut out);
-        assert_eq!(bf16::from_le_bytes(out).to_f32(), 1.0);
     }
 }

@@ -35,7 +35,12 @@ pub(crate) fn out_of_place<const N: usize, E: Element<N>>(
 }
 
 /// Reads and writes `dst`; true if all that the rule wrote is finite.
-pub(crate) fn in_place<const N: usize, E: Element<N>>(isa: Isa, element: E, grad: &[f32], dst: Target<'_>) -> bool {
+pub(crate) fn in_place<const N: usize, E: Element<N>>(
+    isa: Isa,
+    element: E,
+    grad: &[f32],
+    dst: Target<'_>,
+) -> bool {
     let mut slots = dst.state.into_iter();
     let state: [&mut [f32]; N] = array::from_fn(|_| slots.next().unwrap_or_default());
     isa.run(
@@ -55,9 +60,15 @@ fn write<const N: usize, E: Element<N>>(
 ) -> bool {
     let n = grad.len();
     // The compiler drops the bounds checks below because of these.
-    assert!(param.len() == n && to_param.len() == n, "a step over slices of different lengths");
+    assert!(
+        param.len() == n && to_param.len() == n,
+        "a step over slices of different lengths"
+    );
     for slot in 0..N {
-        assert!(state[slot].len() == n && to_state[slot].len() == n, "a step over state of another length");
+        assert!(
+            state[slot].len() == n && to_state[slot].len() == n,
+            "a step over state of another length"
+        );
     }
     let mut largest = 0;
     for i in 0..n {

@@ -20,7 +20,13 @@ pub struct PushFacts {
 
 impl Default for PushFacts {
     fn default() -> Self {
-        Self { staleness: 0, same_term: true, awake: true, finite: true, norm: None }
+        Self {
+            staleness: 0,
+            same_term: true,
+            awake: true,
+            finite: true,
+            norm: None,
+        }
     }
 }
 
@@ -40,12 +46,14 @@ pub fn admit(spec: &StalenessSpec, facts: &PushFacts) -> Verdict {
         return Verdict::reject(Reason::Slept, detail);
     }
     if !facts.finite {
-        let detail = "the gradient holds NaN or an infinity: look at the loss, the learning rate and the inputs";
+        let detail =
+            "the gradient holds NaN or an infinity: look at the loss, the learning rate and the inputs";
         return Verdict::reject(Reason::NonFinite, detail);
     }
     if let Some(limit) = spec.max_staleness.filter(|&limit| facts.staleness > limit) {
         let late = facts.staleness;
-        let detail = format!("{late} updates were made since its read, max_staleness is {limit}: pull and go on");
+        let detail =
+            format!("{late} updates were made since its read, max_staleness is {limit}: pull and go on");
         return Verdict::reject(Reason::Stale, detail);
     }
     if let (Some(limit), Some(norm)) = (spec.max_norm, facts.norm)

@@ -1,5 +1,5 @@
 //! What happens to a push between its arrival and the optimizer, as pure functions over plain facts: is it let in
-//! ([`admit`]), what is it worth ([`weight`]), at which learning rate ([`schedule`]) and by which group's rule
+//! ([`mod@admit`]), what is it worth ([`weight`]), at which learning rate ([`schedule`]) and by which group's rule
 //! ([`groups`]); and what these stages must see before they can tell ([`needs`]).
 //!
 //! **The law:** a push with τ = 0 passes all of them as it came, however many workers there are. Nothing here asks

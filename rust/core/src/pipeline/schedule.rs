@@ -38,5 +38,9 @@ fn shape(shape: &ScheduleShape, position: u64) -> f64 {
 
 /// From 1 to `end`: `lost` says which part of the way is behind after a fraction of the total.
 fn towards(end: f64, position: u64, total: u64, lost: impl Fn(f64) -> f64) -> f64 {
-    if position >= total { end } else { 1.0 - (1.0 - end) * lost(position as f64 / total as f64) }
+    if position >= total {
+        end
+    } else {
+        1.0 - (1.0 - end) * lost(position as f64 / total as f64)
+    }
 }

@@ -20,7 +20,10 @@ impl Verdict {
     /// A rejection.
     #[must_use]
     pub fn reject(reason: Reason, detail: impl Into<String>) -> Self {
-        Self::Reject { reason, detail: detail.into() }
+        Self::Reject {
+            reason,
+            detail: detail.into(),
+        }
     }
 
     #[must_use]

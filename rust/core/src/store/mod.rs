@@ -11,6 +11,7 @@ pub mod block;
 mod buffers;
 mod combine;
 pub mod cut;
+mod fragments;
 pub mod ledger;
 pub mod log;
 #[cfg(all(test, offbeat_loom))]
@@ -22,10 +23,12 @@ pub mod reader;
 pub mod receipt;
 mod registry;
 pub mod root;
+pub mod status;
 pub mod ticket;
 
 pub use block::{Block, Pool};
 pub use cut::Cut;
+pub use fragments::{FragmentOutcome, MAX_DRAIN, Role, Submission};
 pub use ledger::{Tally, WorkerKey};
 pub use model::{ModelRole, StagedFragment};
 pub use push::{Admission, OpenPush, PushHead, PushRecord};
@@ -33,27 +36,22 @@ pub use reader::{Reader, Turn};
 pub use receipt::{Fate, Receipt};
 pub use registry::{Full, TicketCounts};
 pub use root::Root;
+pub use status::StoreStatus;
 pub use ticket::{Run, RunSpec, Ticket};
 
 use crate::layout::Layout;
 use crate::optim::Isa;
-use crate::pipeline::Reason;
 use crate::spec::Transaction;
 use crate::sync::RootCell;
 use crate::table::TensorTable;
-use apply::{Arrival, Decision, Place};
 use combine::Combiner;
+use fragments::{Cell, Entry};
 use futures_channel::oneshot;
 use ledger::LedgerEntry;
 use log::CommitObserver;
 use model::{ModelEntry, ModelRoot, Pins};
 use registry::{Registry, Ruling};
-use serde::Serialize;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Pushes applied in one drain before others get the thread.
-pub const MAX_DRAIN: usize = 8;
 
 /// How a store is built.
 #[derive(Clone)]
@@ -76,97 +74,11 @@ impl Default for StoreConfig {
     }
 }
 
-struct Cell {
-    root: RootCell<Root>,
-    combiner: Combiner<Entry>,
-}
-
-enum Entry {
-    Push(Queued),
-    /// The whole fragment is replaced (`load_state_dict`).
-    Replace {
-        root: Root,
-        done: oneshot::Sender<()>,
-    },
-}
-
-struct Queued {
-    record: Arc<PushRecord>,
-    base: u64,
-    payload: Block,
-    crc: u32,
-    done: oneshot::Sender<FragmentOutcome>,
-}
-
-/// What became of one fragment of a push.
-#[derive(Clone, Debug)]
-pub struct FragmentOutcome {
-    /// The fragment's state afterwards.
-    pub root: Arc<Root>,
-    /// Whether the push is in that state.
-    pub applied: bool,
-    /// Updates applied between the worker's read and this apply.
-    pub tau: u64,
-    pub weight: f64,
-    pub reason: Option<Reason>,
-}
-
-/// A submitted fragment.
-pub struct Submission {
-    /// Often ready at once: the submitter applied it itself.
-    pub outcome: oneshot::Receiver<FragmentOutcome>,
-    /// More pushes are queued than one drain may apply: drive it from a task of its own.
-    pub role: Option<Role>,
-}
-
 /// A push staged whole and queued.
 pub struct Commit {
     pub receipt: oneshot::Receiver<Receipt>,
     /// To be driven by a task of the store.
     pub role: Option<ModelRole>,
-}
-
-/// The turn to apply what is queued on one fragment. Dropped, it drains in place, so that no push is stranded.
-pub struct Role {
-    store: Arc<Store>,
-    fragment: usize,
-    counted: usize,
-}
-
-impl Role {
-    /// Applies up to [`MAX_DRAIN`] pushes. `None` when nothing is left.
-    #[must_use]
-    pub fn drain(mut self) -> Option<Self> {
-        self.counted = self.store.drain(self.fragment, self.counted);
-        (self.counted > 0).then_some(self)
-    }
-}
-
-impl Drop for Role {
-    fn drop(&mut self) {
-        while self.counted > 0 {
-            self.counted = self.store.drain(self.fragment, self.counted);
-        }
-    }
-}
-
-/// The store's numbers.
-#[derive(Clone, Debug, Serialize)]
-pub struct StoreStatus {
-    pub term: u64,
-    pub version: u64,
-    pub samples: u64,
-    pub tickets: TicketCounts,
-    pub totals: Tally,
-    /// (worker id, incarnation, counts), in slot order.
-    pub workers: Vec<(String, u32, Tally)>,
-    /// Bytes of the newest roots: parameters, buffers and optimizer state.
-    pub root_bytes: usize,
-    /// Bytes of older model versions that readers still pin.
-    pub pinned_bytes: usize,
-    /// Recycled memory waiting for the next root or push.
-    pub idle_bytes: usize,
-    pub live_versions: usize,
 }
 
 /// The parameters of one model, and everything that may happen to them.
@@ -341,187 +253,6 @@ impl Store {
         self.pool.take(bytes)
     }
 
-    /// Queues one fragment of a push, received whole and checked, and applies what is queued if nobody else does.
-    ///
-    /// `payload` is what the wire brought: [`crate::layout::Fragment::push_bytes`] long.
-    #[must_use]
-    pub fn submit(
-        self: &Arc<Self>,
-        push: &OpenPush,
-        fragment: usize,
-        base: u64,
-        payload: Block,
-        crc: u32,
-    ) -> Submission {
-        self.submit_record(Arc::clone(push.record()), fragment, base, payload, crc)
-    }
-
-    fn submit_record(
-        self: &Arc<Self>,
-        record: Arc<PushRecord>,
-        fragment: usize,
-        base: u64,
-        payload: Block,
-        crc: u32,
-    ) -> Submission {
-        let (done, outcome) = oneshot::channel();
-        let turn = self.cells[fragment].combiner.enqueue(Entry::Push(Queued {
-            record,
-            base,
-            payload,
-            crc,
-            done,
-        }));
-        Submission {
-            outcome,
-            role: turn.then(|| self.role(fragment).drain()).flatten(),
-        }
-    }
-
-    fn role(self: &Arc<Self>, fragment: usize) -> Role {
-        Role {
-            store: Arc::clone(self),
-            fragment,
-            counted: 1,
-        }
-    }
-
-    /// One drain of a fragment's queue by the holder of its turn; returns how many entries are counted afterwards.
-    fn drain(&self, fragment: usize, counted: usize) -> usize {
-        let cell = &self.cells[fragment];
-        let mut batch: Vec<Queued> = Vec::with_capacity(counted.min(MAX_DRAIN));
-        for _ in 0..counted.min(MAX_DRAIN) {
-            match cell.combiner.take() {
-                Entry::Push(queued) => batch.push(queued),
-                Entry::Replace { root, done } => {
-                    let taken = batch.len();
-                    self.apply_batch(fragment, std::mem::take(&mut batch));
-                    self.replace(fragment, root);
-                    // The caller may have stopped waiting; the load stands all the same.
-                    done.send(()).ok();
-                    return cell.combiner.finish(taken + 1);
-                }
-            }
-        }
-        let taken = batch.len();
-        self.apply_batch(fragment, batch);
-        cell.combiner.finish(taken)
-    }
-
-    fn apply_batch(&self, fragment: usize, batch: Vec<Queued>) {
-        if batch.is_empty() {
-            return;
-        }
-        let cell = &self.cells[fragment];
-        let old = cell.root.load();
-        let place = Place {
-            fragment: &self.layout.fragments[fragment],
-            pool: &self.pool,
-            isa: self.isa,
-        };
-        let arrivals: Vec<Arrival<'_>> = batch
-            .iter()
-            .map(|q| Arrival {
-                record: &q.record,
-                base: q.base,
-                payload: q.payload.bytes(),
-                crc: q.crc,
-            })
-            .collect();
-        // A panic in a kernel is a bug of ours; it must cost these pushes, not the fragment.
-        let applied = catch_unwind(AssertUnwindSafe(|| apply::apply(place, &old, &arrivals)));
-        let (next, decisions) = applied.unwrap_or_else(|_| {
-            let refused = Decision::Refused(
-                Reason::Failed,
-                "applying it panicked; please report this".to_owned(),
-            );
-            (None, vec![refused; batch.len()])
-        });
-        let root = match next {
-            Some(next) => {
-                let next = Arc::new(next);
-                cell.root.store(Arc::clone(&next));
-                next
-            }
-            None => Arc::clone(&old),
-        };
-        drop(old);
-        let mut version = root.version
-            - decisions
-                .iter()
-                .filter(|d| matches!(d, Decision::Applied { .. }))
-                .count() as u64;
-        for (queued, decision) in batch.into_iter().zip(decisions) {
-            let Queued {
-                record,
-                payload,
-                done,
-                ..
-            } = queued;
-            drop(payload); // back to the free list while it is warm
-            let outcome = match decision {
-                Decision::Applied { tau, weight } => {
-                    version += 1;
-                    record.count_applied(weight, place.fragment.len);
-                    if let Some(observer) = &self.config.observer {
-                        observer.committed(log::Commit {
-                            fragment,
-                            version,
-                            tau,
-                            push: Arc::clone(&record),
-                        });
-                    }
-                    FragmentOutcome {
-                        root: Arc::clone(&root),
-                        applied: true,
-                        tau,
-                        weight,
-                        reason: None,
-                    }
-                }
-                Decision::Before => FragmentOutcome {
-                    root: Arc::clone(&root),
-                    applied: true,
-                    tau: 0,
-                    weight: 1.0,
-                    reason: None,
-                },
-                Decision::Refused(reason, detail) => {
-                    record.count_refused(reason, &detail);
-                    let reason = Some(reason);
-                    FragmentOutcome {
-                        root: Arc::clone(&root),
-                        applied: false,
-                        tau: 0,
-                        weight: 0.0,
-                        reason,
-                    }
-                }
-            };
-            // A session that died does not hear its outcome; the push stays applied.
-            done.send(outcome).ok();
-        }
-    }
-
-    fn observe(&self, fragment: usize, root: &Root, push: &Arc<PushRecord>, tau: u64) {
-        if let Some(observer) = &self.config.observer {
-            observer.committed(log::Commit {
-                fragment,
-                version: root.version,
-                tau,
-                push: Arc::clone(push),
-            });
-        }
-    }
-
-    fn replace(&self, fragment: usize, mut root: Root) {
-        let cell = &self.cells[fragment];
-        let old = cell.root.load_full();
-        root.version = old.version + 1;
-        root.ledger.clone_from(&old.ledger);
-        cell.root.store(Arc::new(root));
-    }
-
     fn model(&self) -> Arc<ModelRoot> {
         self.model.load_full()
     }
@@ -604,33 +335,6 @@ impl Store {
             drop(turn.then(|| self.role(fragment)));
         }
         load
-    }
-
-    #[must_use]
-    pub fn status(self: &Arc<Self>) -> StoreStatus {
-        let reader = self.reader();
-        let root_bytes = (0..self.cells.len()).map(|i| reader.root(i).bytes()).sum();
-        let newest = self.model();
-        let live = self.pins.live();
-        let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
-        let pinned_bytes = older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum();
-        let registry = self.registry();
-        let tickets = TicketCounts {
-            open: registry.num_open(),
-            ..registry.tickets.clone()
-        };
-        StoreStatus {
-            term: registry.term,
-            version: registry.version,
-            samples: registry.samples,
-            tickets,
-            totals: registry.totals.clone(),
-            workers: registry.tallies(),
-            root_bytes,
-            pinned_bytes,
-            idle_bytes: self.pool.idle_bytes(),
-            live_versions: live.len(),
-        }
     }
 }
 

@@ -257,8 +257,10 @@ pub enum RefusalCode {
     Full,
     /// A newer process has this worker's name, or the push contradicts one that was applied.
     Fenced,
-    /// The server heard nothing for too long.
+    /// Nothing moved for too long.
     Timeout,
+    /// The other connection of the session has ended.
+    Lost,
     /// The run is over or ending.
     Finished,
     /// A code of a newer build.

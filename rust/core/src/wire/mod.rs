@@ -14,7 +14,6 @@
 pub mod auth;
 pub mod header;
 pub mod message;
-pub mod payload;
 pub mod push;
 
 pub use header::{HEADER_BYTES, Header, HeaderError, Kind, PROTOCOL, flags};

@@ -1,0 +1,56 @@
+//! The store's numbers, for people and for tests.
+
+use super::Store;
+use super::ledger::Tally;
+use super::registry::TicketCounts;
+use serde::Serialize;
+use std::sync::Arc;
+
+/// The store's numbers.
+#[derive(Clone, Debug, Serialize)]
+pub struct StoreStatus {
+    pub term: u64,
+    pub version: u64,
+    pub samples: u64,
+    pub tickets: TicketCounts,
+    pub totals: Tally,
+    /// (worker id, incarnation, counts), in slot order.
+    pub workers: Vec<(String, u32, Tally)>,
+    /// Bytes of the newest roots: parameters, buffers and optimizer state.
+    pub root_bytes: usize,
+    /// Bytes of older model versions that readers still pin.
+    pub pinned_bytes: usize,
+    /// Recycled memory waiting for the next root or push.
+    pub idle_bytes: usize,
+    pub live_versions: usize,
+}
+
+impl Store {
+    /// Counts and bytes as they are now.
+    #[must_use]
+    pub fn status(self: &Arc<Self>) -> StoreStatus {
+        let reader = self.reader();
+        let root_bytes = (0..self.cells.len()).map(|i| reader.root(i).bytes()).sum();
+        let newest = self.model();
+        let live = self.pins.live();
+        let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
+        let pinned_bytes = older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum();
+        let registry = self.registry();
+        let tickets = TicketCounts {
+            open: registry.num_open(),
+            ..registry.tickets.clone()
+        };
+        StoreStatus {
+            term: registry.term,
+            version: registry.version,
+            samples: registry.samples,
+            tickets,
+            totals: registry.totals.clone(),
+            workers: registry.tallies(),
+            root_bytes,
+            pinned_bytes,
+            idle_bytes: self.pool.idle_bytes(),
+            live_versions: live.len(),
+        }
+    }
+}
