@@ -1,7 +1,7 @@
 //! What a user chose, as plain serialisable values: the optimizer, the weight of a late push, what is
 //! admitted, the learning-rate schedule. Python builds these, the wire carries them, the pipeline obeys them.
 //!
-//! Nothing here computes. Validation ([`RunSpec::validate`]) is the one gate every spec passes, whoever sent it.
+//! Nothing here computes. Validation (the `validate` methods (in [`crate::validate`])) is the one gate every spec passes, whoever sent it.
 
 use serde::{Deserialize, Serialize};
 
