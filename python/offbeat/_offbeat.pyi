@@ -1,0 +1,112 @@
+"""The extension: Rust's server, client and build record. Private; the classes beside it are what users hold.
+
+Settings and tables cross as JSON, tensors as memory. What waits releases the GIL and answers Ctrl-C.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from offbeat.receipt import Receipt
+
+_Buffer: TypeAlias = Buffer | NDArray[Any]  # numpy's stubs have `__buffer__` from Python 3.12 on only
+_Memory: TypeAlias = _Buffer | tuple[object, int, int]
+"""A C-contiguous buffer, or (owner, address, number of bytes) of memory that `owner` keeps alive."""
+
+@final
+class Server:
+    address: str
+    """Where it listens, "HOST:PORT"."""
+
+    def __new__(cls, config: str, model: tuple[str, Sequence[_Buffer]] | None) -> Server:
+        """Bind and serve. `config` is `ServerConfig` as JSON, `model` a table as JSON and its bytes."""
+
+    def wait_for_workers(self, n: int, timeout_s: float | None) -> bool: ...
+    def wait_until_joined(self, n: int, timeout_s: float | None) -> bool: ...
+    def status(self) -> str: ...
+    def set_lr(self, lr: float, group: int | None) -> None: ...
+    def set_optimizer(self, optimizer: str) -> None: ...
+    def tensors(self) -> tuple[str, list[bytearray]] | None:
+        """Copy the model: its table as JSON, and the bytes of each tensor; None as long as there is none."""
+
+    def load_tensors(self, values: Sequence[_Buffer]) -> None: ...
+    def stop(self) -> None: ...
+
+@final
+class Session:
+    address: str
+    run_id: str
+    worker_id: str
+    incarnation: int
+    term: int
+    version: int
+    """Of the model, as last heard."""
+    table: str | None
+    """The tensors in order, as JSON; None as long as the server has no model."""
+    blueprint: str | None
+    run: str
+    """The run's configuration as the server has it, as JSON."""
+    finished: str | None
+    """Why the run is over, if the server has said so: "budget" or "stopped"."""
+
+    def __new__(
+        cls,
+        address: str,
+        worker_id: str | None,
+        token: str | None,
+        run_id: str | None,
+        in_flight: int,
+        connect_timeout_s: float,
+        table: str | None,
+    ) -> Session: ...
+    def wait_for_model(self) -> str:
+        """Wait until the server has a model; return its table."""
+
+    def init(self, table: str, values: Sequence[_Memory], blueprint: str | None) -> bool:
+        """Bring a model; False if another worker's was there first."""
+
+    def configure(self, contribution: str, optimizer: str | None) -> str:
+        """Say what this worker pushes ("gradient" or "delta") and with which optimizer; return the run."""
+
+    def pull(self, out: Sequence[_Memory], incremental: bool) -> tuple[int, int]:
+        """Write the newest model into `out`, one memory per tensor; return (term, version).
+
+        With `incremental`, `out` still holds what the last pull wrote, so what has not changed need not come.
+        """
+
+    def push(self, values: Sequence[_Memory | None], samples: int) -> Receipt:
+        """Push one memory per tensor: gradient or delta; of a buffer its new value; None is left out."""
+
+    def push_pull(
+        self, values: Sequence[_Memory | None], samples: int, out: Sequence[_Memory], incremental: bool
+    ) -> Receipt | None:
+        """Push and pull at once. With two in flight the receipt is the push's before this; first, None."""
+
+    def flush(self, out: Sequence[_Memory] | None) -> list[Receipt]:
+        """Wait for what is in flight; return its receipts."""
+
+    def set_progress(self, steps: int) -> None:
+        """Tell the next heartbeats how far this worker is."""
+
+    def status(self) -> str:
+        """Ask the server for its status, JSON."""
+
+    def close(self, finished: bool) -> None:
+        """Say goodbye (finished, or only leaving) and close. May be called twice."""
+
+def forget_after_fork() -> None:
+    """In a forked child: close what was inherited, without a word to the other side."""
+
+def fetch_status(address: str, token: str | None, timeout_s: float) -> str:
+    """Ask the server at `address` for its status, JSON, without joining."""
+
+def build_info() -> dict[str, Any]:
+    """Tell version, profile, target, compiler features and wire protocol of this build."""
+
+def next_log_records(timeout_s: float) -> list[tuple[int, str, str]]:
+    """Take what Rust has to log, waiting for a first record: (level, target, text)."""
+
+def set_log_level(level: int) -> None:
+    """Say from which level on records are wanted; at first 20, INFO."""

@@ -1,0 +1,267 @@
+"""Arrays and the server's tensor table: what its tensors are in numpy, and what users may give for them.
+
+Anything with the buffer protocol or `__dlpack__` will do. torch tensors are detached for the caller; torch is
+never imported here, since whoever has a tensor has torch.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
+from offbeat.naming import nearest
+
+__all__ = [
+    "Array",
+    "Entry",
+    "as_array",
+    "bits",
+    "by_name",
+    "contiguous",
+    "describe",
+    "from_bytes",
+    "is_tensor",
+    "no_such_tensor",
+    "read_table",
+    "writable",
+]
+
+Array = npt.NDArray[Any]
+Role = Literal["parameter", "buffer"]
+
+#: The tensor table's dtypes and numpy's. bfloat16 is `ml_dtypes`' own or, without it, its bits as uint16.
+NAMES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f64": "float64",
+    "i8": "int8",
+    "i16": "int16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "bool": "bool",
+}
+_CODES = {name: code for code, name in NAMES.items()}
+_TRAINABLE = frozenset({"f32", "f16", "bf16"})
+_STATISTICS = frozenset({"running_mean", "running_var"})
+"""BatchNorm's names of what the forward pass moves; a dict does not say it otherwise."""
+
+
+@cache
+def dtype_of(code: str) -> np.dtype[Any]:
+    """Give the numpy dtype of a table's dtype."""
+    if code != "bf16":
+        return np.dtype(NAMES[code])
+    try:
+        import ml_dtypes
+    except ImportError:
+        return np.dtype(np.uint16)
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the server's table."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    code: str
+    role: Role
+    dtype: np.dtype[Any] = field(repr=False)
+
+    def __str__(self) -> str:
+        """Name it with everything a user can get wrong."""
+        return f"{self.role} {self.name!r} of shape {self.shape} and dtype {NAMES[self.code]}"
+
+    def json(self) -> dict[str, Any]:
+        """Write it as the tensor table has it."""
+        head = {"name": self.name, "aliases": list(self.aliases), "shape": list(self.shape)}
+        return {**head, "dtype": self.code, "role": self.role}
+
+    def check(self, array: Array, code: str, what: str) -> Array:
+        """Return the array if it has this tensor's shape and dtype.
+
+        Raises:
+            ModelMismatchError: If not, with both.
+        """
+        bits_given = code == "u16" and self.code == "bf16"
+        if array.shape != self.shape or not (code == self.code or bits_given):
+            given = NAMES.get(code, array.dtype.name)
+            raise ModelMismatchError(
+                f"{what} for {self.name!r} has shape {array.shape} and dtype {given}; the model has {self}"
+            )
+        return array
+
+
+def read_table(table: str) -> list[Entry]:
+    """Read a tensor table, JSON."""
+    return [
+        Entry(t["name"], tuple(t["aliases"]), tuple(t["shape"]), t["dtype"], t["role"], dtype_of(t["dtype"]))
+        for t in json.loads(table)
+    ]
+
+
+def as_array(name: str, value: object) -> tuple[Array, str]:
+    """Take whatever holds a tensor as an array, without a copy where that is possible.
+
+    Args:
+        name: For the error.
+        value: An array, a torch tensor, or anything with the buffer protocol or `__dlpack__`.
+
+    Returns:
+        The array, of any strides, and the table's name of its dtype ("u16" for plain uint16). bfloat16 comes
+        as its bits, uint16.
+
+    Raises:
+        UnsupportedTensorError: If it is none of these, or of a kind that Offbeat does not carry.
+    """
+    if isinstance(value, np.ndarray):
+        array: Array = value
+    elif is_tensor(value):
+        return _from_torch(name, value)
+    else:
+        array = _from_protocol(name, value)
+    kind = array.dtype.name
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if kind == "bfloat16":
+        return array.view(np.uint16), "bf16"
+    if kind == "uint16":
+        return array, "u16"
+    if kind not in _CODES:
+        raise UnsupportedTensorError(
+            f"{name!r} has dtype {kind}: tensors are {', '.join(_CODES)}; cast it with .astype(np.float32)"
+        )
+    return array, _CODES[kind]
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor, told without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def bits(array: Array) -> Array:
+    """View an array as something that the extension can take: neither bfloat16 nor without any dimension."""
+    flat = array.reshape(1) if array.ndim == 0 else array
+    return flat.view(np.uint16) if flat.dtype == dtype_of("bf16") else flat
+
+
+def contiguous(array: Array) -> Array:
+    """Give the array in C order, copied once if it is not."""
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape)
+
+
+def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
+    """Make a tensor table of named arrays, in their order, and give the arrays as bits in C order.
+
+    float32, float16 and bfloat16 are parameters; integers, booleans and BatchNorm's statistics, known by
+    their names, are buffers.
+
+    Raises:
+        UnsupportedTensorError: For each tensor that cannot be held; float64 among them.
+        ConfigError: If a name is no string.
+    """
+    table, arrays, faults = [], [], []
+    for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{name!r} is no name of a tensor: names are strings")
+        try:
+            array, code = as_array(name, value)
+        except UnsupportedTensorError as error:
+            faults.append(str(error))
+            continue
+        if code == "f64":
+            known = ", ".join(NAMES[c] for c in NAMES if c in _TRAINABLE)
+            faults.append(
+                f"{name!r} has dtype float64: parameters are {known}; cast it with .astype(np.float32)"
+            )
+        elif code == "u16":
+            faults.append(f"{name!r} has dtype uint16, which no tensor has; for bfloat16 install ml_dtypes")
+        else:
+            is_statistic = name.rpartition(".")[2] in _STATISTICS
+            role: Role = "parameter" if code in _TRAINABLE and not is_statistic else "buffer"
+            table.append(Entry(name, (), array.shape, code, role, dtype_of(code)).json())
+            arrays.append(bits(contiguous(array)))
+    if faults:
+        raise UnsupportedTensorError("; ".join(faults))
+    return json.dumps(table), arrays
+
+
+def by_name(table: Iterable[Entry]) -> dict[str, Entry]:
+    """Index a table by name, aliases included."""
+    return {name: entry for entry in table for name in (entry.name, *entry.aliases)}
+
+
+def from_bytes(entry: Entry, data: bytearray, *, tensor: bool) -> Any:  # noqa: ANN401  array or tensor
+    """Make an array of a tensor's bytes, or a torch tensor; it shares their memory."""
+    if not tensor:
+        return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+    import torch
+
+    dtype = getattr(torch, NAMES[entry.code])
+    if not data:  # torch.frombuffer wants at least one element
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+
+
+def no_such_tensor(name: object, known: Mapping[str, Entry], what: str) -> ModelMismatchError:
+    """Word the refusal of a name that the model does not have."""
+    near = nearest(name, known) if isinstance(name, str) else None
+    hint = f"did you mean {known[near]}?" if near is not None else f"its tensors are {', '.join(known)}"
+    return ModelMismatchError(f"{what} has {name!r}, and the model has no such tensor; {hint}")
+
+
+def writable(name: str, value: object, entry: Entry) -> Array:
+    """Take an array to be written in place.
+
+    Raises:
+        ModelMismatchError: If its shape or dtype is not the tensor's.
+        ConfigError: If it is not an array, not C-contiguous, or read-only.
+    """
+    array, code = as_array(name, value)
+    entry.check(array, code, "out")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        kind = "read-only" if array.flags.c_contiguous else "not C-contiguous"
+        raise ConfigError(
+            f"out[{name!r}] is {kind}, so it cannot be written in place; give np.empty_like of it"
+        )
+    return array
+
+
+def _from_torch(name: str, tensor: Any) -> tuple[Array, str]:  # noqa: ANN401  no torch for the type checker here
+    import torch
+
+    from offbeat.module.table import spec_of
+
+    role: Role = "parameter" if tensor.is_floating_point() and tensor.dtype != torch.float64 else "buffer"
+    code = spec_of(name, tensor, role)["dtype"]
+    plain = tensor.detach().cpu()
+    if code == "bf16":
+        return plain.view(torch.int16).numpy().view(np.uint16), code
+    return plain.numpy(), code
+
+
+def _from_protocol(name: str, value: object) -> Array:
+    try:
+        return np.asarray(memoryview(value))  # type: ignore[arg-type]  # asked, not known
+    except (TypeError, ValueError):
+        pass
+    if hasattr(value, "__dlpack__"):
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise UnsupportedTensorError(f"{name!r} cannot be read as an array: {error}") from error
+    raise UnsupportedTensorError(
+        f"{name!r} is a {type(value).__name__}: give an array, a tensor, or anything with the buffer "
+        "protocol or __dlpack__"
+    )

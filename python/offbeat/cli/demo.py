@@ -1,0 +1,57 @@
+"""`offbeat demo`: two models, four unequal workers, a single process beside them. `make demo` calls it."""
+
+import importlib
+import logging
+from argparse import Namespace
+from pathlib import Path
+
+from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.parser import Parser
+from offbeat.errors import ConfigError
+
+__all__ = ["add_arguments", "run"]
+
+NEEDED = ("torch", "matplotlib")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", default=Path("offbeat-demo.png"), help="the picture; %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initial values and orders")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where Fashion-MNIST is")
+    parser.add_argument("--quick", action="store_true", help="see that it works, not how well")
+
+
+def run(arguments: Namespace) -> int:
+    """Run the demo; report on stdout, progress on stderr."""
+    for path in (arguments.json, arguments.png):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+    try:
+        for name in NEEDED:  # told before minutes of training, not after
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the demo needs {' and '.join(NEEDED)}, and {error.name} is not installed: "
+            "pip install 'offbeat[demo]'",
+            name=error.name,
+        ) from error
+    from offbeat.demo import progress, report
+    from offbeat.demo.run import DemoConfig, run_demo
+
+    logging.getLogger("offbeat").addHandler(logging.NullHandler())  # the bar is enough
+    config = DemoConfig(seed=arguments.seed, data_dir=arguments.data_dir, quick=arguments.quick)
+    result = run_demo(config, progress.choose())
+    print(report.table(result))
+    report.write_png(result, arguments.png)
+    print(f"the picture is {arguments.png}")
+    if arguments.json is not None:
+        report.write_json(result, arguments.json)
+        print(f"the data is {arguments.json}")
+    if not result.is_benchmark:
+        print("This is not the benchmark: Fashion-MNIST was not found, and scikit-learn's digits stood in.")
+        return ExitCode.NOT_THE_BENCHMARK
+    return ExitCode.OK

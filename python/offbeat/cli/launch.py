@@ -1,0 +1,139 @@
+"""`offbeat launch`: a script as N workers on this machine, with a server beside them unless one is named.
+
+The workers are not a gang: one that fails does not end the others, and its exit code is told at the end.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import sys
+from argparse import REMAINDER, Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from offbeat.cli.exit_codes import SIGNALLED, ExitCode
+from offbeat.cli.parser import Parser, positive_int
+from offbeat.cli.processes import Ended, Processes
+from offbeat.cli.serving import (
+    Stopped,
+    add_run_options,
+    log_to_stderr,
+    make_server,
+    save,
+    stopping_on_signals,
+)
+from offbeat.errors import ConfigError
+
+__all__ = ["add_arguments", "environment", "run", "usable_cores"]
+
+TOKEN_BYTES = 16
+
+
+def add_arguments(parser: Parser) -> None:
+    """Say what the command takes."""
+    parser.usage = f"{parser.prog} [OPTION …] SCRIPT [ARGUMENT …]"
+    parser.add_argument("--workers", type=positive_int, metavar="N", help="how many processes")
+    parser.add_argument(
+        "--server", metavar="HOST:PORT", help="join this one (with OFFBEAT_TOKEN) and start none"
+    )
+    parser.add_argument(
+        "--first-rank", type=int, default=0, metavar="K", help="RANK of the first worker here"
+    )
+    parser.add_argument("--world-size", type=positive_int, metavar="N", help="WORLD_SIZE; none: --workers")
+    add_run_options(parser)
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the Python script each worker runs")
+    parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
+
+
+def run(arguments: Namespace) -> int:
+    """Run the workers until all have ended; the first failure is the exit code."""
+    if arguments.workers is None:
+        raise ConfigError("how many workers? Give --workers N")
+    if not arguments.script.is_file():
+        raise ConfigError(f"there is no script {arguments.script}")
+    command = [sys.executable, str(arguments.script), *arguments.arguments]
+    num_workers = arguments.workers
+    failed: list[Ended] = []
+    try:
+        with stopping_on_signals(), _server(arguments) as joining:
+            variables = [
+                environment(
+                    os.environ,
+                    rank=arguments.first_rank + local_rank,
+                    local_rank=local_rank,
+                    world_size=arguments.world_size or arguments.first_rank + num_workers,
+                    num_workers=num_workers,
+                )
+                | joining
+                for local_rank in range(num_workers)
+            ]
+            with Processes(command, variables, first_rank=arguments.first_rank) as processes:
+                for ended in processes.as_they_end():
+                    if ended.code != 0:
+                        failed.append(ended)
+                        print(f"offbeat: {_words(ended)}", file=sys.stderr, flush=True)
+    except Stopped as signal:
+        print(f"offbeat: stopped by {signal}", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    if not failed:
+        return ExitCode.OK
+    print(
+        f"offbeat: {len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}",
+        file=sys.stderr,
+    )
+    return exit_code(failed[0].code)
+
+
+def environment(
+    inherited: Mapping[str, str], *, rank: int, local_rank: int, world_size: int, num_workers: int
+) -> dict[str, str]:
+    """Write one worker's environment.
+
+    Args:
+        inherited: Ours.
+        rank: Among all workers.
+        local_rank: Among those on this machine.
+        world_size: How many workers there are.
+        num_workers: How many of them are on this machine, and share its cores.
+    """
+    threads = max(1, usable_cores() // num_workers)
+    return (
+        {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        | dict(inherited)
+        | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
+    )
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def exit_code(of_worker: int) -> int:
+    """Give a worker's end as an exit code of ours: a signal's number n as 128 + n."""
+    return of_worker if of_worker >= 0 else SIGNALLED - of_worker
+
+
+@contextlib.contextmanager
+def _server(arguments: Namespace) -> Iterator[dict[str, str]]:
+    """Run a server for the workers, if none is named; gives the variables by which they find it."""
+    if arguments.server is not None:
+        yield {"OFFBEAT_SERVER": arguments.server}
+        return
+    # This machine only, and even so with a token: other users of the machine can reach the port too.
+    token = os.environ.get("OFFBEAT_TOKEN") or secrets.token_hex(TOKEN_BYTES)
+    server = make_server(arguments, host="127.0.0.1", port=0, token=token)
+    handler = log_to_stderr("[server] ")
+    handler.setLevel(logging.WARNING)  # nobody has to be told how to join
+    with server:
+        handler.setLevel(logging.NOTSET)
+        yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token}
+        save(server, arguments.save)
+
+
+def _words(ended: Ended) -> str:
+    how = f"was ended by signal {-ended.code}" if ended.code < 0 else f"failed with exit code {ended.code}"
+    return f"worker {ended.rank} {how}" + (f": {ended.last_line}" if ended.last_line else "")

@@ -1,0 +1,94 @@
+"""A model as a .safetensors file, read and written without torch. Loading one runs no code."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.arrays import NAMES, as_array, contiguous
+from offbeat.errors import ConfigError
+
+__all__ = ["check_writable", "load", "save"]
+
+BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read the tensors of a file, in its order.
+
+    Raises:
+        ConfigError: If it is not a .safetensors file, or holds what numpy cannot.
+        OSError: If it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ConfigError(f"--model: there is no file {path}")
+    _register_bfloat16()
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.offset_keys()}
+    except (SafetensorError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"--model: {path} cannot be read as .safetensors: {error}") from error
+
+
+def save(state: Mapping[str, Any], path: Path) -> None:
+    """Write tensors to a file, beside it first, so that a reader never finds half of it.
+
+    Args:
+        state: Arrays or tensors by name, as `ParameterServer.state_dict` gives them; what is uint16 there is
+            bfloat16 on a machine whose numpy does not know it.
+        path: The file; replaced if it is there.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    from safetensors import TensorSpec, serialize_file
+
+    arrays = {}
+    specs = {}
+    for name, value in state.items():
+        array, code = as_array(name, value)
+        arrays[name] = array = contiguous(array)  # kept as long as the specs point to them
+        specs[name] = TensorSpec(
+            dtype=NAMES[BFLOAT16 if code == PLAIN_UINT16 else code],
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        serialize_file(specs, beside, metadata={"format": "pt"})
+        with open(beside, "rb") as written:  # noqa: PTH123  a descriptor to sync, no path
+            os.fsync(written.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(beside, 0o666 & ~mask)  # noqa: PTH101  mkstemp's is for its owner alone
+        os.replace(beside, path)  # noqa: PTH105
+    except BaseException:
+        os.unlink(beside)  # noqa: PTH108
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before hours of training, a file that could not be written after them.
+
+    Raises:
+        ConfigError: If its folder is not there or cannot be written to.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"--save: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--save: {path} cannot be written")
+
+
+def _register_bfloat16() -> None:
+    """Let numpy know bfloat16 where `ml_dtypes` is installed; importing it is all it takes."""
+    import importlib
+
+    try:
+        importlib.import_module("ml_dtypes")
+    except ImportError:
+        return

@@ -1,0 +1,61 @@
+"""Objects on a command line, in Python's own notation: ``SGD(lr=0.1, momentum=0.9)``, or the bare name.
+
+Read, not run: the name is looked up among those known, and the values are literals.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from offbeat.errors import ConfigError
+from offbeat.naming import unknown
+
+__all__ = ["read"]
+
+T = TypeVar("T")
+
+
+def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> T:
+    """Make the object that a text names.
+
+    Args:
+        text: A name, or a name with keywords in brackets.
+        option: The option it was given to, for errors.
+        known: Classes by name; capitals and underscores do not matter.
+        example: For errors.
+
+    Raises:
+        ConfigError: If the text cannot be read, or the name or a keyword is unknown; the class's own else.
+    """
+    name, keywords = _parse(text, option, example)
+    cls = {_folded(key): cls for key, cls in known.items()}.get(_folded(name))
+    if cls is None:
+        raise ConfigError(unknown(option, name, list(known)))
+    if is_dataclass(cls) and "__init__" in vars(cls):
+        names = [field.name for field in fields(cls) if field.init]
+        if wrong := [keyword for keyword in keywords if keyword not in names]:
+            raise ConfigError(unknown(f"keyword of {cls.__name__}", wrong[0], names))
+    try:
+        return cls(**keywords)
+    except TypeError as error:  # a keyword is missing
+        raise ConfigError(f"{option} {text!r}: {error}") from error
+
+
+def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:
+    refusal = ConfigError(f"{option} {text!r} cannot be read: write a name, or as in Python, {example!r}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if isinstance(tree, ast.Name):
+            return tree.id, {}
+        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)) or tree.args:
+            raise refusal
+        if any(keyword.arg is None for keyword in tree.keywords):
+            raise refusal
+        return tree.func.id, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise refusal from error
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("_", "")

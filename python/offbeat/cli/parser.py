@@ -1,0 +1,54 @@
+"""argparse, with refusals that name the nearest thing known and are exceptions until `main` words them."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from offbeat.errors import ConfigError
+from offbeat.naming import unknown
+
+__all__ = ["Parser", "positive_int"]
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self.add_argument(
+            "--debug", action="store_true", help="show the traceback of an error, and log everything"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse a command line.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{message} ({self.prog} --help lists what there is)")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Read a command line; what is not known is refused with the nearest known name.
+
+        Raises:
+            ConfigError: If it cannot be read.
+        """
+        parsed, rest = self.parse_known_args(arguments)
+        if rest:
+            given = rest[0].partition("=")[0]
+            if given.startswith("-"):
+                options = sorted(option for option in self._option_string_actions if option.startswith("--"))
+                raise ConfigError(unknown("option", given, options))
+            self.error(f"{given!r} is one argument too many")
+        return parsed
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number, 1 or more; underscores are allowed, as in Python."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return value

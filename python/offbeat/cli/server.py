@@ -1,0 +1,98 @@
+"""`offbeat server`: a parameter server by itself. It needs no torch."""
+
+import logging
+import os
+import secrets
+import threading
+from argparse import Namespace
+
+from offbeat import ParameterServer
+from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.parser import Parser, positive_int
+from offbeat.cli.serving import (
+    Stopped,
+    add_run_options,
+    join_lines,
+    log_to_stderr,
+    make_server,
+    save,
+    stopping_on_signals,
+)
+from offbeat.errors import ConfigError
+from offbeat.settings import THIS_MACHINE
+
+__all__ = ["add_arguments", "run"]
+
+DEFAULT_PORT = 5000
+"""The port of the tutorial, so that a server that is started again is found where it was."""
+
+TOKEN_BYTES = 16
+"""Of a token that we make up: too many to guess."""
+
+_log = logging.getLogger("offbeat")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Say what the command takes."""
+    door = parser.add_argument_group("the door")
+    door.add_argument(
+        "--host", metavar="ADDRESS", help="none: every interface with a token, this machine without"
+    )
+    door.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="0: a free one; default %(default)s"
+    )
+    door.add_argument("--token", metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN")
+    door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
+    door.add_argument("--insecure", action="store_true", help="listen beyond this machine without a token")
+    end = parser.add_argument_group("the end")
+    end.add_argument(
+        "--workers",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="the run is not over before so many have joined",
+    )
+    end.add_argument("--keep-running", action="store_true", help="go on after all workers have gone")
+    add_run_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Serve until all workers have come and gone, or until SIGINT or SIGTERM."""
+    if arguments.new_token and arguments.token is not None:
+        raise ConfigError("--token gives a token and --new-token makes one up: say one of the two")
+    made_up = secrets.token_hex(TOKEN_BYTES) if arguments.new_token else None
+    token = made_up or arguments.token or os.environ.get("OFFBEAT_TOKEN")
+    if arguments.host not in (None, *THIS_MACHINE) and not token and not arguments.insecure:
+        raise ConfigError(
+            f"--host {arguments.host} without a token would let anyone in who reaches the port: give "
+            "--new-token, set OFFBEAT_TOKEN here and on the workers, or say --insecure"
+        )
+    server = make_server(
+        arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
+    )
+    handler = log_to_stderr()
+    handler.setLevel(logging.WARNING)  # the start is told below, in full
+    try:
+        with stopping_on_signals(), server:
+            handler.setLevel(logging.NOTSET)
+            print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
+            try:
+                if arguments.keep_running:
+                    threading.Event().wait()
+                server.wait_for_workers(arguments.workers)
+            finally:
+                save(server, arguments.save)
+    except Stopped as signal:
+        _log.info("stopped by %s", signal)
+    return ExitCode.OK
+
+
+def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:
+    address = server.address
+    lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
+    if address.rpartition(":")[0] in THIS_MACHINE:
+        opener = "--host 0.0.0.0" if has_token else "--new-token, or set OFFBEAT_TOKEN here and there"
+        lines.append(f"Only this machine can reach it; for others give {opener}.")
+    if not has_token and address.rpartition(":")[0] not in THIS_MACHINE:
+        lines.append("Whoever reaches this port can join: there is no token (--insecure).")
+    return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token)])

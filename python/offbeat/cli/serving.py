@@ -1,0 +1,200 @@
+"""What `server` and `launch` share: the run's options, the server they make, and how a worker joins."""
+
+import logging
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from offbeat import ParameterServer, optim, schedule, staleness
+from offbeat.cli import model_file, notation
+from offbeat.cli.parser import Parser, positive_int
+from offbeat.errors import StateError
+
+__all__ = [
+    "Stopped",
+    "add_run_options",
+    "join_lines",
+    "log_to_stderr",
+    "make_server",
+    "save",
+    "stopping_on_signals",
+]
+
+_log = logging.getLogger("offbeat")
+
+OPTIMIZERS: Mapping[str, type[optim.OptimizerSpec]] = {
+    cls.__name__: cls for cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
+}
+POLICIES: Mapping[str, type[staleness.StalenessPolicy]] = {
+    cls.name: cls
+    for cls in (
+        staleness.Constant,
+        staleness.AdaptiveLR,
+        staleness.Inverse,
+        staleness.Polynomial,
+        staleness.Hinge,
+        staleness.GradientFiltering,
+        staleness.MomentumCorrection,
+    )
+}
+SCHEDULES: Mapping[str, type[schedule.Schedule]] = {
+    cls.name: cls for cls in (schedule.Constant, schedule.Step, schedule.Cosine, schedule.Linear)
+}
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM asked for an end in good order. No error, so no `except Exception` may take it."""
+
+
+def add_run_options(parser: Parser) -> None:
+    """Add what decides over a run: `ParameterServer`'s keywords of the same names."""
+    run = parser.add_argument_group(
+        "the run", "objects are written as in Python: 'SGD(lr=0.1, momentum=0.9)'"
+    )
+    run.add_argument(
+        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; none: the first worker's"
+    )
+    run.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the model there at the end, .safetensors"
+    )
+    run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; none: the first worker's")
+    run.add_argument(
+        "--lr-schedule", metavar="SPEC", help="'linear' or 'cosine' fall to 0 over --max-samples"
+    )
+    run.add_argument(
+        "--max-samples", type=positive_int, metavar="N", help="the run ends for all after so many samples"
+    )
+    run.add_argument(
+        "--staleness-policy",
+        action="append",
+        metavar="SPEC",
+        help="what late pushes are worth; may be repeated",
+    )
+    run.add_argument(
+        "--max-staleness", type=int, metavar="N", help="a push more updates late than this is rejected"
+    )
+    run.add_argument(
+        "--no-momentum-correction",
+        action="store_true",
+        help="one shared velocity on the server, as in torch.optim",
+    )
+    run.add_argument(
+        "--transaction", default="fragment", metavar="KIND", help="'fragment' (default) or 'model'"
+    )
+    run.add_argument("--run-id", metavar="NAME", help="name of the run; none: a random one")
+
+
+def make_server(
+    arguments: Namespace, *, host: str | None, port: int, token: str | None, insecure: bool = False
+) -> ParameterServer:
+    """Make the server that a command line describes.
+
+    Args:
+        arguments: With the options of `add_run_options`.
+        host: As in `ParameterServer`.
+        port: The same.
+        token: The same.
+        insecure: The same.
+
+    Raises:
+        ConfigError: If an option cannot be used.
+        OSError: If the model's file cannot be read.
+    """
+    if arguments.save is not None:
+        model_file.check_writable(arguments.save)
+    return ParameterServer(
+        None if arguments.model is None else model_file.load(arguments.model),
+        optimizer=_optimizer(arguments.optimizer),
+        staleness_policy=_policies(arguments.staleness_policy),
+        max_staleness=arguments.max_staleness,
+        momentum_correction=False if arguments.no_momentum_correction else None,
+        transaction=arguments.transaction,
+        lr_schedule=_schedule(arguments.lr_schedule),
+        max_samples=arguments.max_samples,
+        run_id=arguments.run_id,
+        host=host,
+        port=port,
+        token=token,
+        insecure=insecure,
+    )
+
+
+def _optimizer(text: str | None) -> optim.OptimizerSpec | None:
+    if text is None:
+        return None
+    return notation.read(text, "--optimizer", OPTIMIZERS, "SGD(lr=0.1, momentum=0.9)")
+
+
+def _policies(texts: list[str] | None) -> staleness.Policy:
+    if not texts:
+        return "constant"
+    return [notation.read(text, "--staleness-policy", POLICIES, "AdaptiveLR(factor=0.9)") for text in texts]
+
+
+def _schedule(text: str | None) -> schedule.Schedule | str | None:
+    if text is None or text in ("linear", "cosine"):
+        return text  # their length is the run's
+    return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
+
+
+def save(server: ParameterServer, path: Path | None) -> None:
+    """Write the server's model to a file, if one was asked for and there is a model."""
+    if path is None:
+        return
+    try:
+        state = server.state_dict()
+    except StateError as error:
+        print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
+        return
+    model_file.save(state, path)
+    print(f"the model is in {path}", flush=True)
+
+
+def join_lines(address: str, *, token: str | None, has_token: bool) -> str:
+    """Word how a worker joins, for a shell and for Python, each as a line to copy.
+
+    Args:
+        address: The server's, as other machines reach it.
+        token: The token, if it may be shown, which is where we made it up.
+        has_token: Whether there is one at all.
+    """
+    shell = f"OFFBEAT_SERVER={address} "
+    python = f'offbeat.AsyncWorker("{address}", model=model'
+    if has_token:
+        shell += f"OFFBEAT_TOKEN={token or '$OFFBEAT_TOKEN'} "
+        python += f', token="{token}"' if token else ', token=os.environ["OFFBEAT_TOKEN"]'
+    shell += "python your_script.py"
+    return f"A worker joins from a shell with\n    {shell}\nor in Python with\n    {python})"
+
+
+def log_to_stderr(prefix: str = "") -> logging.Handler:
+    """Show what the server has to log; returns the handler, so that its level can be changed."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
+    return handler
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into `Stopped`; a second one ends what the first one began."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        del frame
+        raise Stopped(signal.Signals(number).name)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,153 @@
+"""`offbeat status`: how a run goes, asked from its server without joining."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.parser import Parser
+from offbeat.errors import ConfigError
+
+__all__ = ["add_arguments", "columns", "report", "run"]
+
+DEFAULT_TIMEOUT_S = 10.0
+
+Status = Mapping[str, Any]
+
+
+def add_arguments(parser: Parser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="none: OFFBEAT_SERVER")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--token", metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN")
+    parser.add_argument(
+        "--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS", dest="timeout_s"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Ask, and print the answer."""
+    address = arguments.address or os.environ.get("OFFBEAT_SERVER")
+    if not address:
+        raise ConfigError("which server? Give HOST:PORT, or set OFFBEAT_SERVER")
+    from offbeat._offbeat import fetch_status
+
+    token = arguments.token or os.environ.get("OFFBEAT_TOKEN") or None
+    text = fetch_status(address, token, arguments.timeout_s)
+    if arguments.format == "json":
+        print(text)
+    else:
+        print(report(json.loads(text)))
+    return ExitCode.OK
+
+
+def report(status: Status) -> str:
+    """Word a server's status for people."""
+    parts = [
+        _run(status),
+        _workers(status["workers"]),
+        _departures(status["departures"]),
+        _memory(status["memory"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _run(status: Status) -> str:
+    tickets, schedule, optimizer = status["tickets"], status["schedule"], status["optimizer"]
+    of = f" of {status['max_samples']:,}" if status["max_samples"] is not None else ""
+    lines = {
+        "run": f"{status['run_id']} on {status['address']}, {status['state'].replace('_', ' ')}, "
+        f"up {_duration(status['uptime_s'])}",
+        "model": f"version {status['version']:,}, {status['samples']:,}{of} samples, term {status['term']}",
+        "optimizer": "none yet"
+        if optimizer is None
+        else f"{optimizer['summary']}, on the {optimizer['runs_on']}"
+        + (", momentum in the workers" if status["momentum_correction"] else ""),
+        "learning rate": f"{', '.join(f'{lr:g}' for lr in schedule['lr']) or '-'} (schedule's factor "
+        f"{schedule['factor']:g})",
+        "staleness": _staleness(status["staleness"]),
+        "transaction": status["transaction"],
+        "pushes": ", ".join(f"{tickets[fate]:,} {fate}" for fate in ("applied", "partial", "dropped"))
+        + f", {_by_reason(status['rejected'])} rejected",
+        "longest poll": f"{status['longest_poll_ms']:.1f} ms",
+    }
+    return columns([[name, value] for name, value in lines.items()], left=2)
+
+
+def _staleness(spec: Status) -> str:
+    weights = [
+        f"{w['name']}({', '.join(f'{k}={v:g}' for k, v in w.items() if k != 'name')})".replace("()", "")
+        for w in spec["weights"]
+    ]
+    bounds = [
+        f"{name} {spec[name]:g}" for name in ("max_staleness", "max_norm") if spec.get(name) is not None
+    ]
+    return ", ".join([*(weights or ["constant"]), *bounds])
+
+
+def _workers(workers: Sequence[Status]) -> str:
+    if not workers:
+        return "no worker has joined yet"
+    head = ["worker", "state", "host", "samples", "samples/s", "pushes", "damped", "rejected"]
+    head += ["staleness", "max", "last push"]
+    rows = [
+        [
+            worker["id"],
+            worker["state"],
+            worker["host"],
+            f"{worker['samples']:,}",
+            f"{worker['samples_per_s']:,.0f}",
+            f"{worker['pushes']:,}",
+            f"{worker['damped']:,}",
+            _by_reason(worker["rejected"]),
+            f"{worker['mean_staleness']:.1f}",
+            str(worker["max_staleness"]),
+            "-" if worker["last_push_age_s"] is None else f"{_duration(worker['last_push_age_s'])} ago",
+        ]
+        for worker in workers
+    ]
+    return columns([head, *rows], left=3)
+
+
+def _departures(departures: Sequence[Status]) -> str:
+    return columns(
+        [[d["worker"], d["state"], f"{_duration(d['age_s'])} ago", d["cause"]] for d in departures[-10:]],
+        left=4,
+    )
+
+
+def _memory(memory: Status) -> str:
+    terms = {
+        name: memory[f"{name}_bytes"] / 2**20 for name in ("total", "roots", "pinned", "idle", "staging")
+    }
+    listed = " + ".join(f"{terms[name]:.1f}" for name in ("roots", "pinned", "idle", "staging"))
+    return f"memory {terms['total']:.1f} MiB = {memory['formula'] or 'no model yet'} = {listed}"
+
+
+def _by_reason(rejected: Mapping[str, int]) -> str:
+    total = sum(rejected.values())
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(rejected.items()) if n)
+    return f"{total:,} ({reasons})" if total else "0"
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = divmod(int(seconds), 60)[0], int(seconds) // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{seconds:.1f} s"
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Set rows in columns; the first `left` are set left, the others right."""
+    if not rows:
+        return ""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

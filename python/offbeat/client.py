@@ -1,0 +1,343 @@
+"""A worker of one's own in numpy: pull parameters, compute whatever you like, push gradients."""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
+
+import numpy as np
+
+from offbeat import process
+from offbeat.arrays import (
+    NAMES,
+    Array,
+    Entry,
+    as_array,
+    bits,
+    by_name,
+    contiguous,
+    describe,
+    no_such_tensor,
+    read_table,
+    writable,
+)
+from offbeat.errors import (
+    ClosedError,
+    ConfigError,
+    ForkedError,
+    ModelMismatchError,
+    OffbeatError,
+    StateError,
+)
+from offbeat.optim import as_spec
+from offbeat.receipt import Receipt
+
+if TYPE_CHECKING:
+    from offbeat import _offbeat
+
+__all__ = ["Client"]
+
+
+class Client(process.Live):
+    """A connection to a parameter server, without torch.
+
+    SGD's momentum, where the server says that it lives in the workers, is kept here, in Rust. One thread may
+    use a client at a time. Every call answers Ctrl-C.
+
+    Args:
+        address: The server's "HOST:PORT"; None means the environment's OFFBEAT_SERVER.
+        worker_id: Name of this worker, kept over restarts; None lets the server choose.
+        token: The server's token; None means the environment's OFFBEAT_TOKEN, or none.
+        in_flight: Pushes under way at once. With 2, `push_pull` returns the receipt of the push before.
+        connect_timeout_s: How long to try to reach the server.
+
+    Raises:
+        ConfigError: If an argument cannot be used.
+        ConnectError: If the server could not be reached in time.
+        AuthenticationError: If the server's token is another one.
+
+    Example:
+        >>> with offbeat.Client("127.0.0.1:5000") as client:
+        ...     parameters = client.pull()
+        ...     receipt = client.push_pull({"w": np.ones_like(parameters["w"])}, out=parameters)
+    """
+
+    _instead = "it is one connection; make another one where it is needed, with the server's address"
+
+    def __init__(
+        self,
+        address: str | None = None,
+        worker_id: str | None = None,
+        token: str | None = None,
+        in_flight: int = 1,
+        connect_timeout_s: float = 60,
+    ) -> None:
+        self._session: _offbeat.Session | None = None
+        address = address or os.environ.get("OFFBEAT_SERVER")
+        token = token or os.environ.get("OFFBEAT_TOKEN") or None
+        if not address:
+            raise ConfigError('which server? Give address="HOST:PORT", or set OFFBEAT_SERVER')
+        if in_flight not in (1, 2):
+            raise ConfigError(f"in_flight is {in_flight!r}: one push in flight, or 2")
+        from offbeat._offbeat import Session
+
+        self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+        self._table: list[Entry] = []
+        self._names: dict[str, Entry] = {}
+        self._position: dict[str, int] = {}
+        self._own: dict[str, Array] | None = None
+        self._configured = False
+        self._has_read = False
+        if self._session.table is not None:
+            self._learn(self._session.table)
+        process.register(self)
+
+    # -- the model
+
+    def init(self, arrays: Mapping[str, object], optimizer: object = None) -> bool:
+        """Bring a model to a server that has none.
+
+        Args:
+            arrays: The initial values by name; their order is the model's. float32, float16 and bfloat16 are
+                parameters, integers and booleans buffers.
+            optimizer: The server's optimizer, where it has none: `offbeat.optim.SGD(lr=0.1)` or the like.
+
+        Returns:
+            Whether these values are the model's; False if another worker's came first.
+
+        Raises:
+            UnsupportedTensorError: If an array cannot be held; float64 among them.
+            ModelMismatchError: If the server has another model.
+        """
+        session = self._open()
+        table, values = describe(arrays)
+        taken = session.init(table, values, None)
+        self._has_read = self._has_read or taken
+        self._learn(session.wait_for_model())
+        if optimizer is not None:
+            self.set_optimizer(optimizer)
+        return taken
+
+    def set_optimizer(self, optimizer: object) -> None:
+        """Say which optimizer the server is to run; where it has one already, the two have to agree.
+
+        Raises:
+            ConfigError: If the server has another one; `server.set_optimizer` changes it.
+        """
+        self._open().configure("gradient", json.dumps(as_spec(optimizer).spec()))
+        self._configured = True
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Names of the tensors' dtypes; "bfloat16" where numpy, without `ml_dtypes`, only knows uint16."""
+        return {entry.name: NAMES[entry.code] for entry in self._model()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors' shapes."""
+        return {entry.name: entry.shape for entry in self._model()}
+
+    # -- pull and push
+
+    def pull(self, out: dict[str, Array] | None = None) -> dict[str, Array]:
+        """Fetch the newest model; wait for one if the server has none yet.
+
+        Args:
+            out: Arrays by name, of the model's shapes and dtypes and C-contiguous, to be written in place.
+
+        Returns:
+            `out`; without it new arrays, which are the caller's.
+
+        Raises:
+            ModelMismatchError: If `out` is not of the model's names, shapes and dtypes.
+        """
+        session = self._open()
+        if not self._table:
+            self._learn(session.wait_for_model())
+        out = out if out is not None else self._empty()
+        session.pull(self._memories(out), False)  # noqa: FBT003  the extension takes no keywords here
+        self._has_read = True
+        return out
+
+    def push(self, gradients: Mapping[str, object], samples: int = 1) -> Receipt:
+        """Push the gradient at the parameters pulled last.
+
+        Args:
+            gradients: The gradient of the mean over the samples, by name; of a buffer its new value. What is
+                missing or None is left out: the server's value, moments and step count of it stay.
+            samples: How many samples it is the mean over; counted, not multiplied by.
+
+        Returns:
+            What became of it. A rejection is a receipt too.
+
+        Raises:
+            ModelMismatchError: If a name, shape or dtype is not the model's.
+            NonFiniteError: If there is a NaN or an infinity in it; nothing was sent.
+        """
+        session = self._ready()
+        return session.push(self._values(gradients), _count(samples))
+
+    def push_pull(
+        self, gradients: Mapping[str, object], out: dict[str, Array] | None = None, samples: int = 1
+    ) -> Receipt | None:
+        """Push, and fetch the model as it is after that, both at once.
+
+        Args:
+            gradients: As in `push`.
+            out: Arrays to be written in place, as in `pull`; without it `parameters` is written.
+            samples: As in `push`.
+
+        Returns:
+            This push's receipt; with two in flight that of the push before, None at the first.
+        """
+        session = self._ready()
+        if out is None:
+            out = self._own = self._own or self._empty()
+        return session.push_pull(self._values(gradients), _count(samples), self._memories(out), False)  # noqa: FBT003
+
+    def flush(self) -> list[Receipt]:
+        """Wait for the pushes in flight and return their receipts."""
+        session = self._open()
+        return session.flush(self._memories(self._own) if self._own is not None else None)
+
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """What `push_pull` without `out` wrote last; the arrays stay this client's."""
+        if self._own is None:
+            raise StateError("client.parameters holds what push_pull() without out= wrote; use pull() before")
+        return self._own
+
+    # -- the session
+
+    @property
+    def worker_id(self) -> str:
+        """This worker's name."""
+        return self._open().worker_id
+
+    @property
+    def run_id(self) -> str:
+        """The run that it takes part in."""
+        return self._open().run_id
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What is in force in this run: transaction, optimizer, staleness policy, schedule."""
+        run: dict[str, Any] = json.loads(self._open().run)
+        return run
+
+    def status(self) -> dict[str, Any]:
+        """Ask the server for its status."""
+        status: dict[str, Any] = json.loads(self._open().status())
+        return status
+
+    def close(self, *, finished: bool = True) -> None:
+        """Say goodbye and close; closing twice is fine.
+
+        Args:
+            finished: Whether this worker's work is done, or it only leaves.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            with suppress(ForkedError):  # in a child there is nothing to say: the connection is the parent's
+                session.close(finished)
+            process.release(self)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager: closed at the end, as unfinished if that is an exception."""
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(finished=kind is None)
+
+    def __repr__(self) -> str:
+        if self._session is None:
+            return "<offbeat.Client, closed>"
+        return f"<offbeat.Client {self._session.worker_id} at {self._session.address}>"
+
+    # -- inside
+
+    def _at_exit(self, *, failed: bool) -> None:
+        with suppress(OffbeatError):  # another thread may be in a call
+            self.close(finished=not failed)
+
+    def _open(self) -> "_offbeat.Session":
+        if self._session is None:
+            raise ClosedError("this client is closed; make a new one")
+        return self._session
+
+    def _model(self) -> list[Entry]:
+        if not self._table:
+            raise StateError(
+                "the server has no model yet: bring one with client.init(arrays), or wait for another "
+                "worker's with client.pull()"
+            )
+        return self._table
+
+    def _ready(self) -> "_offbeat.Session":
+        session = self._open()
+        self._model()
+        if not self._has_read:
+            raise StateError("a gradient belongs to parameters that were read: call client.pull() first")
+        if not self._configured:
+            session.configure("gradient", None)
+            self._configured = True
+        return session
+
+    def _learn(self, table: str) -> None:
+        self._table = read_table(table)
+        self._names = by_name(self._table)
+        self._position = {name: i for i, e in enumerate(self._table) for name in (e.name, *e.aliases)}
+
+    def _empty(self) -> dict[str, Array]:
+        return {entry.name: np.empty(entry.shape, entry.dtype) for entry in self._table}
+
+    def _memories(self, out: Mapping[str, Array]) -> list[Array]:
+        for name in out:
+            if name not in self._names:
+                raise no_such_tensor(name, self._names, "out")
+        memories = []
+        for entry in self._table:
+            array = out.get(entry.name)
+            if array is None:
+                raise ModelMismatchError(f"out has no {entry}: give an array for every tensor of the model")
+            if not (_is_plain(array, entry) and array.flags.writeable):
+                array = writable(entry.name, array, entry)
+            memories.append(bits(array))
+        return memories
+
+    def _values(self, gradients: Mapping[str, object]) -> list[Array | None]:
+        values: list[Array | None] = [None] * len(self._table)
+        for name, value in gradients.items():
+            position = self._position.get(name)
+            if position is None:
+                raise no_such_tensor(name, self._names, "the push")
+            if value is None:
+                continue
+            entry = self._table[position]
+            if _is_plain(value, entry):
+                values[position] = bits(value)
+            else:
+                array, code = as_array(name, value)
+                values[position] = bits(contiguous(entry.check(array, code, "the push")))
+        return values
+
+
+def _is_plain(value: object, entry: Entry) -> TypeGuard[Array]:
+    """Whether this is just the array that is wanted: the short way for what comes with every step."""
+    return (
+        type(value) is np.ndarray
+        and value.dtype == entry.dtype
+        and value.shape == entry.shape
+        and value.flags.c_contiguous
+    )
+
+
+def _count(samples: int) -> int:
+    if type(samples) is not int or samples < 1:
+        raise ConfigError(f"samples is {samples!r}: it is how many samples the push is of, 1 or more")
+    return samples

@@ -1,0 +1,89 @@
+"""The demo's samples for torch: tensors that processes share, and endless batches in a random order."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from offbeat.demo.data import ImageData
+
+__all__ = ["Batch", "Samples", "Shuffled", "Slowed", "accuracy"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """The parts to train on and to judge by, as tensors in memory that other processes can be given.
+
+    Attributes:
+        train_images: float32, shape ``[N, 1, 28, 28]``.
+        train_labels: int64, shape ``[N]``.
+        test_images: float32, shape ``[M, 1, 28, 28]``.
+        test_labels: int64, shape ``[M]``.
+    """
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+    @classmethod
+    def of(cls, data: ImageData) -> "Samples":
+        """Move arrays to shared memory."""
+        return cls(**{name: _shared(getattr(data, name)) for name in cls.__slots__})
+
+
+class Shuffled:
+    """Batches without an end: all samples in a random order, then all again in another; no batch is short."""
+
+    def __init__(self, samples: Samples, batch_size: int, seed: int) -> None:
+        self._samples = samples
+        self._batch_size = batch_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        images, labels = self._samples.train_images, self._samples.train_labels
+        order = torch.empty(0, dtype=torch.int64)
+        while True:
+            while len(order) < self._batch_size:
+                order = torch.cat([order, torch.randperm(len(labels), generator=self._generator)])
+            chosen, order = order[: self._batch_size], order[self._batch_size :]
+            yield images[chosen], labels[chosen]
+
+
+class Slowed:
+    """A loader as a slower machine would have it: each batch takes `factor` times as long.
+
+    The time from one batch to the next, in which the one is trained on and pushed, is measured; then the next
+    is waited for, `factor` - 1 times as long. The parameters were read before that, so they age meanwhile.
+    """
+
+    def __init__(self, batches: Iterable[Batch], factor: float) -> None:
+        self._batches = batches
+        self._factor = factor
+        self._never = threading.Event()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            began = time.monotonic()
+            yield batch
+            self._never.wait((self._factor - 1) * (time.monotonic() - began))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, samples: Samples, batch_size: int = 1000) -> float:
+    """Compute the share of right answers on the test part, 0..1; leaves the model in eval mode."""
+    model.eval()
+    batches = zip(samples.test_images.split(batch_size), samples.test_labels.split(batch_size), strict=True)  # type: ignore[no-untyped-call]
+    guesses = [model(images).argmax(dim=1) == labels for images, labels in batches]
+    return float(torch.cat(guesses).double().mean())
+
+
+def _shared(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array).share_memory_()  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,163 @@
+"""What `train` and `evaluate` measure: means over samples, taken without waiting for the device.
+
+A metric is "loss", "accuracy", a callable that gets (outputs, targets), or a torchmetrics object. Each
+becomes a meter that is updated per batch and read per log line; only the reading waits for the device.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+
+import torch
+
+from offbeat.errors import ConfigError
+from offbeat.naming import unknown
+
+__all__ = ["Meter", "Metric", "MetricObject", "accuracy", "meters"]
+
+
+@runtime_checkable
+class MetricObject(Protocol):
+    """An object in the manner of torchmetrics: it gathers batches and computes over all of them."""
+
+    def update(self, outputs: Any, targets: Any, /) -> None:  # noqa: ANN401  whatever the user's takes
+        """Take one batch."""
+
+    def compute(self) -> Any:  # noqa: ANN401  a number, or a tensor that holds one
+        """Give the value over all batches since the last reset."""
+
+    def reset(self) -> None:
+        """Forget all batches."""
+
+
+#: Name, function of (outputs, targets), or object with `update`, `compute` and `reset`.
+Metric: TypeAlias = str | Callable[[Any, Any], float | torch.Tensor] | MetricObject
+
+_NAMES = ("loss", "accuracy")
+
+
+class Meter(Protocol):
+    """One metric, being measured."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in records and results."""
+
+    def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
+        """Take one batch."""
+
+    def read(self) -> float:
+        """Give the value over the batches since the last reading, and begin anew. Waits for the device."""
+
+
+def meters(metrics: Metric | Iterable[Metric]) -> list[Meter]:
+    """Make the meters for what a user asked for.
+
+    Raises:
+        ConfigError: For an unknown name (with the nearest), for what is no metric, for a name given twice.
+    """
+    one = isinstance(metrics, str | MetricObject) or callable(metrics)
+    asked = [cast(Metric, metrics)] if one else list(cast(Iterable[Metric], metrics))
+    made: list[Meter] = [_meter(metric) for metric in asked]
+    names = [meter.name for meter in made]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two metrics are called {twice[0]!r}: results are told apart by name")
+    return made
+
+
+def accuracy(outputs: object, targets: object) -> torch.Tensor:
+    """Compute the share of right answers in 0..1, a scalar tensor on the outputs' device.
+
+    Outputs of shape (N,) or (N, 1) are logits of one class, right where their sign says what the target says;
+    otherwise the class is the argmax over dim 1, and targets are class indices or of the outputs' shape.
+
+    Raises:
+        ConfigError: If the shapes do not fit.
+    """
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        raise ConfigError(
+            f'"accuracy" compares tensors, and got {type(outputs).__name__} and {type(targets).__name__}: '
+            f"give a callable of (outputs, targets) instead"
+        )
+    if outputs.ndim == 0:
+        raise ConfigError('"accuracy" got outputs without a batch dimension: give a callable instead')
+    if outputs.ndim == 1 or (outputs.ndim == 2 and outputs.shape[1] == 1):  # noqa: PLR2004  rows and columns
+        guessed, wanted = outputs.detach().flatten() > 0, targets.flatten() > 0.5  # noqa: PLR2004  of 0 and 1
+    else:
+        guessed = outputs.detach().argmax(dim=1)
+        wanted = targets.argmax(dim=1) if targets.shape == outputs.shape else targets
+    if guessed.shape != wanted.shape:
+        raise ConfigError(
+            f'"accuracy" got outputs of shape {list(outputs.shape)} and targets of shape '
+            f"{list(targets.shape)}, which do not fit: give a callable of (outputs, targets) instead"
+        )
+    return (guessed == wanted).float().mean()
+
+
+class _Mean:
+    """A mean over samples. Values stay on the device until they are read, then are summed in float64."""
+
+    def __init__(self, name: str, of: Callable[[Any, Any], float | torch.Tensor] | None) -> None:
+        self.name = name
+        self._of = of
+        self._values: list[float | torch.Tensor] = []
+        self._samples: list[int] = []
+
+    def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
+        value = loss if self._of is None else self._of(outputs, targets)
+        if value is None:
+            raise ConfigError('the metric "loss" needs a loss function, and none was given')
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"the metric {self.name!r} gave a tensor of shape {list(value.shape)}: a metric is one "
+                    f"number per batch, the mean over its samples"
+                )
+        self._values.append(value)
+        self._samples.append(samples)
+
+    def read(self) -> float:
+        values = [v.reshape(()) for v in self._values if isinstance(v, torch.Tensor)]
+        read = iter(torch.stack(values).double().tolist() if values else ())  # one wait for all of them
+        plain = [next(read) if isinstance(v, torch.Tensor) else float(v) for v in self._values]
+        total = sum(self._samples)
+        mean = (
+            sum(v * n for v, n in zip(plain, self._samples, strict=True)) / total if total else float("nan")
+        )
+        self._values.clear()
+        self._samples.clear()
+        return mean
+
+
+class _Object:
+    """A torchmetrics object: it keeps its own account."""
+
+    def __init__(self, metric: MetricObject) -> None:
+        self.name = type(metric).__name__
+        self._metric = metric
+        metric.reset()
+
+    def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:  # noqa: ARG002  of Meter
+        if isinstance(outputs, torch.Tensor):
+            outputs = outputs.detach()
+        self._metric.update(outputs, targets)
+
+    def read(self) -> float:
+        value = float(self._metric.compute())
+        self._metric.reset()
+        return value
+
+
+def _meter(metric: Metric) -> Meter:
+    if isinstance(metric, str):
+        if metric not in _NAMES:
+            raise ConfigError(unknown("metric", metric, _NAMES) + ", a callable, or a torchmetrics object")
+        return _Mean(metric, accuracy if metric == "accuracy" else None)
+    if isinstance(metric, MetricObject):
+        return _Object(metric)
+    if callable(metric):
+        return _Mean(getattr(metric, "__name__", type(metric).__name__), metric)
+    raise ConfigError(
+        f"{metric!r} is no metric: give {' or '.join(map(repr, _NAMES))}, a callable of (outputs, targets), "
+        f"or an object with update, compute and reset"
+    )

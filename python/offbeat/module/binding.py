@@ -1,0 +1,253 @@
+"""One module bound to the server's table: gradients out, parameters in, at a few lookups per tensor and step.
+
+What the module's owner may do between two steps is met here: `load_state_dict` with and without assign,
+`.to()`, freezing, channels_last, replaced buffers. A tensor is known by the place where its module keeps it;
+its identity, its address and autograd's version counter tell what happened to it since the last pull.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from offbeat.errors import ModelMismatchError, UnsupportedTensorError
+from offbeat.module.match import match, words
+from offbeat.module.staging import HostCopies, host_like, is_direct
+from offbeat.module.table import Found, TensorSpec, find, spec_of
+
+__all__ = ["Binding", "Memory", "Slot"]
+
+#: (owner, address, bytes): memory in C order that `owner` keeps alive.
+Memory = tuple[object, int, int]
+
+
+class Slot:
+    """One tensor of the table and where it is now.
+
+    Attributes:
+        spec: Its entry in the server's table.
+        tensor: The module's tensor, as of the last `refresh`.
+        spare: Host memory that pulls write to in its stead; None where they write into the tensor itself.
+        dirty: Whether, as of the last `refresh`, a parameter's memory for pulls may hold something else than
+            what the last pull wrote. (Buffers change all the time; the client keeps them as they were
+            pulled.)
+    """
+
+    __slots__ = (
+        *("address", "dirty", "is_parameter", "key", "nbytes", "other_places", "owner", "spare", "spec"),
+        *("tensor", "version"),
+    )
+
+    def __init__(self, spec: TensorSpec, found: Found) -> None:
+        self.spec = spec
+        self.is_parameter = spec["role"] == "parameter"
+        self.nbytes = found.tensor.numel() * found.tensor.element_size()
+        self.spare: torch.Tensor | None = None
+        self.dirty = False
+        self.place(found)
+
+    def place(self, found: Found) -> None:
+        """Take another tensor for this entry, at the places where the module keeps it."""
+        (self.owner, self.key), *self.other_places = found.places
+        self.hold(found.tensor)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Take another tensor for this entry, at the same place."""
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        self.version = -1
+
+
+class Binding:
+    """The tensors of one module, in the server's order.
+
+    Attributes:
+        module: The user's module.
+        slots: One per tensor of the table.
+        parameters: Those that gradients move.
+        filled: Whether a pull has landed.
+    """
+
+    def __init__(self, module: nn.Module, table: str, *, local_buffers: bool = False) -> None:
+        """Match a module with a table, by name.
+
+        Args:
+            module: The user's module; not changed here.
+            table: The server's tensor table, JSON.
+            local_buffers: Whether the module's buffers are its own affair: neither pushed nor, after the
+                first pull, written.
+
+        Raises:
+            ModelMismatchError: If they differ, naming the first tensor that does.
+            UnsupportedTensorError: If the module has tensors that the server cannot hold.
+        """
+        self.module = module
+        self._table: list[TensorSpec] = json.loads(table)
+        found = match(self._table, find(module))
+        self.slots = [Slot(spec, entry) for spec, entry in zip(self._table, found, strict=True)]
+        self.parameters = [slot for slot in self.slots if slot.is_parameter]
+        self._local_buffers = local_buffers
+        self._all_spare = False
+        self._copies = HostCopies()
+        self._broken = False
+        self.filled = False
+        self._arrange()
+
+    def use_spares(self) -> None:
+        """From now on let pulls write to spare memory only, from which `landed` copies."""
+        if not self._all_spare:
+            self._all_spare = True
+            self._arrange()
+
+    def rescan(self) -> None:
+        """Look through the whole module again: submodules may have been replaced.
+
+        Raises:
+            ModelMismatchError: If it is no longer the server's model.
+        """
+        for slot, found in zip(self.slots, match(self._table, find(self.module)), strict=True):
+            if found.places[0][0] is not slot.owner or found.tensor is not slot.tensor:
+                slot.place(found)
+        self._arrange()
+
+    def refresh(self) -> None:
+        """Look where each tensor is now and whether it was written to.
+
+        Raises:
+            ModelMismatchError: If a tensor is no longer what the table says.
+        """
+        moved = False
+        for slot in self.slots:
+            tensor = cast(torch.Tensor, slot.owner.get(slot.key))  # None is met by _check_still
+            if tensor is not slot.tensor or tensor.data_ptr() != slot.address:
+                _check_still(slot, tensor)
+                slot.hold(tensor)
+                moved = True
+            for owner, key in slot.other_places:
+                if owner.get(key) is not tensor:
+                    raise _untied(slot)
+            if tensor._version != slot.version and slot.is_parameter and slot.spare is None:  # noqa: SLF001  no other way
+                slot.dirty = True
+        if moved:
+            self._arrange()
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """List the gradients by slot; None for buffers, for what is frozen, and where there is none."""
+        return [s.tensor.grad if s.is_parameter and s.tensor.requires_grad else None for s in self.slots]
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to None, as `zero_grad()` does."""
+        for slot in self.parameters:
+            slot.tensor.grad = None
+
+    def buffers(self) -> list[torch.Tensor | None]:
+        """List the buffers by slot; none if they are local. Which of them changed, the client knows.
+
+        (torch's BatchNorm does not count its writes in autograd's version.) After a pull that broke off
+        nobody knows who wrote what, so there are none.
+        """
+        if self._local_buffers or self._broken:
+            return [None] * len(self.slots)
+        return [None if slot.is_parameter else slot.tensor for slot in self.slots]
+
+    def memories(self, tensors: Sequence[torch.Tensor | None]) -> list[Memory | None]:
+        """Turn tensors, one or None per slot, into memory that the extension reads; copies where it must.
+
+        Raises:
+            UnsupportedTensorError: If one is sparse.
+        """
+        found: list[Memory | None] = [None] * len(self.slots)
+        elsewhere: list[tuple[int, torch.Tensor]] = []
+        for i, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):
+            if tensor is None:
+                continue
+            if tensor.layout is not torch.strided:
+                raise UnsupportedTensorError(
+                    f"the gradient of {slot.spec['name']!r} is {str(tensor.layout).removeprefix('torch.')}: "
+                    f"build its layer without sparse=True"
+                )
+            if tensor.dtype is not slot.tensor.dtype:
+                elsewhere.append((i, tensor.to(slot.tensor.dtype)))
+            elif is_direct(tensor):
+                found[i] = (tensor, tensor.data_ptr(), slot.nbytes)
+            else:
+                elsewhere.append((i, tensor))
+        if elsewhere:
+            copies = self._copies.fetch([tensor for _, tensor in elsewhere])
+            for (i, _), copy in zip(elsewhere, copies, strict=True):
+                found[i] = (copy, copy.data_ptr(), self.slots[i].nbytes)
+        return found
+
+    def host_values(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """Give tensors' values on the host, in C order; not copied where they are so already."""
+        return self._copies.fetch([slot.tensor for slot in slots])
+
+    def out(self) -> list[Memory]:
+        """List the memory that a pull may write to, one per slot; call `landed` or `lost` after it."""
+        self._copies.wait()
+        return self._out
+
+    def landed(self) -> None:
+        """A pull has written to `out()`: bring it into the module, and let stale graphs know."""
+        if self._direct:
+            increment_version(self._direct)
+        if self._staged:
+            slots = self._followers if self.filled else self._staged
+            self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
+        self.filled = True
+        self._broken = False
+        for slot in self.slots:
+            slot.dirty = False
+            slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
+
+    def lost(self) -> None:
+        """A pull broke off: `out()` may hold some of it. What has to come again, the client knows."""
+        if self._direct:
+            increment_version(self._direct)
+        for slot in self.slots:
+            slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
+        self._broken = True
+
+    def _arrange(self) -> None:
+        """Decide for each slot whether pulls write to its tensor or to a spare."""
+        for slot in self.slots:
+            local = self._local_buffers and not slot.is_parameter
+            if is_direct(slot.tensor) and not (self._all_spare or local):
+                slot.dirty |= slot.spare is not None
+                slot.spare = None
+            elif slot.spare is None or slot.spare.is_pinned() != slot.tensor.is_cuda:
+                slot.spare = host_like(slot.tensor)
+                slot.spare.copy_(slot.tensor.detach())
+                slot.dirty = True
+        self._out: list[Memory] = [
+            (slot.tensor, slot.address, slot.nbytes)
+            if slot.spare is None
+            else (slot.spare, slot.spare.data_ptr(), slot.nbytes)
+            for slot in self.slots
+        ]
+        self._direct = [slot.tensor for slot in self.slots if slot.spare is None]
+        self._staged = [slot for slot in self.slots if slot.spare is not None]
+        self._followers = [slot for slot in self._staged if slot.is_parameter or not self._local_buffers]
+
+
+def _check_still(slot: Slot, tensor: object) -> None:
+    """A tensor was replaced, moved or cast: it has to be what the table says all the same."""
+    spec = slot.spec
+    if not isinstance(tensor, torch.Tensor):
+        raise ModelMismatchError(f"the model lost its {words(spec)}")
+    now = spec_of(spec["name"], tensor, spec["role"])
+    if (now["shape"], now["dtype"]) != (spec["shape"], spec["dtype"]):
+        raise ModelMismatchError(
+            f"{words(spec)} became {words(now)} after the worker was made: another model needs another worker"
+        )
+
+
+def _untied(slot: Slot) -> ModelMismatchError:
+    names = ", ".join(map(repr, (slot.spec["name"], *slot.spec["aliases"])))
+    return ModelMismatchError(
+        f"{names} were one tensor when the worker was made and are several now: tie them again "
+        f"(load_state_dict(assign=True) parts tied weights)"
+    )

@@ -1,0 +1,222 @@
+"""What a module is made of, as the server's tensor table has it: names, aliases, shapes, dtypes, roles.
+
+Names are those of the plain module's `state_dict()`: the wrappers of `torch.compile` and DDP leave no trace.
+A tensor under two names (tied weights) is one entry with an alias. What the server cannot hold is refused by
+name.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from offbeat.errors import ConfigError, UnsupportedTensorError
+
+__all__ = [
+    "DTYPES",
+    "Description",
+    "Found",
+    "Role",
+    "TensorSpec",
+    "describe",
+    "dtype_name",
+    "find",
+    "spec_of",
+    "unwrap",
+]
+
+Role = Literal["parameter", "buffer"]
+
+#: torch's dtypes as the tensor table spells them. Parameters are of the first three.
+DTYPES: dict[torch.dtype, str] = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float64: "f64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
+_TORCH_NAME = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
+
+
+class TensorSpec(TypedDict):
+    """One entry of the tensor table, as JSON carries it."""
+
+    name: str
+    aliases: list[str]
+    shape: list[int]
+    dtype: str
+    role: Role
+
+
+@dataclass(slots=True)
+class Found:
+    """One tensor of a module: what the table says of it, and every place where the module keeps it."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    places: list[tuple[dict[str, Any], str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A module's tensors in order: their table as JSON text, and the tensors themselves, not copied."""
+
+    table: str
+    tensors: list[torch.Tensor]
+
+    def buffers(self) -> list[npt.NDArray[np.uint8]]:
+        """Give each tensor's bytes in logical (C) order; copied only where its own memory is not that."""
+        return [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in self.tensors]
+
+
+def describe(module: nn.Module) -> Description:
+    """Describe a module to the server.
+
+    Raises:
+        UnsupportedTensorError: If it has tensors that the server cannot hold; names them.
+        ConfigError: If it has no parameters.
+    """
+    found = find(module)
+    if not any(f.spec["role"] == "parameter" for f in found):
+        raise ConfigError(f"{type(module).__name__} has no parameters, so there is nothing to train")
+    return Description(json.dumps([f.spec for f in found]), [f.tensor for f in found])
+
+
+def find(module: nn.Module) -> list[Found]:
+    """List a module's parameters and persistent buffers in the order of `state_dict()`.
+
+    Raises:
+        UnsupportedTensorError: If it has tensors that the server cannot hold; names them.
+    """
+    found: dict[int, Found] = {}
+    faults: list[str] = []
+    for name, owner, key, role in _walk(module, ""):
+        tensor = cast(torch.Tensor, owner[key])
+        if id(tensor) in found:
+            found[id(tensor)].spec["aliases"].append(name)
+            found[id(tensor)].places.append((owner, key))
+        elif fault := _fault(tensor, role):
+            faults.append(f"{role} {name!r} {fault}")
+        else:
+            found[id(tensor)] = Found(_spec(name, tensor, role), tensor, [(owner, key)])
+    faults += _shared_memory(list(found.values()))
+    if faults:
+        raise UnsupportedTensorError("; ".join(faults))
+    return list(found.values())
+
+
+def spec_of(name: str, tensor: torch.Tensor, role: Role) -> TensorSpec:
+    """Describe one tensor.
+
+    Raises:
+        UnsupportedTensorError: If the server cannot hold it.
+    """
+    if fault := _fault(tensor, role):
+        raise UnsupportedTensorError(f"{role} {name!r} {fault}")
+    return _spec(name, tensor, role)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take off what `torch.compile`, DDP and DataParallel put around a module."""
+    while True:
+        names = {cls.__name__ for cls in type(module).__mro__}
+        children = vars(module)["_modules"]
+        if "OptimizedModule" in names and "_orig_mod" in children:
+            module = children["_orig_mod"]
+        elif isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = children["module"]
+        elif "FullyShardedDataParallel" in names:
+            raise UnsupportedTensorError(
+                "the model is wrapped in FSDP, so no process has a whole parameter: give Offbeat the module "
+                "before sharding"
+            )
+        else:
+            return module
+
+
+def dtype_name(code: str) -> str:
+    """Name a dtype as torch's users know it."""
+    return _TORCH_NAME.get(code, code)
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, dict[str, Any], str, Role]]:
+    """Go through (name, owner, key, role) of every tensor that is in the plain module's `state_dict()`."""
+    inside = vars(unwrap(module))
+    for key, parameter in inside["_parameters"].items():
+        if parameter is not None:
+            yield prefix + key, inside["_parameters"], key, "parameter"
+    for key, buffer in inside["_buffers"].items():
+        if buffer is not None and key not in inside["_non_persistent_buffers_set"]:
+            yield prefix + key, inside["_buffers"], key, "buffer"
+    for key, child in inside["_modules"].items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{key}.")
+
+
+def _spec(name: str, tensor: torch.Tensor, role: Role) -> TensorSpec:
+    shape, dtype = list(tensor.shape), DTYPES[tensor.dtype]
+    return {"name": name, "aliases": [], "shape": shape, "dtype": dtype, "role": role}
+
+
+def _fault(tensor: torch.Tensor, role: Role) -> str | None:
+    """Say why the server cannot hold a tensor; None if it can."""
+    return next(_kind_faults(tensor), None) or next(_dtype_faults(tensor, role), None)
+
+
+def _kind_faults(tensor: torch.Tensor) -> Iterator[str]:
+    """Say what is wrong with a tensor's kind; the first is the one to tell, later ones may not make sense."""
+    if nn.parameter.is_lazy(tensor):
+        yield "has no shape yet: run one batch through the model first"
+    if any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__):
+        yield "is a DTensor (FSDP or tensor parallel), so no process has all of it: give plain tensors"
+    if tensor.is_meta:
+        yield "is a meta tensor, which has no values: materialize it first (to_empty, then initialize)"
+    if tensor.layout is not torch.strided:
+        yield "is sparse: give a dense tensor"
+    if tensor.is_quantized:
+        yield "is quantized: train the float model"
+    if tensor.is_inference():
+        yield "is an inference tensor: build the model outside of torch.inference_mode()"
+    if type(tensor.data) is not torch.Tensor:
+        yield f"is a {type(tensor.data).__name__}: only plain tensors can be written in place"
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        yield "is expanded, so that several elements share one memory: replace it by its .clone()"
+
+
+def _dtype_faults(tensor: torch.Tensor, role: Role) -> Iterator[str]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_complex():
+        yield f"is {dtype}: hold its real and imaginary parts in two tensors"
+    if role == "parameter" and tensor.dtype not in _TRAINABLE:
+        known = ", ".join(_TORCH_NAME[DTYPES[trainable]] for trainable in _TRAINABLE)
+        yield f"is {dtype}: parameters are {known} (cast it, or make it a buffer)"
+    if tensor.dtype not in DTYPES:
+        yield f"is {dtype}: buffers are {', '.join(_TORCH_NAME.values())}"
+
+
+def _shared_memory(found: list[Found]) -> list[str]:
+    """Find tensors that are two objects on one memory, such as `a.data = b.data` leaves behind."""
+    at: dict[tuple[str, int], str] = {}
+    faults = []
+    for entry in found:
+        if entry.tensor.numel() == 0:
+            continue
+        name = entry.spec["name"]
+        other = at.setdefault((str(entry.tensor.device), entry.tensor.data_ptr()), name)
+        if other != name:
+            faults.append(
+                f"{name!r} and {other!r} are two tensors in one memory: tie weights by assigning the same "
+                f"Parameter to both"
+            )
+    return faults

@@ -1,0 +1,124 @@
+"""What of Offbeat is alive in this process, and what the process's own doings mean for it.
+
+- Exit: what is open says goodbye, so that the other side hears "left" and not "lost".
+- Fork: always allowed. The child closes what it inherited without a word; the objects are not for it.
+- Log: Rust's events become records of `logging`, on a thread that lives while something is open.
+- Copies: of a live object there are none.
+
+Nothing happens at import: the first object that registers sets it up.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import ClassVar, NoReturn, SupportsIndex
+
+__all__ = ["Live", "announce", "register", "release"]
+
+LOGGER = logging.getLogger("offbeat")
+PUMP_INTERVAL_S = 0.2
+"""How often the log's thread looks whether it is still needed; a record itself wakes it at once."""
+
+
+class Live:
+    """Something with sockets: it cannot be copied or pickled, and closes when the process ends."""
+
+    _instead: ClassVar[str]
+    """What to do instead of copying or pickling it."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        """Refuse copy, deepcopy and pickle alike."""
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")
+
+    def _at_exit(self, *, failed: bool) -> None:
+        """Close, as the process ends; `failed` if it ends by an exception."""
+        raise NotImplementedError
+
+
+_lock = threading.Lock()
+_live: weakref.WeakSet[Live] = weakref.WeakSet()
+_pump: threading.Thread | None = None
+_hooked = False
+
+
+def register(thing: Live) -> None:
+    """From now on look after an object that has been opened."""
+    global _pump, _hooked  # noqa: PLW0603  there is one process
+    with _lock:
+        if not _hooked:
+            _hooked = True
+            os.register_at_fork(after_in_child=_after_fork)
+            atexit.register(_say_goodbye)
+        _live.add(thing)
+        if _pump is None:
+            _pump = threading.Thread(target=_run_pump, name="offbeat-log")
+            _pump.start()
+    _hook_multiprocessing()
+
+
+def release(thing: Live) -> None:
+    """Look no longer after an object: it is closed. What it had to log is logged when this returns."""
+    _live.discard(thing)
+    _log_waiting(0.0)
+
+
+def announce(message: str) -> None:
+    """Tell the user something that should be seen: to `logging` where that is configured, else to stderr."""
+    if LOGGER.hasHandlers():
+        LOGGER.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
+
+
+def _run_pump() -> None:
+    # Not a daemon, which would be killed inside the extension: it ends by itself with the last object or with
+    # the main thread, whichever is first.
+    global _pump  # noqa: PLW0603
+    main = threading.main_thread()
+    while True:
+        _log_waiting(PUMP_INTERVAL_S)
+        with _lock:
+            if not _live or not main.is_alive():
+                _pump = None
+                return
+
+
+def _log_waiting(timeout_s: float) -> None:
+    from offbeat import _offbeat
+
+    _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
+    for level, target, text in _offbeat.next_log_records(timeout_s):
+        name = target.replace("::", ".").replace("_", ".", 1)
+        logging.getLogger(name).log(level, "%s", text)
+
+
+def _say_goodbye() -> None:
+    for thing in list(_live):
+        thing._at_exit(failed=_is_failing())  # noqa: SLF001  for this module alone
+
+
+def _is_failing() -> bool:
+    """Whether the process ends by an exception: one on its way, or one that the interpreter has printed."""
+    on_its_way = sys.exc_info()[1]
+    if isinstance(on_its_way, SystemExit):
+        return on_its_way.code not in (None, 0)
+    return on_its_way is not None or hasattr(sys, "last_value")
+
+
+def _hook_multiprocessing() -> None:
+    """A forked `multiprocessing.Process` ends without `atexit`, by finalizers of its own."""
+    util = sys.modules.get("multiprocessing.util")
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    if util is not None and parent is not None and parent() is not None:
+        util.Finalize(None, _say_goodbye, exitpriority=100)
+
+
+def _after_fork() -> None:
+    global _lock, _live, _pump
+    from offbeat import _offbeat
+
+    _offbeat.forget_after_fork()
+    _lock, _live, _pump = threading.Lock(), weakref.WeakSet(), None

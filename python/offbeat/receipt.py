@@ -1,0 +1,35 @@
+"""The answer to one push."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Receipt", "Verdict"]
+
+Verdict = Literal["admit", "damp", "reject"]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of a push. A rejection is a receipt, not an exception; only a fault raises.
+
+    Attributes:
+        term: The life of the store that answered; versions compare only within one.
+        version: The model's version with this push counted; of a rejected one, the version that rejected it.
+        staleness: Updates the model had seen between this push's read and its admission, >= 0.
+        weight: What the push was worth, in 0..1; exactly 1.0 at staleness 0.
+        verdict: "admit" (as it was), "damp" (with a weight below 1) or "reject" (nothing of it).
+        applied: Whether any of it was applied.
+        duplicate: Whether this answers a push that was answered before (a retry).
+        reason: Short name of why it, or some of it, was rejected, such as "stale"; else None.
+        detail: The reason in words, with its values; empty if there is none.
+    """
+
+    term: int
+    version: int
+    staleness: int
+    weight: float
+    verdict: Verdict
+    applied: bool
+    duplicate: bool
+    reason: str | None = None
+    detail: str = ""

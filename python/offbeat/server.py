@@ -1,0 +1,381 @@
+"""The parameter server: it holds the model, and every worker's pushes move it."""
+
+import json
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
+
+from offbeat import process, schedule, staleness
+from offbeat.arrays import (
+    Array,
+    as_array,
+    bits,
+    by_name,
+    contiguous,
+    describe,
+    from_bytes,
+    no_such_tensor,
+    read_table,
+)
+from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
+from offbeat.optim import as_spec
+from offbeat.settings import THIS_MACHINE, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat import _offbeat
+
+__all__ = ["ParameterServer"]
+
+EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
+
+
+class ParameterServer(process.Live):
+    """Holds a model and applies what workers push, as it comes.
+
+    Args:
+        model: What is trained: an `nn.Module`, or a dict of named arrays or tensors, whose order is kept. It
+            is copied and never changed. None: the first worker brings it.
+        port: TCP port; 0 takes a free one.
+        host: Address to listen on. None: the environment's OFFBEAT_HOST; else with a token every interface,
+            without one this machine only.
+        optimizer: The server's optimizer, such as `offbeat.optim.SGD(lr=0.1)`. None: the first worker that
+            has one says it.
+        update_rule: "async_sgd", the only one: each push is admitted, weighed and applied as it comes.
+        staleness_policy: What late pushes are worth: a name, an object of `offbeat.staleness`, or a list.
+        staleness_lr_factor: Factor of "adaptive_lr" where that is given by name.
+        max_staleness: A push that is more updates late is rejected; None rejects none.
+        momentum_correction: Whether SGD's momentum lives in the workers. None: where it can. False: one
+            velocity on the server, as in torch.optim, which stale pushes can make diverge.
+        transaction: "fragment" streams each push in pieces; "model" applies it as one.
+        lr_schedule: An object of `offbeat.schedule`; or "linear" or "cosine", to 0 over `max_samples`.
+        max_samples: The run ends for everybody when this many samples were pushed.
+        token: What workers must know to join. None: the environment's OFFBEAT_TOKEN, or none.
+        run_id: Name of the run; None makes one up.
+        checkpoint_dir: Comes with a later version; refused.
+        checkpoint_frequency: Comes with a later version; refused.
+        resume: "auto" or "never"; there are no checkpoints yet, so both begin anew.
+        insecure: Allow another host than this machine without a token.
+        linger_s: How long nobody must be there before `wait_for_workers` takes the work for done.
+        rejoin_grace_s: How long a lost worker counts as there.
+
+    Raises:
+        ConfigError: If a setting cannot be used; it names all that cannot.
+        UnsupportedTensorError: If the model has tensors that cannot be held.
+
+    Example:
+        >>> with offbeat.ParameterServer({"w": np.zeros(3, np.float32)}) as server:
+        ...     print(server.address)
+    """
+
+    _instead = "hand server.address to others, and take the parameters with server.state_dict()"
+
+    def __init__(
+        self,
+        model: "torch.nn.Module | Mapping[str, object] | None" = None,
+        port: int = 0,
+        *,
+        host: str | None = None,
+        optimizer: object = None,
+        update_rule: str = "async_sgd",
+        staleness_policy: staleness.Policy = "constant",
+        staleness_lr_factor: float = staleness.DEFAULT_LR_FACTOR,
+        max_staleness: int | None = None,
+        momentum_correction: bool | None = None,
+        transaction: str = "fragment",
+        lr_schedule: schedule.Schedule | str | None = None,
+        max_samples: int | None = None,
+        token: str | None = None,
+        run_id: str | None = None,
+        checkpoint_dir: object = None,
+        checkpoint_frequency: object = None,
+        resume: str = "auto",
+        insecure: bool = False,
+        linger_s: float = 10.0,
+        rejoin_grace_s: float = 60.0,
+    ) -> None:
+        self._server: _offbeat.Server | None = None
+        self._stopped = False
+        self._config = Settings(
+            port=port,
+            host=host,
+            optimizer=optimizer,
+            update_rule=update_rule,
+            staleness_policy=staleness_policy,
+            staleness_lr_factor=staleness_lr_factor,
+            max_staleness=max_staleness,
+            momentum_correction=momentum_correction,
+            transaction=transaction,
+            lr_schedule=lr_schedule,
+            max_samples=max_samples,
+            token=token,
+            run_id=run_id,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_frequency=checkpoint_frequency,
+            resume=resume,
+            insecure=insecure,
+            linger_s=linger_s,
+            rejoin_grace_s=rejoin_grace_s,
+        ).resolve()
+        self._model = _snapshot(model)
+        self._config["blueprint"] = _blueprint(model)
+
+    # -- life
+
+    def start(self) -> None:
+        """Listen; returns at once. The log says where, and the line with which a worker joins.
+
+        Raises:
+            AddressInUseError: If the port is taken.
+            StateError: If it was started before.
+        """
+        if self._stopped:
+            raise ClosedError("this server was stopped; make a new one")
+        if self._server is not None:
+            raise StateError(f"this server has been started and listens on {self._server.address}")
+        from offbeat._offbeat import Server
+
+        self._server = Server(json.dumps(self._config), self._model)
+        self._model = None
+        process.register(self)
+        process.announce(_start_line(self._server.address, has_token=self._config["token"] is not None))
+
+    @property
+    def address(self) -> str:
+        """Where workers find it, "HOST:PORT"."""
+        return _reachable(self._open().address)
+
+    def wait_for_workers(self, n: int | None = None, timeout_s: float | None = None) -> bool:
+        """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
+
+        A worker that was lost counts as there for `rejoin_grace_s`, since it may come back. SIGTERM stops
+        the server in good order and ends the process with exit code 0, if nobody else handles it.
+
+        Args:
+            n: Least number of workers that must have joined; None means 1.
+            timeout_s: How long to wait; None means for ever.
+
+        Returns:
+            Whether it is so; False if the time was up.
+
+        Raises:
+            ConnectionLostError: If all workers were lost and none has finished.
+        """
+        with _stopping_on_sigterm(self):
+            return self._open().wait_for_workers(_workers(1 if n is None else n), _timeout(timeout_s))
+
+    def wait_until_joined(self, n: int, timeout_s: float | None = None) -> bool:
+        """Wait until n workers have joined; False if the time was up. SIGTERM as in `wait_for_workers`."""
+        with _stopping_on_sigterm(self):
+            return self._open().wait_until_joined(_workers(n), _timeout(timeout_s))
+
+    def stop(self) -> None:
+        """End the run: workers are told, and the socket is closed. Stopping twice is fine."""
+        server, self._server, self._stopped = self._server, None, True
+        if server is not None:
+            server.stop()
+            process.release(self)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager: started at the begin, if it was not before, and stopped at the end."""
+        if self._server is None:
+            self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- the model and the run
+
+    def status(self) -> dict[str, Any]:
+        """Tell everything there is to know: version, optimizer, workers and how they fare, pushes by fate."""
+        status: dict[str, Any] = json.loads(self._open().status())
+        return status
+
+    def state_dict(self) -> "dict[str, torch.Tensor] | dict[str, Array]":
+        """Copy the model as it is now.
+
+        Returns:
+            CPU tensors by name, as the plain module's `load_state_dict(strict=True)` takes them; arrays
+            where torch is not imported.
+
+        Raises:
+            StateError: If nobody has brought a model yet.
+        """
+        held = self._open().tensors()
+        if held is None:
+            raise StateError("the server has no model yet: no worker has brought one")
+        entries = read_table(held[0])
+        with_torch = sys.modules.get("torch") is not None
+        arrays = {e: from_bytes(e, data, tensor=with_torch) for e, data in zip(entries, held[1], strict=True)}
+        return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Replace the model's values, in a new term: pushes on what was before are rejected.
+
+        Args:
+            state: Arrays or tensors by name, all of the model's and no other; copied.
+
+        Raises:
+            ModelMismatchError: If a name, shape or dtype is not the model's.
+        """
+        server = self._open()
+        held = server.tensors()
+        if held is None:
+            raise StateError(
+                "the server has no model yet: give it one when you make it, or let a worker bring it"
+            )
+        entries = read_table(held[0])
+        known = by_name(entries)
+        for name in state:
+            if name not in known:
+                raise no_such_tensor(name, known, "the state")
+        values = []
+        for entry in entries:
+            if entry.name not in state:
+                raise ModelMismatchError(f"the state has no {entry}")
+            array, code = as_array(entry.name, state[entry.name])
+            values.append(bits(contiguous(entry.check(array, code, "the state"))))
+        server.load_tensors(values)
+
+    def set_lr(self, lr: float, group: int | None = None) -> None:
+        """Change the learning rate, from the next push on; the schedule's factor multiplies it as before.
+
+        Args:
+            lr: The new base rate.
+            group: Index of the optimizer's group; None means all of them.
+        """
+        self._open().set_lr(float(lr), group)
+
+    def set_optimizer(self, optimizer: object) -> None:
+        """Change the optimizer, from the next push on; its state begins anew.
+
+        Args:
+            optimizer: A spec, or what becomes one: `offbeat.optim.as_spec`.
+        """
+        spec = as_spec(optimizer).spec(momentum_correction=self._config["momentum_correction"])
+        self._open().set_optimizer(json.dumps(spec))
+
+    def __repr__(self) -> str:
+        if self._server is None:
+            return f"<offbeat.ParameterServer, {'stopped' if self._stopped else 'not started'}>"
+        return f"<offbeat.ParameterServer at {self._server.address}>"
+
+    # -- inside
+
+    def _at_exit(self, *, failed: bool) -> None:
+        del failed
+        self.stop()
+
+    def _open(self) -> "_offbeat.Server":
+        if self._stopped:
+            raise ClosedError("this server was stopped; make a new one")
+        if self._server is None:
+            raise StateError("this server has not been started: call server.start(), or use a with statement")
+        return self._server
+
+
+def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> tuple[str, list[Array]] | None:
+    """Copy a model's values, so that what its owner does to it later is nothing to the server."""
+    if model is None:
+        return None
+    if isinstance(model, Mapping):
+        table, arrays = describe(model)
+    elif _is_module(model):
+        from offbeat.module import describe as describe_module
+
+        description = describe_module(model)
+        table, arrays = description.table, list(description.buffers())
+    else:
+        raise ConfigError(
+            f"model is a {type(model).__name__}: give an nn.Module, a dict of named arrays, or None"
+        )
+    return table, [array.copy() for array in arrays]
+
+
+def _blueprint(model: object) -> str | None:
+    if not _is_module(model):
+        return None
+    from offbeat.blueprint import describe as describe_structure
+
+    return describe_structure(model)
+
+
+def _is_module(model: object) -> "TypeGuard[torch.nn.Module]":
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _start_line(address: str, *, has_token: bool) -> str:
+    """Say where the server listens, how a worker joins, and how to let other machines in."""
+    reachable = _reachable(address)
+    local = address.rpartition(":")[0].strip("[]") in THIS_MACHINE
+    where = f"{address} (this machine only)" if local else address
+    token = "OFFBEAT_TOKEN=$OFFBEAT_TOKEN " if has_token else ""
+    line = (
+        f"parameter server on {where}; a worker joins with: {token}OFFBEAT_SERVER={reachable} python train.py"
+    )
+    if local and has_token:
+        return line + '; for other machines give host="0.0.0.0", or set OFFBEAT_HOST'
+    if local:
+        return line + "; for other machines set OFFBEAT_TOKEN to the same secret here and there"
+    return line
+
+
+def _reachable(address: str) -> str:
+    """Put this machine's own address in the place of "every interface"."""
+    host, _, port = address.rpartition(":")
+    if host not in EVERY_INTERFACE:
+        return address
+    try:  # a datagram socket is connected without sending anything: the system says which way it would send
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+            return f"{probe.getsockname()[0]}:{port}"
+    except OSError:  # no network
+        return f"{THIS_MACHINE[0]}:{port}"
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came while the server was being waited for."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    del number, frame
+    raise _Terminated(0)
+
+
+@contextmanager
+def _stopping_on_sigterm(server: ParameterServer) -> Iterator[None]:
+    """Let SIGTERM stop the server and end the process with code 0, unless it has another handler."""
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except _Terminated:
+        server.stop()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _workers(n: int) -> int:
+    if type(n) is not int or n < 1:
+        raise ConfigError(f"n is {n!r}: it is a number of workers, 1 or more")
+    return n
+
+
+def _timeout(timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}: it is a number of seconds, or None for no limit")
+    return timeout_s

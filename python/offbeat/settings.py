@@ -1,0 +1,138 @@
+"""From `ParameterServer`'s keywords to what the Rust server reads; every bad one is named at once."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from offbeat import schedule, staleness
+from offbeat.errors import ConfigError
+from offbeat.naming import unknown
+from offbeat.optim import as_spec
+
+__all__ = ["Settings"]
+
+UPDATE_RULES = ("async_sgd",)
+TRANSACTIONS = ("fragment", "model")
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+LARGEST_PORT = 65_535
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keywords of `ParameterServer`, as given."""
+
+    port: int
+    host: str | None
+    optimizer: object
+    update_rule: str
+    staleness_policy: staleness.Policy
+    staleness_lr_factor: float
+    max_staleness: int | None
+    momentum_correction: bool | None
+    transaction: str
+    lr_schedule: schedule.Schedule | str | None
+    max_samples: int | None
+    token: str | None
+    run_id: str | None
+    checkpoint_dir: object
+    checkpoint_frequency: object
+    resume: str
+    insecure: bool
+    linger_s: float
+    rejoin_grace_s: float
+
+    def resolve(self) -> dict[str, Any]:
+        """Check everything and write the Rust server's configuration, as JSON carries it.
+
+        Raises:
+            ConfigError: Naming every setting that cannot be used.
+        """
+        faults = _Faults()
+        faults += self._plain_faults()
+        late, correction = faults.catch(self._staleness) or ({}, self.momentum_correction)
+        rate = faults.catch(lambda: schedule.resolve(self.lr_schedule, max_samples=self.max_samples).spec())
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = faults.catch(lambda: as_spec(self.optimizer).spec(momentum_correction=correction))
+        token = self.token or os.environ.get("OFFBEAT_TOKEN") or None
+        host = self.host or os.environ.get("OFFBEAT_HOST") or None
+        if host not in (None, *THIS_MACHINE) and not token and not self.insecure:
+            faults.append(
+                f"host is {host!r} but there is no token, so anyone who reaches the port could train the "
+                "model: give token= (or set OFFBEAT_TOKEN, here and on the workers), or say insecure=True"
+            )
+        if faults:
+            raise ConfigError("; ".join(faults))
+        return {
+            "host": host,
+            "port": self.port,
+            "token": token,
+            "insecure": self.insecure,
+            "run_id": self.run_id,
+            "transaction": self.transaction,
+            "staleness": late,
+            "schedule": rate,
+            "max_samples": self.max_samples,
+            "optimizer": optimizer,
+            "momentum_correction": correction,
+            "linger_s": float(self.linger_s),
+            "rejoin_grace_s": float(self.rejoin_grace_s),
+        }
+
+    def _staleness(self) -> tuple[dict[str, Any], bool | None]:
+        return staleness.resolve(
+            self.staleness_policy,
+            lr_factor=self.staleness_lr_factor,
+            max_staleness=self.max_staleness,
+            momentum_correction=self.momentum_correction,
+        )
+
+    def _plain_faults(self) -> list[str]:
+        faults = []
+        if not _is_whole(self.port) or not 0 <= self.port <= LARGEST_PORT:
+            faults.append(f"port is {self.port!r}: it is 0 (a free one) to {LARGEST_PORT}")
+        if self.update_rule not in UPDATE_RULES:
+            faults.append(unknown("update_rule", self.update_rule, UPDATE_RULES))
+        if self.transaction not in TRANSACTIONS:
+            faults.append(unknown("transaction", self.transaction, TRANSACTIONS))
+        if self.momentum_correction not in (None, True, False):
+            faults.append(f"momentum_correction is {self.momentum_correction!r}: it is True, False or None")
+        if self.max_samples is not None and (not _is_whole(self.max_samples) or self.max_samples < 1):
+            faults.append(f"max_samples is {self.max_samples!r}: it is 1 or more, or None for no end")
+        faults += [
+            f"{name} is {value!r}, but checkpoints come with a later version of Offbeat: leave it out, and "
+            "keep the model yourself with server.state_dict()"
+            for name, value in (
+                ("checkpoint_dir", self.checkpoint_dir),
+                ("checkpoint_frequency", self.checkpoint_frequency),
+            )
+            if value is not None
+        ]
+        for name, seconds in (("linger_s", self.linger_s), ("rejoin_grace_s", self.rejoin_grace_s)):
+            if type(seconds) not in (int, float) or not seconds >= 0:
+                faults.append(f"{name} is {seconds!r}: it is a number of seconds, 0 or more")
+        if self.resume == "must":
+            faults.append(
+                "resume is 'must', but checkpoints come with a later version of Offbeat: use 'auto'"
+            )
+        elif self.resume not in ("auto", "never"):
+            faults.append(unknown("resume", self.resume, ("auto", "never", "must")))
+        return faults
+
+
+class _Faults(list[str]):
+    """What is wrong so far."""
+
+    def catch(self, check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except ConfigError as error:
+            self.append(str(error))
+            return None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,218 @@
+"""The training loop: batches in, history out."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.errors import ConfigError, RejectedError
+from offbeat.history import History, Record
+from offbeat.metrics import Meter
+from offbeat.receipt import Receipt
+from offbeat.worker.batches import Epochs, Given, count, moved, split
+from offbeat.worker.contribution import LossReduction
+from offbeat.worker.link import Link
+from offbeat.worker.progress import Progress
+from offbeat.worker.steps import Steps
+
+__all__ = ["LossFunction", "TrainPlan", "run"]
+
+#: In a row, before `train` gives up: what made so many wrong will not pass by itself.
+MAX_REJECTIONS = 100
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainPlan:
+    """What one call of `train` is to do.
+
+    Attributes:
+        source: Where batches come from.
+        epochs: How many passes.
+        first_epoch: The number of the first, counted over the worker's life.
+        max_steps: Steps after which to stop; None for no limit.
+        loss_fn: From (outputs, targets) to a scalar.
+        reduction: Whether that scalar is a mean or a sum over the batch.
+        meters: What to measure.
+        log_frequency: Steps between log lines.
+    """
+
+    source: Epochs | Given
+    epochs: int
+    first_epoch: int
+    max_steps: int | None
+    loss_fn: LossFunction
+    reduction: LossReduction
+    meters: list[Meter]
+    log_frequency: int
+
+
+def run(
+    plan: TrainPlan, *, link: Link, steps: Steps, device: torch.device, history: History, progress: Progress
+) -> None:
+    """Train by the plan and write down in `history` what happened, whatever happens.
+
+    Afterwards nothing is in flight, and the module holds the newest model pulled.
+
+    Raises:
+        RejectedError: After 100 rejections in a row, with their reasons.
+        ConfigError: If a batch or a loss is not what can be trained on.
+    """
+    loop = _Loop(plan, link=link, steps=steps, device=device, history=history, progress=progress)
+    try:
+        with progress:
+            loop.run()
+    except KeyboardInterrupt:
+        history.stopped = "interrupted"
+        raise
+    except BaseException:
+        history.stopped = "failed"
+        raise
+    finally:
+        loop.note_time()
+        steps.drop()
+
+
+class _Loop:
+    """The state of one run of the loop."""
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        *,
+        link: Link,
+        steps: Steps,
+        device: torch.device,
+        history: History,
+        progress: Progress,
+    ) -> None:
+        self._plan = plan
+        self._link = link
+        self._steps = steps
+        self._device = device
+        self._history = history
+        self._progress = progress
+        self._began = time.monotonic()
+        self._logged_step = 0
+        self._logged = (self._began, 0)
+        self._rejected_in_a_row: Counter[str] = Counter()
+        self._out_of_budget = False
+
+    def run(self) -> None:
+        _wake(self._link.binding.module)
+        self._link.binding.clear_gradients()
+        self._train()
+        self._note(self._steps.settle())
+        if self._out_of_budget:
+            self._history.stopped = "budget"
+        if self._history.steps > self._logged_step:
+            self._log()
+
+    def note_time(self) -> None:
+        self._history.seconds = time.monotonic() - self._began
+
+    def _train(self) -> None:
+        plan, history = self._plan, self._history
+        for number in range(plan.epochs):
+            for batch in plan.source.epoch(plan.first_epoch + number):
+                self._batch(batch)
+                if self._out_of_budget:
+                    return
+                if plan.max_steps is not None and history.steps >= plan.max_steps:
+                    history.stopped = "max_steps"
+                    return
+            self._count(self._steps.push_rest, 0)
+            history.epochs += 1
+            if self._out_of_budget:
+                return
+        history.stopped = "epochs"
+
+    def _batch(self, batch: object) -> None:
+        plan = self._plan
+        inputs, targets = split(batch)
+        samples = count(inputs, targets)
+        inputs, targets = moved(inputs, self._device), moved(targets, self._device)
+        outputs = self._link.binding.module(inputs)
+        loss = plan.loss_fn(outputs, targets)
+        _check_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        shown = loss.detach() if plan.reduction == "mean" else loss.detach() / samples
+        for meter in plan.meters:
+            meter.update(outputs, targets, shown, samples)
+        self._history.samples += samples
+        self._count(lambda: self._steps.step(samples), 1)
+        self._progress.advance()
+
+    def _count(self, act: Callable[[], list[Receipt]], batches: int) -> None:
+        """Do what may push, and count a step if one was made: a push, or a step of a live optimizer."""
+        history = self._history
+        gathered = self._steps.batches
+        receipts = act()
+        pushed = self._steps.batches < gathered + batches
+        history.steps += batches if self._steps.contribution.kind == "delta" else int(pushed)
+        self._note(receipts)
+        if history.steps >= self._logged_step + self._plan.log_frequency:
+            self._log()
+
+    def _note(self, receipts: list[Receipt]) -> None:
+        for receipt in receipts:
+            fate = "applied" if receipt.applied else receipt.reason or receipt.verdict
+            self._history.receipts[fate] = self._history.receipts.get(fate, 0) + 1
+            if receipt.reason == "budget":
+                self._out_of_budget = True
+            elif receipt.applied:
+                self._rejected_in_a_row.clear()
+            else:
+                self._rejected_in_a_row[fate] += 1
+            if self._rejected_in_a_row.total() >= MAX_REJECTIONS:
+                raise RejectedError(_rejections(self._rejected_in_a_row, receipt.detail))
+
+    def _log(self) -> None:
+        history = self._history
+        now = time.monotonic()
+        metrics = {meter.name: meter.read() for meter in self._plan.meters}
+        record = Record(
+            step=history.steps,
+            version=self._link.session.version,
+            samples=history.samples,
+            seconds=now - self._began,
+            metrics=metrics,
+        )
+        history.records.append(record)
+        since, samples = self._logged
+        rate = (history.samples - samples) / max(now - since, 1e-9)
+        self._logged = now, history.samples
+        self._logged_step = history.steps
+        measured = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        epoch = f"epoch {min(history.epochs + 1, self._plan.epochs)}/{self._plan.epochs}"
+        text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({rate:,.0f} samples/s)"
+        self._progress.log(text, record)
+        self._link.session.set_progress(history.steps)
+
+
+def _wake(module: nn.Module) -> None:
+    """Put a model that is in eval mode as a whole into training mode; what someone chose in parts stays."""
+    if not any(part.training for part in module.modules()):
+        module.train()
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise ConfigError(
+            f"loss_fn gave {what}: it takes (outputs, targets) and gives a scalar tensor, the mean over the "
+            f'batch (or the sum, with AsyncWorker(loss_reduction="sum"))'
+        )
+
+
+def _rejections(reasons: Counter[str], last: str) -> str:
+    listed = ", ".join(f"{n}x {reason}" for reason, n in reasons.most_common())
+    return (
+        f"the server rejected {reasons.total()} pushes in a row: {listed}; of the last it said: {last}. The "
+        f"worker is still joined, and worker.history has what went before"
+    )

@@ -1,0 +1,484 @@
+"""`AsyncWorker`: what users hold. Its parts do the work; this file says what they promise together."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Sized
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from offbeat import process
+from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
+from offbeat.history import History
+from offbeat.metrics import Metric, meters
+from offbeat.naming import known_keywords, unknown
+from offbeat.optim import OptimizerSpec, as_spec
+from offbeat.receipt import Receipt
+from offbeat.worker import words
+from offbeat.worker.batches import Epochs, Given
+from offbeat.worker.contribution import Gradients, LiveOptimizer, LossReduction
+from offbeat.worker.evaluate import measure
+from offbeat.worker.facade import WorkerOptimizer
+from offbeat.worker.join import Buffers, JoinConfig, join
+from offbeat.worker.progress import progress_for
+from offbeat.worker.steps import Steps
+from offbeat.worker.train import LossFunction, TrainPlan, run
+
+if TYPE_CHECKING:
+    from offbeat._offbeat import Session
+    from offbeat.worker.link import Link
+
+__all__ = ["AsyncWorker"]
+
+_log = logging.getLogger("offbeat")
+
+#: A spec, what becomes one (a class, a `functools.partial`), or a live optimizer.
+Optimizer = OptimizerSpec | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+
+
+class AsyncWorker(process.Live):
+    """Trains a module against a parameter server, at its own pace.
+
+    Connects, pulls, and has `worker.model` when the constructor returns. The module is never re-pointed: a
+    push reads the gradients where autograd left them, a pull writes into the parameters' own memory, and both
+    happen only inside `step()` and the methods that call it, on the calling thread.
+
+    Args:
+        server_address: "HOST:PORT"; OFFBEAT_SERVER if not given.
+        model: A module like the server's, moved to `device` and filled in place. None: built from the
+            server's description, where the server's model is one of `torch.nn` layers in `nn.Sequential`.
+            Where the server has no model yet, this one is brought to it.
+        local_batch_size: Batch size of `train(dataset=...)`, and what `step()` counts if not told otherwise.
+        update_frequency: Batches per push, whose gradients are averaged by samples; with a live optimizer,
+            local steps per push.
+        device: Where the model computes.
+        optimizer: See `train`; for a loop of one's own.
+        loss_reduction: Whether losses are means over their batch, or sums.
+        in_flight: 1: each step waits for its answer. 2: a step pushes and takes the answer to the one before,
+            so that the network is busy in both directions; every push is then one update late at least.
+        buffers: "sync": changes of buffers (BatchNorm and others) are added up on the server. "local": this
+            worker keeps its own.
+        token: The server's; OFFBEAT_TOKEN if not given.
+        worker_id: A name of one's own, under which a restarted process takes its old place. None: the server
+            gives one.
+        connect_timeout_s: How long to go on trying to reach the server, in seconds.
+        seed: Of the order in which `train(dataset=...)` goes through the data. None: each worker has an order
+            of its own, that follows from the run's and the worker's id.
+
+    Raises:
+        ConfigError: If a setting cannot be used, or if there is no model and the server's cannot be
+            described.
+        ConnectError: If the server cannot be reached.
+        AuthenticationError: If the token is not the server's.
+        ModelMismatchError: If the model is not the server's; names the first tensor that differs.
+        UnsupportedTensorError: If the model has tensors that the server cannot hold; names them.
+
+    Example:
+        >>> worker = offbeat.AsyncWorker("10.0.0.1:5000", local_batch_size=64)
+        >>> worker.train(dataset=data, loss_fn=nn.CrossEntropyLoss(), optimizer=offbeat.optim.SGD(lr=0.1))
+    """
+
+    _closed = True  # until there is something to close
+    _instead = "make one in each process, after it was started; worker.model and worker.history can be both"
+
+    @known_keywords
+    def __init__(
+        self,
+        server_address: str | None = None,
+        model: nn.Module | None = None,
+        local_batch_size: int = 32,
+        update_frequency: int = 1,
+        device: str | torch.device = "cpu",
+        *,
+        optimizer: Optimizer | None = None,
+        loss_reduction: LossReduction = "mean",
+        in_flight: int = 1,
+        buffers: Buffers = "sync",
+        token: str | None = None,
+        worker_id: str | None = None,
+        connect_timeout_s: float = 60.0,
+        seed: int | None = None,
+    ) -> None:
+        self._pid = os.getpid()
+        self.local_batch_size = _at_least_one("local_batch_size", local_batch_size)
+        self.update_frequency = _at_least_one("update_frequency", update_frequency)
+        self.device = _device(device)
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigError(unknown("loss reduction", loss_reduction, ("mean", "sum")))
+        self._reduction: LossReduction = loss_reduction
+        self._seed = seed
+        self._epochs_begun = 0
+        self._history = History()
+        self._loss_fn: LossFunction | None = None
+        self._steps_or_none: Steps | None = None
+        self._facade: WorkerOptimizer | None = None
+        config = JoinConfig(
+            address=_address(server_address),
+            token=token or os.environ.get("OFFBEAT_TOKEN") or None,
+            worker_id=worker_id,
+            device=self.device,
+            in_flight=in_flight,
+            buffers=buffers,
+            connect_timeout_s=connect_timeout_s,
+        )
+        self._link: Link = join(config, model)
+        self._closed = False
+        process.register(self)
+        try:
+            if optimizer is not None:
+                self._use(optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def model(self) -> nn.Module:
+        """The module it trains: the one given, or the one built."""
+        return self._link.binding.module
+
+    @property
+    def id(self) -> str:
+        """Its name on the server."""
+        return self._link.session.worker_id
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._link.session.run_id
+
+    @property
+    def version(self) -> int:
+        """The model's version, as last heard."""
+        return self._session.version
+
+    @property
+    def history(self) -> History:
+        """What the last `train` did, also if it was interrupted or failed."""
+        return self._history
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A `torch.optim.Optimizer` whose `step()` is `worker.step()`, for GradScaler and its like."""
+        self._steps()
+        return self._followed_facade()
+
+    # ------------------------------------------------------------------ a loop of one's own
+
+    def step(self, samples: int | None = None) -> Receipt | None:
+        """Take the batch whose gradients are on the model; call it after `backward()` and clipping.
+
+        On every `update_frequency`-th call it pushes, and the model then holds the server's newest
+        parameters. The gradients are None afterwards.
+
+        Args:
+            samples: How many samples the batch had; `local_batch_size` if not given.
+
+        Returns:
+            The receipt of the push; None while batches are gathered. With two pushes in flight it is the
+            receipt of the push before.
+
+        Raises:
+            StateError: If no parameter has a gradient.
+            NonFiniteError: If a gradient is NaN or infinite; nothing was sent.
+        """
+        receipts = self._steps().step(self.local_batch_size if samples is None else samples)
+        if self._facade is not None:
+            self._followed_facade()
+        return receipts[-1] if receipts else None
+
+    def flush(self) -> list[Receipt]:
+        """Push what is gathered, and wait for everything in flight.
+
+        Returns:
+            The receipts that came in, oldest first.
+        """
+        steps = self._steps()
+        return [*steps.push_rest(), *steps.settle()]
+
+    # ------------------------------------------------------------------ a loop of ours
+
+    @known_keywords
+    def train(
+        self,
+        *,
+        dataset: Dataset[Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        epochs: int = 1,
+        optimizer: Optimizer | None = None,
+        loss_fn: LossFunction,
+        metrics: Metric | Iterable[Metric] = ("loss",),
+        log_frequency: int = 100,
+        max_steps: int | None = None,
+        progress: bool | None = None,
+    ) -> History:
+        """Train, and leave the model with the newest parameters pulled.
+
+        Args:
+            dataset: Gives samples (inputs, targets); loaded in batches of `local_batch_size`, in an order
+                that is this worker's own and the same in every run of the same name.
+            dataloader: Gives batches (inputs, targets) and is used as it is. One of the two.
+            epochs: Passes over this worker's data.
+            optimizer: A spec (`offbeat.optim.SGD(lr=0.1)`, or `functools.partial(torch.optim.SGD, lr=0.1)`)
+                runs on the server; a live `torch.optim.Optimizer` over `worker.model.parameters()` runs here.
+                None: what the constructor was given, or what the server has.
+            loss_fn: From (outputs, targets) to a scalar.
+            metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects.
+            log_frequency: Steps between two log lines. A step is a push, or a step of a live optimizer.
+            max_steps: Stop after that many steps.
+            progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
+                one line per `log_frequency` to stderr where logging is not configured.
+
+        Returns:
+            What happened. `history.stopped` is "epochs", "max_steps", or "budget" where the run's
+            `max_samples` were used up.
+
+        Raises:
+            ConfigError: If the arguments, a batch or a loss are not what can be trained on.
+            RejectedError: If the server rejected 100 pushes in a row; with the reasons.
+            KeyboardInterrupt: At Ctrl-C. What is not pushed is dropped, the worker stays joined, `history` is
+                kept, and `train` may be called again.
+        """
+        source = self._source(dataset, dataloader)
+        _at_least_one("epochs", epochs)
+        _at_least_one("log_frequency", log_frequency)
+        if max_steps is not None:
+            _at_least_one("max_steps", max_steps)
+        measured = meters(metrics)
+        if optimizer is not None:
+            self._use(optimizer)
+        steps = self._steps_with_optimizer()
+        plan = TrainPlan(
+            source=source,
+            epochs=epochs,
+            first_epoch=self._epochs_begun,
+            max_steps=max_steps,
+            loss_fn=loss_fn,
+            reduction=self._reduction,
+            meters=measured,
+            log_frequency=log_frequency,
+        )
+        self._loss_fn = loss_fn
+        self._history = history = History(optimizer=self._optimizer_words())
+        self._link.binding.rescan()
+        self.flush()
+        self._link.pull()
+        try:
+            shown = progress_for(asked=progress, total=self._num_batches(plan), name=self.id)
+            run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
+        finally:
+            self._epochs_begun += history.epochs + (history.stopped != "epochs")
+        return history
+
+    @overload
+    def evaluate(self, loader: Iterable[Any], metrics: list[Any] | tuple[Any, ...]) -> dict[str, float]: ...
+    @overload
+    def evaluate(self, loader: Iterable[Any], metrics: Metric = "accuracy") -> float: ...
+    def evaluate(
+        self, loader: Iterable[Any], metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy"
+    ) -> float | dict[str, float]:
+        """Measure the newest model, in eval mode; no mode and no random state is other afterwards.
+
+        If the server is gone, the parameters last pulled are measured, with a warning. While batches wait to
+        be pushed, the model is measured as it is.
+
+        Args:
+            loader: Gives batches (inputs, targets).
+            metrics: One metric, or a list of them: "accuracy" (0..1), "loss" (of the last `train`'s loss
+                function), callables of (outputs, targets), torchmetrics objects.
+
+        Returns:
+            The mean over all samples; for a list, a dict by name.
+        """
+        several = isinstance(metrics, list | tuple)
+        measured = meters(metrics)
+        self._pull_newest()
+        found = measure(
+            self.model,
+            loader,
+            measured,
+            device=self.device,
+            loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
+            reduction=self._reduction,
+        )
+        return found if several else found[measured[0].name]
+
+    # ------------------------------------------------------------------ an end
+
+    def close(self) -> None:
+        """Say goodbye to the server. May be called twice; the model stays usable."""
+        self._end(finished=True)
+
+    def __enter__(self) -> Self:
+        """Use the worker in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(finished=kind is None)
+
+    def __del__(self) -> None:
+        """Leave when nobody holds the worker any more, as a function that made it returns."""
+        self._end(finished=True)
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _session(self) -> "Session":
+        """The connection, if it may be used."""
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this AsyncWorker was made before a fork and is used in the child: make it after the fork, "
+                'or start processes with the "spawn" method'
+            )
+        if self._closed:
+            raise ClosedError("this AsyncWorker is closed: make a new one")
+        return self._link.session
+
+    def _steps(self) -> Steps:
+        """The step counter; without an optimizer given, pushes are gradients for the server's."""
+        session = self._session
+        if self._steps_or_none is None:
+            session.configure("gradient", None)
+            self._begin(Gradients(self._link.binding, self._reduction))
+        assert self._steps_or_none is not None  # noqa: S101  _begin has just set it
+        return self._steps_or_none
+
+    def _steps_with_optimizer(self) -> Steps:
+        """The step counter, if there is an optimizer on either side."""
+        steps = self._steps()
+        config = json.loads(self._session.configure(steps.contribution.kind, None))
+        if steps.contribution.kind == "gradient" and config["optimizer"] is None:
+            raise ConfigError(
+                "there is no optimizer: give train(optimizer=offbeat.optim.SGD(lr=...)), or the server one"
+            )
+        return steps
+
+    def _source(self, dataset: Dataset[Any] | None, dataloader: Iterable[Any] | None) -> Epochs | Given:
+        """Where `train`'s batches come from."""
+        session = self._session
+        if (dataset is None) == (dataloader is None):
+            given = "neither" if dataset is None else "both"
+            raise ConfigError(f"train takes a dataset= or a dataloader=, one of the two, and got {given}")
+        if dataset is None:
+            return Given(dataloader or ())
+        order = f"seed {self._seed}"
+        if self._seed is None:
+            order = f"run {session.run_id} worker {session.worker_id}"
+        pinned = self.device.type == "cuda"
+        return Epochs(dataset, self.local_batch_size, order, pin_memory=pinned)
+
+    def _use(self, optimizer: Optimizer) -> None:
+        """Take an optimizer: to the server, or under our own hands."""
+        session = self._session
+        if isinstance(optimizer, torch.optim.Optimizer):
+            steps = self._steps_or_none
+            if steps and getattr(steps.contribution, "optimizer", None) is optimizer:
+                return
+            live = LiveOptimizer(self._link.binding, optimizer)
+            try:
+                session.configure(live.kind, None)
+                self._link.pull()
+            except BaseException:
+                live.close()
+                raise
+            self._begin(live)
+        else:
+            spec = as_spec(optimizer)
+            session.configure("gradient", json.dumps(spec.spec()))
+            if self._steps_or_none is None:
+                self._begin(Gradients(self._link.binding, self._reduction))
+        _log.info("worker %s: optimizer %s", self.id, self._optimizer_words())
+
+    def _begin(self, contribution: Gradients | LiveOptimizer) -> None:
+        if self._steps_or_none is not None:
+            self._steps_or_none.contribution.close()
+        self._steps_or_none = Steps(self._link, contribution, self.update_frequency)
+
+    def _followed_facade(self) -> WorkerOptimizer:
+        parameters = [slot.tensor for slot in self._link.binding.parameters]
+        if self._facade is None:
+            self._facade = WorkerOptimizer(self, parameters)
+        self._facade.follow(parameters, self._live())
+        return self._facade
+
+    def _live(self) -> torch.optim.Optimizer | None:
+        contribution = self._steps_or_none.contribution if self._steps_or_none else None
+        return contribution.optimizer if isinstance(contribution, LiveOptimizer) else None
+
+    def _optimizer_words(self) -> str:
+        live = self._live()
+        if live is None:
+            return words.of_run(self._session.run)
+        return words.of_live(live, self.update_frequency)
+
+    def _num_batches(self, plan: TrainPlan) -> int | None:
+        """Count the batches that `train` will go through, if anyone knows."""
+        limit = (
+            None
+            if plan.max_steps is None
+            else plan.max_steps * (1 if self._live() else self.update_frequency)
+        )
+        length = len(plan.source) * plan.epochs if _has_length(plan.source) else None
+        return min((n for n in (limit, length) if n is not None), default=None)
+
+    def _pull_newest(self) -> None:
+        session = self._session
+        if self._steps_or_none is not None:
+            if self._steps_or_none.batches:
+                _log.info(
+                    "worker %s measures its model as it is: batches wait to be pushed", session.worker_id
+                )
+                return
+            self.flush()
+        try:
+            self._link.pull()
+        except (ConnectError, ConnectionLostError) as error:
+            _log.warning("the parameters last pulled are measured, for the server cannot be asked: %s", error)
+
+    def _end(self, *, finished: bool) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        if self._steps_or_none is not None:
+            self._steps_or_none.contribution.close()
+        self._link.session.close(finished)
+        process.release(self)
+
+    def _at_exit(self, *, failed: bool) -> None:
+        self._end(finished=not failed)
+
+
+def _address(given: str | None) -> str:
+    if address := given or os.environ.get("OFFBEAT_SERVER"):
+        return address
+    raise ConfigError(
+        "no server address: give AsyncWorker(server_address='HOST:PORT') or set OFFBEAT_SERVER; the server "
+        "prints the line to use when it starts"
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {device!r}, which torch does not know: {error}") from error
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} is {value!r}: give a whole number, 1 or more")
+    return value
+
+
+def _has_length(source: object) -> bool:
+    try:
+        return isinstance(source, Sized) and len(source) >= 0
+    except TypeError:  # a loader over an iterable dataset
+        return False

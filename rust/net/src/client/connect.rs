@@ -1,0 +1,233 @@
+//! Opening a connection: find the address, try until the time is up, shake hands, say who we are.
+
+use super::error::ClientError;
+use crate::frame::{FrameError, FrameReader, Socket};
+use crate::handshake::{HandshakeError, expect, greet, random, send};
+use offbeat_core::wire::header::MAX_TABLE_BYTES;
+use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
+use offbeat_core::wire::{Kind, decode};
+use socket2::{SockRef, TcpKeepalive};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::{Duration, Instant};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+/// Longest try of one address.
+const ATTEMPT: Duration = Duration::from_secs(5);
+/// Pauses between attempts grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// A peer that vanished without a word is noticed after idle + retries × interval.
+const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
+    .with_time(Duration::from_secs(10))
+    .with_interval(Duration::from_secs(3))
+    .with_retries(3);
+
+/// What a connection begins with, after the handshake.
+#[derive(Debug)]
+pub(super) enum Opening<'a> {
+    Data(&'a Join),
+    Control(Attach),
+    Status,
+}
+
+/// What the server answered.
+#[derive(Debug)]
+pub(super) enum Opened {
+    Data(Box<Joined>),
+    Control,
+    Status(String),
+}
+
+/// Where to and with what.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub(super) address: String,
+    pub(super) token: Option<String>,
+}
+
+/// An attempt that failed.
+enum Failure {
+    /// Trying again may help.
+    Again(String),
+    /// The server is there, but said nothing.
+    Silent,
+    Final(ClientError),
+}
+
+impl Target {
+    /// Connects, trying again until `limit`.
+    ///
+    /// # Cancel safety
+    /// Safe: a connection that was being opened is closed.
+    pub(super) async fn open(
+        &self,
+        opening: &Opening<'_>,
+        limit: Duration,
+    ) -> Result<(Socket, FrameReader, Opened), ClientError> {
+        let begun = Instant::now();
+        let mut pause = PAUSES.0;
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
+            let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
+            let failure = match self.attempt(opening, left.min(ATTEMPT)).await {
+                Ok(opened) => return Ok(opened),
+                Err(Failure::Final(error)) => return Err(error),
+                Err(failure) => failure,
+            };
+            let waited = begun.elapsed();
+            if waited + pause >= limit {
+                let address = self.address.clone();
+                return Err(match failure {
+                    Failure::Silent => ClientError::Timeout {
+                        address,
+                        what: "its handshake",
+                        waited,
+                    },
+                    Failure::Again(cause) => ClientError::Unreachable {
+                        address,
+                        attempts,
+                        waited,
+                        cause,
+                    },
+                    Failure::Final(error) => error,
+                });
+            }
+            // Workers that lost one server must not come back in step.
+            let jitter = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 255.0);
+            tokio::time::sleep(pause.mul_f64(0.75 + jitter / 2.0)).await;
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    async fn attempt(
+        &self,
+        opening: &Opening<'_>,
+        limit: Duration,
+    ) -> Result<(Socket, FrameReader, Opened), Failure> {
+        let mut cause = String::from("the name has no address");
+        for address in self.resolve().await? {
+            let stream = match timeout(limit, TcpStream::connect(address)).await {
+                Ok(Ok(stream)) => stream,
+                Ok(Err(error)) => {
+                    cause = format!("{address}: {error}");
+                    continue;
+                }
+                Err(_) => {
+                    cause = format!("{address}: no answer within {:.1} s", limit.as_secs_f64());
+                    continue;
+                }
+            };
+            return match timeout(limit, self.greet(stream, opening)).await {
+                Ok(Ok(opened)) => Ok(opened),
+                Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
+                    Err(Failure::Again(error.to_string()))
+                }
+                Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
+                Err(_) => Err(Failure::Silent),
+            };
+        }
+        Err(Failure::Again(cause))
+    }
+
+    /// The addresses of a name, looked up on a thread of its own: the system's resolver cannot be interrupted.
+    async fn resolve(&self) -> Result<Vec<SocketAddr>, Failure> {
+        if let Ok(address) = self.address.parse() {
+            return Ok(vec![address]);
+        }
+        let (found, finding) = oneshot::channel();
+        let name = self.address.clone();
+        let thread = std::thread::Builder::new()
+            .name("offbeat-resolve".into())
+            .spawn(move || {
+                let addresses = name.to_socket_addrs().map(Vec::from_iter);
+                drop(found.send(addresses)); // whoever asked may have gone
+            });
+        thread.map_err(|e| Failure::Again(e.to_string()))?;
+        match finding.await {
+            Ok(Ok(addresses)) => Ok(addresses),
+            Ok(Err(error))
+                if error.kind() == std::io::ErrorKind::InvalidInput || self.address.starts_with(':') =>
+            {
+                let message = format!("{:?} is not an address; give HOST:PORT", self.address);
+                Err(Failure::Final(ClientError::bad_input(message)))
+            }
+            Ok(Err(error)) => Err(Failure::Again(error.to_string())),
+            Err(_) => Err(Failure::Again("the name could not be looked up".into())),
+        }
+    }
+
+    async fn greet(
+        &self,
+        stream: TcpStream,
+        opening: &Opening<'_>,
+    ) -> Result<(Socket, FrameReader, Opened), HandshakeError> {
+        SockRef::from(&stream).set_tcp_keepalive(&KEEPALIVE)?;
+        let socket = Socket::new(stream.into_std()?)?;
+        let mut reader = FrameReader::default();
+        let purpose = match opening {
+            Opening::Data(_) => Purpose::Data,
+            Opening::Control(_) => Purpose::Control,
+            Opening::Status => Purpose::Status,
+        };
+        greet(&socket, &mut reader, self.token.as_deref(), purpose).await?;
+        let opened = match opening {
+            Opening::Data(join) => {
+                send(&socket, Kind::Join, 0, join).await?;
+                let joined = expect(&socket, &mut reader, Kind::Joined, MAX_TABLE_BYTES).await?;
+                Opened::Data(Box::new(joined))
+            }
+            Opening::Control(attach) => {
+                send(&socket, Kind::Attach, 0, attach).await?;
+                let header = reader.header(&socket).await?;
+                match header.kind {
+                    Kind::Attached => Opened::Control,
+                    _ => return Err(unexpected(&socket, &mut reader, header).await?),
+                }
+            }
+            Opening::Status => {
+                send(&socket, Kind::Call, 1, &Call::Status).await?;
+                match expect(&socket, &mut reader, Kind::Reply, MAX_TABLE_BYTES).await? {
+                    Reply::Status { json } => Opened::Status(json),
+                    other => {
+                        let message = format!("a status was due, {other:?} came");
+                        return Err(HandshakeError::Refused(refused(message)));
+                    }
+                }
+            }
+        };
+        Ok((socket, reader, opened))
+    }
+}
+
+/// What a frame says that is not the one that was due.
+async fn unexpected(
+    socket: &Socket,
+    reader: &mut FrameReader,
+    header: offbeat_core::wire::Header,
+) -> Result<HandshakeError, HandshakeError> {
+    if header.kind == Kind::Refused {
+        let refused = decode(reader.message(socket, &header).await?).map_err(FrameError::from)?;
+        return Ok(HandshakeError::Refused(refused));
+    }
+    Ok(HandshakeError::Refused(refused(format!(
+        "a {:?} frame came unasked",
+        header.kind
+    ))))
+}
+
+fn refused(message: String) -> Refused {
+    Refused {
+        code: offbeat_core::wire::message::RefusalCode::State,
+        message,
+        fatal: true,
+    }
+}
+
+/// This machine's name, for the server's status; empty where the system does not tell.
+pub(super) fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map(|name| name.trim().to_owned())
+        .unwrap_or_default()
+}

@@ -1,0 +1,275 @@
+//! The data connection, driven by the thread that calls: it sends and receives at once, so that full socket buffers on
+//! both sides never wait for each other, and what a broken-off call leaves behind is finished by the next one.
+
+use super::error::ClientError;
+use super::flight::Flight;
+use super::held::Held;
+use super::inbound::Inbound;
+use super::memory::Memory;
+use super::model::Model;
+use super::momentum::{Keep, Momentum};
+use super::outgoing::{Outgoing, Workshop};
+use super::payload::Makings;
+use crate::frame::{FrameError, Socket};
+use std::io::Write;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+/// Frames that a call that was broken off still owes to the server.
+#[derive(Debug, Default)]
+struct Owed {
+    request: u32,
+    /// The rest of what may leave at once, and what may leave when the request is granted.
+    first: Vec<u8>,
+    rest: Vec<u8>,
+    sent: usize,
+}
+
+/// What one call does with the connection.
+#[derive(Debug)]
+pub(super) struct Turn<'m> {
+    /// What it sends, under which request.
+    pub(super) outgoing: Option<(u32, Outgoing<'m>)>,
+    /// Where parameters go.
+    pub(super) out: Option<&'m [Memory<'m>]>,
+    /// The request whose parameters go there; others' are early.
+    pub(super) target: Option<u32>,
+    /// The call sends values that lie where parameters are to go, or reads these while it sends.
+    pub(super) overlaps: Overlap,
+}
+
+/// Which fragments of `out` must not be written before they have been sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overlap {
+    Buffers,
+    Everything,
+}
+
+impl<'m> Turn<'m> {
+    /// Sends nothing, writes nowhere.
+    pub(super) fn wait() -> Self {
+        Self {
+            outgoing: None,
+            out: None,
+            target: None,
+            overlaps: Overlap::Buffers,
+        }
+    }
+
+    pub(super) fn send(request: u32, outgoing: Outgoing<'m>) -> Self {
+        Self {
+            outgoing: Some((request, outgoing)),
+            ..Self::wait()
+        }
+    }
+
+    /// Whether the caller's memory of a fragment may be written now.
+    pub(super) fn may_write(&self, model: &Model, fragment: usize) -> bool {
+        let Some((_, outgoing)) = &self.outgoing else {
+            return true;
+        };
+        (self.overlaps == Overlap::Buffers && !model.is_buffers(fragment)) || outgoing.is_past(fragment)
+    }
+}
+
+/// The data connection and everything that is known through it.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) address: String,
+    pub(super) socket: Socket,
+    pub(super) inbound: Inbound,
+    pub(super) flight: Flight,
+    /// When a push counts.
+    pub(super) keep: Keep,
+    owed: Option<Owed>,
+    pub(super) model: Option<Arc<Model>>,
+    pub(super) held: Option<Held>,
+    pub(super) momentum: Option<Momentum>,
+    pub(super) workshop: Workshop,
+    /// Memory for what comes early.
+    pub(super) pool: Vec<Vec<u8>>,
+    /// Why the server no longer takes anything; it may have said more, which is read first.
+    unsendable: Option<ClientError>,
+}
+
+impl Connection {
+    pub(super) fn new(address: String, socket: Socket, keep: Keep) -> Self {
+        Self {
+            address,
+            socket,
+            inbound: Inbound::default(),
+            flight: Flight::default(),
+            keep,
+            owed: None,
+            model: None,
+            held: None,
+            momentum: None,
+            workshop: Workshop::default(),
+            pool: Vec::new(),
+            unsendable: None,
+        }
+    }
+
+    /// Whether nothing is left of a call that was broken off.
+    pub(super) fn is_settled(&self) -> bool {
+        self.owed.is_none() && self.flight.is_settled()
+    }
+
+    /// Whether all that a turn sends has left.
+    pub(super) fn is_sent(&self, turn: &Turn<'_>) -> bool {
+        self.owed.is_none()
+            && turn
+                .outgoing
+                .as_ref()
+                .is_none_or(|(_, outgoing)| outgoing.is_done())
+    }
+
+    /// Makes a call's first fragment, to leave with its head.
+    pub(super) fn join_first(&mut self, request: u32, outgoing: &mut Outgoing<'_>) {
+        outgoing.join_first(&mut self.makings(request).1);
+    }
+
+    /// A turn has ended; its memory serves the next.
+    pub(super) fn tidy(&mut self, turn: Turn<'_>) {
+        if let Some((_, outgoing)) = turn.outgoing {
+            self.workshop = outgoing.into_workshop();
+        }
+    }
+
+    /// Ends the connection; the server notices.
+    pub(super) fn hang_up(&self) {
+        if let Err(error) = self.socket.shutdown(Shutdown::Both) {
+            tracing::debug!(address = self.address, %error, "the connection had ended already");
+        }
+    }
+
+    /// Goes on with a turn until `until` says it is enough.
+    ///
+    /// # Cancel safety
+    /// Safe if [`Self::break_off`] follows while the turn's memory is still there.
+    pub(super) fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        turn: &mut Turn<'_>,
+        until: &dyn Fn(&Self, &Turn<'_>) -> bool,
+    ) -> Poll<Result<(), ClientError>> {
+        loop {
+            if until(self, turn) {
+                return Poll::Ready(Ok(()));
+            }
+            let mut progress = false;
+            if self.unsendable.is_none() {
+                match self.poll_send(cx, turn) {
+                    Poll::Ready(Ok(some)) => progress |= some,
+                    Poll::Ready(Err(error)) => {
+                        self.unsendable =
+                            Some(ClientError::from_frame(&self.address, &FrameError::Io(error)));
+                    }
+                    Poll::Pending => {}
+                }
+            }
+            progress |= self.deliver_early(turn);
+            if until(self, turn) {
+                return Poll::Ready(Ok(()));
+            }
+            match self.poll_receive(cx, turn) {
+                Poll::Ready(Ok(())) => progress = true,
+                Poll::Ready(Err(error @ ClientError::Lost { .. })) => {
+                    return Poll::Ready(Err(self.unsendable.take().unwrap_or(error)));
+                }
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Pending => {}
+            }
+            if !progress {
+                return Poll::Pending;
+            }
+        }
+    }
+
+    /// The caller goes, and its memory with it: what must still be sent is copied, what comes is dropped.
+    pub(super) fn break_off(&mut self, turn: Turn<'_>) {
+        if let (Some(fragment), Some(held)) = (self.inbound.leave_out(), &mut self.held) {
+            held.tear(fragment);
+        }
+        if let Some((request, outgoing)) = turn.outgoing.filter(|(_, outgoing)| !outgoing.is_done()) {
+            let (first, rest) = outgoing.into_owned(&mut self.makings(request).1);
+            self.owed = Some(Owed {
+                request,
+                first,
+                rest,
+                sent: 0,
+            });
+        }
+        self.flight.abandon_all();
+    }
+
+    /// Sends a frame if the socket takes it whole at once, and waits for nothing: the last word of a client that is
+    /// dropped.
+    pub(super) fn try_last_word(&self, frame: &[u8]) {
+        if self.owed.is_none() && !matches!(self.socket.try_write_all(frame), Ok(true)) {
+            tracing::debug!(address = self.address, "the server did not hear the goodbye");
+        }
+    }
+
+    /// What a request's fragments are made with, and the socket they leave by.
+    fn makings(&mut self, request: u32) -> (&Socket, Makings<'_>) {
+        let push = self.flight.get_mut(request).and_then(|p| p.push.as_mut());
+        let makings = Makings {
+            model: self.model.as_deref(),
+            held: self.held.as_mut(),
+            momentum: self.momentum.as_mut(),
+            buffers_sent: push
+                .map(|push| &mut push.buffers_sent)
+                .filter(|_| self.keep == Keep::Settled),
+        };
+        (&self.socket, makings)
+    }
+
+    /// Sends a part of what is owed or of what the turn sends. Ready(false): there is nothing, or it may not leave yet.
+    fn poll_send(&mut self, cx: &mut Context<'_>, turn: &mut Turn<'_>) -> Poll<std::io::Result<bool>> {
+        if let Some(owed) = &mut self.owed {
+            let pending = self.flight.get(owed.request);
+            let part = if owed.first.is_empty() {
+                let ended = pending.is_none_or(|p| p.end.is_some());
+                if pending.is_some_and(|p| !p.granted) && !ended {
+                    return Poll::Ready(Ok(false));
+                }
+                if owed.rest.is_empty() || pending.is_none_or(|p| !p.granted) {
+                    self.owed = None;
+                    return Poll::Ready(Ok(true));
+                }
+                &mut owed.rest
+            } else {
+                &mut owed.first
+            };
+            let left = &part[owed.sent..];
+            owed.sent += std::task::ready!(
+                self.socket
+                    .poll_write_with(cx, left.len(), |mut stream| stream.write(left))
+            )?;
+            if owed.sent == part.len() {
+                (*part, owed.sent) = (Vec::new(), 0);
+            }
+            return Poll::Ready(Ok(true));
+        }
+        let Some((request, outgoing)) = &mut turn.outgoing else {
+            return Poll::Ready(Ok(false));
+        };
+        if outgoing.is_done() {
+            return Poll::Ready(Ok(false));
+        }
+        if outgoing.is_at_fragments()
+            && let Some(pending) = self.flight.get(*request).filter(|p| !p.granted)
+        {
+            if pending.end.is_some() {
+                turn.outgoing = None; // rejected by its head alone
+                return Poll::Ready(Ok(true));
+            }
+            return Poll::Ready(Ok(false));
+        }
+        let (socket, mut with) = self.makings(*request);
+        std::task::ready!(outgoing.poll(cx, socket, &mut with))?;
+        Poll::Ready(Ok(true))
+    }
+}

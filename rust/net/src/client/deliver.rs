@@ -1,0 +1,215 @@
+//! What arrives on the data connection, and where it goes: into the caller's memory, into memory of our own until that
+//! may be written, or nowhere; and what a request's end means.
+
+use super::connection::{Connection, Turn};
+use super::error::ClientError;
+use super::flight::{Early, End};
+use super::inbound::{Arrived, Place, Surroundings, fits_runs};
+use super::memory::Memory;
+use super::model::Model;
+use offbeat_core::wire::message::Refused;
+use offbeat_core::wire::{Header, Kind, MessageError, decode};
+use std::task::{Context, Poll};
+
+impl Connection {
+    /// Writes one fragment that came early, if its place is free now.
+    pub(super) fn deliver_early(&mut self, turn: &Turn<'_>) -> bool {
+        let (Some(target), Some(out), Some(model)) = (turn.target, turn.out, self.model.clone()) else {
+            return false;
+        };
+        let Some(pending) = self.flight.get_mut(target) else {
+            return false;
+        };
+        let Some(at) = pending
+            .early
+            .iter()
+            .position(|e| turn.may_write(&model, e.fragment))
+        else {
+            return false;
+        };
+        let Some(early) = pending.early.remove(at) else {
+            return false;
+        };
+        self.deliver(&model, out, early);
+        true
+    }
+
+    fn deliver(&mut self, model: &Model, out: &[Memory<'_>], early: Early) {
+        let Early {
+            fragment,
+            version,
+            bytes,
+        } = early;
+        let Some(held) = &mut self.held else { return };
+        if let Some(bytes) = bytes {
+            model.scatter(fragment, &bytes, out);
+            held.arrived(model, fragment, version, Some(&bytes));
+            self.pool.push(bytes);
+        } else {
+            // The server has what was pulled; a module's forward pass may have moved its buffers since.
+            if model.is_buffers(fragment) {
+                model.scatter(fragment, held.buffers(fragment), out);
+            }
+            held.arrived(model, fragment, version, None);
+        }
+        if model.is_buffers(fragment) {
+            for push in self.flight.iter_mut().filter_map(|p| p.push.as_mut()) {
+                push.buffers_sent.retain(|(f, _)| *f != fragment);
+            }
+        }
+    }
+
+    /// Receives at most one frame.
+    pub(super) fn poll_receive(
+        &mut self,
+        cx: &mut Context<'_>,
+        turn: &Turn<'_>,
+    ) -> Poll<Result<(), ClientError>> {
+        let model = self.model.clone();
+        let with = Surroundings {
+            address: &self.address,
+            socket: &self.socket,
+            model: model.as_deref(),
+            out: turn.out,
+        };
+        let (flight, held, pool) = (&self.flight, self.held.as_ref(), &mut self.pool);
+        let arrived = std::task::ready!(self.inbound.poll_frame(cx, with, &mut |header| {
+            let (Some(model), Some(held)) = (&model, held) else {
+                return Place::Nowhere;
+            };
+            let fragment = header.fragment as usize;
+            if flight.get(header.request).is_none_or(|p| p.abandoned) {
+                Place::Nowhere
+            } else if turn.target == Some(header.request)
+                && turn.may_write(model, fragment)
+                && !held.wants_bytes(model, fragment)
+                && fits_runs(model, fragment)
+            {
+                Place::Out
+            } else {
+                let mut bytes = pool.pop().unwrap_or_default();
+                bytes.resize(header.payload_len as usize, 0);
+                Place::Own(bytes)
+            }
+        }))?;
+        match arrived {
+            Arrived::Root(header, place) => self.root(turn, &header, place)?,
+            Arrived::Other(header) => self.other(&header)?,
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// A fragment's parameters are here.
+    fn root(&mut self, turn: &Turn<'_>, header: &Header, place: Option<Place>) -> Result<(), ClientError> {
+        let Some(model) = self.model.clone() else {
+            return Ok(());
+        };
+        let (fragment, version) = (header.fragment as usize, header.version);
+        let pending = match self.flight.get_mut(header.request) {
+            Some(pending) if pending.end.is_none() => pending,
+            Some(_) | None => {
+                return Err(self.broke(format!("a root for request {} came unasked", header.request)));
+            }
+        };
+        pending.due = pending.due.saturating_sub(1);
+        let bytes = match place {
+            Some(Place::Out) => {
+                if let Some(held) = &mut self.held {
+                    held.arrived(&model, fragment, version, None);
+                }
+                return Ok(());
+            }
+            Some(Place::Own(bytes)) => Some(bytes),
+            Some(Place::Nowhere) => return Ok(()),
+            None => None,
+        };
+        if pending.abandoned {
+            self.pool.extend(bytes);
+            return Ok(());
+        }
+        let early = Early {
+            fragment,
+            version,
+            bytes,
+        };
+        match turn
+            .out
+            .filter(|_| turn.target == Some(header.request) && turn.may_write(&model, fragment))
+        {
+            Some(out) => self.deliver(&model, out, early),
+            None => pending.early.push_back(early),
+        }
+        Ok(())
+    }
+
+    /// Any other frame is here.
+    fn other(&mut self, header: &Header) -> Result<(), ClientError> {
+        let payload = self.inbound.message();
+        let failed = |error: MessageError| ClientError::from_frame(&self.address, &error.into());
+        let Header { term, version, .. } = *header;
+        let end = match header.kind {
+            Kind::Grant => {
+                if let Some(pending) = self.flight.get_mut(header.request) {
+                    pending.granted = true;
+                }
+                return Ok(());
+            }
+            Kind::Receipt => End::Receipt {
+                receipt: decode(payload).map_err(failed)?,
+                term,
+                version,
+            },
+            Kind::PullEnd => End::Pulled { term, version },
+            Kind::Reply => End::Reply(decode(payload).map_err(failed)?),
+            Kind::Refused => {
+                let refused: Refused = decode(payload).map_err(failed)?;
+                if refused.fatal || self.flight.get(header.request).is_none() {
+                    return Err(ClientError::from_refused(&self.address, refused));
+                }
+                End::Refused(refused)
+            }
+            kind => return Err(self.broke(format!("a {kind:?} frame came unasked"))),
+        };
+        let Some(pending) = self.flight.get_mut(header.request).filter(|p| p.end.is_none()) else {
+            return Err(self.broke(format!("an answer to request {} came unasked", header.request)));
+        };
+        let fits = match (&end, &pending.push) {
+            (End::Receipt { .. }, Some(_))
+            | (End::Pulled { .. } | End::Reply(_), None)
+            | (End::Refused(_), _) => true,
+            (End::Receipt { .. }, None) | (End::Pulled { .. } | End::Reply(_), Some(_)) => false,
+        };
+        if !fits || (pending.due > 0 && !matches!(end, End::Refused(_))) {
+            let due = pending.due;
+            return Err(self.broke(format!(
+                "{:?} ends a request that waits for {due} roots",
+                header.kind
+            )));
+        }
+        if let (End::Receipt { receipt, .. }, Some(push)) = (&end, &mut pending.push) {
+            let (sequence, buffers_sent) = (push.sequence, std::mem::take(&mut push.buffers_sent));
+            if receipt.applied {
+                if let Some(momentum) = &mut self.momentum {
+                    momentum.applied(&push.fragments, &push.present);
+                }
+                if let (Some(model), Some(held)) = (&self.model, &mut self.held) {
+                    for (fragment, values) in buffers_sent {
+                        held.pushed(model, fragment, &push.present, &values);
+                    }
+                }
+            }
+            pending.end = Some(end);
+            self.flight.settled = self.flight.settled.max(sequence);
+            return Ok(());
+        }
+        pending.end = Some(end);
+        Ok(())
+    }
+
+    fn broke(&self, cause: String) -> ClientError {
+        ClientError::Protocol {
+            address: self.address.clone(),
+            cause,
+        }
+    }
+}

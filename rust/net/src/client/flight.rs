@@ -1,0 +1,173 @@
+//! What this worker has asked for and not yet seen the end of.
+
+use offbeat_core::layout::Presence;
+use offbeat_core::store::Receipt;
+use offbeat_core::wire::message::{Refused, Reply};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// A fragment's parameters that have come before the caller's memory may be written: its place in the model, its
+/// version, its bytes; no bytes: as the worker has it.
+#[derive(Debug)]
+pub(super) struct Early {
+    pub(super) fragment: usize,
+    pub(super) version: u64,
+    pub(super) bytes: Option<Vec<u8>>,
+}
+
+/// How a request ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum End {
+    /// A push settled. Term and version are those of the parameters that came with it.
+    Receipt {
+        receipt: Receipt,
+        term: u64,
+        version: u64,
+    },
+    /// A pull is complete.
+    Pulled {
+        term: u64,
+        version: u64,
+    },
+    Reply(Reply),
+    Refused(Refused),
+}
+
+/// What a push leaves to do until it has settled.
+#[derive(Debug)]
+pub(super) struct PushPart {
+    pub(super) sequence: u64,
+    pub(super) present: Arc<Presence>,
+    pub(super) fragments: Arc<[usize]>,
+    /// The values of buffers as sent, per fragment, until the server's have come.
+    pub(super) buffers_sent: Vec<(usize, Vec<u8>)>,
+}
+
+/// A request on its way.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) request: u32,
+    pub(super) push: Option<PushPart>,
+    /// Roots that must come before the end: all of the model's, where the request says so.
+    pub(super) due: usize,
+    pub(super) early: VecDeque<Early>,
+    /// Whether it asked for changes only.
+    pub(super) incremental: bool,
+    /// Whether its fragments may be sent.
+    pub(super) granted: bool,
+    pub(super) end: Option<End>,
+    /// Nobody waits for it any more; its end is noted, its parameters are dropped.
+    pub(super) abandoned: bool,
+}
+
+impl Pending {
+    pub(super) fn new(request: u32) -> Self {
+        Self {
+            request,
+            push: None,
+            due: 0,
+            early: VecDeque::new(),
+            incremental: false,
+            granted: true,
+            end: None,
+            abandoned: false,
+        }
+    }
+}
+
+/// Requests in the order they were sent; two or three at most.
+#[derive(Debug, Default)]
+pub(super) struct Flight {
+    pending: VecDeque<Pending>,
+    last_request: u32,
+    /// Sequence of the newest push with a receipt.
+    pub(super) settled: u64,
+}
+
+impl Flight {
+    /// The next request's number. 0 is never one: the server uses it for what answers nothing.
+    pub(super) fn next_request(&mut self) -> u32 {
+        self.last_request = self.last_request.checked_add(1).unwrap_or(1);
+        self.last_request
+    }
+
+    /// The next push's number: no gaps, and a push that was refused did not use its own.
+    pub(super) fn next_sequence(&self) -> u64 {
+        let open = self
+            .pending
+            .iter()
+            .filter(|p| p.push.is_some() && p.end.is_none())
+            .count();
+        self.settled + open as u64 + 1
+    }
+
+    pub(super) fn begin(&mut self, pending: Pending) {
+        self.pending.push_back(pending);
+    }
+
+    pub(super) fn get(&self, request: u32) -> Option<&Pending> {
+        self.pending.iter().find(|p| p.request == request)
+    }
+
+    pub(super) fn get_mut(&mut self, request: u32) -> Option<&mut Pending> {
+        self.pending.iter_mut().find(|p| p.request == request)
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Pending> {
+        self.pending.iter_mut()
+    }
+
+    /// The oldest push that somebody waits for.
+    pub(super) fn oldest_push(&self) -> Option<u32> {
+        self.pending
+            .iter()
+            .find(|p| p.push.is_some() && !p.abandoned)
+            .map(|p| p.request)
+    }
+
+    /// Whether a request has ended and all that came early with it has been delivered.
+    pub(super) fn is_complete(&self, request: u32) -> bool {
+        self.get(request)
+            .is_none_or(|p| p.end.is_some() && p.early.is_empty())
+    }
+
+    /// Takes a request that has ended.
+    pub(super) fn take(&mut self, request: u32) -> Option<End> {
+        let at = self
+            .pending
+            .iter()
+            .position(|p| p.request == request && p.end.is_some())?;
+        self.pending.remove(at)?.end
+    }
+
+    /// Whether a call, not a push, has not been answered yet.
+    pub(super) fn is_calling(&self) -> bool {
+        self.pending.iter().any(|p| p.push.is_none() && p.end.is_none())
+    }
+
+    /// Nobody waits for anything any more.
+    pub(super) fn abandon_all(&mut self) {
+        for pending in &mut self.pending {
+            pending.abandoned = true;
+            pending.early.clear();
+        }
+    }
+
+    /// Whether everything that was abandoned has ended.
+    pub(super) fn is_settled(&self) -> bool {
+        self.pending.iter().all(|p| !p.abandoned || p.end.is_some())
+    }
+
+    /// Takes the ends of what was abandoned.
+    pub(super) fn take_abandoned(&mut self) -> Vec<End> {
+        let mut ends = Vec::new();
+        self.pending.retain_mut(|p| {
+            let ended = p.abandoned && p.end.is_some();
+            if ended {
+                ends.extend(p.end.take());
+            }
+            !ended
+        });
+        ends
+    }
+}

@@ -1,0 +1,355 @@
+//! What the server sends, frame by frame, with the state of a half-read frame kept here: a call that is broken off
+//! leaves the connection in order, and the next one reads on.
+//!
+//! A payload is received where it belongs, without a copy: `readv` into the segments of a parameter's memory, with a
+//! little read-ahead behind it for the next header.
+
+use super::error::ClientError;
+use super::memory::{MAX_RUNS, Memory, with_slices_mut};
+use super::model::Model;
+use crate::frame::{FrameError, Socket};
+use offbeat_core::values::{Crc, crc};
+use offbeat_core::wire::header::CODEC_RAW;
+use offbeat_core::wire::{HEADER_BYTES, Header, Kind, flags};
+use std::io::{self, IoSliceMut, Read};
+use std::task::{Context, Poll, ready};
+
+/// A few headers and a receipt. More would only be copied twice.
+const AHEAD_BYTES: usize = 1024;
+/// A message grows by at most this much before its next bytes have arrived.
+const MESSAGE_STEP_BYTES: usize = 64 << 10;
+
+/// Where the parameters of a fragment go.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Straight into the caller's memory.
+    Out,
+    /// Into memory of our own, of the fragment's size.
+    Own(Vec<u8>),
+    Nowhere,
+}
+
+/// A frame that is complete.
+#[derive(Debug)]
+pub(super) enum Arrived {
+    /// A fragment's parameters, where they were to go; [`None`]: as the worker has them.
+    Root(Header, Option<Place>),
+    /// Any other frame; [`Inbound::message`] has its payload.
+    Other(Header),
+}
+
+#[derive(Debug)]
+enum State {
+    Head,
+    Root {
+        header: Header,
+        got: usize,
+        place: Place,
+    },
+    Message {
+        header: Header,
+    },
+}
+
+/// What a frame is read with.
+#[derive(Clone, Copy)]
+pub(super) struct Surroundings<'a> {
+    pub(super) address: &'a str,
+    pub(super) socket: &'a Socket,
+    /// `None` until the server has a model.
+    pub(super) model: Option<&'a Model>,
+    pub(super) out: Option<&'a [Memory<'a>]>,
+}
+
+/// The receiving half of a connection.
+#[derive(Debug)]
+pub(super) struct Inbound {
+    ahead: Box<[u8; AHEAD_BYTES]>,
+    start: usize,
+    end: usize,
+    state: State,
+    message: Vec<u8>,
+    sink: Vec<u8>,
+}
+
+impl Default for Inbound {
+    fn default() -> Self {
+        let ahead = Box::new([0; AHEAD_BYTES]);
+        Self {
+            ahead,
+            start: 0,
+            end: 0,
+            state: State::Head,
+            message: Vec::new(),
+            sink: Vec::new(),
+        }
+    }
+}
+
+impl Inbound {
+    /// The payload of the frame that arrived last, if it was no root.
+    pub(super) fn message(&self) -> &[u8] {
+        &self.message
+    }
+
+    /// The caller's memory is about to go. Returns the fragment that is left half written in it.
+    pub(super) fn leave_out(&mut self) -> Option<usize> {
+        match &mut self.state {
+            State::Root {
+                header,
+                place: place @ Place::Out,
+                got,
+            } => {
+                *place = Place::Nowhere;
+                (*got > 0).then_some(header.fragment as usize)
+            }
+            State::Head | State::Root { .. } | State::Message { .. } => None,
+        }
+    }
+
+    /// Reads on, at most to the end of one frame. `place` says where a root goes that the worker does not have.
+    pub(super) fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+        with: Surroundings<'_>,
+        place: &mut dyn FnMut(&Header) -> Place,
+    ) -> Poll<Result<Arrived, ClientError>> {
+        let failed = |error: FrameError| ClientError::from_frame(with.address, &error);
+        loop {
+            match &mut self.state {
+                State::Head => {
+                    let header = ready!(self.poll_header(cx, with.socket)).map_err(failed)?;
+                    self.state = if header.kind == Kind::Root {
+                        check_root(with, &header)?;
+                        if header.flags & flags::UNCHANGED != 0 {
+                            return Poll::Ready(Ok(Arrived::Root(header, None)));
+                        }
+                        State::Root {
+                            header,
+                            got: 0,
+                            place: place(&header),
+                        }
+                    } else {
+                        self.message.clear();
+                        State::Message { header }
+                    };
+                }
+                State::Message { header } => {
+                    let header = *header;
+                    ready!(self.poll_message(cx, with.socket, &header)).map_err(failed)?;
+                    self.state = State::Head;
+                    let computed = crc(&self.message);
+                    if computed != header.payload_crc {
+                        let (kind, found) = (header.kind, header.payload_crc);
+                        return Poll::Ready(Err(failed(FrameError::Checksum {
+                            kind,
+                            found,
+                            computed,
+                        })));
+                    }
+                    return Poll::Ready(Ok(Arrived::Other(header)));
+                }
+                State::Root { header, .. } => {
+                    let header = *header;
+                    ready!(self.poll_root(cx, with)).map_err(failed)?;
+                    let State::Root { place, .. } = std::mem::replace(&mut self.state, State::Head) else {
+                        unreachable!("a root was read")
+                    };
+                    let computed = checksum(with, &header, &place);
+                    if let Some(computed) = computed.filter(|&c| c != header.payload_crc) {
+                        let (kind, found) = (header.kind, header.payload_crc);
+                        return Poll::Ready(Err(failed(FrameError::Checksum {
+                            kind,
+                            found,
+                            computed,
+                        })));
+                    }
+                    return Poll::Ready(Ok(Arrived::Root(header, Some(place))));
+                }
+            }
+        }
+    }
+
+    fn poll_header(&mut self, cx: &mut Context<'_>, socket: &Socket) -> Poll<Result<Header, FrameError>> {
+        if self.end - self.start < HEADER_BYTES {
+            self.ahead.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+            while self.end < HEADER_BYTES {
+                let room = &mut self.ahead[self.end..];
+                let n = ready!(socket.poll_read_with(cx, room.len(), |mut stream| stream.read(room)))?;
+                if n == 0 {
+                    return Poll::Ready(Err(FrameError::Closed { inside: self.end > 0 }));
+                }
+                self.end += n;
+            }
+        }
+        let bytes = self.ahead[self.start..].first_chunk().expect("a header was read");
+        self.start += HEADER_BYTES;
+        Poll::Ready(Ok(Header::decode(bytes)?))
+    }
+
+    fn poll_message(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: &Socket,
+        header: &Header,
+    ) -> Poll<Result<(), FrameError>> {
+        let len = header.payload_len as usize;
+        while self.message.len() < len {
+            let ahead = self.take_ahead(len - self.message.len());
+            if !ahead.is_empty() {
+                self.message.extend_from_slice(&self.ahead[ahead]);
+                continue;
+            }
+            let from = self.message.len();
+            let rest = (len - from).min(MESSAGE_STEP_BYTES);
+            self.message.resize(from + rest, 0);
+            let target = &mut self.message[from..];
+            let tail = &mut self.ahead[..];
+            let read = socket.poll_read_with(cx, rest + tail.len(), |stream| read_two(stream, target, tail));
+            let n = match read {
+                Poll::Ready(Ok(n)) => n,
+                Poll::Ready(Err(_)) | Poll::Pending => 0,
+            };
+            self.message.truncate(from + n.min(rest));
+            (self.start, self.end) = (0, n.saturating_sub(rest));
+            if ready!(read)? == 0 {
+                return Poll::Ready(Err(FrameError::Closed { inside: true }));
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_root(&mut self, cx: &mut Context<'_>, with: Surroundings<'_>) -> Poll<Result<(), FrameError>> {
+        loop {
+            let State::Root { header, got, .. } = &self.state else {
+                unreachable!("a root is being read")
+            };
+            let (fragment, got) = (header.fragment as usize, *got);
+            let left = header.payload_len as usize - got;
+            if left == 0 {
+                return Poll::Ready(Ok(()));
+            }
+            let ahead = self.take_ahead(left);
+            let State::Root { place, .. } = &mut self.state else {
+                unreachable!("a root is being read")
+            };
+            let read = if ahead.is_empty() {
+                let tail = &mut self.ahead[..];
+                let (socket, room) = (with.socket, left + tail.len());
+                let total = match place {
+                    Place::Own(bytes) => ready!(socket.poll_read_with(cx, room, |stream| read_two(
+                        stream,
+                        &mut bytes[got..],
+                        tail
+                    )))?,
+                    Place::Nowhere => {
+                        self.sink.resize(MESSAGE_STEP_BYTES, 0);
+                        let sink = &mut self.sink[..left.min(MESSAGE_STEP_BYTES)];
+                        ready!(socket.poll_read_with(cx, sink.len(), |mut stream| stream.read(sink)))?
+                    }
+                    Place::Out => {
+                        let (model, out) = with.of_out();
+                        ready!(socket.poll_read_with(cx, room, |mut stream| {
+                            let runs = model.runs(fragment, out);
+                            with_slices_mut(runs, got, tail, |slices| stream.read_vectored(slices))
+                        }))?
+                    }
+                };
+                if total == 0 {
+                    return Poll::Ready(Err(FrameError::Closed { inside: true }));
+                }
+                (self.start, self.end) = (0, total.saturating_sub(left));
+                total.min(left)
+            } else {
+                let ahead = &self.ahead[ahead];
+                match place {
+                    Place::Own(bytes) => bytes[got..got + ahead.len()].copy_from_slice(ahead),
+                    Place::Nowhere => {}
+                    Place::Out => {
+                        let (model, out) = with.of_out();
+                        let mut rest = ahead;
+                        with_slices_mut(model.runs(fragment, out), got, &mut [], |slices| {
+                            for slice in slices {
+                                let n = slice.len().min(rest.len());
+                                slice[..n].copy_from_slice(&rest[..n]);
+                                rest = &rest[n..];
+                            }
+                        });
+                    }
+                }
+                ahead.len()
+            };
+            let State::Root { got, .. } = &mut self.state else {
+                unreachable!("a root is being read")
+            };
+            *got += read;
+        }
+    }
+
+    /// Takes up to `wanted` bytes of the read-ahead.
+    fn take_ahead(&mut self, wanted: usize) -> std::ops::Range<usize> {
+        let range = self.start..self.end.min(self.start + wanted);
+        self.start = range.end;
+        range
+    }
+}
+
+impl<'a> Surroundings<'a> {
+    fn of_out(self) -> (&'a Model, &'a [Memory<'a>]) {
+        let out = self.out.expect("a root was placed in memory that was given");
+        (self.model.expect("a root has a model"), out)
+    }
+}
+
+/// Whether a fragment's segments are few enough to be received where they lie.
+pub(super) fn fits_runs(model: &Model, fragment: usize) -> bool {
+    model.layout.fragments[fragment].segments.len() <= MAX_RUNS
+}
+
+fn read_two(mut stream: &socket2::Socket, target: &mut [u8], tail: &mut [u8]) -> io::Result<usize> {
+    stream.read_vectored(&mut [IoSliceMut::new(target), IoSliceMut::new(tail)])
+}
+
+/// A root's length follows from the model; what the header says must be that.
+fn check_root(with: Surroundings<'_>, header: &Header) -> Result<(), ClientError> {
+    let fragment = with
+        .model
+        .and_then(|m| m.layout.fragments.get(header.fragment as usize));
+    let due = match fragment {
+        Some(_) if header.flags & flags::UNCHANGED != 0 => Some(0),
+        Some(fragment) => Some(fragment.wire_bytes()),
+        None => None,
+    };
+    if due == Some(header.payload_len as usize) && header.codec == CODEC_RAW {
+        return Ok(());
+    }
+    let Header {
+        fragment,
+        payload_len,
+        codec,
+        ..
+    } = header;
+    let cause =
+        format!("a root of fragment {fragment} with {payload_len} bytes in codec {codec} fits no model here");
+    Err(ClientError::Protocol {
+        address: with.address.to_owned(),
+        cause,
+    })
+}
+
+/// The checksum of what was received, while it is warm; `None` for what was not kept.
+fn checksum(with: Surroundings<'_>, header: &Header, place: &Place) -> Option<u32> {
+    match place {
+        Place::Own(bytes) => Some(crc(bytes)),
+        Place::Nowhere => None,
+        Place::Out => {
+            let (model, out) = with.of_out();
+            let mut crc = Crc::default();
+            for (memory, range) in model.runs(header.fragment as usize, out) {
+                memory.read(range, |bytes| crc.update(bytes));
+            }
+            Some(crc.finish())
+        }
+    }
+}

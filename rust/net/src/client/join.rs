@@ -1,0 +1,151 @@
+//! Joining: the data connection first, then the control connection that belongs to it.
+
+use super::config::{ClientConfig, Interrupt, Session};
+use super::connect::{Opened, Opening, Target, host};
+use super::connection::Connection;
+use super::control::Control;
+use super::error::ClientError;
+use super::momentum::Keep;
+use super::session::{Inner, LOOK};
+use offbeat_core::optim::Isa;
+use offbeat_core::table::TensorTable;
+use offbeat_core::wire::message::{Attach, Join, Joined};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::pin;
+use std::time::{Duration, Instant};
+use tokio::runtime::Runtime;
+use tokio::time::MissedTickBehavior;
+
+/// Waits for `future` and looks up every now and then.
+async fn unless_interrupted<T>(
+    interrupt: &dyn Interrupt,
+    future: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, ClientError> {
+    let mut future = pin!(future);
+    let mut ticks = tokio::time::interval(LOOK);
+    loop {
+        tokio::select! {
+            biased;
+            result = &mut future => return result,
+            _ = ticks.tick() => {
+                if interrupt.interrupted() {
+                    return Err(ClientError::Interrupted);
+                }
+            }
+        }
+    }
+}
+
+/// A runtime for the calling thread.
+pub(super) fn runtime(address: &str) -> Result<Runtime, ClientError> {
+    let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    built.map_err(|e| ClientError::Lost {
+        address: address.to_owned(),
+        cause: format!("no runtime: {e}"),
+    })
+}
+
+impl Inner {
+    pub(super) fn connect(
+        config: ClientConfig,
+        table: Option<&TensorTable>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Self, ClientError> {
+        let ClientConfig {
+            address,
+            worker_id,
+            token,
+            run_id,
+            in_flight,
+            connect_timeout,
+        } = config;
+        let wanted = u32::try_from(in_flight).ok().filter(|n| (1..=2).contains(n));
+        let Some(wanted) = wanted else {
+            return Err(ClientError::bad_input(format!(
+                "in_flight is {in_flight}: it is 1 or 2"
+            )));
+        };
+        let runtime = runtime(&address)?;
+        let target = Target {
+            address: address.clone(),
+            token,
+        };
+        let join = Join {
+            worker_id,
+            run_id,
+            table: table.cloned(),
+            host: host(),
+            in_flight: wanted,
+        };
+        let (connection, control, joined) = runtime.block_on(unless_interrupted(interrupt, async {
+            let begun = Instant::now();
+            let (socket, reader, opened) = target.open(&Opening::Data(&join), connect_timeout).await?;
+            let Opened::Data(joined) = opened else {
+                unreachable!("data was asked for")
+            };
+            if reader.buffered() > 0 {
+                let cause = "it spoke before it was asked".to_owned();
+                return Err(ClientError::Protocol {
+                    address: address.clone(),
+                    cause,
+                });
+            }
+            let in_flight = wanted.min(joined.in_flight).max(1) as usize;
+            let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
+            let connection = Connection::new(address.clone(), socket, keep);
+            let attach = Attach {
+                incarnation: joined.incarnation,
+                secret: joined.secret,
+            };
+            let left = connect_timeout.saturating_sub(begun.elapsed());
+            let (socket, reader, _) = target.open(&Opening::Control(attach), left).await?;
+            let control = Control::start(
+                socket,
+                reader,
+                Duration::from_millis(joined.heartbeat_ms),
+                &address,
+            )?;
+            Ok((connection, control, joined))
+        }))?;
+        let mut ticks = {
+            let _inside = runtime.enter();
+            tokio::time::interval(LOOK)
+        };
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let Joined {
+            run_id,
+            worker_id,
+            incarnation,
+            term,
+            version,
+            model,
+            run,
+            ..
+        } = *joined;
+        let session = Session {
+            run_id,
+            worker_id,
+            incarnation,
+            term,
+            version,
+            table: None,
+            blueprint: None,
+            run,
+        };
+        let mut inner = Self {
+            session,
+            connection,
+            control,
+            isa: Isa::detect(),
+            unclaimed: VecDeque::new(),
+            broken: None,
+            ticks,
+            runtime,
+        };
+        if let Some(model) = model {
+            inner.adopt(model);
+        }
+        Ok(inner)
+    }
+}

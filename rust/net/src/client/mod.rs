@@ -1,0 +1,301 @@
+//! A worker's side of a session.
+//!
+//! A [`Client`] is driven by the thread that calls it: every call runs a little runtime of its own until it has what it
+//! waits for, sends and receives at once, and answers Ctrl-C. One idea a file:
+//!
+//! - [`memory`](Memory): tensors that belong to the caller, sent and received in place
+//! - `connect`, `join`: address, handshake, who we are; `control`: heartbeats and what the server has to say
+//! - `outgoing` with `payload`, `inbound`: the two directions of the data connection, with their half-done frames
+//! - `connection`: one call's turn on both at once; `deliver`: where what arrives goes; `flight`: what was asked for
+//!   and has not ended
+//! - `held`: what was read, so what a push is based on; `momentum`: this worker's velocity
+//! - `session`, `bring`, `push`: the calls; `finite`, `model`: what they check before a byte leaves
+//!
+//! Promises, each with its test:
+//! - CLIENT-1 Sequence numbers are contiguous from 1 in an incarnation; a push that was refused did not use its own.
+//! - CLIENT-2 A push that is refused for its values (not finite, wrong size) has sent nothing.
+//! - CLIENT-3 A call that was interrupted leaves the connection in the middle of nothing: what had begun to leave is
+//!   copied, and the next call sends the rest and reads the answer before it does anything else. The push may be
+//!   applied; its receipt comes with [`Client::flush`]. Parameters that come too late are dropped, and what the worker
+//!   has read stays what it was.
+//! - CLIENT-4 A full socket buffer never blocks the other direction.
+//! - CLIENT-5 In a forked child every call returns [`ClientError::Forked`] and dropping does nothing.
+//!
+//! A connection that is lost ends the session: every later call says so.
+
+mod bring;
+mod config;
+mod connect;
+mod connection;
+mod control;
+mod deliver;
+mod error;
+mod finite;
+mod flight;
+mod held;
+mod inbound;
+mod join;
+mod memory;
+mod model;
+mod momentum;
+mod outgoing;
+mod payload;
+mod push;
+mod session;
+
+pub use config::{ClientConfig, Interrupt, Pulled, PushInput, Session};
+pub use control::Events;
+pub use error::ClientError;
+pub use memory::Memory;
+
+use crate::fork::Origin;
+use connect::{Opened, Opening, Target};
+use offbeat_core::spec::{Contribution, OptimizerSpec};
+use offbeat_core::store::Receipt;
+use offbeat_core::table::TensorTable;
+use offbeat_core::wire::message::{Call, Reply, RunConfig};
+use push::Destination;
+use session::Inner;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long [`Client::close`] waits for the server to have heard it.
+const GOODBYE: Duration = Duration::from_secs(5);
+
+/// A worker's session with a server.
+///
+/// With two pushes in flight ([`ClientConfig::in_flight`]) [`Client::push_pull`] sends push n and returns the answer to
+/// push n − 1. What arrives of the answer to n while n is still being sent waits in memory of the client's own, at most
+/// one model, and is copied by the next call.
+#[derive(Debug)]
+pub struct Client {
+    origin: Origin,
+    /// `None` once closed.
+    inner: Option<Box<Inner>>,
+}
+
+impl Client {
+    /// Joins a run, trying until [`ClientConfig::connect_timeout`]. `table` is the worker's model, which must be the
+    /// server's, where it has one.
+    ///
+    /// # Errors
+    /// [`ClientError::Unreachable`], [`ClientError::Timeout`], [`ClientError::Authentication`],
+    /// [`ClientError::ModelMismatch`], [`ClientError::Refused`] (another run, no room), [`ClientError::Interrupted`],
+    /// [`ClientError::BadInput`], [`ClientError::Protocol`], [`ClientError::Lost`].
+    pub fn connect(
+        config: ClientConfig,
+        table: Option<&TensorTable>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Self, ClientError> {
+        let inner = Inner::connect(config, table, interrupt)?;
+        Ok(Self {
+            origin: Origin::here(),
+            inner: Some(Box::new(inner)),
+        })
+    }
+
+    fn inner(&mut self) -> Result<&mut Inner, ClientError> {
+        if self.origin.is_elsewhere() {
+            return Err(ClientError::Forked);
+        }
+        let inner = self.inner.as_mut().ok_or(ClientError::Closed)?;
+        inner.check()?;
+        Ok(inner)
+    }
+
+    fn look(&self) -> Result<&Inner, ClientError> {
+        if self.origin.is_elsewhere() {
+            return Err(ClientError::Forked);
+        }
+        self.inner.as_deref().ok_or(ClientError::Closed)
+    }
+
+    /// What the server has said about the session.
+    ///
+    /// # Errors
+    /// [`ClientError::Forked`], [`ClientError::Closed`].
+    pub fn session(&self) -> Result<&Session, ClientError> {
+        Ok(&self.look()?.session)
+    }
+
+    /// What the server has said on the control connection.
+    ///
+    /// # Errors
+    /// [`ClientError::Forked`], [`ClientError::Closed`].
+    pub fn events(&self) -> Result<Events, ClientError> {
+        Ok(self.look()?.control.events())
+    }
+
+    /// Waits until the server has a model.
+    ///
+    /// # Errors
+    /// [`ClientError::Interrupted`], [`ClientError::Lost`], [`ClientError::Protocol`], [`ClientError::Refused`]; and
+    /// from here on, for every call: [`ClientError::Fenced`], [`ClientError::Forked`], [`ClientError::Closed`].
+    pub fn wait_for_model(&mut self, interrupt: &dyn Interrupt) -> Result<Arc<TensorTable>, ClientError> {
+        self.inner()?.wait_for_model(interrupt)
+    }
+
+    /// Brings a model: `values` are the tensors' bytes in the table's order. Waits while another worker brings one.
+    /// Returns whether this one was taken; if not, the server has the same tensors with other values.
+    ///
+    /// # Errors
+    /// [`ClientError::ModelMismatch`] if another model was there first. An interrupt ends the session, since others
+    /// wait for the values. Else as [`Self::wait_for_model`].
+    pub fn init(
+        &mut self,
+        table: &TensorTable,
+        values: &[&[u8]],
+        blueprint: Option<&str>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<bool, ClientError> {
+        self.inner()?.init(table, values, blueprint, interrupt)
+    }
+
+    /// Says what this worker's pushes carry and which optimizer it was given.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] if the run has another contribution or optimizer. Else as [`Self::wait_for_model`].
+    pub fn configure(
+        &mut self,
+        contribution: Contribution,
+        optimizer: Option<&OptimizerSpec>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<RunConfig, ClientError> {
+        let inner = self.inner()?;
+        match inner.call(
+            &Call::Configure {
+                contribution,
+                optimizer: optimizer.cloned(),
+            },
+            interrupt,
+        )? {
+            Reply::Configured { run } => {
+                inner.set_run(run.clone());
+                Ok(run)
+            }
+            reply => Err(inner.unexpected(&reply)),
+        }
+    }
+
+    /// Fetches the parameters into `out`, one memory per tensor of the table. `incremental`: `out` holds what the last
+    /// call wrote into it (its buffers may have changed since), so that what the server has not changed need not come.
+    ///
+    /// # Errors
+    /// As [`Self::wait_for_model`]; after any error `out` holds old and new fragments.
+    pub fn pull(
+        &mut self,
+        out: &[Memory<'_>],
+        incremental: bool,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Pulled, ClientError> {
+        self.inner()?.pull(Destination { out, incremental }, interrupt)
+    }
+
+    /// Sends a contribution and waits for its receipt. What was in flight is settled before; its parameters are dropped.
+    ///
+    /// # Errors
+    /// [`ClientError::NonFinite`], [`ClientError::BadInput`]: nothing was sent. [`ClientError::Refused`] if there is
+    /// no optimizer, or the run is over. Else as [`Self::wait_for_model`].
+    pub fn push(&mut self, input: PushInput<'_>, interrupt: &dyn Interrupt) -> Result<Receipt, ClientError> {
+        match self.inner()?.push(&input, None, interrupt)? {
+            Some(receipt) => Ok(receipt),
+            None => unreachable!("a push without parameters waits for its own receipt"),
+        }
+    }
+
+    /// Sends a contribution and fetches the parameters. With one in flight: those that follow from it, and its receipt;
+    /// with two: those that follow from the call before, and that one's receipt, so nothing at the first call.
+    ///
+    /// # Errors
+    /// As [`Self::push`] and [`Self::pull`].
+    pub fn push_pull(
+        &mut self,
+        input: PushInput<'_>,
+        out: &[Memory<'_>],
+        incremental: bool,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Option<Receipt>, ClientError> {
+        self.inner()?
+            .push(&input, Some(Destination { out, incremental }), interrupt)
+    }
+
+    /// Settles everything in flight: the receipts not yet seen, those of interrupted pushes among them (the newest 64).
+    /// The newest parameters go to `out`, which must be the memory of the calls before if these were incremental;
+    /// without it they are dropped.
+    ///
+    /// # Errors
+    /// As [`Self::pull`].
+    pub fn flush(
+        &mut self,
+        out: Option<&[Memory<'_>]>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Vec<Receipt>, ClientError> {
+        self.inner()?.flush(out, interrupt)
+    }
+
+    /// The server's status, as JSON.
+    ///
+    /// # Errors
+    /// As [`Self::wait_for_model`].
+    pub fn status(&mut self, interrupt: &dyn Interrupt) -> Result<String, ClientError> {
+        let inner = self.inner()?;
+        match inner.call(&Call::Status, interrupt)? {
+            Reply::Status { json } => Ok(json),
+            reply => Err(inner.unexpected(&reply)),
+        }
+    }
+
+    /// What the heartbeats say; a worker whose number stands still is shown as stalled.
+    ///
+    /// # Errors
+    /// [`ClientError::Forked`], [`ClientError::Closed`].
+    pub fn set_progress(&self, progress: u64) -> Result<(), ClientError> {
+        self.look()?.control.set_progress(progress);
+        Ok(())
+    }
+
+    /// Says goodbye, `finished` or leaving early, and closes. What is in flight is waited for, 5 seconds at most, and
+    /// its parameters are dropped. Closing twice is fine.
+    ///
+    /// # Errors
+    /// [`ClientError::Forked`].
+    pub fn close(&mut self, finished: bool, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
+        if self.origin.is_elsewhere() {
+            return Err(ClientError::Forked);
+        }
+        if let Some(mut inner) = self.inner.take() {
+            inner.goodbye(finished, interrupt, GOODBYE);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let Some(mut inner) = self.inner.take() else {
+            return;
+        };
+        if self.origin.is_elsewhere() {
+            // Its runtime, sockets and thread are the parent's; `forget_after_fork` has closed what must be closed.
+            Box::leak(inner);
+        } else {
+            inner.last_word();
+        }
+    }
+}
+
+/// Asks a server for its status without joining it.
+///
+/// # Errors
+/// As [`Client::connect`].
+pub fn fetch_status(address: &str, token: Option<&str>, limit: Duration) -> Result<String, ClientError> {
+    let target = Target {
+        address: address.to_owned(),
+        token: token.map(str::to_owned),
+    };
+    let runtime = join::runtime(address)?;
+    match runtime.block_on(target.open(&Opening::Status, limit))?.2 {
+        Opened::Status(json) => Ok(json),
+        Opened::Data(_) | Opened::Control => unreachable!("a status was asked for"),
+    }
+}

@@ -1,0 +1,309 @@
+//! Pushes and pulls as the session makes them: what is checked before a byte leaves, what a request says, and where
+//! the answer goes.
+
+use super::config::{Interrupt, Pulled, PushInput};
+use super::connection::{Connection, Overlap, Turn};
+use super::error::ClientError;
+use super::finite;
+use super::flight::{End, Pending, PushPart};
+use super::held::Held;
+use super::memory::Memory;
+use super::model::Model;
+use super::momentum::{Keep, Momentum};
+use super::outgoing::Outgoing;
+use super::payload::Content;
+use super::session::Inner;
+use offbeat_core::layout::Presence;
+use offbeat_core::spec::Transaction;
+use offbeat_core::store::Receipt;
+use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
+use std::sync::Arc;
+
+/// Where a call's parameters go.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Destination<'m> {
+    pub(super) out: &'m [Memory<'m>],
+    /// Whether `out` holds what the last call wrote into it.
+    pub(super) incremental: bool,
+}
+
+impl Inner {
+    pub(super) fn pull(
+        &mut self,
+        to: Destination<'_>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Pulled, ClientError> {
+        let model = self.model()?;
+        model.check_out(to.out)?;
+        self.settle(interrupt)?;
+        self.abandon();
+        let request = self.connection.flight.next_request();
+        let copies = self.reads_parameters() && !to.incremental;
+        let held = held_of(&mut self.connection.held, &model);
+        held.keep_parameters(&model, copies);
+        let have = Some(&held.versions[..]).filter(|_| to.incremental && held.is_whole());
+        let mut payload = Vec::new();
+        PullRequest {
+            have: have.map(Versions::Numbers),
+        }
+        .encode(&mut payload);
+        let header = Header {
+            request,
+            term: held.term,
+            version: held.version,
+            ..Header::new(Kind::Pull)
+        };
+        self.connection.flight.begin(Pending {
+            due: model.num_fragments(),
+            ..Pending::new(request)
+        });
+        let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
+        let turn = Turn {
+            out: Some(to.out),
+            target: Some(request),
+            ..Turn::send(request, outgoing)
+        };
+        match self.end_of(request, turn, interrupt)? {
+            End::Pulled { term, version } => {
+                self.has_read(term, version);
+                Ok(Pulled { term, version })
+            }
+            End::Receipt { .. } | End::Reply(_) | End::Refused(_) => unreachable!("a pull ends with its end"),
+        }
+    }
+
+    /// Pushes; with `to` and one in flight, brings the parameters that follow from it; with two, those of the push
+    /// before. The receipt is that of the parameters.
+    pub(super) fn push(
+        &mut self,
+        input: &PushInput<'_>,
+        to: Option<Destination<'_>>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Option<Receipt>, ClientError> {
+        let model = self.model()?;
+        model.check_values(input.values)?;
+        if let Some(to) = to {
+            model.check_out(to.out)?;
+        }
+        self.settle(interrupt)?;
+        let Some(held) = self.connection.held.as_ref().filter(|held| held.ready) else {
+            let message = "pull before the first push: a gradient belongs to parameters that were read";
+            return Err(ClientError::bad_input(message));
+        };
+        let (present, fragments) = model.presence(input.values, held);
+        finite::check(self.isa, &model, &present, input.values)?;
+        let x_read = self.x_read(&model, to)?;
+        if to.is_none() {
+            self.abandon(); // the answers to older pushes have nowhere to go
+        }
+        let before = self.connection.flight.oldest_push();
+        self.check_pair(before, to)?;
+        if let Some(to) = to {
+            let copies = self.reads_parameters() && !to.incremental;
+            held_of(&mut self.connection.held, &model).keep_parameters(&model, copies);
+        }
+        let (request, mut outgoing) = self.begin_push(&model, input, present, fragments, to, x_read);
+        if self.connection.flight.get(request).is_some_and(|p| p.granted) {
+            self.connection.join_first(request, &mut outgoing);
+        }
+        let target = if self.connection.keep == Keep::Sent && to.is_some() {
+            before
+        } else {
+            Some(request)
+        };
+        let turn = Turn {
+            out: to.map(|to| to.out),
+            target,
+            overlaps: if self.reads_parameters() {
+                Overlap::Everything
+            } else {
+                Overlap::Buffers
+            },
+            ..Turn::send(request, outgoing)
+        };
+        if let Some(target) = target {
+            self.receipt_of(target, turn, to.is_some(), interrupt).map(Some)
+        } else {
+            self.turn(turn, interrupt, &Connection::is_sent)?;
+            Ok(None)
+        }
+    }
+
+    /// Waits for everything in flight; the last parameters go to `to`.
+    pub(super) fn flush(
+        &mut self,
+        out: Option<&[Memory<'_>]>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Vec<Receipt>, ClientError> {
+        if let Some(out) = out {
+            self.model()?.check_out(out)?;
+        } else {
+            self.abandon();
+        }
+        self.settle(interrupt)?;
+        while let Some(request) = self.connection.flight.oldest_push() {
+            let turn = Turn {
+                out,
+                target: Some(request),
+                ..Turn::wait()
+            };
+            let receipt = self.receipt_of(request, turn, true, interrupt)?;
+            self.unclaimed.push_back(receipt);
+        }
+        Ok(self.unclaimed.drain(..).collect())
+    }
+
+    fn receipt_of(
+        &mut self,
+        request: u32,
+        turn: Turn<'_>,
+        reads: bool,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Receipt, ClientError> {
+        match self.end_of(request, turn, interrupt) {
+            Ok(End::Receipt {
+                receipt,
+                term,
+                version,
+            }) => {
+                if reads {
+                    self.has_read(term, version);
+                }
+                Ok(receipt)
+            }
+            Ok(End::Pulled { .. } | End::Reply(_) | End::Refused(_)) => {
+                unreachable!("a push ends with a receipt")
+            }
+            Err(error) => {
+                self.abandon(); // what follows a refused push is refused too
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether momentum correction asks for the parameters that a gradient was taken at.
+    fn reads_parameters(&self) -> bool {
+        self.connection
+            .momentum
+            .as_ref()
+            .is_some_and(Momentum::reads_parameters)
+    }
+
+    /// Where these parameters lie, if it asks; `None`: in our own copy, or nobody asks.
+    fn x_read<'m>(
+        &self,
+        model: &Model,
+        to: Option<Destination<'m>>,
+    ) -> Result<Option<&'m [Memory<'m>]>, ClientError> {
+        if !self.reads_parameters() {
+            return Ok(None);
+        }
+        match to {
+            Some(to) if to.incremental => Ok(Some(to.out)),
+            Some(_) | None
+                if self
+                    .connection
+                    .held
+                    .as_ref()
+                    .is_some_and(|h| h.has_parameters(model)) =>
+            {
+                Ok(None)
+            }
+            Some(_) | None => Err(ClientError::bad_input(
+                "momentum correction with weight_decay needs the parameters that were read, and no copy of them was                  kept; pull once more, or push and pull into the same memory",
+            )),
+        }
+    }
+
+    /// Whether this call may take what the push before it has asked for.
+    fn check_pair(&self, before: Option<u32>, to: Option<Destination<'_>>) -> Result<(), ClientError> {
+        let before = before.and_then(|request| self.connection.flight.get(request));
+        if before.is_some_and(|p| p.incremental) && to.is_some_and(|to| !to.incremental) {
+            let message = "the push in flight asked for changes to the memory of the call before; give the same, or flush";
+            return Err(ClientError::bad_input(message));
+        }
+        Ok(())
+    }
+
+    /// The caller's memory holds what these say.
+    fn has_read(&mut self, term: u64, version: u64) {
+        (self.session.term, self.session.version) = (term, version);
+        if let Some(held) = &mut self.connection.held {
+            (held.term, held.version, held.ready) = (term, version, true);
+        }
+    }
+
+    fn begin_push<'m>(
+        &mut self,
+        model: &Model,
+        input: &PushInput<'m>,
+        present: Arc<Presence>,
+        fragments: Arc<[usize]>,
+        to: Option<Destination<'m>>,
+        x_read: Option<&'m [Memory<'m>]>,
+    ) -> (u32, Outgoing<'m>) {
+        let held = held_of(&mut self.connection.held, model);
+        let flight = &mut self.connection.flight;
+        let (request, sequence) = (flight.next_request(), flight.next_sequence());
+        let incremental = to.is_some_and(|to| to.incremental) && held.is_whole();
+        let mut other = Vec::new();
+        if incremental && fragments.len() < model.num_fragments() {
+            let mut mine = fragments.iter().copied().peekable();
+            let rest = (0..model.num_fragments()).filter(|&f| mine.next_if_eq(&f).is_none());
+            other.extend(rest.map(|f| held.versions[f]));
+        }
+        let head = PushRequest {
+            samples: input.samples,
+            norm: None,
+            want: if to.is_some() {
+                Want::Parameters
+            } else {
+                Want::Receipt
+            },
+            present: Some(present.as_bytes()).filter(|_| !model.is_all(&present)),
+            have: incremental.then_some(Versions::Numbers(&other)),
+        };
+        let mut payload = Vec::with_capacity(64);
+        head.encode(&mut payload);
+        let header = Header {
+            request,
+            sequence,
+            term: held.term,
+            version: held.version,
+            ..Header::new(Kind::Push)
+        };
+        let (of_push, of_content) = (present.clone(), present);
+        flight.begin(Pending {
+            push: Some(PushPart {
+                sequence,
+                present: of_push,
+                fragments: fragments.clone(),
+                buffers_sent: Vec::new(),
+            }),
+            due: if to.is_some() { model.num_fragments() } else { 0 },
+            granted: self.session.run.transaction == Transaction::Fragment,
+            incremental,
+            ..Pending::new(request)
+        });
+        let (values, versions) = (input.values, held.versions.clone());
+        let content = Content::Push {
+            values,
+            present: of_content,
+            versions,
+            x_read,
+        };
+        let template = Header {
+            kind: Kind::Fragment,
+            ..header
+        };
+        let workshop = std::mem::take(&mut self.connection.workshop);
+        (
+            request,
+            Outgoing::push(Some(header), &payload, template, fragments, content, workshop),
+        )
+    }
+}
+
+fn held_of<'h>(held: &'h mut Option<Held>, model: &Model) -> &'h mut Held {
+    held.get_or_insert_with(|| Held::new(model))
+}

@@ -1,0 +1,278 @@
+//! A session from the inside: one runtime on the calling thread, one turn on the connection after another.
+
+use super::config::{Interrupt, Session};
+use super::connection::{Connection, Turn};
+use super::control::Control;
+use super::error::ClientError;
+use super::flight::{End, Pending};
+use super::held::Held;
+use super::model::Model;
+use super::momentum::Momentum;
+use super::outgoing::{Outgoing, frame};
+use offbeat_core::optim::Isa;
+use offbeat_core::store::Receipt;
+use offbeat_core::wire::message::{Call, ModelInfo, Reply, RunConfig};
+use offbeat_core::wire::{Header, Kind, encode};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+use tokio::runtime::Runtime;
+use tokio::time::Interval;
+
+/// How often a waiting call looks up: at the caller's interrupt and at what the control thread has heard.
+pub(super) const LOOK: Duration = Duration::from_millis(100);
+/// After the control connection's end the data connection has so long to say why, or to end too.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long an interrupted call goes on with what it had begun.
+const GRACE: Duration = Duration::from_millis(500);
+/// Receipts of pushes whose call was broken off, kept for `flush`; older ones go.
+const MAX_UNCLAIMED: usize = 64;
+
+/// Everything of a client that is not its fork check.
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) session: Session,
+    pub(super) connection: Connection,
+    pub(super) control: Control,
+    pub(super) isa: Isa,
+    /// Of pushes whose call was broken off.
+    pub(super) unclaimed: VecDeque<Receipt>,
+    /// Why the session is over.
+    pub(super) broken: Option<ClientError>,
+    pub(super) ticks: Interval,
+    pub(super) runtime: Runtime, // last: the sockets above are registered with it
+}
+
+impl Inner {
+    /// Whether the session can go on.
+    pub(super) fn check(&self) -> Result<(), ClientError> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        match self.control.look(|events| events.fenced.clone()) {
+            Some(message) => Err(ClientError::Fenced { message }),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn model(&self) -> Result<Arc<Model>, ClientError> {
+        let none =
+            || ClientError::bad_input("the server has no model yet; bring one with init, or wait for it");
+        self.connection.model.clone().ok_or_else(none)
+    }
+
+    /// Takes the server's model for ours; nothing of it has been read.
+    pub(super) fn adopt(&mut self, info: ModelInfo) {
+        let ModelInfo { table, blueprint } = info;
+        if self.session.table.as_deref() == Some(&table) {
+            return;
+        }
+        let model = Arc::new(Model::new(Arc::new(table)));
+        self.session.table = Some(model.table.clone());
+        self.session.blueprint = blueprint;
+        self.connection.held = Some(Held::new(&model));
+        self.connection.model = Some(model);
+        self.reset_momentum();
+    }
+
+    /// Takes what is in force in the run.
+    pub(super) fn set_run(&mut self, run: RunConfig) {
+        let rule = |run: &RunConfig| run.optimizer.clone().filter(|_| run.momentum_correction);
+        let same = rule(&run) == rule(&self.session.run);
+        self.session.run = run;
+        if !same {
+            self.reset_momentum();
+        }
+    }
+
+    fn reset_momentum(&mut self) {
+        let keep = self.connection.keep;
+        let RunConfig {
+            momentum_correction,
+            optimizer,
+            ..
+        } = &self.session.run;
+        self.connection.momentum = match (&self.connection.model, optimizer) {
+            (Some(model), Some(optimizer)) if *momentum_correction => {
+                Some(Momentum::new(model, optimizer, keep))
+            }
+            (Some(_) | None, Some(_) | None) => None,
+        };
+    }
+
+    /// Drives the connection until `until` is content. An interrupt leaves the connection in order, any other error
+    /// ends the session.
+    pub(super) fn turn(
+        &mut self,
+        mut turn: Turn<'_>,
+        interrupt: &dyn Interrupt,
+        until: &dyn Fn(&Connection, &Turn<'_>) -> bool,
+    ) -> Result<(), ClientError> {
+        let result = self.drive(&mut turn, interrupt, until);
+        match &result {
+            Ok(()) => {
+                self.connection.tidy(turn);
+                self.control.count_call();
+            }
+            Err(ClientError::Interrupted) => {
+                self.connection.break_off(turn);
+                // The server cuts a connection that stands still in the middle of a frame, and the next call may be
+                // minutes away: most often what is left takes no time.
+                let begun = Instant::now();
+                let patience = || begun.elapsed() > GRACE;
+                let settled: &dyn Fn(&Connection, &Turn<'_>) -> bool =
+                    &|connection, _| connection.is_settled();
+                match self.drive(&mut Turn::wait(), &patience, settled) {
+                    Ok(()) | Err(ClientError::Interrupted) => {}
+                    Err(error) => self.broken = Some(error),
+                }
+            }
+            Err(error) => self.broken = Some(error.clone()),
+        }
+        result
+    }
+
+    fn drive(
+        &mut self,
+        turn: &mut Turn<'_>,
+        interrupt: &dyn Interrupt,
+        until: &dyn Fn(&Connection, &Turn<'_>) -> bool,
+    ) -> Result<(), ClientError> {
+        let Self {
+            runtime,
+            connection,
+            ticks,
+            control,
+            ..
+        } = self;
+        runtime.block_on(poll_fn(|cx| {
+            if let Poll::Ready(result) = connection.poll(cx, turn, until) {
+                return Poll::Ready(result);
+            }
+            while ticks.poll_tick(cx).is_ready() {
+                if interrupt.interrupted() {
+                    return Poll::Ready(Err(ClientError::Interrupted));
+                }
+                let lost = control.look(|e| e.lost.clone().filter(|(when, _)| when.elapsed() > LAST_WORDS));
+                if let Some((_, cause)) = lost {
+                    let address = connection.address.clone();
+                    let cause = format!("heartbeats failed: {cause}");
+                    return Poll::Ready(Err(ClientError::Lost { address, cause }));
+                }
+            }
+            Poll::Pending
+        }))
+    }
+
+    /// Finishes what calls that were broken off have left behind.
+    pub(super) fn settle(&mut self, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
+        if !self.connection.is_settled() {
+            self.turn(Turn::wait(), interrupt, &|connection, _| connection.is_settled())?;
+        }
+        self.collect();
+        Ok(())
+    }
+
+    /// Notes the ends of what was abandoned.
+    pub(super) fn collect(&mut self) {
+        for end in self.connection.flight.take_abandoned() {
+            if let End::Receipt { receipt, .. } = end {
+                if self.unclaimed.len() == MAX_UNCLAIMED {
+                    self.unclaimed.pop_front();
+                }
+                self.unclaimed.push_back(receipt);
+            }
+        }
+    }
+
+    /// Nobody will ask for the parameters of the pushes in flight; their receipts are kept.
+    pub(super) fn abandon(&mut self) {
+        self.connection.flight.abandon_all();
+    }
+
+    /// Waits for a request's end, with the others' where they come first.
+    pub(super) fn end_of(
+        &mut self,
+        request: u32,
+        turn: Turn<'_>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<End, ClientError> {
+        self.turn(turn, interrupt, &|connection, turn| {
+            connection.is_sent(turn) && connection.flight.is_complete(request)
+        })?;
+        self.collect();
+        let end = self.connection.flight.take(request);
+        match end.expect("the turn has waited for it") {
+            End::Refused(refused) => Err(ClientError::from_refused(&self.connection.address, refused)),
+            end => Ok(end),
+        }
+    }
+
+    /// Asks the server for something small.
+    pub(super) fn call(&mut self, call: &Call, interrupt: &dyn Interrupt) -> Result<Reply, ClientError> {
+        self.settle(interrupt)?;
+        let request = self.connection.flight.next_request();
+        let mut payload = Vec::new();
+        encode(call, &mut payload);
+        if payload.len() > Kind::Call.cap() as usize {
+            let (bytes, cap) = (payload.len(), Kind::Call.cap());
+            return Err(ClientError::bad_input(format!(
+                "a request of {bytes} bytes; at most {cap} fit"
+            )));
+        }
+        let header = Header {
+            request,
+            ..Header::new(Kind::Call)
+        };
+        let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
+        self.connection.flight.begin(Pending::new(request));
+        match self.end_of(request, Turn::send(request, outgoing), interrupt)? {
+            End::Reply(reply) => Ok(reply),
+            End::Receipt { .. } | End::Pulled { .. } | End::Refused(_) => {
+                unreachable!("a call ends with a reply")
+            }
+        }
+    }
+
+    /// What a reply of the wrong kind means.
+    pub(super) fn unexpected(&mut self, reply: &Reply) -> ClientError {
+        let address = self.connection.address.clone();
+        let error = ClientError::Protocol {
+            address,
+            cause: format!("{reply:?} answers another question"),
+        };
+        self.broken = Some(error.clone());
+        error
+    }
+
+    /// Says goodbye, in at most `limit`.
+    pub(super) fn goodbye(&mut self, finished: bool, interrupt: &dyn Interrupt, limit: Duration) {
+        self.abandon();
+        // The server reads nothing while it answers a call that was given up, and some wait for other workers.
+        let limit = if self.connection.flight.is_calling() {
+            GRACE
+        } else {
+            limit
+        };
+        let begun = Instant::now();
+        let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
+        if self.broken.is_none()
+            && let Err(error) = self.call(&Call::Goodbye { finished }, &out_of_time)
+        {
+            tracing::debug!(address = self.connection.address, %error, "the server did not hear the goodbye");
+        }
+    }
+
+    /// Says goodbye without waiting for anything.
+    pub(super) fn last_word(&mut self) {
+        if self.broken.is_none() {
+            let mut payload = Vec::new();
+            encode(&Call::Goodbye { finished: false }, &mut payload);
+            let request = self.connection.flight.next_request();
+            self.connection
+                .try_last_word(&frame(Kind::Call, request, &payload));
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! One TCP connection as frames: a reader with a little read-ahead and a vectored writer, shared by both sides.
+//!
+//! A system call costs as much as checking a kilobyte, so what belongs together travels together: a read asks for
+//! the rest of a payload *and* the next header at once (`readv`), a write sends headers and payloads from where they
+//! lie (`writev`). Reading and writing take `&Socket`, so one task can do both at the same time.
+
+use crate::fork::Registered;
+use offbeat_core::values;
+use offbeat_core::wire::{HEADER_BYTES, Header, HeaderError, Kind, MessageError};
+use socket2::SockRef;
+use std::future::{pending, poll_fn};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{Shutdown, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+
+/// Read-ahead: a few headers and a small message. More would only be copied twice.
+const AHEAD_BYTES: usize = 1024;
+/// Both socket buffers of a loopback connection. Elsewhere the kernel's own tuning is better.
+const LOOPBACK_BUFFER_BYTES: usize = 2 << 20;
+/// A message grows by at most this much before its next bytes have arrived.
+const MESSAGE_STEP_BYTES: usize = 64 << 10;
+
+/// Why a connection cannot be followed further.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The peer closed the connection, or its process ended, between two frames or inside one.
+    #[error("the peer closed the connection{}", if *.inside { " in the middle of a frame" } else { "" })]
+    Closed { inside: bool },
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    #[error("a {kind:?} frame's payload is damaged (checksum {found:#010x}, computed {computed:#010x})")]
+    Checksum { kind: Kind, found: u32, computed: u32 },
+    #[error(transparent)]
+    Message(#[from] MessageError),
+}
+
+/// A non-blocking TCP stream on the runtime of the thread that made it; closed in forked children.
+#[derive(Debug)]
+pub struct Socket {
+    registered: Registered,
+    stream: TcpStream,
+    peer: SocketAddr,
+    received: AtomicU64,
+    sent: AtomicU64,
+}
+
+impl Socket {
+    /// Registers a stream with the current runtime.
+    ///
+    /// # Errors
+    /// What the operating system says, for instance that the peer is gone already.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime.
+    pub fn new(stream: std::net::TcpStream) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        let peer = stream.peer_addr()?;
+        if peer.ip().to_canonical().is_loopback() {
+            let socket = SockRef::from(&stream);
+            socket.set_send_buffer_size(LOOPBACK_BUFFER_BYTES)?;
+            socket.set_recv_buffer_size(LOOPBACK_BUFFER_BYTES)?;
+        }
+        let registered = Registered::new(&stream);
+        let stream = TcpStream::from_std(stream)?;
+        Ok(Self { registered, stream, peer, received: AtomicU64::new(0), sent: AtomicU64::new(0) })
+    }
+
+    #[must_use]
+    pub fn peer(&self) -> SocketAddr {
+        self.peer
+    }
+
+    /// Gives the stream back, to be registered with another runtime.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn into_std(self) -> io::Result<std::net::TcpStream> {
+        let Self { registered, stream, peer: _, received: _, sent: _ } = self;
+        drop(registered);
+        stream.into_std()
+    }
+
+    /// Ends one or both directions for everybody who holds the stream; may be called from any thread.
+    ///
+    /// # Errors
+    /// What the operating system says, for instance that the peer has ended it already.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        SockRef::from(&self.stream).shutdown(how)
+    }
+
+    /// Bytes received so far; grows whenever the peer makes progress.
+    #[must_use]
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed) // a statistic and a sign of life; orders nothing
+    }
+
+    /// Bytes sent so far; grows whenever the peer takes some.
+    #[must_use]
+    pub fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed) // as above
+    }
+
+    /// Waits until there are bytes, then reads some: 0 at the peer's end.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    ///
+    /// # Cancel safety
+    /// Safe: bytes are read in the poll that returns them.
+    pub async fn read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let wanted = buffers.iter().map(|b| b.len()).sum();
+        loop {
+            poll_fn(|cx| self.stream.poll_read_ready(cx)).await?;
+            if let Some(n) = self.attempt(Interest::READABLE, wanted, |mut s| s.read_vectored(buffers))? {
+                self.received.fetch_add(n as u64, Ordering::Relaxed);
+                return Ok(n);
+            }
+        }
+    }
+
+    /// Sends all of the slices, in order, with as few system calls as the peer's speed allows. The slices are
+    /// advanced as they are sent.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    ///
+    /// # Cancel safety
+    /// Not safe: an unknown part has been sent, and the connection is of no further use.
+    pub async fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        IoSlice::advance_slices(&mut slices, 0); // drops empty ones at the front
+        while !slices.is_empty() {
+            let wanted = slices.iter().map(|s| s.len()).sum();
+            poll_fn(|cx| self.stream.poll_write_ready(cx)).await?;
+            match self.attempt(Interest::WRITABLE, wanted, |mut s| s.write_vectored(slices))? {
+                Some(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Some(n) => {
+                    self.sent.fetch_add(n as u64, Ordering::Relaxed);
+                    IoSlice::advance_slices(&mut slices, n);
+                }
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Has `read` take bytes from the stream once there are some; it has room for `wanted`. For a caller whose memory
+    /// may not be borrowed across a wait. One task may poll at a time.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn poll_read_with(
+        &self,
+        cx: &mut Context<'_>,
+        wanted: usize,
+        mut read: impl FnMut(&socket2::Socket) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.stream.poll_read_ready(cx))?;
+            if let Some(n) = self.attempt(Interest::READABLE, wanted, &mut read)? {
+                self.received.fetch_add(n as u64, Ordering::Relaxed);
+                return Poll::Ready(Ok(n));
+            }
+        }
+    }
+
+    /// Has `write` give `wanted` bytes to the stream, or as many as it takes, once it takes some. One task may poll at
+    /// a time.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn poll_write_with(
+        &self,
+        cx: &mut Context<'_>,
+        wanted: usize,
+        mut write: impl FnMut(&socket2::Socket) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.stream.poll_write_ready(cx))?;
+            match self.attempt(Interest::WRITABLE, wanted, &mut write)? {
+                Some(0) if wanted > 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Some(n) => {
+                    self.sent.fetch_add(n as u64, Ordering::Relaxed);
+                    return Poll::Ready(Ok(n));
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Sends what the stream takes at once, without waiting; whether that was all.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn try_write_all(&self, bytes: &[u8]) -> io::Result<bool> {
+        Ok(self.attempt(Interest::WRITABLE, bytes.len(), |mut s| s.write(bytes))? == Some(bytes.len()))
+    }
+
+    /// Resolves when the peer has closed the connection, if it has sent nothing before that.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    ///
+    /// # Cancel safety
+    /// Safe: nothing is taken off the stream.
+    pub async fn closed(&self) -> io::Result<()> {
+        loop {
+            poll_fn(|cx| self.stream.poll_read_ready(cx)).await?;
+            let mut byte = [MaybeUninit::uninit()];
+            match self.attempt(Interest::READABLE, 0, |s| s.peek(&mut byte))? {
+                Some(0) => return Ok(()),
+                Some(_) => return pending().await,
+                None => {}
+            }
+        }
+    }
+
+    /// One system call where readiness was promised. `None`: the promise was stale, wait again.
+    fn attempt(
+        &self,
+        interest: Interest,
+        wanted: usize,
+        call: impl FnOnce(&socket2::Socket) -> io::Result<usize>,
+    ) -> io::Result<Option<usize>> {
+        let mut done = None;
+        let tried = self.stream.try_io(interest, || {
+            let n = call(&SockRef::from(&self.stream))?;
+            done = Some(n);
+            // Less than asked for means that the kernel's buffer is empty (or full). Saying so here makes the next
+            // attempt wait for an event at once, instead of making a call that would only find that out.
+            if 0 < n && n < wanted { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(()) }
+        });
+        match tried {
+            Ok(()) => Ok(done),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(done),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Sends a header and its payload, whose length and checksum the header has.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    ///
+    /// # Cancel safety
+    /// Not safe, see [`Self::write_all`].
+    pub async fn write_frame(&self, header: &Header, payload: &[u8]) -> io::Result<()> {
+        debug_assert_eq!(header.payload_len as usize, payload.len());
+        self.write_all(&mut [IoSlice::new(&header.encode()), IoSlice::new(payload)]).await
+    }
+}
+
+/// Takes frames off a [`Socket`]. Moves from one runtime to another with the bytes it has read ahead.
+#[derive(Debug)]
+pub struct FrameReader {
+    ahead: Box<[u8; AHEAD_BYTES]>,
+    start: usize,
+    end: usize,
+    /// The last message that did not fit the read-ahead.
+    message: Vec<u8>,
+}
+
+impl Default for FrameReader {
+    fn default() -> Self {
+        Self { ahead: Box::new([0; AHEAD_BYTES]), start: 0, end: 0, message: Vec::new() }
+    }
+}
+
+impl FrameReader {
+    /// Bytes read ahead: 0 when the connection stands between two frames.
+    #[must_use]
+    pub fn buffered(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// The next frame's header; its payload must be taken before the next one.
+    ///
+    /// # Errors
+    /// [`FrameError::Closed`] with `inside: false` if the peer ended between two frames.
+    ///
+    /// # Panics
+    /// Never: the header is there when it is decoded.
+    ///
+    /// # Cancel safety
+    /// Safe: what has arrived is kept.
+    pub async fn header(&mut self, socket: &Socket) -> Result<Header, FrameError> {
+        self.fill(socket, HEADER_BYTES).await?;
+        let bytes = self.ahead[self.start..].first_chunk().expect("fill has put a header there");
+        let header = Header::decode(bytes)?;
+        self.start += HEADER_BYTES;
+        Ok(header)
+    }
+
+    /// Fills `target` with the payload's next bytes; what arrives behind them is kept for the next header.
+    ///
+    /// # Errors
+    /// [`FrameError::Closed`] if the peer ended before all had come.
+    ///
+    /// # Cancel safety
+    /// Not safe: bytes may be lost, and the connection is of no further use.
+    pub async fn payload(&mut self, socket: &Socket, target: &mut [u8]) -> Result<(), FrameError> {
+        let mut filled = self.take_ahead(target);
+        while filled < target.len() {
+            let rest = target.len() - filled;
+            let buffers = &mut [IoSliceMut::new(&mut target[filled..]), IoSliceMut::new(&mut self.ahead[..])];
+            let n = socket.read_vectored(buffers).await?;
+            if n == 0 {
+                return Err(FrameError::Closed { inside: true });
+            }
+            filled += n.min(rest);
+            (self.start, self.end) = (0, n.saturating_sub(rest));
+        }
+        Ok(())
+    }
+
+    /// A small payload, whole and checked against the header's checksum. The header's length must have been held
+    /// against what the connection's state allows; memory grows with the bytes that arrive.
+    ///
+    /// # Errors
+    /// [`FrameError::Checksum`] if the payload was damaged, [`FrameError::Closed`] if it did not come.
+    ///
+    /// # Cancel safety
+    /// Not safe, see [`Self::payload`].
+    pub async fn message(&mut self, socket: &Socket, header: &Header) -> Result<&[u8], FrameError> {
+        let len = header.payload_len as usize;
+        let bytes = if len <= AHEAD_BYTES {
+            self.fill(socket, len).await.map_err(in_payload)?;
+            let at = self.start;
+            self.start += len;
+            &self.ahead[at..at + len]
+        } else {
+            let mut message = std::mem::take(&mut self.message);
+            message.clear();
+            while message.len() < len {
+                let from = message.len();
+                message.resize(len.min(from + MESSAGE_STEP_BYTES), 0);
+                self.payload(socket, &mut message[from..]).await?;
+            }
+            self.message = message;
+            &self.message[..]
+        };
+        let computed = values::crc(bytes);
+        if computed != header.payload_crc {
+            return Err(FrameError::Checksum { kind: header.kind, found: header.payload_crc, computed });
+        }
+        Ok(bytes)
+    }
+
+    /// Reads a payload and drops it.
+    ///
+    /// # Errors
+    /// [`FrameError::Closed`] if the peer ended before all had come.
+    ///
+    /// # Cancel safety
+    /// Not safe, see [`Self::payload`].
+    pub async fn skip(&mut self, socket: &Socket, header: &Header) -> Result<(), FrameError> {
+        let mut left = header.payload_len as usize;
+        let mut sink = std::mem::take(&mut self.message);
+        sink.resize(left.min(MESSAGE_STEP_BYTES), 0);
+        while left > 0 {
+            let n = left.min(sink.len());
+            self.payload(socket, &mut sink[..n]).await?;
+            left -= n;
+        }
+        self.message = sink;
+        Ok(())
+    }
+
+    /// Reads until `wanted` bytes lie ahead.
+    async fn fill(&mut self, socket: &Socket, wanted: usize) -> Result<(), FrameError> {
+        if self.end - self.start >= wanted {
+            return Ok(());
+        }
+        self.ahead.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        while self.end < wanted {
+            let n = socket.read_vectored(&mut [IoSliceMut::new(&mut self.ahead[self.end..])]).await?;
+            if n == 0 {
+                return Err(FrameError::Closed { inside: self.end > 0 });
+            }
+            self.end += n;
+        }
+        Ok(())
+    }
+
+    fn take_ahead(&mut self, target: &mut [u8]) -> usize {
+        let n = target.len().min(self.end - self.start);
+        target[..n].copy_from_slice(&self.ahead[self.start..self.start + n]);
+        self.start += n;
+        n
+    }
+}
+
+fn in_payload(error: FrameError) -> FrameError {
+    match error {
+        FrameError::Closed { .. } => FrameError::Closed { inside: true },
+        other => other,
+    }
+}

@@ -1,0 +1,10 @@
+//! Offbeat's sockets. A [`frame`] is the wire codec of the core over one TCP connection; [`handshake`] opens a
+//! connection from both ends; [`server`] holds the store and answers; [`client`] is a worker's side of a session.
+
+pub mod client;
+pub mod fork;
+pub mod frame;
+pub mod handshake;
+pub mod server;
+
+pub use fork::forget_after_fork;

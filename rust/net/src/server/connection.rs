@@ -1,0 +1,184 @@
+//! One accepted connection as the rest of the server sees it: what it waits for, and whether anything moves. A
+//! watchdog on the control thread looks at all of them a few times a second, so that the data path needs no timers.
+
+use crate::frame::Socket;
+use crate::handshake::FAREWELL;
+use offbeat_core::wire::message::RefusalCode;
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What a connection's task is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Phase {
+    /// Between two frames: silence is fine, a part of a header is not.
+    Idle = 0,
+    /// In the middle of a frame, or of a push: the peer owes us bytes.
+    Receiving = 1,
+    /// The peer owes us room for what we send.
+    Sending = 2,
+    /// Waiting for something that is not the peer's to give.
+    Waiting = 3,
+    /// The peer has been told that this is the end.
+    Parting = 4,
+}
+
+impl Phase {
+    const fn from_byte(byte: u8) -> Self {
+        match byte {
+            0 => Self::Idle,
+            1 => Self::Receiving,
+            2 => Self::Sending,
+            3 => Self::Waiting,
+            _ => Self::Parting,
+        }
+    }
+}
+
+/// An accepted connection.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) socket: Socket,
+    /// The data thread that serves it; `None`: the control thread.
+    pub(super) thread: Option<usize>,
+    phase: AtomicU8,
+    /// Bytes received when the last frame had been taken whole.
+    boundary: AtomicU64,
+    end: Mutex<Option<(RefusalCode, String)>>,
+}
+
+impl Connection {
+    pub(super) fn new(socket: Socket, thread: Option<usize>) -> Self {
+        let phase = AtomicU8::new(Phase::Receiving as u8);
+        Self { socket, thread, phase, boundary: AtomicU64::new(0), end: Mutex::new(None) }
+    }
+
+    /// Relaxed, as all that the watchdog reads: it looks again, and acts on what has not changed for seconds.
+    pub(super) fn enter(&self, phase: Phase) {
+        self.phase.store(phase as u8, Ordering::Relaxed);
+    }
+
+    /// Between two frames, with `buffered` bytes of the next one read ahead.
+    pub(super) fn idle(&self, buffered: usize) {
+        self.boundary.store(self.socket.received() - buffered as u64, Ordering::Relaxed);
+        self.enter(Phase::Idle);
+    }
+
+    /// Ends the connection from outside: its task finds the stream at its end, and here why. With
+    /// [`Shutdown::Read`] the peer can still be told.
+    pub(super) fn close(&self, code: RefusalCode, cause: &str, how: Shutdown) {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| (code, cause.to_owned()));
+        // It may be closed already, which is what is wanted.
+        self.socket.shutdown(how).ok();
+    }
+
+    /// Why the connection was closed from outside.
+    pub(super) fn end(&self) -> Option<(RefusalCode, String)> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What the watchdog compares between two looks.
+    fn sight(&self) -> Sight {
+        let (received, sent) = (self.socket.received(), self.socket.sent());
+        let phase = match Phase::from_byte(self.phase.load(Ordering::Relaxed)) {
+            Phase::Idle if received > self.boundary.load(Ordering::Relaxed) => Phase::Receiving,
+            phase => phase,
+        };
+        // Whatever the peer still sends does not put off the end.
+        if phase == Phase::Parting { Sight { phase, received: 0, sent: 0 } } else { Sight { phase, received, sent } }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sight {
+    phase: Phase,
+    received: u64,
+    sent: u64,
+}
+
+/// The watchdog's memory of one connection.
+#[derive(Debug)]
+pub(super) struct Watch {
+    sight: Sight,
+    since: Instant,
+}
+
+impl Watch {
+    pub(super) fn new(connection: &Connection, now: Instant) -> Self {
+        Self { sight: connection.sight(), since: now }
+    }
+
+    /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and nothing has
+    /// moved for `timeout`, what to say about it and whether it can still be told.
+    pub(super) fn look(
+        &mut self,
+        connection: &Connection,
+        now: Instant,
+        timeout: Duration,
+    ) -> (u64, Option<(String, Shutdown)>) {
+        let sight = connection.sight();
+        let moved = sight.received.saturating_sub(self.sight.received) + sight.sent.saturating_sub(self.sight.sent);
+        if sight != self.sight {
+            *self = Self { sight, since: now };
+            return (moved, None);
+        }
+        let timeout = if sight.phase == Phase::Parting { FAREWELL } else { timeout };
+        if now.duration_since(self.since) < timeout {
+            return (0, None);
+        }
+        let seconds = timeout.as_secs_f64();
+        let cause = match sight.phase {
+            Phase::Idle | Phase::Waiting => None,
+            Phase::Receiving => Some((format!("no byte for {seconds} s in the middle of a frame"), Shutdown::Read)),
+            Phase::Parting => Some((format!("did not close within {seconds} s"), Shutdown::Both)),
+            Phase::Sending => Some((format!("took none of the bytes sent to it for {seconds} s"), Shutdown::Both)),
+        };
+        (0, cause)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    fn pair() -> (TcpStream, Connection) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (peer, Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
+    }
+
+    #[tokio::test]
+    async fn only_a_peer_that_owes_something_is_too_slow() {
+        let (_peer, connection) = pair();
+        let (start, timeout) = (Instant::now(), Duration::from_secs(10));
+        let late = start + timeout;
+        for (phase, slow) in
+            [(Phase::Idle, false), (Phase::Waiting, false), (Phase::Receiving, true), (Phase::Sending, true), (Phase::Parting, true)]
+        {
+            connection.enter(phase);
+            let mut watch = Watch::new(&connection, start);
+            assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));
+            assert_eq!(watch.look(&connection, late, timeout).1.is_some(), slow, "{phase:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_part_of_a_header_is_a_debt_and_every_byte_a_respite() {
+        let (mut peer, connection) = pair();
+        connection.idle(0);
+        let (start, timeout) = (Instant::now(), Duration::from_secs(10));
+        let mut watch = Watch::new(&connection, start);
+        assert_eq!(watch.look(&connection, start + timeout * 9, timeout), (0, None));
+        peer.write_all(&[1, 2, 3]).unwrap();
+        let mut bytes = [0; 8];
+        let n = connection.socket.read_vectored(&mut [std::io::IoSliceMut::new(&mut bytes)]).await.unwrap();
+        assert_eq!(n, 3);
+        let now = start + timeout * 9;
+        assert_eq!(watch.look(&connection, now, timeout), (3, None));
+        assert!(watch.look(&connection, now + timeout, timeout).1.unwrap().0.contains("no byte for 10 s"));
+    }
+}

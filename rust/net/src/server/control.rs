@@ -1,0 +1,267 @@
+//! The control thread: it takes connections, opens the door for those that prove themselves, hears the workers'
+//! heartbeats, answers status, and looks at the clock for everybody.
+
+use super::connection::{Connection, Watch};
+use super::membership::Ticked;
+use super::poll;
+use super::session::{self, End};
+use super::shared::{Meter, Shared};
+use crate::fork::Registered;
+use crate::frame::{FrameError, FrameReader, Socket};
+use crate::handshake::{self, frame_refusal, refuse};
+use offbeat_core::wire::header::MAX_HANDSHAKE_BYTES;
+use offbeat_core::wire::message::{
+    Attach, Call, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Purpose, RefusalCode, Refused, Reply,
+};
+use offbeat_core::wire::{Header, Kind, decode};
+use std::collections::HashMap;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+
+/// The longest time between two looks at the clock.
+const MAX_TICK: Duration = Duration::from_millis(250);
+/// Looks per timeout, so that it is noticed soon after it has passed.
+const LOOKS: u32 = 8;
+/// A pause after the operating system had no descriptor for a new connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Takes connections until the server stops.
+pub(super) async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener, data: Vec<Handle>) {
+    let _closed_in_children = Registered::new(&listener);
+    let listener = match TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "the listening socket cannot be used");
+            return;
+        }
+    };
+    let data: Arc<[Handle]> = data.into();
+    let pending = Arc::new(Semaphore::new(shared.config.max_pending));
+    loop {
+        let place = Arc::clone(&pending).acquire_owned().await.expect("the semaphore is never closed");
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                let stream = stream.into_std().and_then(Socket::new);
+                match stream {
+                    Ok(socket) => {
+                        tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
+                    }
+                    Err(error) => tracing::debug!(%peer, %error, "a connection was gone before it was opened"),
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection could not be taken");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Lets one connection prove itself, then serves it or hands it on.
+async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, place: OwnedSemaphorePermit) {
+    let mut reader = FrameReader::default();
+    let peer = socket.peer();
+    let handshake = handshake::admit(&socket, &mut reader, shared.config.token.as_deref());
+    let purpose = match timeout(shared.config.handshake_timeout, handshake).await {
+        Ok(Ok(purpose)) => purpose,
+        Ok(Err(error)) => {
+            tracing::warn!(%peer, %error, "a connection did not get in");
+            return;
+        }
+        Err(_) => {
+            tracing::warn!(%peer, "a connection did not prove itself in time");
+            return;
+        }
+    };
+    drop(place);
+    let Ok(admitted) = Arc::clone(&shared.admitted).try_acquire_owned() else {
+        let message = format!("the server has its {} connections already", shared.config.max_connections);
+        tracing::warn!(%peer, message);
+        refuse(&socket, 0, Refused { code: RefusalCode::Full, message, fatal: true }).await;
+        return;
+    };
+    match purpose {
+        Purpose::Data => {
+            let thread = shared.least_loaded();
+            match socket.into_std() {
+                Ok(stream) => {
+                    shared.loads[thread].connections.fetch_add(1, Ordering::Relaxed); // a statistic
+                    let task = session::serve(Arc::clone(&shared), thread, stream, reader, admitted);
+                    data[thread].spawn(poll::timed(Meter::new(&shared, thread), task));
+                }
+                Err(error) => tracing::debug!(%peer, %error, "a connection could not be handed on"),
+            }
+        }
+        Purpose::Control | Purpose::Status => {
+            let connection = Arc::new(Connection::new(socket, None));
+            let _enrolled = shared.enrol(&connection);
+            let served = match purpose {
+                Purpose::Control => control(&shared, &connection, &mut reader).await,
+                _ => status(&shared, &connection, &mut reader).await,
+            };
+            if let Err(end) = served {
+                let refused = match (connection.end(), end) {
+                    (Some((code, message)), _) => Some(Refused { code, message, fatal: true }),
+                    (None, End::Refused { refused, .. }) => Some(refused),
+                    (None, End::Frame(error)) => frame_refusal(&error),
+                };
+                if let Some(refused) = refused {
+                    refuse(&connection.socket, 0, refused).await;
+                }
+            }
+            drop(admitted);
+        }
+    }
+}
+
+/// Serves a worker's control connection to its end.
+async fn control(shared: &Arc<Shared>, connection: &Arc<Connection>, reader: &mut FrameReader) -> Result<(), End> {
+    let socket = &connection.socket;
+    let header = reader.header(socket).await?;
+    if header.kind != Kind::Attach || header.payload_len > MAX_HANDSHAKE_BYTES {
+        return Err(End::out_of_place(&header, "Attach"));
+    }
+    let attach: Attach = decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
+    let (tell, mut told) = mpsc::unbounded_channel();
+    if shared.is_over() {
+        // The receiver is in our hands.
+        tell.send(Event::Finished { reason: FINISHED_BUDGET.to_owned() }).ok();
+    }
+    let control = (tell, Arc::clone(connection));
+    let attached = shared.members().attach(attach.incarnation, &attach.secret, control, Instant::now());
+    if attached.is_none() {
+        return Err(End::refused(&header, RefusalCode::State, "there is no such session (any more)"));
+    }
+    socket.write_frame(&Header { request: header.request, ..Header::new(Kind::Attached) }, &[]).await?;
+    let ended = converse(shared, connection, reader, &mut told, attach.incarnation).await;
+    if let Err(end) = &ended {
+        let cause = match (connection.end(), end) {
+            (Some((_, cause)), _) => cause,
+            (None, End::Frame(FrameError::Closed { .. })) => "the peer closed the control connection".to_owned(),
+            (None, End::Frame(error)) => format!("the control connection broke: {error}"),
+            (None, End::Refused { refused, .. }) => format!("the control connection was refused: {refused}"),
+        };
+        shared.lost(attach.incarnation, &cause, connection);
+    }
+    ended
+}
+
+async fn converse(
+    shared: &Arc<Shared>,
+    connection: &Arc<Connection>,
+    reader: &mut FrameReader,
+    told: &mut mpsc::UnboundedReceiver<Event>,
+    incarnation: u32,
+) -> Result<(), End> {
+    let socket = &connection.socket;
+    loop {
+        connection.idle(reader.buffered());
+        let header = tokio::select! {
+            biased;
+            event = told.recv() => {
+                // A member that ends lets go of its sender.
+                let Some(event) = event else { return Ok(()) };
+                handshake::send(socket, Kind::Event, 0, &event).await?;
+                continue;
+            }
+            header = reader.header(socket) => header?,
+        };
+        if header.kind != Kind::Heartbeat || header.payload_len > MAX_HANDSHAKE_BYTES {
+            return Err(End::out_of_place(&header, "Heartbeat"));
+        }
+        let heartbeat: Heartbeat =
+            decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
+        if shared.members().heard(incarnation, heartbeat.progress, Instant::now()) {
+            tracing::info!(incarnation, "a worker that was lost is heard again");
+            shared.notify();
+        }
+    }
+}
+
+/// Serves a connection that only asks how things are.
+async fn status(shared: &Arc<Shared>, connection: &Arc<Connection>, reader: &mut FrameReader) -> Result<(), End> {
+    let socket = &connection.socket;
+    loop {
+        connection.idle(reader.buffered());
+        let header = reader.header(socket).await?;
+        if header.kind != Kind::Call || header.payload_len > MAX_HANDSHAKE_BYTES {
+            return Err(End::out_of_place(&header, "a Call for status"));
+        }
+        let call: Call = decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
+        if call != Call::Status {
+            return Err(End::refused(&header, RefusalCode::State, "this connection may ask for status only"));
+        }
+        let reply = Reply::Status { json: super::status::json(shared) };
+        handshake::send(socket, Kind::Reply, header.request, &reply).await?;
+    }
+}
+
+/// Looks at the clock until the server stops.
+pub(super) async fn tick(shared: Arc<Shared>) {
+    let config = &shared.config;
+    let shortest = config.lease.min(config.progress_timeout) / LOOKS;
+    let mut ticks = interval(shortest.clamp(Duration::from_millis(1), MAX_TICK));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut watches: HashMap<u64, Watch> = HashMap::new();
+    loop {
+        ticks.tick().await;
+        let now = Instant::now();
+        watch(&shared, &mut watches, now);
+        let Ticked { lost, stalled, forgotten } = shared.members().tick(config.lease, config.rejoin_grace, now);
+        let store = shared.model.get().map(|m| &m.store);
+        for (worker, incarnation, key, cause) in &lost {
+            tracing::warn!(worker, incarnation, cause, "a worker is lost");
+            if let (Some(key), Some(store)) = (key, store) {
+                store.lost(*key);
+            }
+        }
+        for worker in stalled {
+            tracing::warn!(worker, "a worker is alive but makes no progress");
+        }
+        if let Some(store) = store {
+            forgotten.into_iter().for_each(|key| store.depart(key));
+        }
+        if !lost.is_empty() {
+            shared.notify();
+        }
+    }
+}
+
+/// Closes the connections on which nothing moves that should, and measures how busy each data thread is.
+fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, now: Instant) {
+    let connections = shared.connections();
+    let mut moved = vec![0_u64; shared.loads.len()];
+    watches.retain(|number, _| connections.binary_search_by_key(number, |(n, _)| *n).is_ok());
+    for (number, connection) in &connections {
+        let watch = watches.entry(*number).or_insert_with(|| Watch::new(connection, now));
+        let (bytes, slow) = watch.look(connection, now, shared.config.progress_timeout);
+        if let Some(thread) = connection.thread {
+            moved[thread] += bytes;
+        }
+        if let Some((cause, how)) = slow {
+            connection.close(RefusalCode::Timeout, &cause, how);
+        }
+    }
+    for (load, moved) in shared.loads.iter().zip(moved) {
+        // Relaxed: a statistic, written here only.
+        let recent = load.recent_bytes.load(Ordering::Relaxed);
+        load.recent_bytes.store(recent / 2 + moved, Ordering::Relaxed);
+    }
+}
+
+/// Tells everybody that the server stops, and ends what is waiting.
+pub(super) fn dismiss(shared: &Shared) {
+    shared.members().tell_all(&Event::Finished { reason: FINISHED_STOPPED.to_owned() });
+    for (_, connection) in shared.connections() {
+        if connection.thread.is_some() {
+            connection.close(RefusalCode::Finished, "the server was stopped", Shutdown::Read);
+        }
+    }
+    shared.notify();
+}

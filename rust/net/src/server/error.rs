@@ -1,0 +1,63 @@
+//! Every way in which the server fails its owner. What a worker is told is a [`Refused`] instead.
+//!
+//! [`Refused`]: offbeat_core::wire::message::Refused
+
+use offbeat_core::spec::SpecError;
+use std::fmt::Write as _;
+use std::io;
+
+/// A server that cannot start, or a request of its owner that it cannot do.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    #[error("address {address} is in use: stop what listens there, or choose another port (0 for any free one)")]
+    AddressInUse { address: String },
+    #[error("cannot listen on {address}: {cause}")]
+    Bind { address: String, cause: io::Error },
+    #[error("host {host:?} is not an address of this machine: {cause}")]
+    Host { host: String, cause: io::Error },
+    #[error(
+        "host {host:?} would let anybody on the network in: give a token (token= or OFFBEAT_TOKEN), \
+         or say that this is meant (insecure=True, --insecure)"
+    )]
+    Insecure { host: String },
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    #[error("{name} is {value}: {remedy}")]
+    Config { name: &'static str, value: String, remedy: &'static str },
+    #[error(
+        "a push of this model is {needed} bytes and the staging budget {budget}: raise staging_budget, \
+         or use transaction=\"fragment\""
+    )]
+    StagingBudget { needed: u64, budget: u64 },
+    #[error("tensor {name:?} was given {found} bytes where its shape and dtype make {expected}")]
+    Values { name: String, expected: u64, found: u64 },
+    #[error("{found} tensors were given and the model has {expected}")]
+    NumTensors { expected: usize, found: usize },
+    #[error("the server has no model yet: give it one, or wait for the first worker to bring one")]
+    NoModel,
+    #[error("no optimizer is set, so there is no learning rate to change")]
+    NoOptimizer,
+    #[error("parameter group {group} does not exist; the optimizer has {groups}")]
+    Group { group: usize, groups: usize },
+    #[error("this run's optimizers are on the workers: the server has neither an optimizer nor a learning rate to set")]
+    WorkerSide,
+    #[error("every worker was lost and none finished: {}", in_words(.causes))]
+    AllLost { causes: Vec<(String, String)> },
+    #[error("the server has been stopped")]
+    Stopped,
+    #[error("interrupted while waiting")]
+    Interrupted,
+    #[error("this server belongs to the process that started it: create it after the fork, or use spawn")]
+    Forked,
+    #[error("the operating system refused what the server needs: {0}")]
+    System(io::Error),
+}
+
+fn in_words(causes: &[(String, String)]) -> String {
+    let mut text = String::new();
+    for (worker, cause) in causes {
+        let comma = if text.is_empty() { "" } else { "; " };
+        write!(text, "{comma}{worker}: {cause}").expect("a String takes any text");
+    }
+    text
+}

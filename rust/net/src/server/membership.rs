@@ -1,0 +1,526 @@
+//! Who is in the run: a plain state machine over joins, heartbeats and departures. Time comes in as an argument.
+//!
+//! Lost is not gone: a lost worker whose connections stand goes on as soon as it is heard again. What ends a
+//! membership is a goodbye, or a newer process with the same name.
+
+use super::connection::Connection;
+use offbeat_core::store::WorkerKey;
+use offbeat_core::wire::message::Event;
+use serde::Serialize;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Departures that status remembers.
+const MAX_DEPARTURES: usize = 1000;
+/// The span over which samples per second are measured.
+const RATE_WINDOW: Duration = Duration::from_secs(10);
+
+/// Where a worker stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum State {
+    Joined,
+    /// Alive, but its count of progress stands still.
+    Stalled,
+    Lost,
+    /// Said goodbye before its work was done.
+    Left,
+    /// Said goodbye with its work done.
+    Finished,
+}
+
+impl State {
+    const fn is_present(self) -> bool {
+        matches!(self, Self::Joined | Self::Stalled)
+    }
+}
+
+/// What a worker's session counts while it serves; read by status and the rates.
+#[derive(Debug, Default)]
+pub(super) struct Traffic {
+    pub(super) samples: AtomicU64,
+    pub(super) received: AtomicU64,
+    pub(super) sent: AtomicU64,
+    /// Milliseconds since the server's start; 0: never.
+    pub(super) last_push_ms: AtomicU64,
+}
+
+/// A departure, for status.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Departure {
+    pub(super) worker: String,
+    pub(super) incarnation: u32,
+    pub(super) state: State,
+    pub(super) cause: String,
+    #[serde(skip)]
+    pub(super) at: Instant,
+}
+
+/// One worker process.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) incarnation: u32,
+    secret: [u8; 16],
+    pub(super) host: String,
+    pub(super) state: State,
+    pub(super) cause: Option<String>,
+    /// When the state was entered.
+    pub(super) since: Instant,
+    heard: Instant,
+    progress: u64,
+    moved: Instant,
+    pub(super) traffic: Arc<Traffic>,
+    /// (when, samples) over the last window, oldest first.
+    history: VecDeque<(Instant, u64)>,
+    connection: Arc<Connection>,
+    control: Option<(UnboundedSender<Event>, Arc<Connection>)>,
+    key: Option<WorkerKey>,
+    forgotten: bool,
+}
+
+impl Member {
+    /// Samples per second over the last seconds.
+    pub(super) fn rate(&self) -> f64 {
+        match (self.history.front(), self.history.back()) {
+            (Some((from, before)), Some((to, after))) if to > from => {
+                (after - before) as f64 / to.duration_since(*from).as_secs_f64()
+            }
+            _ => 0.0,
+        }
+    }
+}
+
+/// What a join leads to.
+#[derive(Debug)]
+pub(super) struct Admitted {
+    pub(super) id: String,
+    pub(super) incarnation: u32,
+    pub(super) traffic: Arc<Traffic>,
+    /// The process that had the name, if it is still connected: to be fenced.
+    pub(super) replaced: Option<Ended>,
+}
+
+/// A member that is out, with what is left to do about it.
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) id: String,
+    pub(super) incarnation: u32,
+    pub(super) key: Option<WorkerKey>,
+    pub(super) connection: Arc<Connection>,
+    pub(super) control: Option<(UnboundedSender<Event>, Arc<Connection>)>,
+    /// Whether this is the first that is heard of it.
+    pub(super) news: bool,
+}
+
+/// What became of waiting for the workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Waiting,
+    Done,
+    /// (worker, cause) of each.
+    AllLost(Vec<(String, String)>),
+}
+
+/// Bounds for [`Members::outcome`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    pub(super) linger: Duration,
+    pub(super) rejoin_grace: Duration,
+}
+
+/// The workers, by name.
+#[derive(Debug)]
+pub(super) struct Members {
+    by_id: BTreeMap<String, Member>,
+    last_incarnation: u32,
+    departures: VecDeque<Departure>,
+}
+
+impl Members {
+    pub(super) fn new() -> Self {
+        Self { by_id: BTreeMap::new(), last_incarnation: 0, departures: VecDeque::new() }
+    }
+
+    /// A worker process comes in. Without a name it gets one.
+    pub(super) fn join(
+        &mut self,
+        id: Option<String>,
+        host: String,
+        secret: [u8; 16],
+        connection: Arc<Connection>,
+        now: Instant,
+    ) -> Admitted {
+        self.last_incarnation += 1;
+        let id = id.unwrap_or_else(|| self.free_name());
+        let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
+        let member = Member {
+            incarnation: self.last_incarnation,
+            secret,
+            host,
+            state: State::Joined,
+            cause: None,
+            since: now,
+            heard: now,
+            progress: 0,
+            moved: now,
+            traffic: Arc::clone(&traffic),
+            history: VecDeque::new(),
+            connection,
+            control: None,
+            key: None,
+            forgotten: false,
+        };
+        let replaced = self.by_id.insert(id.clone(), member).filter(|old| old.state.is_present()).map(|old| {
+            let cause = "replaced by a newer process with the same worker_id";
+            self.remember(&id, old.incarnation, State::Lost, cause, now);
+            Ended {
+                id: id.clone(),
+                incarnation: old.incarnation,
+                key: old.key,
+                connection: old.connection,
+                control: old.control,
+                news: true,
+            }
+        });
+        Admitted { id, incarnation: self.last_incarnation, traffic, replaced }
+    }
+
+    fn free_name(&self) -> String {
+        let mut number = self.by_id.len();
+        loop {
+            let name = format!("worker-{number}");
+            if !self.by_id.contains_key(&name) {
+                return name;
+            }
+            number += 1;
+        }
+    }
+
+    /// The control connection of a session: `None` if the incarnation or its secret is not known (any more).
+    pub(super) fn attach(
+        &mut self,
+        incarnation: u32,
+        secret: &[u8; 16],
+        control: (UnboundedSender<Event>, Arc<Connection>),
+        now: Instant,
+    ) -> Option<String> {
+        let (id, member) = self.find(incarnation)?;
+        // Every byte is looked at, so that the time says nothing about the first that differs.
+        let differs = member.secret.iter().zip(secret).fold(0, |sum, (a, b)| sum | (a ^ b));
+        if differs != 0 || !member.state.is_present() {
+            return None;
+        }
+        member.control = Some(control);
+        member.heard = now;
+        Some(id)
+    }
+
+    fn find(&mut self, incarnation: u32) -> Option<(String, &mut Member)> {
+        let (id, member) = self.by_id.iter_mut().find(|(_, m)| m.incarnation == incarnation)?;
+        Some((id.clone(), member))
+    }
+
+    /// Makes the store's key for a worker, unless a newer process has its name. Under our lock, so that the order in
+    /// which the store hears of two processes is the order in which they joined.
+    pub(super) fn register<E>(
+        &mut self,
+        incarnation: u32,
+        register: impl FnOnce(&str) -> Result<WorkerKey, E>,
+    ) -> Option<Result<WorkerKey, E>> {
+        let (id, member) = self.find(incarnation)?;
+        Some(match member.key {
+            Some(key) => Ok(key),
+            None => register(&id).inspect(|key| member.key = Some(*key)),
+        })
+    }
+
+    /// A heartbeat. True if the worker had been given up and is back.
+    pub(super) fn heard(&mut self, incarnation: u32, progress: u64, now: Instant) -> bool {
+        let Some((_, member)) = self.find(incarnation) else { return false };
+        member.heard = now;
+        if progress != member.progress {
+            (member.progress, member.moved) = (progress, now);
+        }
+        let back = member.state == State::Lost;
+        if back || member.state == State::Stalled && member.moved == now {
+            (member.state, member.cause, member.since) = (State::Joined, None, now);
+            member.moved = now;
+        }
+        back
+    }
+
+    /// A goodbye.
+    pub(super) fn goodbye(&mut self, incarnation: u32, finished: bool, now: Instant) -> Option<Ended> {
+        let state = if finished { State::Finished } else { State::Left };
+        self.end(incarnation, state, if finished { "finished" } else { "left" }, now)
+    }
+
+    /// A connection ended without a goodbye.
+    pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
+        self.end(incarnation, State::Lost, cause, now)
+    }
+
+    /// The server ends the run for a worker.
+    pub(super) fn dismissed(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
+        self.end(incarnation, State::Left, cause, now)
+    }
+
+    fn end(&mut self, incarnation: u32, state: State, cause: &str, now: Instant) -> Option<Ended> {
+        let (id, member) = self.find(incarnation)?;
+        // One that said goodbye is not lost by hanging up. One that was silent may still say goodbye, and its
+        // connections may end, which is no news but needs cleaning up.
+        let news = match member.state {
+            State::Left | State::Finished => return None,
+            State::Joined | State::Stalled => true,
+            State::Lost => state != State::Lost,
+        };
+        if news {
+            (member.state, member.cause, member.since) = (state, Some(cause.to_owned()), now);
+        }
+        let ended = Ended {
+            id: id.clone(),
+            incarnation,
+            key: member.key,
+            connection: Arc::clone(&member.connection),
+            control: member.control.take(),
+            news,
+        };
+        if news {
+            self.remember(&id, incarnation, state, cause, now);
+        }
+        Some(ended)
+    }
+
+    fn remember(&mut self, id: &str, incarnation: u32, state: State, cause: &str, at: Instant) {
+        if self.departures.len() == MAX_DEPARTURES {
+            self.departures.pop_front();
+        }
+        let (worker, cause) = (id.to_owned(), cause.to_owned());
+        self.departures.push_back(Departure { worker, incarnation, state, cause, at });
+    }
+
+    /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
+    /// slot in the store may be given away).
+    pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
+        let mut ticked = Ticked::default();
+        for (id, member) in &mut self.by_id {
+            let samples = member.traffic.samples.load(Ordering::Relaxed); // a statistic
+            member.history.push_back((now, samples));
+            while member.history.front().is_some_and(|(at, _)| now.duration_since(*at) > RATE_WINDOW) {
+                member.history.pop_front();
+            }
+            match member.state {
+                State::Joined | State::Stalled if now.duration_since(member.heard) >= lease => {
+                    let cause = format!("no heartbeat for {} s", lease.as_secs_f64());
+                    (member.state, member.cause, member.since) = (State::Lost, Some(cause.clone()), now);
+                    ticked.lost.push((id.clone(), member.incarnation, member.key, cause));
+                }
+                State::Joined if now.duration_since(member.moved) >= lease => {
+                    (member.state, member.since) = (State::Stalled, now);
+                    ticked.stalled.push(id.clone());
+                }
+                State::Lost if !member.forgotten && now.duration_since(member.since) >= rejoin_grace => {
+                    member.forgotten = true;
+                    ticked.forgotten.extend(member.key);
+                }
+                _ => {}
+            }
+        }
+        for (id, incarnation, _, cause) in &ticked.lost {
+            self.remember(id, *incarnation, State::Lost, cause, now);
+        }
+        ticked
+    }
+
+    /// Whether waiting for `n` workers is over: enough have come and nobody has been there for the linger, where a
+    /// lost one counts as there for its grace. Once the run is over nobody can come back, and nothing is waited for.
+    pub(super) fn outcome(&self, n: usize, patience: Patience, over: bool, now: Instant) -> Outcome {
+        let there = |m: &Member| {
+            let grace = m.state == State::Lost && now.duration_since(m.since) < patience.rejoin_grace;
+            m.state.is_present() || grace && !over
+        };
+        if self.by_id.len() < n.max(1) || self.by_id.values().any(there) {
+            return Outcome::Waiting;
+        }
+        if self.by_id.values().all(|m| m.state == State::Lost) && !over {
+            let cause = |(id, m): (&String, &Member)| (id.clone(), m.cause.clone().unwrap_or_default());
+            return Outcome::AllLost(self.by_id.iter().map(cause).collect());
+        }
+        let gone = |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
+        let alone = self.by_id.values().map(gone).max().unwrap_or(now);
+        if over || now.saturating_duration_since(alone) >= patience.linger { Outcome::Done } else { Outcome::Waiting }
+    }
+
+    /// Workers that have ever come.
+    pub(super) fn num_joined(&self) -> usize {
+        self.by_id.len()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&String, &Member)> {
+        self.by_id.iter()
+    }
+
+    pub(super) fn departures(&self) -> impl Iterator<Item = &Departure> {
+        self.departures.iter()
+    }
+
+    /// Tells every worker that listens.
+    pub(super) fn tell_all(&self, event: &Event) {
+        for (control, _) in self.by_id.values().filter_map(|m| m.control.as_ref()) {
+            // Its task may just have ended.
+            control.send(event.clone()).ok();
+        }
+    }
+}
+
+/// What a look at the clock found.
+#[derive(Debug, Default)]
+pub(super) struct Ticked {
+    /// (worker, incarnation, key, cause)
+    pub(super) lost: Vec<(String, u32, Option<WorkerKey>, String)>,
+    pub(super) stalled: Vec<String>,
+    pub(super) forgotten: Vec<WorkerKey>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::Socket;
+    use std::net::{TcpListener, TcpStream};
+
+    const LEASE: Duration = Duration::from_secs(10);
+    const PATIENCE: Patience = Patience { linger: Duration::from_secs(10), rejoin_grace: Duration::from_secs(60) };
+
+    fn connection() -> Arc<Connection> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        Arc::new(Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
+    }
+
+    fn join(members: &mut Members, id: &str, now: Instant) -> u32 {
+        members.join(Some(id.to_owned()), String::new(), [7; 16], connection(), now).incarnation
+    }
+
+    fn state(members: &Members, id: &str) -> State {
+        members.by_id[id].state
+    }
+
+    fn seconds(s: u64) -> Duration {
+        Duration::from_secs(s)
+    }
+
+    #[tokio::test]
+    async fn silence_for_the_lease_is_a_loss_and_a_heartbeat_undoes_it() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        assert!(members.tick(LEASE, seconds(60), start + seconds(9)).lost.is_empty());
+        let ticked = members.tick(LEASE, seconds(60), start + seconds(10));
+        assert_eq!(ticked.lost[0].3, "no heartbeat for 10 s");
+        assert_eq!(state(&members, "a"), State::Lost);
+        assert!(members.heard(a, 1, start + seconds(11)));
+        assert_eq!(state(&members, "a"), State::Joined);
+        assert_eq!(members.departures().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn heartbeats_without_progress_show_a_stall() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        for s in 1..10 {
+            members.heard(a, 0, start + seconds(s));
+        }
+        assert_eq!(members.tick(LEASE, seconds(60), start + seconds(10)).stalled, ["a"]);
+        assert!(!members.heard(a, 5, start + seconds(11)));
+        assert_eq!(state(&members, "a"), State::Joined);
+    }
+
+    #[tokio::test]
+    async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        assert!(members.goodbye(a, true, start).unwrap().news);
+        assert!(members.lost(a, "hung up", start).is_none());
+        assert_eq!(state(&members, "a"), State::Finished);
+        assert!(!members.heard(a, 9, start), "nor does a late heartbeat bring it back");
+        assert_eq!(state(&members, "a"), State::Finished);
+    }
+
+    #[tokio::test]
+    async fn a_newer_process_takes_the_name_and_fences_the_older() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        let next = members.join(Some("a".into()), String::new(), [8; 16], connection(), start);
+        assert_eq!(next.replaced.unwrap().incarnation, a);
+        assert!(next.incarnation > a);
+        assert!(members.lost(a, "hung up", start).is_none(), "the old process cannot end the new one");
+        let key = WorkerKey { slot: 0, incarnation: 1 };
+        assert!(members.register::<()>(a, |_| Ok(key)).is_none(), "nor register after it");
+        assert_eq!(members.register::<()>(next.incarnation, |_| Ok(key)), Some(Ok(key)));
+    }
+
+    #[tokio::test]
+    async fn only_the_secret_attaches_a_control_connection() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        let control = || (tokio::sync::mpsc::unbounded_channel().0, connection());
+        assert_eq!(members.attach(a, &[6; 16], control(), start), None);
+        assert_eq!(members.attach(a + 1, &[7; 16], control(), start), None);
+        assert_eq!(members.attach(a, &[7; 16], control(), start).as_deref(), Some("a"));
+    }
+
+    #[tokio::test]
+    async fn waiting_ends_when_enough_have_come_and_nobody_was_there_for_the_linger() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
+        let a = join(&mut members, "a", start);
+        members.goodbye(a, true, start + seconds(5));
+        assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(14)), Outcome::Waiting);
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(15)), Outcome::Done);
+        assert_eq!(members.outcome(1, PATIENCE, true, start + seconds(6)), Outcome::Done, "a run that is over");
+    }
+
+    #[tokio::test]
+    async fn a_lost_worker_counts_as_there_for_its_grace() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+        members.goodbye(a, true, start);
+        members.lost(b, "killed", start);
+        assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
+        assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(70)), Outcome::Done);
+    }
+
+    #[tokio::test]
+    async fn all_lost_and_none_finished_is_an_error_with_each_cause() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+        members.lost(a, "killed", start);
+        members.lost(b, "unplugged", start + seconds(1));
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(60)), Outcome::Waiting);
+        let causes = [("a".to_owned(), "killed".to_owned()), ("b".to_owned(), "unplugged".to_owned())];
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(61)), Outcome::AllLost(causes.into()));
+    }
+
+    #[tokio::test]
+    async fn names_are_given_where_none_is_brought() {
+        let (mut members, now) = (Members::new(), Instant::now());
+        join(&mut members, "worker-1", now);
+        let name = |members: &mut Members| members.join(None, String::new(), [0; 16], connection(), now).id;
+        assert_eq!((name(&mut members), name(&mut members)), ("worker-2".into(), "worker-3".into()));
+    }
+
+    #[tokio::test]
+    async fn the_slot_of_a_lost_worker_is_given_up_once_after_its_grace() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        let key = WorkerKey { slot: 3, incarnation: 1 };
+        members.register::<()>(a, |_| Ok(key));
+        members.lost(a, "killed", start);
+        assert!(members.tick(LEASE, seconds(60), start + seconds(59)).forgotten.is_empty());
+        assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten, [key]);
+        assert!(members.tick(LEASE, seconds(60), start + seconds(61)).forgotten.is_empty());
+    }
+}

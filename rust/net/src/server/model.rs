@@ -1,0 +1,154 @@
+//! The model: there from the start, or brought by the first worker that has one. Set once, whole.
+
+use super::config::ServerConfig;
+use super::error::ServerError;
+use offbeat_core::layout::{Layout, Presence};
+use offbeat_core::spec::Transaction;
+use offbeat_core::store::{RunSpec, Store, StoreConfig};
+use offbeat_core::table::TensorTable;
+use std::sync::{Arc, OnceLock};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+
+/// The store's first life; later ones come with `load_state_dict` and with restarts.
+const FIRST_TERM: u64 = 1;
+/// The least that the staging budget is set to by default.
+const MIN_STAGING_BYTES: u64 = 64 << 20;
+/// Staging is reserved in units of this, so that a semaphore's count holds any budget.
+const STAGING_UNIT_BYTES: u64 = 4 << 10;
+
+/// What the server trains.
+pub(super) struct Model {
+    pub(super) store: Arc<Store>,
+    pub(super) blueprint: Option<String>,
+    pub(super) staging: Staging,
+}
+
+/// Memory for pushes that are staged whole: reserved in full before the first byte is asked for, first come, first
+/// served.
+pub(super) struct Staging {
+    pub(super) budget: u64,
+    units: Arc<Semaphore>,
+}
+
+impl Staging {
+    fn new(config: &ServerConfig, layout: &Layout) -> Result<Self, ServerError> {
+        let all = Presence::all(layout.num_tensors());
+        let needed: u64 = layout.fragments.iter().map(|f| f.push_bytes(&all) as u64).sum();
+        let budget = config.staging_budget.unwrap_or((2 * needed).max(MIN_STAGING_BYTES));
+        if config.transaction() == Transaction::Model && budget < needed {
+            return Err(ServerError::StagingBudget { needed, budget });
+        }
+        // Rounded up, as every reservation is, so that what fits the budget fits the units.
+        let units = usize::try_from(budget.div_ceil(STAGING_UNIT_BYTES)).unwrap_or(usize::MAX);
+        Ok(Self { budget, units: Arc::new(Semaphore::new(units.min(Semaphore::MAX_PERMITS))) })
+    }
+
+    /// Waits for room for a push of so many bytes.
+    ///
+    /// # Cancel safety
+    /// Safe; the place in the queue is lost.
+    pub(super) async fn reserve(&self, bytes: u64) -> OwnedSemaphorePermit {
+        let units = u32::try_from(bytes.div_ceil(STAGING_UNIT_BYTES)).unwrap_or(u32::MAX);
+        Arc::clone(&self.units).acquire_many_owned(units).await.expect("the semaphore is never closed")
+    }
+
+    /// Bytes reserved now.
+    pub(super) fn reserved(&self) -> u64 {
+        let free = self.units.available_permits() as u64 * STAGING_UNIT_BYTES;
+        self.budget.saturating_sub(free)
+    }
+}
+
+/// The place where the model is or will be.
+pub(super) struct ModelSlot {
+    model: OnceLock<Arc<Model>>,
+    ready: watch::Sender<bool>,
+    /// The right to bring the model.
+    bringing: Arc<Semaphore>,
+}
+
+impl ModelSlot {
+    pub(super) fn new() -> Self {
+        Self { model: OnceLock::new(), ready: watch::Sender::new(false), bringing: Arc::new(Semaphore::new(1)) }
+    }
+
+    pub(super) fn get(&self) -> Option<&Arc<Model>> {
+        self.model.get()
+    }
+
+    /// Waits until there is a model.
+    ///
+    /// # Cancel safety
+    /// Safe.
+    pub(super) async fn wait(&self) {
+        self.ready.subscribe().wait_for(|ready| *ready).await.expect("the sender lives as long as the slot");
+    }
+
+    /// Waits for the right to bring the model; whoever gets it looks first whether it has come meanwhile.
+    ///
+    /// # Cancel safety
+    /// Safe; the place in the queue is lost.
+    pub(super) async fn claim(&self) -> OwnedSemaphorePermit {
+        Arc::clone(&self.bringing).acquire_owned().await.expect("the semaphore is never closed")
+    }
+
+    /// Puts the model there, unless there is one. `run` is in force before anybody sees it; `fill` writes each
+    /// fragment's values as they travel.
+    pub(super) fn set(
+        &self,
+        config: &ServerConfig,
+        table: TensorTable,
+        blueprint: Option<String>,
+        run: Option<RunSpec>,
+        fill: &mut dyn FnMut(usize, &mut [u8]),
+    ) -> Result<&Arc<Model>, ServerError> {
+        let staging = Staging::new(config, &Layout::of(&table))?;
+        let store_config = StoreConfig {
+            transaction: config.transaction(),
+            max_workers: config.max_workers,
+            max_live_versions: config.max_live_versions,
+            ..StoreConfig::default()
+        };
+        let store = Store::new(Arc::new(table), store_config, FIRST_TERM, fill);
+        if let Some(run) = run {
+            store.configure(run);
+        }
+        let model = self.model.get_or_init(|| Arc::new(Model { store, blueprint, staging }));
+        self.ready.send_replace(true);
+        Ok(model)
+    }
+}
+
+/// Copies tensors into the payload of fragment `index`.
+pub(super) fn gather(layout: &Layout, tensors: &[Vec<u8>], index: usize, payload: &mut [u8]) {
+    let fragment = &layout.fragments[index];
+    let size = fragment.dtype.size();
+    for s in &fragment.segments {
+        let from = &tensors[s.tensor][s.offset * size..][..s.len * size];
+        payload[s.start * size..][..s.len * size].copy_from_slice(from);
+    }
+}
+
+/// Copies the payload of fragment `index` into tensors.
+pub(super) fn scatter(layout: &Layout, index: usize, payload: &[u8], tensors: &mut [Vec<u8>]) {
+    let fragment = &layout.fragments[index];
+    let size = fragment.dtype.size();
+    for s in &fragment.segments {
+        let to = &mut tensors[s.tensor][s.offset * size..][..s.len * size];
+        to.copy_from_slice(&payload[s.start * size..][..s.len * size]);
+    }
+}
+
+/// Whether each tensor was given as many bytes as its shape and dtype make.
+pub(super) fn check_values(table: &TensorTable, tensors: &[Vec<u8>]) -> Result<(), ServerError> {
+    if tensors.len() != table.len() {
+        return Err(ServerError::NumTensors { expected: table.len(), found: tensors.len() });
+    }
+    for (spec, bytes) in table.tensors().iter().zip(tensors) {
+        let (expected, found) = (spec.num_elements() * spec.dtype.size() as u64, bytes.len() as u64);
+        if expected != found {
+            return Err(ServerError::Values { name: spec.name.clone(), expected, found });
+        }
+    }
+    Ok(())
+}

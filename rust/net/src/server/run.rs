@@ -1,0 +1,362 @@
+//! What the workers of a run have to agree on: what their pushes carry and by which optimizer. The server's own
+//! settings come first, the first worker's fill what it left open, later ones are compared.
+
+use super::config::ServerConfig;
+use super::error::ServerError;
+use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, SpecError};
+use offbeat_core::store::RunSpec;
+use offbeat_core::validate::kind;
+use offbeat_core::velocity::server_rule;
+use offbeat_core::wire::message::{RefusalCode, Refused, RunConfig};
+use std::fmt::Write as _;
+
+/// The run's agreement so far.
+#[derive(Clone, Debug)]
+pub(super) struct Agreement {
+    /// As workers see it; the optimizer's flag says whether momentum is corrected.
+    config: RunConfig,
+    /// The optimizer as it was set, before any `set_lr`.
+    as_set: Option<OptimizerSpec>,
+    /// What the user said of momentum correction.
+    correction: Option<bool>,
+    /// Who fixed what the pushes carry.
+    contribution_of: String,
+}
+
+impl Agreement {
+    pub(super) fn new(config: &ServerConfig) -> Result<Self, SpecError> {
+        let mut agreement = Self {
+            config: RunConfig {
+                transaction: config.transaction(),
+                contribution: None,
+                optimizer: None,
+                momentum_correction: false,
+                staleness: config.staleness.clone(),
+                schedule: config.schedule,
+                max_samples: config.max_samples,
+            },
+            as_set: None,
+            correction: config.momentum_correction,
+            contribution_of: String::new(),
+        };
+        if let Some(optimizer) = &config.optimizer {
+            agreement.set_optimizer(optimizer.clone())?;
+            agreement.config.contribution = Some(Contribution::Gradient);
+            "the server's optimizer".clone_into(&mut agreement.contribution_of);
+        }
+        Ok(agreement)
+    }
+
+    pub(super) fn config(&self) -> &RunConfig {
+        &self.config
+    }
+
+    /// What the store is to obey; `None` until an optimizer is set.
+    pub(super) fn store_spec(&self) -> Option<RunSpec> {
+        let mut optimizer = self.config.optimizer.clone()?;
+        if optimizer.momentum_correction {
+            for group in &mut optimizer.groups {
+                group.rule = server_rule(&group.rule);
+            }
+        }
+        Some(RunSpec {
+            optimizer,
+            staleness: self.config.staleness.clone(),
+            schedule: self.config.schedule,
+            max_samples: self.config.max_samples,
+        })
+    }
+
+    /// A worker says what its pushes carry, and which optimizer it was given. True if that changed what is in force.
+    pub(super) fn join(
+        &mut self,
+        worker: &str,
+        contribution: Contribution,
+        optimizer: Option<OptimizerSpec>,
+    ) -> Result<bool, Refused> {
+        if let Some(fixed) = self.config.contribution.filter(|&fixed| fixed != contribution) {
+            let message = format!(
+                "this run's pushes carry {} (fixed by {}) and {worker}'s would carry {}: use the same kind of optimizer \
+                 on every worker, an offbeat.optim spec (runs on the server) or a live torch optimizer (runs on the worker)",
+                carried(fixed),
+                self.contribution_of,
+                carried(contribution)
+            );
+            return Err(no(RefusalCode::Contribution, message));
+        }
+        let changed = match contribution {
+            Contribution::Gradient => self.join_gradient(worker, optimizer)?,
+            Contribution::Delta => self.join_delta(optimizer.as_ref())?,
+        };
+        if self.config.contribution.is_none() {
+            self.config.contribution = Some(contribution);
+            worker.clone_into(&mut self.contribution_of);
+        }
+        Ok(changed)
+    }
+
+    fn join_gradient(&mut self, worker: &str, optimizer: Option<OptimizerSpec>) -> Result<bool, Refused> {
+        let Some(given) = optimizer else { return Ok(false) };
+        let (Some(as_set), Some(now)) = (&self.as_set, &self.config.optimizer) else {
+            self.set_optimizer(given).map_err(|e| no(RefusalCode::Optimizer, e.to_string()))?;
+            return Ok(true);
+        };
+        let rules = |spec: &OptimizerSpec| spec.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect::<Vec<_>>();
+        let rates = |spec: &OptimizerSpec| spec.groups.iter().map(|g| g.lr).collect::<Vec<_>>();
+        if rules(as_set) != rules(&given) {
+            let message = format!(
+                "the run's optimizer is {} and {worker} was given {}: give every worker the same, or change it for all \
+                 with server.set_optimizer",
+                describe(now),
+                describe(&given)
+            );
+            return Err(no(RefusalCode::Optimizer, message));
+        }
+        if rates(as_set) != rates(&given) && rates(now) != rates(&given) {
+            let message = format!(
+                "the run's learning rate is {} and {worker} was given {}: use server.set_lr or lr_schedule to change it",
+                list(&rates(now)),
+                list(&rates(&given))
+            );
+            return Err(no(RefusalCode::LearningRate, message));
+        }
+        Ok(false)
+    }
+
+    fn join_delta(&mut self, optimizer: Option<&OptimizerSpec>) -> Result<bool, Refused> {
+        let refuse = |what: &str| {
+            let message = format!(
+                "the optimizer runs on the workers, so {what} has no meaning on the server: leave it out, or use an \
+                 offbeat.optim spec, which runs on the server"
+            );
+            Err(no(RefusalCode::Optimizer, message))
+        };
+        if optimizer.is_some() {
+            return refuse("a second optimizer");
+        }
+        if self.config.schedule != Schedule::default() {
+            return refuse("lr_schedule");
+        }
+        if self.correction == Some(true) {
+            return refuse("momentum_correction=True");
+        }
+        if self.config.optimizer.is_some() {
+            return Ok(false);
+        }
+        let add = OptimizerSpec {
+            groups: vec![Group { pattern: "*".into(), lr: 1.0, rule: Rule::Add }],
+            momentum_correction: false,
+        };
+        self.config.optimizer = Some(add.clone());
+        self.as_set = Some(add);
+        Ok(true)
+    }
+
+    /// Sets or replaces the optimizer, for pushes ticketed from now on.
+    pub(super) fn set_optimizer(&mut self, mut optimizer: OptimizerSpec) -> Result<(), SpecError> {
+        optimizer.momentum_correction = false;
+        optimizer.validate()?;
+        let corrected = OptimizerSpec { momentum_correction: true, ..optimizer.clone() };
+        match (self.correction, corrected.validate()) {
+            (Some(false), _) | (None, Err(_)) => {}
+            (Some(true), Err(error)) => return Err(error),
+            (Some(true) | None, Ok(())) => optimizer = corrected,
+        }
+        self.config.momentum_correction = optimizer.momentum_correction;
+        self.config.optimizer = Some(optimizer.clone());
+        self.as_set = Some(optimizer);
+        Ok(())
+    }
+
+    /// Replaces the optimizer at the owner's wish.
+    pub(super) fn replace_optimizer(&mut self, optimizer: OptimizerSpec) -> Result<(), ServerError> {
+        if self.config.contribution == Some(Contribution::Delta) {
+            return Err(ServerError::WorkerSide);
+        }
+        Ok(self.set_optimizer(optimizer)?)
+    }
+
+    /// Replaces the base learning rate of one group or of all.
+    pub(super) fn set_lr(&mut self, lr: f64, group: Option<usize>) -> Result<(), ServerError> {
+        if self.config.contribution == Some(Contribution::Delta) {
+            return Err(ServerError::WorkerSide);
+        }
+        let mut optimizer = self.config.optimizer.clone().ok_or(ServerError::NoOptimizer)?;
+        let groups = optimizer.groups.len();
+        match group {
+            None => optimizer.groups.iter_mut().for_each(|g| g.lr = lr),
+            Some(group) => optimizer.groups.get_mut(group).ok_or(ServerError::Group { group, groups })?.lr = lr,
+        }
+        optimizer.validate()?;
+        self.config.optimizer = Some(optimizer);
+        Ok(())
+    }
+}
+
+fn no(code: RefusalCode, message: String) -> Refused {
+    Refused { code, message, fatal: false }
+}
+
+const fn carried(contribution: Contribution) -> &'static str {
+    match contribution {
+        Contribution::Gradient => "gradients",
+        Contribution::Delta => "deltas of a worker-side optimizer",
+    }
+}
+
+fn list(values: &[f64]) -> String {
+    match values {
+        [one] => one.to_string(),
+        many => format!("{many:?}"),
+    }
+}
+
+/// An optimizer as Python writes it: `SGD(lr=0.1, momentum=0.9, …)`, one per group.
+pub(super) fn describe(spec: &OptimizerSpec) -> String {
+    let mut text = String::new();
+    for group in &spec.groups {
+        let of = if spec.groups.len() > 1 { format!(" for {:?}", group.pattern) } else { String::new() };
+        let comma = if text.is_empty() { "" } else { ", " };
+        write!(text, "{comma}{}(lr={}", kind(&group.rule), group.lr).expect("a String takes any text");
+        if let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(&group.rule) {
+            for (name, value) in fields.iter().filter(|(name, _)| !["name", "decoupled_weight_decay"].contains(&name.as_str())) {
+                let value = match value {
+                    serde_json::Value::Bool(true) => "True".to_owned(),
+                    serde_json::Value::Bool(false) => "False".to_owned(),
+                    other => other.to_string(),
+                };
+                write!(text, ", {name}={value}").expect("a String takes any text");
+            }
+        }
+        write!(text, "){of}").expect("a String takes any text");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use offbeat_core::spec::ScheduleShape;
+
+    fn sgd(lr: f64, momentum: f64) -> OptimizerSpec {
+        let rule = Rule::Sgd { momentum, dampening: 0.0, weight_decay: 0.5, nesterov: false, maximize: false };
+        OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr, rule }], momentum_correction: false }
+    }
+
+    fn adam() -> OptimizerSpec {
+        let rule = Rule::Adam {
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            weight_decay: 0.0,
+            amsgrad: false,
+            maximize: false,
+            decoupled_weight_decay: true,
+        };
+        OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 1e-3, rule }], momentum_correction: false }
+    }
+
+    fn fresh() -> Agreement {
+        Agreement::new(&ServerConfig::default()).unwrap()
+    }
+
+    #[test]
+    fn the_first_workers_optimizer_becomes_the_runs() {
+        let mut run = fresh();
+        assert!(run.store_spec().is_none());
+        assert!(run.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap());
+        assert!(!run.join("b", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap());
+        assert!(!run.join("c", Contribution::Gradient, None).unwrap());
+    }
+
+    #[test]
+    fn momentum_is_corrected_by_default_where_there_is_some() {
+        let mut run = fresh();
+        run.set_optimizer(sgd(0.1, 0.9)).unwrap();
+        assert!(run.config().momentum_correction);
+        let rule = &run.store_spec().unwrap().optimizer.groups[0].rule;
+        assert!(matches!(rule, Rule::Sgd { momentum: 0.0, weight_decay: 0.0, .. }), "{rule:?}");
+        let shown = &run.config().optimizer.as_ref().unwrap().groups[0].rule;
+        assert!(matches!(shown, Rule::Sgd { momentum: 0.9, weight_decay: 0.5, .. }));
+        run.set_optimizer(sgd(0.1, 0.0)).unwrap();
+        assert!(!run.config().momentum_correction);
+        run.set_optimizer(adam()).unwrap();
+        assert!(!run.config().momentum_correction);
+    }
+
+    #[test]
+    fn momentum_correction_true_is_refused_without_momentum_and_false_leaves_the_rule() {
+        let config = |correction, optimizer| ServerConfig {
+            momentum_correction: Some(correction),
+            optimizer: Some(optimizer),
+            ..ServerConfig::default()
+        };
+        assert!(Agreement::new(&config(true, adam())).unwrap_err().to_string().contains("momentum_correction"));
+        assert!(Agreement::new(&config(true, sgd(0.1, 0.9))).unwrap().config().momentum_correction);
+        let run = Agreement::new(&config(false, sgd(0.1, 0.9))).unwrap();
+        assert!(!run.config().momentum_correction);
+        assert!(matches!(run.store_spec().unwrap().optimizer.groups[0].rule, Rule::Sgd { momentum: 0.9, .. }));
+    }
+
+    #[test]
+    fn another_optimizer_is_refused_with_both_named() {
+        let mut run = fresh();
+        run.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap();
+        let refused = run.join("b", Contribution::Gradient, Some(adam())).unwrap_err();
+        assert_eq!(refused.code, RefusalCode::Optimizer);
+        assert!(refused.message.contains("SGD(lr=0.1") && refused.message.contains("AdamW(lr=0.001"), "{refused}");
+        assert!(!refused.fatal);
+    }
+
+    #[test]
+    fn another_learning_rate_is_refused_with_the_remedy() {
+        let mut run = fresh();
+        run.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap();
+        let refused = run.join("b", Contribution::Gradient, Some(sgd(0.2, 0.9))).unwrap_err();
+        assert_eq!(refused.code, RefusalCode::LearningRate);
+        assert!(refused.message.contains("server.set_lr or lr_schedule"), "{refused}");
+        // After set_lr both the rate in force and the one the run began with are the run's.
+        run.set_lr(0.2, None).unwrap();
+        assert!(run.join("b", Contribution::Gradient, Some(sgd(0.2, 0.9))).is_ok());
+        assert!(run.join("c", Contribution::Gradient, Some(sgd(0.1, 0.9))).is_ok());
+    }
+
+    #[test]
+    fn the_first_worker_fixes_what_pushes_carry() {
+        let mut run = fresh();
+        run.join("a", Contribution::Delta, None).unwrap();
+        assert_eq!(run.store_spec().unwrap().optimizer.groups[0].rule, Rule::Add);
+        let refused = run.join("b", Contribution::Gradient, Some(adam())).unwrap_err();
+        assert_eq!(refused.code, RefusalCode::Contribution);
+        assert!(refused.message.contains("gradients") && refused.message.contains("deltas"), "{refused}");
+        assert!(matches!(run.set_lr(0.1, None), Err(ServerError::WorkerSide)));
+        assert!(matches!(run.replace_optimizer(adam()), Err(ServerError::WorkerSide)));
+    }
+
+    #[test]
+    fn a_server_with_an_optimizer_or_a_schedule_takes_no_deltas() {
+        let config = ServerConfig { optimizer: Some(adam()), ..ServerConfig::default() };
+        let mut run = Agreement::new(&config).unwrap();
+        assert_eq!(run.join("a", Contribution::Delta, None).unwrap_err().code, RefusalCode::Contribution);
+        let schedule = Schedule { shape: ScheduleShape::Linear { total: 9, end_factor: 0.0 }, ..Schedule::default() };
+        let mut run = Agreement::new(&ServerConfig { schedule, ..ServerConfig::default() }).unwrap();
+        assert!(run.join("a", Contribution::Delta, None).unwrap_err().message.contains("lr_schedule"));
+    }
+
+    #[test]
+    fn a_refused_worker_changes_nothing() {
+        let mut run = fresh();
+        let bad = sgd(-1.0, 0.9);
+        assert!(run.join("a", Contribution::Gradient, Some(bad)).is_err());
+        assert_eq!(run.config().contribution, None);
+        assert!(run.join("b", Contribution::Delta, None).is_ok());
+    }
+
+    #[test]
+    fn a_learning_rate_for_a_group_that_is_not_there_is_refused() {
+        let mut run = fresh();
+        assert!(matches!(run.set_lr(0.1, None), Err(ServerError::NoOptimizer)));
+        run.set_optimizer(sgd(0.1, 0.0)).unwrap();
+        assert!(matches!(run.set_lr(0.1, Some(1)), Err(ServerError::Group { group: 1, groups: 1 })));
+        assert!(matches!(run.set_lr(f64::NAN, None), Err(ServerError::Spec(_))));
+    }
+}

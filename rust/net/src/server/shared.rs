@@ -1,0 +1,254 @@
+//! What the server's threads share. Locks are short, never held across an await, and taken in this order:
+//! agreement, members, then the store's own.
+
+use super::config::ServerConfig;
+use super::connection::Connection;
+use super::error::ServerError;
+use super::membership::{Ended, Members};
+use super::model::{Model, ModelSlot};
+use super::run::Agreement;
+use offbeat_core::pipeline::Reason;
+use offbeat_core::store::Receipt;
+use offbeat_core::table::TensorTable;
+use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
+use std::collections::BTreeMap;
+use std::net::{Shutdown, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{Semaphore, watch};
+
+/// How busy a data thread is.
+#[derive(Debug, Default)]
+pub(super) struct Load {
+    pub(super) connections: AtomicUsize,
+    /// Bytes moved recently: halved a few times a second.
+    pub(super) recent_bytes: AtomicU64,
+    pub(super) longest_poll_us: AtomicU64,
+}
+
+pub(super) struct Shared {
+    pub(super) config: ServerConfig,
+    pub(super) address: SocketAddr,
+    pub(super) run_id: String,
+    pub(super) started: Instant,
+    pub(super) model: ModelSlot,
+    pub(super) loads: Vec<Load>,
+    /// Room for connections that have proved who they are.
+    pub(super) admitted: Arc<Semaphore>,
+    /// True: everything ends.
+    pub(super) stopping: watch::Sender<bool>,
+    /// True: everything has ended, the data threads may go.
+    pub(super) ended: watch::Sender<bool>,
+    /// Whether `max_samples` is reached.
+    over: AtomicBool,
+    agreement: Mutex<Agreement>,
+    members: Mutex<Members>,
+    changed: Condvar,
+    connections: Mutex<BTreeMap<u64, Arc<Connection>>>,
+    next_connection: AtomicU64,
+}
+
+/// Nothing here is left half changed by a panic: every method of the locked values is one step.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    pub(super) fn new(
+        config: ServerConfig,
+        address: SocketAddr,
+        run_id: String,
+        num_data_threads: usize,
+    ) -> Result<Self, ServerError> {
+        Ok(Self {
+            address,
+            run_id,
+            started: Instant::now(),
+            model: ModelSlot::new(),
+            loads: (0..num_data_threads).map(|_| Load::default()).collect(),
+            admitted: Arc::new(Semaphore::new(config.max_connections)),
+            stopping: watch::Sender::new(false),
+            ended: watch::Sender::new(false),
+            over: AtomicBool::new(false),
+            agreement: Mutex::new(Agreement::new(&config)?),
+            members: Mutex::new(Members::new()),
+            changed: Condvar::new(),
+            connections: Mutex::new(BTreeMap::new()),
+            next_connection: AtomicU64::new(0),
+            config,
+        })
+    }
+
+    pub(super) fn agreement(&self) -> MutexGuard<'_, Agreement> {
+        lock(&self.agreement)
+    }
+
+    pub(super) fn members(&self) -> MutexGuard<'_, Members> {
+        lock(&self.members)
+    }
+
+    /// Waits for something to change in the membership, for at most `time`.
+    pub(super) fn wait_for_change<'a>(&self, members: MutexGuard<'a, Members>, time: Duration) -> MutexGuard<'a, Members> {
+        self.changed.wait_timeout(members, time).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    pub(super) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        *self.stopping.borrow()
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed) // a flag that only rises; the members' lock orders what depends on it
+    }
+
+    /// Puts the model in place with what has been agreed on.
+    pub(super) fn set_model(
+        &self,
+        table: TensorTable,
+        blueprint: Option<String>,
+        fill: &mut dyn FnMut(usize, &mut [u8]),
+    ) -> Result<&Arc<Model>, ServerError> {
+        let agreement = self.agreement();
+        let model = self.model.set(&self.config, table, blueprint, agreement.store_spec(), fill)?;
+        tracing::info!(
+            tensors = model.store.table().len(),
+            fragments = model.store.layout().fragments.len(),
+            transaction = ?model.store.transaction(),
+            "the model is in place"
+        );
+        Ok(model)
+    }
+
+    /// Brings what has been agreed on into force.
+    pub(super) fn apply(&self, agreement: &Agreement) {
+        if let (Some(model), Some(spec)) = (self.model.get(), agreement.store_spec()) {
+            model.store.configure(spec);
+        }
+    }
+
+    /// Looks at a push's end for the run's end, and tells everybody once.
+    pub(super) fn after_push(&self, receipt: &Receipt) {
+        let Some(max) = self.config.max_samples else { return };
+        let Some(model) = self.model.get() else { return };
+        let over = receipt.reason == Some(Reason::Budget) || model.store.samples() >= max;
+        if over && !self.over.swap(true, Ordering::Relaxed) {
+            tracing::info!(max_samples = max, "the run is over: its samples are used up");
+            self.members().tell_all(&Event::Finished { reason: FINISHED_BUDGET.to_owned() });
+            self.notify();
+        }
+    }
+
+    /// Makes a connection visible to the watchdog until the guard is dropped.
+    pub(super) fn enrol(self: &Arc<Self>, connection: &Arc<Connection>) -> Enrolled {
+        let number = self.next_connection.fetch_add(1, Ordering::Relaxed); // only its uniqueness counts
+        lock(&self.connections).insert(number, Arc::clone(connection));
+        Enrolled { shared: Arc::clone(self), number, thread: connection.thread }
+    }
+
+    pub(super) fn connections(&self) -> Vec<(u64, Arc<Connection>)> {
+        lock(&self.connections).iter().map(|(&number, connection)| (number, Arc::clone(connection))).collect()
+    }
+
+    pub(super) fn num_connections(&self) -> usize {
+        lock(&self.connections).len()
+    }
+
+    /// The data thread for the next connection: the one with the fewest recent bytes, then connections.
+    pub(super) fn least_loaded(&self) -> usize {
+        // Relaxed: statistics; a wrong guess costs some balance.
+        let load = |l: &Load| (l.recent_bytes.load(Ordering::Relaxed), l.connections.load(Ordering::Relaxed));
+        (0..self.loads.len()).min_by_key(|&i| load(&self.loads[i])).unwrap_or(0)
+    }
+
+    /// A connection of a worker ended without a goodbye; the worker's other one is ended too.
+    pub(super) fn lost(&self, incarnation: u32, cause: &str, ended_one: &Arc<Connection>) {
+        let now = Instant::now();
+        let ended = if self.is_stopping() {
+            self.members().dismissed(incarnation, "the server was stopped", now)
+        } else {
+            self.members().lost(incarnation, cause, now)
+        };
+        let Some(ended) = ended else { return };
+        if ended.news {
+            tracing::warn!(worker = ended.id, incarnation, cause, "a worker is lost");
+        }
+        self.clean_up(ended, cause, ended_one);
+    }
+
+    /// A worker said goodbye.
+    pub(super) fn goodbye(&self, incarnation: u32, finished: bool) {
+        let ended = self.members().goodbye(incarnation, finished, Instant::now());
+        let Some(ended) = ended else { return };
+        tracing::info!(worker = ended.id, incarnation, finished, "a worker said goodbye");
+        if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
+            model.store.depart(key);
+        }
+        self.notify();
+    }
+
+    /// A newer process has taken the worker's name.
+    pub(super) fn fence(&self, ended: Ended) {
+        let detail = format!(
+            "worker {:?} was replaced by a newer process with the same worker_id; this one must stop",
+            ended.id
+        );
+        tracing::warn!(worker = ended.id, incarnation = ended.incarnation, "a worker is fenced off");
+        if let Some((control, _)) = &ended.control {
+            control.send(Event::Fenced { detail: detail.clone() }).ok();
+        }
+        ended.connection.close(RefusalCode::Fenced, &detail, Shutdown::Read);
+        self.notify();
+    }
+
+    fn clean_up(&self, ended: Ended, cause: &str, ended_one: &Arc<Connection>) {
+        if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
+            model.store.lost(key);
+        }
+        let control = ended.control.map(|(_, connection)| connection);
+        for connection in [Some(ended.connection), control].into_iter().flatten() {
+            // The one that has ended is told why by its own task.
+            if !Arc::ptr_eq(&connection, ended_one) {
+                connection.close(RefusalCode::Lost, cause, Shutdown::Read);
+            }
+        }
+        self.notify();
+    }
+}
+
+/// A connection on the watchdog's list.
+pub(super) struct Enrolled {
+    shared: Arc<Shared>,
+    number: u64,
+    thread: Option<usize>,
+}
+
+impl Drop for Enrolled {
+    fn drop(&mut self) {
+        lock(&self.shared.connections).remove(&self.number);
+        if let Some(thread) = self.thread {
+            self.shared.loads[thread].connections.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Where the tasks of a data thread note their longest turn.
+pub(super) struct Meter {
+    shared: Arc<Shared>,
+    thread: usize,
+}
+
+impl Meter {
+    pub(super) fn new(shared: &Arc<Shared>, thread: usize) -> Self {
+        Self { shared: Arc::clone(shared), thread }
+    }
+}
+
+impl AsRef<AtomicU64> for Meter {
+    fn as_ref(&self) -> &AtomicU64 {
+        &self.shared.loads[self.thread].longest_poll_us
+    }
+}

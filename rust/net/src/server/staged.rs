@@ -1,0 +1,83 @@
+//! Pushes with `transaction = model`: staging for all of it is reserved before its first byte is asked for, and what
+//! has come whole is committed by a task of its own, so that no session works on another's push.
+
+use super::connection::Phase;
+use super::exchange::Asked;
+use super::poll;
+use super::session::{End, Place, Session};
+use offbeat_core::store::{ModelRole, Receipt, StagedFragment};
+use offbeat_core::wire::message::RefusalCode;
+use offbeat_core::wire::{Header, Kind, Want};
+use std::sync::Arc;
+
+impl Session {
+    pub(super) async fn push_staged(&mut self, header: &Header, place: &Place, asked: Asked) -> Result<(), End> {
+        let store = &place.model.store;
+        let layout = Arc::clone(store.layout());
+        let connection = Arc::clone(&self.connection);
+        let present = asked.head.present.clone();
+        let indices: Vec<usize> = layout.present_fragments(&present).collect();
+        let bytes = indices.iter().map(|&i| layout.fragments[i].push_bytes(&present) as u64).sum();
+        connection.enter(Phase::Waiting);
+        let reserved = self.or_closed(place.model.staging.reserve(bytes)).await?;
+        connection.enter(Phase::Sending);
+        let grant = Header { request: header.request, sequence: header.sequence, ..Header::new(Kind::Grant) };
+        connection.socket.write_frame(&grant, &[]).await?;
+        connection.enter(Phase::Receiving);
+        let mut fragments = Vec::with_capacity(indices.len());
+        let mut bases = Vec::with_capacity(indices.len());
+        for &fragment in &indices {
+            let frame = self.fragment_header(header, fragment, &layout.fragments[fragment], &present).await?;
+            let mut payload = store.staging(frame.payload_len as usize);
+            self.fragment_payload(&frame, payload.bytes_mut()).await?;
+            bases.push(frame.version);
+            fragments.push(StagedFragment { fragment, base: frame.version, payload, crc: frame.payload_crc });
+            poll::breathe().await;
+        }
+        let receipt = self.commit(header, place, &asked, fragments).await?;
+        drop(reserved);
+        let term = store.term(); // before the roots: a newer one is found out at the next push
+        let reader = self.turn(place).await;
+        if asked.want == Want::Parameters {
+            let (mut next, mut num_absent) = (0, 0);
+            for index in 0..layout.fragments.len() {
+                let has = if indices.get(next) == Some(&index) {
+                    next += 1;
+                    asked.has_base(bases[next - 1])
+                } else {
+                    num_absent += 1;
+                    asked.has(num_absent - 1)
+                };
+                self.send_root(header, index, has, reader.root(index)).await?;
+            }
+        }
+        self.finish(header, &receipt, (term, reader.version()), asked.head.samples).await
+    }
+
+    /// Hands a staged push over and waits for its receipt.
+    async fn commit(
+        &mut self,
+        header: &Header,
+        place: &Place,
+        asked: &Asked,
+        fragments: Vec<StagedFragment>,
+    ) -> Result<Receipt, End> {
+        let commit = place.model.store.commit(asked.head.clone(), fragments);
+        if let Some(role) = commit.role {
+            tokio::spawn(poll::timed(self.meter(), drive(role)));
+        }
+        self.connection.enter(Phase::Waiting);
+        let receipt = commit.receipt.await;
+        self.connection.enter(Phase::Receiving);
+        receipt.map_err(|_| End::refused(header, RefusalCode::Unknown, "the push was lost inside the server"))
+    }
+}
+
+/// Commits what is queued, a fragment at a time.
+async fn drive(role: ModelRole) {
+    let mut role = Some(role);
+    while let Some(held) = role {
+        role = held.step();
+        tokio::task::yield_now().await;
+    }
+}

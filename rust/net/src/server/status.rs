@@ -1,0 +1,220 @@
+//! The server's status: one JSON document for `server.status()`, `offbeat status` and the demo.
+
+use super::membership::{Departure, State};
+use super::run::describe;
+use super::shared::Shared;
+use offbeat_core::pipeline::schedule;
+use offbeat_core::spec::{Contribution, OptimizerSpec, Schedule, StalenessSpec, Transaction};
+use offbeat_core::store::{StoreStatus, Tally, TicketCounts};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+#[derive(Serialize)]
+struct Status<'a> {
+    address: String,
+    run_id: &'a str,
+    /// `waiting_for_model`, `running`, `finished` (its samples are used up) or `stopped`.
+    state: &'static str,
+    uptime_s: f64,
+    term: u64,
+    version: u64,
+    samples: u64,
+    max_samples: Option<u64>,
+    transaction: Transaction,
+    contribution: Option<Contribution>,
+    optimizer: Option<Optimizer<'a>>,
+    momentum_correction: bool,
+    staleness: &'a StalenessSpec,
+    schedule: ScheduleStatus,
+    workers: Vec<Worker>,
+    departures: Vec<DepartureStatus>,
+    tickets: TicketCounts,
+    rejected: BTreeMap<String, u64>,
+    duplicates: u64,
+    memory: Memory,
+    connections: usize,
+    num_data_threads: usize,
+    longest_poll_ms: f64,
+}
+
+#[derive(Serialize)]
+struct Optimizer<'a> {
+    /// `server` or `worker`.
+    runs_on: &'static str,
+    summary: String,
+    spec: &'a OptimizerSpec,
+}
+
+#[derive(Serialize)]
+struct ScheduleStatus {
+    spec: Schedule,
+    factor: f64,
+    /// Per parameter group, the factor included.
+    lr: Vec<f64>,
+}
+
+#[derive(Serialize)]
+struct Worker {
+    id: String,
+    state: State,
+    cause: Option<String>,
+    host: String,
+    incarnation: u32,
+    samples: u64,
+    samples_per_s: f64,
+    pushes: u64,
+    applied: u64,
+    damped: u64,
+    rejected: BTreeMap<String, u64>,
+    duplicates: u64,
+    mean_staleness: f64,
+    max_staleness: u64,
+    /// Pushes by staleness, 0 to 63; the last entry holds all above.
+    staleness_histogram: Vec<u64>,
+    last_push_age_s: Option<f64>,
+    bytes_received: u64,
+    bytes_sent: u64,
+}
+
+#[derive(Serialize)]
+struct DepartureStatus {
+    #[serde(flatten)]
+    departure: Departure,
+    age_s: f64,
+}
+
+/// Resident memory of the model and its traffic: total = roots + pinned + idle + staging.
+#[derive(Default, Serialize)]
+struct Memory {
+    formula: &'static str,
+    total_bytes: u64,
+    /// The newest parameters, buffers and optimizer state.
+    roots_bytes: u64,
+    /// Older versions that pulls under way keep alive.
+    pinned_bytes: u64,
+    /// Recycled memory that waits for its next use.
+    idle_bytes: u64,
+    /// Reserved for pushes that are staged whole, and the most that may be.
+    staging_bytes: u64,
+    staging_budget_bytes: u64,
+    live_versions: usize,
+}
+
+/// The status as JSON.
+pub(super) fn json(shared: &Shared) -> String {
+    let model = shared.model.get();
+    let store = model.map(|m| m.store.status());
+    let agreement = shared.agreement().clone();
+    let config = agreement.config();
+    let (version, samples) = store.as_ref().map_or((0, 0), |s| (s.version, s.samples));
+    let factor = schedule::factor(&config.schedule, version, samples);
+    let optimizer = config.optimizer.as_ref();
+    let state = match (shared.is_stopping(), shared.is_over(), model) {
+        (true, ..) => "stopped",
+        (_, true, _) => "finished",
+        (_, _, None) => "waiting_for_model",
+        _ => "running",
+    };
+    let totals = store.as_ref().map(|s| s.totals.clone()).unwrap_or_default();
+    let now = Instant::now();
+    let status = Status {
+        address: shared.address.to_string(),
+        run_id: &shared.run_id,
+        state,
+        uptime_s: now.duration_since(shared.started).as_secs_f64(),
+        term: store.as_ref().map_or(0, |s| s.term),
+        version,
+        samples,
+        max_samples: config.max_samples,
+        transaction: config.transaction,
+        contribution: config.contribution,
+        optimizer: optimizer.map(|spec| Optimizer {
+            runs_on: if config.contribution == Some(Contribution::Delta) { "worker" } else { "server" },
+            summary: describe(spec),
+            spec,
+        }),
+        momentum_correction: config.momentum_correction,
+        staleness: &config.staleness,
+        schedule: ScheduleStatus {
+            spec: config.schedule,
+            factor,
+            lr: optimizer.map_or_else(Vec::new, |o| o.groups.iter().map(|g| g.lr * factor).collect()),
+        },
+        workers: workers(shared, store.as_ref(), now),
+        departures: departures(shared, now),
+        tickets: store.as_ref().map(|s| s.tickets.clone()).unwrap_or_default(),
+        rejected: totals.rejected,
+        duplicates: totals.duplicates,
+        memory: memory(shared, store.as_ref()),
+        connections: shared.num_connections(),
+        num_data_threads: shared.loads.len(),
+        // Relaxed: a statistic.
+        longest_poll_ms: shared.loads.iter().map(|l| l.longest_poll_us.load(Ordering::Relaxed)).max().unwrap_or(0) as f64
+            / 1e3,
+    };
+    serde_json::to_string(&status).expect("every key is a string")
+}
+
+fn workers(shared: &Shared, store: Option<&StoreStatus>, now: Instant) -> Vec<Worker> {
+    let none = Tally::default();
+    let members = shared.members();
+    let worker = |(id, member): (&String, &super::membership::Member)| {
+        let tally = store.and_then(|s| s.workers.iter().find(|(name, ..)| name == id)).map_or(&none, |(_, _, t)| t);
+        let traffic = &member.traffic;
+        // Relaxed: statistics.
+        let last_push_ms = Some(traffic.last_push_ms.load(Ordering::Relaxed)).filter(|&ms| ms > 0);
+        let up = now.duration_since(shared.started).as_secs_f64();
+        Worker {
+            id: id.clone(),
+            state: member.state,
+            cause: member.cause.clone(),
+            host: member.host.clone(),
+            incarnation: member.incarnation,
+            samples: tally.samples,
+            samples_per_s: member.rate(),
+            pushes: tally.pushes,
+            applied: tally.applied,
+            damped: tally.damped,
+            rejected: tally.rejected.clone(),
+            duplicates: tally.duplicates,
+            mean_staleness: if tally.applied > 0 { tally.staleness_sum as f64 / tally.applied as f64 } else { 0.0 },
+            max_staleness: tally.staleness_max,
+            staleness_histogram: tally.staleness_histogram.clone(),
+            last_push_age_s: last_push_ms.map(|ms| (up - ms as f64 / 1e3).max(0.0)),
+            bytes_received: traffic.received.load(Ordering::Relaxed),
+            bytes_sent: traffic.sent.load(Ordering::Relaxed),
+        }
+    };
+    members.iter().map(worker).collect()
+}
+
+fn departures(shared: &Shared, now: Instant) -> Vec<DepartureStatus> {
+    let members = shared.members();
+    let age = |departure: &Departure| DepartureStatus {
+        age_s: now.saturating_duration_since(departure.at).as_secs_f64(),
+        departure: departure.clone(),
+    };
+    members.departures().map(age).collect()
+}
+
+fn memory(shared: &Shared, store: Option<&StoreStatus>) -> Memory {
+    let (Some(model), Some(store)) = (shared.model.get(), store) else { return Memory::default() };
+    let (roots, pinned) = (store.root_bytes as u64, store.pinned_bytes as u64);
+    let (idle, staging) = (store.idle_bytes as u64, model.staging.reserved());
+    Memory {
+        formula: "roots + pinned + idle + staging",
+        total_bytes: roots + pinned + idle + staging,
+        roots_bytes: roots,
+        pinned_bytes: pinned,
+        idle_bytes: idle,
+        staging_bytes: staging,
+        staging_budget_bytes: if store_is_staged(model.store.transaction()) { model.staging.budget } else { 0 },
+        live_versions: store.live_versions,
+    }
+}
+
+const fn store_is_staged(transaction: Transaction) -> bool {
+    matches!(transaction, Transaction::Model)
+}

@@ -1,0 +1,17 @@
+//! The client against the real server, and against one that does what a test tells it, when it tells it.
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+#[path = "client/buffers.rs"]
+mod buffers;
+#[path = "client/connecting.rs"]
+mod connecting;
+#[path = "client/interrupts.rs"]
+mod interrupts;
+#[path = "client/momentum.rs"]
+mod momentum;
+#[path = "client/pushes.rs"]
+mod pushes;
+#[path = "client/script.rs"]
+mod script;
+#[path = "client/support.rs"]
+mod support;

@@ -1,0 +1,567 @@
+//! Ctrl-C in the middle of a call, and what the server may do in its worst moments.
+
+use crate::script::{Peer, run, serve};
+use crate::support::{bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor};
+use offbeat_core::dtype::Dtype;
+use offbeat_core::layout::Layout;
+use offbeat_core::spec::Transaction;
+use offbeat_core::store::{Fate, Receipt};
+use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, decode, encode, flags};
+use offbeat_net::client::{Client, ClientError, Interrupt, Memory, PushInput};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+/// Larger than what both socket buffers hold, so that a call cannot leave the rest to the kernel.
+const LARGE: usize = 6_000_000;
+
+/// Ctrl-C, pressed by the other side of the script.
+#[derive(Clone, Default)]
+struct Key(Arc<AtomicBool>);
+
+impl Key {
+    fn press(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Interrupt for Key {
+    fn interrupted(&self) -> bool {
+        self.0.swap(false, Ordering::SeqCst)
+    }
+}
+
+fn root(peer: &mut Peer, request: u32, fragment: usize, version: u64, payload: &[u8]) {
+    let fragment = u32::try_from(fragment).unwrap();
+    peer.frame(
+        Header {
+            request,
+            fragment,
+            version,
+            term: 1,
+            ..Header::new(Kind::Root)
+        },
+        payload,
+    );
+}
+
+/// All roots with one value, from `first` on.
+fn roots(peer: &mut Peer, layout: &Layout, request: u32, first: usize, version: u64, value: f32) {
+    for (f, fragment) in layout.fragments.iter().enumerate().skip(first) {
+        root(peer, request, f, version, &bytes_of(&vec![value; fragment.len]));
+    }
+}
+
+fn pull_end(peer: &mut Peer, request: u32, version: u64) {
+    peer.frame(
+        Header {
+            request,
+            version,
+            term: 1,
+            ..Header::new(Kind::PullEnd)
+        },
+        &[],
+    );
+}
+
+fn receipt(version: u64) -> Receipt {
+    Receipt {
+        term: 1,
+        version,
+        staleness: 0,
+        weight: 1.0,
+        verdict: Fate::Admit,
+        applied: true,
+        duplicate: false,
+        reason: None,
+        detail: String::new(),
+    }
+}
+
+fn settle(peer: &mut Peer, request: u32, version: u64) {
+    let mut bytes = vec![];
+    encode(&receipt(version), &mut bytes);
+    peer.frame(
+        Header {
+            request,
+            version,
+            term: 1,
+            ..Header::new(Kind::Receipt)
+        },
+        &bytes,
+    );
+}
+
+/// Takes a whole push; the header of its head, and the payloads.
+fn push(peer: &mut Peer, layout: &Layout) -> (Header, Vec<Vec<u8>>) {
+    let (head, _) = peer.next(Kind::Push);
+    let fragments = layout
+        .fragments
+        .iter()
+        .map(|_| peer.next(Kind::Fragment).1)
+        .collect();
+    (head, fragments)
+}
+
+fn pull(
+    client: &mut Client,
+    params: &mut [Vec<u8>],
+    incremental: bool,
+    key: &dyn Interrupt,
+) -> Result<u64, ClientError> {
+    let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
+    client.pull(&out, incremental, key).map(|p| p.version)
+}
+
+fn push_pull(
+    client: &mut Client,
+    gradient: &mut [Option<Vec<u8>>],
+    params: &mut [Vec<u8>],
+    key: &dyn Interrupt,
+) -> Result<Option<Receipt>, ClientError> {
+    let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
+    client.push_pull(
+        PushInput {
+            values: &memories(gradient),
+            samples: 1,
+        },
+        &out,
+        true,
+        key,
+    )
+}
+
+fn waits() -> (Sender<()>, Receiver<()>) {
+    mpsc::channel()
+}
+
+fn large() -> (TensorTable, Layout) {
+    let table = table(vec![parameter("w", LARGE)]);
+    let layout = Layout::of(&table);
+    (table, layout)
+}
+
+#[test]
+fn a_pull_can_be_interrupted_and_the_client_goes_on() {
+    let (table, layout) = large();
+    let key = Key::default();
+    let (on, go_on) = waits();
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+        let (layout, key) = (layout.clone(), key.clone());
+        move |peer, _| {
+            let (first, _) = peer.next(Kind::Pull);
+            roots(peer, &layout, first.request, 0, 3, 1.0);
+            pull_end(peer, first.request, 3);
+
+            // In the middle of a root: the second one stops after 1000 bytes.
+            let (second, _) = peer.next(Kind::Pull);
+            root(
+                peer,
+                second.request,
+                0,
+                4,
+                &bytes_of(&vec![2.0; layout.fragments[0].len]),
+            );
+            let payload = bytes_of(&vec![2.0; layout.fragments[1].len]);
+            let header = Header {
+                request: second.request,
+                fragment: 1,
+                version: 4,
+                term: 1,
+                ..Header::new(Kind::Root)
+            };
+            peer.write(&header.with_payload(&payload).encode());
+            peer.write(&payload[..1000]);
+            key.press();
+            go_on.recv().unwrap();
+            peer.write(&payload[1000..]);
+            roots(peer, &layout, second.request, 2, 4, 2.0);
+            pull_end(peer, second.request, 4);
+
+            // What was torn must not be answered by "unchanged".
+            let (third, bytes) = peer.next(Kind::Pull);
+            assert_eq!(
+                (third.version, third.term),
+                (3, 1),
+                "the read that was broken off does not count"
+            );
+            assert_eq!(PullRequest::decode(&bytes).unwrap().have, None);
+            roots(peer, &layout, third.request, 0, 5, 3.0);
+            pull_end(peer, third.request, 5);
+            let (fourth, bytes) = peer.next(Kind::Pull);
+            assert!(PullRequest::decode(&bytes).unwrap().have.is_some());
+            for f in 0..layout.fragments.len() {
+                let header = Header {
+                    request: fourth.request,
+                    fragment: f as u32,
+                    version: 5,
+                    term: 1,
+                    ..Header::new(Kind::Root)
+                };
+                peer.frame(
+                    Header {
+                        flags: flags::UNCHANGED,
+                        ..header
+                    },
+                    &[],
+                );
+            }
+            pull_end(peer, fourth.request, 5);
+            peer.goodbye();
+        }
+    });
+    let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    assert_eq!(pull(&mut client, &mut params, false, &key), Ok(3));
+    let begun = Instant::now();
+    assert_eq!(
+        pull(&mut client, &mut params, true, &key),
+        Err(ClientError::Interrupted)
+    );
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    params[0].fill(9); // nobody writes it any more
+    on.send(()).unwrap();
+    assert_eq!(client.flush(None, &never), Ok(vec![]), "no push was in flight");
+    assert!(params[0].iter().all(|&b| b == 9));
+    assert_eq!(pull(&mut client, &mut params, true, &never), Ok(5));
+    assert!(floats(&params[0]).iter().all(|&p| p == 3.0));
+    assert_eq!(pull(&mut client, &mut params, true, &never), Ok(5));
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_push_can_be_interrupted_and_arrives_whole() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let (table, layout) = large();
+        let key = Key::default();
+        let (on, go_on) = waits();
+        let (address, server) = serve(table.clone(), run(transaction), {
+            let (layout, key) = (layout.clone(), key.clone());
+            move |peer, _| {
+                let grant = |peer: &mut Peer, request| {
+                    if transaction == Transaction::Model {
+                        peer.frame(
+                            Header {
+                                request,
+                                ..Header::new(Kind::Grant)
+                            },
+                            &[],
+                        );
+                    }
+                };
+                let (first, _) = peer.next(Kind::Pull);
+                roots(peer, &layout, first.request, 0, 0, 0.0);
+                pull_end(peer, first.request, 0);
+                // Takes the head and nothing more until the caller has gone.
+                let (head, _) = peer.next(Kind::Push);
+                assert_eq!(head.sequence, 1);
+                key.press();
+                go_on.recv().unwrap();
+                grant(peer, head.request);
+                for fragment in &layout.fragments {
+                    let (header, payload) = peer.next(Kind::Fragment);
+                    assert_eq!(
+                        (header.sequence, payload),
+                        (1, bytes_of(&vec![1.5; fragment.len]))
+                    );
+                }
+                roots(peer, &layout, head.request, 0, 1, -1.0);
+                settle(peer, head.request, 1);
+                // The next push is the second, based on what was read before.
+                let (head, bytes) = peer.next(Kind::Push);
+                assert_eq!((head.sequence, head.version), (2, 0));
+                assert!(
+                    PushRequest::decode(&bytes).unwrap().have.is_some(),
+                    "nothing was torn"
+                );
+                grant(peer, head.request);
+                for _ in &layout.fragments {
+                    peer.next(Kind::Fragment);
+                }
+                roots(peer, &layout, head.request, 0, 2, -2.0);
+                settle(peer, head.request, 2);
+                peer.goodbye();
+            }
+        });
+        let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+        let mut params = filled(&table, 0);
+        pull(&mut client, &mut params, false, &never).unwrap();
+        let mut gradient = vec![Some(bytes_of(&vec![1.5; LARGE]))];
+        assert_eq!(
+            push_pull(&mut client, &mut gradient, &mut params, &key),
+            Err(ClientError::Interrupted)
+        );
+        gradient[0].as_mut().unwrap().fill(0); // the memory is the caller's again
+        on.send(()).unwrap();
+        let second = push_pull(&mut client, &mut gradient, &mut params, &never).unwrap();
+        assert_eq!(second, Some(receipt(2)));
+        assert!(floats(&params[0]).iter().all(|&p| p == -2.0));
+        assert_eq!(
+            client.flush(None, &never),
+            Ok(vec![receipt(1)]),
+            "the interrupted push was applied"
+        );
+        client.close(true, &never).unwrap();
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn answers_are_read_while_a_push_is_sent() {
+    // The server sends the whole answer before it takes the second half of the push: with full buffers on both sides
+    // only a client that does both at once gets through. With two in flight the answer is early and waits.
+    let (table, layout) = large();
+    for in_flight in [1, 2] {
+        let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+            let layout = layout.clone();
+            move |peer, _| {
+                let (first, _) = peer.next(Kind::Pull);
+                roots(peer, &layout, first.request, 0, 0, 0.0);
+                pull_end(peer, first.request, 0);
+                for sequence in 1..=3 {
+                    let (head, _) = peer.next(Kind::Push);
+                    assert_eq!(
+                        (head.sequence, head.version),
+                        (sequence, sequence - in_flight.min(sequence))
+                    );
+                    let half = layout.fragments.len() / 2;
+                    for _ in 0..half {
+                        peer.next(Kind::Fragment);
+                    }
+                    for (f, fragment) in layout.fragments.iter().enumerate().take(half) {
+                        root(
+                            peer,
+                            head.request,
+                            f,
+                            sequence,
+                            &bytes_of(&vec![-(sequence as f32); fragment.len]),
+                        );
+                    }
+                    for _ in half..layout.fragments.len() {
+                        peer.next(Kind::Fragment);
+                    }
+                    roots(peer, &layout, head.request, half, sequence, -(sequence as f32));
+                    settle(peer, head.request, sequence);
+                }
+                peer.goodbye();
+            }
+        });
+        let mut client = Client::connect(client_config(address, in_flight as usize), None, &never).unwrap();
+        let mut params = filled(&table, 0);
+        pull(&mut client, &mut params, false, &never).unwrap();
+        let mut gradient = vec![Some(bytes_of(&vec![1.0; LARGE]))];
+        for step in 1..=3_u64 {
+            let got = push_pull(&mut client, &mut gradient, &mut params, &never).unwrap();
+            let read = step + 1 - in_flight;
+            assert_eq!(got, (read > 0).then(|| receipt(read)));
+            assert!(floats(&params[0]).iter().all(|&p| p == -(read as f32)));
+        }
+        client.close(true, &never).unwrap();
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn a_push_that_is_rejected_by_its_head_sends_no_more() {
+    let (table, layout) = large();
+    let (address, server) = serve(table.clone(), run(Transaction::Model), {
+        let layout = layout.clone();
+        move |peer, _| {
+            let (first, _) = peer.next(Kind::Pull);
+            roots(peer, &layout, first.request, 0, 0, 0.0);
+            pull_end(peer, first.request, 0);
+            let (head, _) = peer.next(Kind::Push);
+            roots(peer, &layout, head.request, 0, 0, 0.0);
+            let mut bytes = vec![];
+            encode(
+                &Receipt {
+                    applied: false,
+                    verdict: Fate::Reject,
+                    ..receipt(0)
+                },
+                &mut bytes,
+            );
+            peer.frame(
+                Header {
+                    request: head.request,
+                    term: 1,
+                    ..Header::new(Kind::Receipt)
+                },
+                &bytes,
+            );
+            peer.goodbye();
+        }
+    });
+    let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    let mut gradient = vec![Some(bytes_of(&vec![1.0; LARGE]))];
+    assert!(
+        !push_pull(&mut client, &mut gradient, &mut params, &never)
+            .unwrap()
+            .unwrap()
+            .applied
+    );
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
+/// What must be in the error, and a frame that brings it about.
+type Bad = (&'static str, fn(&mut Peer, u32));
+
+#[test]
+fn what_a_server_may_not_send_ends_the_session() {
+    let table = table(vec![
+        parameter("w", 10),
+        tensor("count", 1, Dtype::I64, Role::Buffer),
+    ]);
+    let cases: [Bad; 7] = [
+        ("fits no model", |peer, request| {
+            root(peer, request, 2, 1, &[0; 40])
+        }),
+        ("fits no model", |peer, request| {
+            root(peer, request, 0, 1, &[0; 36])
+        }),
+        ("fits no model", |peer, request| {
+            peer.frame(
+                Header {
+                    request,
+                    flags: flags::UNCHANGED,
+                    ..Header::new(Kind::Root)
+                },
+                &[0; 40],
+            );
+        }),
+        ("came unasked", |peer, request| {
+            root(peer, request + 1, 0, 1, &[0; 40])
+        }),
+        ("waits for 2 roots", |peer, request| pull_end(peer, request, 1)),
+        ("came unasked", |peer, request| settle(peer, request + 1, 1)),
+        ("damaged", |peer, request| {
+            let header = Header {
+                request,
+                term: 1,
+                ..Header::new(Kind::Root)
+            }
+            .with_payload(&[0; 40]);
+            peer.write(
+                &Header {
+                    payload_crc: header.payload_crc ^ 1,
+                    ..header
+                }
+                .encode(),
+            );
+            peer.write(&[0; 40]);
+        }),
+    ];
+    for (says, bad) in cases {
+        let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
+            let (first, _) = peer.next(Kind::Pull);
+            bad(peer, first.request);
+        });
+        let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+        let mut params = filled(&table, 0);
+        let error = pull(&mut client, &mut params, false, &never).unwrap_err();
+        assert!(
+            matches!(&error, ClientError::Protocol { cause, .. } if cause.contains(says)),
+            "{says}: {error}"
+        );
+        assert_eq!(pull(&mut client, &mut params, false, &never), Err(error));
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn buffers_that_come_early_wait_until_their_own_are_sent() {
+    // Two in flight, one memory for what is sent and what comes: the answer to the push before is already here.
+    let table = table(vec![
+        parameter("w", LARGE),
+        tensor("count", 1, Dtype::I64, Role::Buffer),
+    ]);
+    let layout = Layout::of(&table);
+    let last = layout.fragments.len() - 1;
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+        let layout = layout.clone();
+        move |peer, _| {
+            let answer = |peer: &mut Peer, request, version, count: i64| {
+                for (f, fragment) in layout.fragments.iter().enumerate().take(last) {
+                    root(peer, request, f, version, &bytes_of(&vec![0.0; fragment.len]));
+                }
+                root(peer, request, last, version, &count.to_le_bytes());
+            };
+            let (first, _) = peer.next(Kind::Pull);
+            answer(peer, first.request, 0, 100);
+            pull_end(peer, first.request, 0);
+            let (head, sent) = push(peer, &layout);
+            assert_eq!(
+                sent[last],
+                [101_i64.to_le_bytes(), 100_i64.to_le_bytes()].concat()
+            );
+            let (next, _) = peer.next(Kind::Push);
+            answer(peer, head.request, 1, 500); // before the second push's buffers are taken
+            settle(peer, head.request, 1);
+            let sent: Vec<Vec<u8>> = layout
+                .fragments
+                .iter()
+                .map(|_| peer.next(Kind::Fragment).1)
+                .collect();
+            let change = [102_i64.to_le_bytes(), 101_i64.to_le_bytes()].concat();
+            assert_eq!(sent[last], change, "since the push before, and not 500");
+            answer(peer, next.request, 2, 502);
+            settle(peer, next.request, 2);
+            peer.goodbye();
+        }
+    });
+    let mut client = Client::connect(client_config(address, 2), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    let gradient = bytes_of(&vec![1.0; LARGE]);
+    for (step, count) in [(1, 101_i64), (2, 102)] {
+        params[1] = count.to_le_bytes().to_vec();
+        let mut values = vec![Some(gradient.clone()), None];
+        let (w, buffer) = params.split_at_mut(1);
+        #[expect(unsafe_code, reason = "only so can the same memory be sent and written")]
+        // SAFETY: `params` outlives these, and nobody else touches it.
+        let mut twice = || unsafe { Memory::from_raw(buffer[0].as_mut_ptr(), 8) };
+        let (sent, out) = (twice(), twice());
+        let mut sent_values = memories(&mut values);
+        sent_values[1] = Some(sent);
+        let out = [Memory::of(&mut w[0]), out];
+        let got = client
+            .push_pull(
+                PushInput {
+                    values: &sent_values,
+                    samples: 1,
+                },
+                &out,
+                true,
+                &never,
+            )
+            .unwrap();
+        assert_eq!(got.is_some(), step == 2);
+    }
+    assert_eq!(params[1], 500_i64.to_le_bytes());
+    let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
+    assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
+    assert_eq!(params[1], 502_i64.to_le_bytes());
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_goodbye_is_the_last_frame() {
+    let table = table(vec![parameter("w", 10)]);
+    let (address, server) = serve(table, run(Transaction::Fragment), |peer, _| {
+        let (_, bytes) = peer.next(Kind::Call);
+        let call: offbeat_core::wire::message::Call = decode(&bytes).unwrap();
+        assert_eq!(
+            call,
+            offbeat_core::wire::message::Call::Goodbye { finished: false }
+        );
+    });
+    drop(Client::connect(client_config(address, 1), None, &never).unwrap());
+    server.join().unwrap();
+}

@@ -1,0 +1,148 @@
+//! A server that does what a test tells it, one frame at a time.
+
+use crate::support::DEADLINE;
+use offbeat_core::spec::{Schedule, StalenessSpec, Transaction};
+use offbeat_core::table::TensorTable;
+use offbeat_core::wire::message::{
+    Attach, Authenticate, Call, Challenge, Hello, Join, Joined, ModelInfo, RunConfig, Welcome,
+};
+use offbeat_core::wire::{HEADER_BYTES, Header, Kind, PROTOCOL, decode, encode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread::JoinHandle;
+
+/// One connection, from the server's end.
+pub(crate) struct Peer(TcpStream);
+
+impl Peer {
+    pub(crate) fn write(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+
+    pub(crate) fn frame(&mut self, header: Header, payload: &[u8]) {
+        self.write(&header.with_payload(payload).encode());
+        self.write(payload);
+    }
+
+    pub(crate) fn send<T: Serialize>(&mut self, kind: Kind, request: u32, message: &T) {
+        let mut bytes = vec![];
+        encode(message, &mut bytes);
+        self.frame(
+            Header {
+                request,
+                ..Header::new(kind)
+            },
+            &bytes,
+        );
+    }
+
+    /// The next frame, which is of this kind.
+    pub(crate) fn next(&mut self, kind: Kind) -> (Header, Vec<u8>) {
+        let header = self.header();
+        assert_eq!(header.kind, kind);
+        let mut bytes = vec![0; header.payload_len as usize];
+        self.0.read_exact(&mut bytes).unwrap();
+        assert_eq!(offbeat_core::values::crc(&bytes), header.payload_crc);
+        (header, bytes)
+    }
+
+    fn header(&mut self) -> Header {
+        let mut head = [0; HEADER_BYTES];
+        self.0.read_exact(&mut head).unwrap();
+        Header::decode(&head).unwrap()
+    }
+
+    pub(crate) fn expect<T: DeserializeOwned>(&mut self, kind: Kind) -> T {
+        decode(&self.next(kind).1).unwrap()
+    }
+
+    /// Answers a goodbye, or notices that the client is gone.
+    pub(crate) fn goodbye(&mut self) {
+        let (header, bytes) = self.next(Kind::Call);
+        assert!(matches!(decode(&bytes), Ok(Call::Goodbye { .. })));
+        self.send(
+            Kind::Reply,
+            header.request,
+            &offbeat_core::wire::message::Reply::Goodbye,
+        );
+    }
+
+    fn greet(listener: &TcpListener) -> Self {
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.set_write_timeout(Some(DEADLINE)).unwrap();
+        let mut peer = Self(stream);
+        let _: Hello = peer.expect(Kind::Hello);
+        let challenge = Challenge {
+            protocol: PROTOCOL,
+            nonce: [1; 32],
+            token_required: false,
+            proof: None,
+        };
+        peer.send(Kind::Challenge, 0, &challenge);
+        let _: Authenticate = peer.expect(Kind::Authenticate);
+        peer.send(
+            Kind::Welcome,
+            0,
+            &Welcome {
+                version: "test".into(),
+            },
+        );
+        peer
+    }
+}
+
+/// A run as the script's server has it.
+pub(crate) fn run(transaction: Transaction) -> RunConfig {
+    RunConfig {
+        transaction,
+        contribution: None,
+        optimizer: None,
+        momentum_correction: false,
+        staleness: StalenessSpec::default(),
+        schedule: Schedule::default(),
+        max_samples: None,
+    }
+}
+
+/// Serves one worker: joins and attaches it, then `script` has its data and control connections.
+pub(crate) fn serve(
+    table: TensorTable,
+    run: RunConfig,
+    script: impl FnOnce(&mut Peer, &mut Peer) + Send + 'static,
+) -> (SocketAddr, JoinHandle<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let thread = std::thread::spawn(move || {
+        let mut data = Peer::greet(&listener);
+        let join: Join = data.expect(Kind::Join);
+        let joined = Joined {
+            run_id: "run".into(),
+            worker_id: "worker".into(),
+            slot: 0,
+            incarnation: 7,
+            secret: [9; 16],
+            term: 1,
+            version: 0,
+            durable_version: 0,
+            model: Some(ModelInfo {
+                table,
+                blueprint: None,
+            }),
+            run,
+            in_flight: join.in_flight,
+            heartbeat_ms: 10,
+            lease_ms: 10_000,
+        };
+        data.send(Kind::Joined, 0, &joined);
+        let mut control = Peer::greet(&listener);
+        let attach: Attach = control.expect(Kind::Attach);
+        assert_eq!((attach.incarnation, attach.secret), (7, [9; 16]));
+        control.frame(Header::new(Kind::Attached), &[]);
+        script(&mut data, &mut control);
+    });
+    (address, thread)
+}

@@ -1,0 +1,298 @@
+//! Pushes and pulls, over real sockets: what is applied, how often, and what comes back.
+
+mod common;
+
+use common::{
+    B, FRAGMENTS, NEVER, Raw, W, client, config, eventually, floats, parameters, start, status, until_state, values,
+};
+use offbeat_core::pipeline::Reason;
+use offbeat_core::spec::{StalenessSpec, Transaction};
+use offbeat_core::store::Fate;
+use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
+use offbeat_core::wire::{Kind, Want};
+use offbeat_net::client::{Memory, PushInput};
+use offbeat_net::server::{Server, ServerConfig, ServerError};
+use std::time::Duration;
+
+const TRANSACTIONS: [Transaction; 2] = [Transaction::Fragment, Transaction::Model];
+
+fn with(transaction: Transaction) -> ServerConfig {
+    ServerConfig { transaction, ..config() }
+}
+
+/// A whole push under either transaction.
+fn push(raw: &mut Raw, server: &Server, sequence: u64, at: (u64, u64), base: u64, value: f32) -> common::Answer {
+    if status(server)["transaction"] == "fragment" {
+        return raw.push(sequence, at, base, value, Want::Parameters);
+    }
+    raw.push_head(sequence, at, Want::Parameters, None);
+    assert_eq!(raw.next().unwrap().0.kind, Kind::Grant);
+    for (i, len) in FRAGMENTS.into_iter().enumerate() {
+        raw.fragment(sequence, u32::try_from(i).unwrap(), base, &floats(len, value));
+    }
+    raw.answer()
+}
+
+#[test]
+fn a_push_comes_back_as_parameters_and_a_receipt() {
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        assert_eq!(joined.run.transaction, transaction);
+        let answer = push(&mut raw, &server, 1, (joined.term, joined.version), 0, 1.0);
+        assert_eq!(answer.roots, [(1, Some(-1.0)), (1, Some(-1.0))]);
+        assert_eq!(answer.read, (joined.term, 1));
+        let receipt = answer.receipt();
+        assert_eq!((receipt.verdict, receipt.weight, receipt.staleness, receipt.version), (Fate::Admit, 1.0, 0, 1));
+        let answer = push(&mut raw, &server, 2, answer.read, 1, 2.0);
+        assert_eq!(answer.receipt().staleness, 0, "what a push brings back counts as read");
+        assert!(parameters(&server).iter().all(|&p| p == -3.0));
+    }
+}
+
+#[test]
+fn the_client_and_the_server_agree() {
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        let mut client = client(&server, "a");
+        let (mut gradients, mut out) = (values(1.0), values(9.0));
+        let pulled = client.pull(&out.iter_mut().map(|o| Memory::of(o)).collect::<Vec<_>>(), false, &NEVER).unwrap();
+        assert_eq!(pulled.version, 0);
+        assert_eq!(out, values(0.0));
+        for step in 1..=3_u16 {
+            let gradients: Vec<_> = gradients.iter_mut().map(|g| Some(Memory::of(g))).collect();
+            let input = PushInput { values: &gradients, samples: 4 };
+            let memory: Vec<_> = out.iter_mut().map(|o| Memory::of(o)).collect();
+            let receipt = client.push_pull(input, &memory, true, &NEVER).unwrap().unwrap();
+            assert_eq!((receipt.version, receipt.staleness), (u64::from(step), 0));
+            drop(memory);
+            assert_eq!(out, values(-f32::from(step)));
+        }
+        client.close(true, &NEVER).unwrap();
+        let status = status(&server);
+        assert_eq!((&status["samples"], &status["tickets"]["applied"]), (&12.into(), &3.into()));
+        assert_eq!(common::worker(&status, "a")["state"], "finished");
+    }
+}
+
+#[test]
+fn the_end_of_a_connection_in_mid_frame_leaves_no_half_fragment() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
+    raw.fragment(1, 0, 0, &floats(FRAGMENTS[0], 1.0));
+    let rest = floats(FRAGMENTS[1], 1.0);
+    let header = offbeat_core::wire::Header { sequence: 1, fragment: 1, ..offbeat_core::wire::Header::new(Kind::Fragment) };
+    raw.write(&header.with_payload(&rest).encode()).unwrap();
+    raw.write(&rest[..rest.len() / 2]).unwrap();
+    drop(raw);
+    let cause = until_state(&server, "a", "lost");
+    assert!(cause.contains("in the middle of a frame"), "{cause}");
+    let status = eventually(&server, "the ticket ended", |s| s["tickets"]["open"] == 0);
+    assert_eq!(status["tickets"]["partial"], 1);
+    let now = parameters(&server);
+    assert!(now[..FRAGMENTS[0]].iter().all(|&p| p == -1.0), "the fragment that came is applied, whole");
+    assert!(now[FRAGMENTS[0]..].iter().all(|&p| p == 0.0), "of the other nothing is");
+}
+
+#[test]
+fn under_model_nothing_of_a_broken_push_is_applied_and_its_staging_is_free_again() {
+    let budget = 4 * (W + B) as u64; // one push
+    let server = start(ServerConfig { staging_budget: Some(budget), ..with(Transaction::Model) });
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
+    assert_eq!(raw.next().unwrap().0.kind, Kind::Grant);
+    raw.fragment(1, 0, 0, &floats(FRAGMENTS[0], 1.0));
+    let (mut second, _) = Raw::joined(&server, "b");
+    second.push_head(1, (joined.term, joined.version), Want::Receipt, None);
+    drop(raw);
+    assert_eq!(second.next().unwrap().0.kind, Kind::Grant, "granted when the first has died");
+    for (i, len) in FRAGMENTS.into_iter().enumerate() {
+        second.fragment(1, u32::try_from(i).unwrap(), 0, &floats(len, 5.0));
+    }
+    assert!(second.answer().receipt().applied);
+    assert!(parameters(&server).iter().all(|&p| p == -5.0));
+}
+
+#[test]
+fn a_model_larger_than_the_staging_budget_is_refused_at_the_start() {
+    let config = ServerConfig { staging_budget: Some(1000), ..with(Transaction::Model) };
+    let refused = Server::start(config, Some((common::table(), values(0.0)))).unwrap_err();
+    assert!(matches!(refused, ServerError::StagingBudget { needed: 400_040, budget: 1000 }), "{refused}");
+}
+
+#[test]
+fn a_sequence_that_comes_twice_is_applied_once() {
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let at = (joined.term, joined.version);
+        let first = push(&mut raw, &server, 1, at, 0, 1.0);
+        let again = push(&mut raw, &server, 1, at, 0, 1.0);
+        assert!(!first.receipt().duplicate && again.receipt().duplicate);
+        assert_eq!(again.receipt().version, first.receipt().version);
+        assert_eq!(again.roots, [(1, Some(-1.0)), (1, Some(-1.0))], "with the newest parameters");
+        assert_eq!(again.read, (joined.term, 1));
+        assert!(parameters(&server).iter().all(|&p| p == -1.0));
+    }
+}
+
+#[test]
+fn a_stale_push_is_rejected_and_still_brings_the_newest_parameters() {
+    for transaction in TRANSACTIONS {
+        let staleness = StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() };
+        let server = start(ServerConfig { staleness, ..with(transaction) });
+        let (mut a, joined) = Raw::joined(&server, "a");
+        let (mut b, _) = Raw::joined(&server, "b");
+        let read = (joined.term, joined.version);
+        push(&mut a, &server, 1, read, 0, 1.0);
+        let late = push(&mut b, &server, 1, read, 0, 1.0);
+        let receipt = late.receipt();
+        assert_eq!((receipt.verdict, receipt.reason), (Fate::Reject, Some(Reason::Stale)));
+        assert_eq!(late.roots, [(1, Some(-1.0)), (1, Some(-1.0))]);
+        let next = push(&mut b, &server, 2, late.read, 1, 1.0);
+        assert!(next.receipt().applied, "after it has read, it is let in: {:?}", next.receipt());
+    }
+}
+
+#[test]
+fn what_the_worker_has_need_not_come_again() {
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let pulled = raw.pull(joined.term, None);
+        assert_eq!(pulled.roots, [(0, Some(0.0)), (0, Some(0.0))]);
+        assert_eq!(raw.pull(joined.term, Some(&[0, 0])).roots, [(0, None), (0, None)]);
+        assert_eq!(raw.pull(joined.term, Some(&[0, 5])).roots, [(0, None), (0, Some(0.0))]);
+        assert_eq!(raw.pull(joined.term + 1, Some(&[0, 0])).roots, [(0, Some(0.0)), (0, Some(0.0))], "another life");
+        push(&mut raw, &server, 1, pulled.read, 0, 1.0);
+        assert_eq!(raw.pull(joined.term, Some(&[0, 1])).roots, [(1, Some(-1.0)), (1, None)]);
+    }
+}
+
+#[test]
+fn two_connections_that_push_at_once_lose_nothing() {
+    const PUSHES: u64 = 40;
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        std::thread::scope(|scope| {
+            for id in ["a", "b", "c"] {
+                let server = &server;
+                scope.spawn(move || {
+                    let (mut raw, joined) = Raw::joined(server, id);
+                    let mut read = (joined.term, joined.version);
+                    let mut base = 0;
+                    for sequence in 1..=PUSHES {
+                        raw.push_head(sequence, read, Want::Parameters, None);
+                        if transaction == Transaction::Model {
+                            assert_eq!(raw.next().unwrap().0.kind, Kind::Grant);
+                        }
+                        for (i, len) in FRAGMENTS.into_iter().enumerate() {
+                            raw.fragment(sequence, u32::try_from(i).unwrap(), base, &floats(len, 1.0));
+                        }
+                        let answer = raw.answer();
+                        assert!(answer.receipt().applied, "{:?}", answer.receipt());
+                        read = answer.read;
+                        // The two fragments may be at different versions; the older is one both have reached.
+                        base = answer.roots.iter().map(|r| r.0).min().unwrap();
+                    }
+                    raw.call(9, &offbeat_core::wire::message::Call::Goodbye { finished: true });
+                    raw.reply();
+                });
+            }
+        });
+        assert!(parameters(&server).iter().all(|&p| p == -3.0 * PUSHES as f32));
+        let status = status(&server);
+        assert_eq!(status["tickets"]["applied"], 3 * PUSHES);
+        assert_eq!(status["version"], 3 * PUSHES);
+    }
+}
+
+#[test]
+fn a_sender_that_stops_in_mid_frame_is_cut_off_and_told_why() {
+    let server = start(ServerConfig { progress_timeout: Duration::from_millis(200), ..config() });
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
+    raw.write(&[0; 10]).ok();
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::Timeout);
+    assert!(until_state(&server, "a", "lost").contains("no byte for 0.2 s"));
+}
+
+#[test]
+fn a_reader_that_takes_nothing_is_cut_off() {
+    let server = start(ServerConfig { progress_timeout: Duration::from_millis(200), ..config() });
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    let mut bytes = vec![];
+    offbeat_core::wire::PullRequest { have: None }.encode(&mut bytes);
+    let header = offbeat_core::wire::Header { term: joined.term, ..offbeat_core::wire::Header::new(Kind::Pull) };
+    let mut frame = header.with_payload(&bytes).encode().to_vec();
+    frame.append(&mut bytes);
+    // Far more answers than both socket buffers hold, and none is read.
+    for _ in 0..200 {
+        if raw.write(&frame).is_err() {
+            break;
+        }
+    }
+    assert!(until_state(&server, "a", "lost").contains("took none of the bytes"));
+}
+
+#[test]
+fn the_run_ends_by_its_samples() {
+    for transaction in TRANSACTIONS {
+        let server = start(ServerConfig { max_samples: Some(2), ..with(transaction) });
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let mut control = Raw::attached(&server, &joined);
+        let first = push(&mut raw, &server, 1, (joined.term, joined.version), 0, 1.0);
+        let second = push(&mut raw, &server, 2, first.read, 1, 1.0);
+        assert!(second.receipt().applied);
+        assert_eq!(control.event(), Event::Finished { reason: FINISHED_BUDGET.into() });
+        let third = push(&mut raw, &server, 3, second.read, 2, 1.0);
+        assert_eq!(third.receipt().reason, Some(Reason::Budget));
+        assert_eq!(third.roots, [(2, Some(-2.0)), (2, Some(-2.0))]);
+        assert_eq!(status(&server)["state"], "finished");
+        raw.call(4, &offbeat_core::wire::message::Call::Goodbye { finished: true });
+        raw.reply();
+        assert!(server.wait_for_workers(1, Some(common::DEADLINE), NEVER).unwrap(), "at once: nobody can come back");
+    }
+}
+
+#[test]
+fn values_that_are_loaded_reject_what_was_computed_before_them() {
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let mut control = Raw::attached(&server, &joined);
+        server.load_tensors(&values(7.0)).unwrap();
+        assert_eq!(control.event(), Event::Term { term: joined.term + 1 });
+        let late = push(&mut raw, &server, 1, (joined.term, joined.version), 0, 1.0);
+        assert_eq!(late.receipt().reason, Some(Reason::ServerRolledBack));
+        assert_eq!(late.roots.iter().map(|r| r.1).collect::<Vec<_>>(), [Some(7.0), Some(7.0)]);
+        assert_eq!(late.read.0, joined.term + 1);
+        let base = late.roots[0].0;
+        assert!(push(&mut raw, &server, 2, late.read, base, 1.0).receipt().applied);
+        assert!(parameters(&server).iter().all(|&p| p == 6.0));
+        let wrong = server.load_tensors(&values(0.0)[..1]).unwrap_err();
+        assert!(matches!(wrong, ServerError::NumTensors { expected: 2, found: 1 }));
+    }
+}
+
+#[test]
+fn a_copy_of_the_model_holds_each_push_whole_or_not_at_all() {
+    let server = start(config());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut raw, joined) = Raw::joined(&server, "a");
+            let mut read = (joined.term, joined.version);
+            for sequence in 1..=100 {
+                read = raw.push(sequence, read, sequence - 1, 1.0, Want::Parameters).read;
+            }
+            raw.call(9, &offbeat_core::wire::message::Call::Goodbye { finished: true });
+            raw.reply();
+        });
+        while status(&server)["version"] != 100 {
+            let now = parameters(&server);
+            assert!(now.iter().all(|p| *p == now[0]), "{} and {}", now[0], now[now.len() - 1]);
+        }
+    });
+}

@@ -1,0 +1,163 @@
+//! Who gets in, and what those hear who do not.
+
+mod common;
+
+use common::{Raw, client, config, join, start, status, table, tensor, try_client};
+use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::message::{Authenticate, Challenge, Hello, Join, Purpose, RefusalCode, Welcome};
+use offbeat_core::wire::{Header, Kind, PROTOCOL};
+use offbeat_net::client::{ClientError, fetch_status};
+use offbeat_net::server::{ServerConfig, ServerError};
+
+fn with_token() -> ServerConfig {
+    ServerConfig { token: Some("secret".into()), ..config() }
+}
+
+#[test]
+fn the_right_token_opens_the_door() {
+    let server = start(with_token());
+    assert!(try_client(&server, "a", Some("secret"), Some(&table())).is_ok());
+}
+
+#[test]
+fn a_wrong_token_is_found_by_the_worker_before_it_proves_anything() {
+    let server = start(with_token());
+    let refused = try_client(&server, "a", Some("guess"), None).unwrap_err();
+    assert!(matches!(refused, ClientError::Authentication { .. }), "{refused}");
+}
+
+#[test]
+fn a_wrong_proof_is_refused_by_the_server() {
+    let server = start(with_token());
+    let mut raw = Raw::connect(server.address());
+    raw.greet(Some("guess"), Purpose::Data);
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::Authentication);
+    assert!(refused.message.contains("OFFBEAT_TOKEN"), "{refused}");
+}
+
+#[test]
+fn a_missing_token_is_refused() {
+    let server = start(with_token());
+    let refused = try_client(&server, "a", None, None).unwrap_err();
+    assert!(matches!(refused, ClientError::Authentication { .. }), "{refused}");
+}
+
+#[test]
+fn a_worker_with_a_token_does_not_trust_a_server_without() {
+    let server = start(config());
+    let refused = try_client(&server, "a", Some("secret"), None).unwrap_err();
+    assert!(matches!(refused, ClientError::Authentication { .. }), "{refused}");
+}
+
+#[test]
+fn a_proof_cannot_be_replayed() {
+    let server = start(with_token());
+    let hello = Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [5; 32], purpose: Purpose::Data };
+    let challenge = |raw: &mut Raw| -> Challenge {
+        raw.send(Kind::Hello, 0, &hello);
+        raw.expect(Kind::Challenge)
+    };
+    let (mut first, mut second) = (Raw::connect(server.address()), Raw::connect(server.address()));
+    let (a, b) = (challenge(&mut first), challenge(&mut second));
+    assert_ne!(a.nonce, b.nonce);
+    assert_ne!(a.proof, b.proof);
+    // The server's own proof, sent back as the worker's.
+    second.send(Kind::Authenticate, 0, &Authenticate { proof: b.proof });
+    assert_eq!(second.refused().code, RefusalCode::Authentication);
+}
+
+#[test]
+fn no_protocol_in_common_is_said() {
+    let server = start(config());
+    let mut raw = Raw::connect(server.address());
+    raw.send(Kind::Hello, 0, &Hello { protocol_min: 7, protocol_max: 9, nonce: [0; 32], purpose: Purpose::Data });
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::Protocol);
+    assert!(refused.message.contains("protocol 1"), "{refused}");
+}
+
+#[test]
+fn nothing_is_told_before_the_proof() {
+    let server = start(with_token());
+    for kind in [Kind::Join, Kind::Attach, Kind::Call, Kind::Pull, Kind::Push, Kind::Value] {
+        let mut raw = Raw::connect(server.address());
+        raw.frame(Header::new(kind), &[]);
+        let refused = raw.refused();
+        assert_eq!(refused.code, RefusalCode::State, "{kind:?}");
+        assert!(!refused.message.contains("tensor"), "{refused}");
+    }
+    assert_eq!(status(&server)["workers"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn a_wrong_model_is_refused_with_the_first_difference() {
+    let server = start(config());
+    let other = TensorTable::new(vec![tensor("w", 7, Role::Parameter)]).unwrap();
+    let refused = try_client(&server, "a", None, Some(&other)).unwrap_err();
+    let ClientError::ModelMismatch { message } = refused else { panic!("{refused}") };
+    assert!(message.contains("float32 [100000]") && message.contains("float32 [7]"), "{message}");
+}
+
+#[test]
+fn another_run_is_refused_by_name() {
+    let server = start(ServerConfig { run_id: Some("mine".into()), ..config() });
+    let mut raw = Raw::connect(server.address());
+    raw.greet(None, Purpose::Data);
+    let _: Welcome = raw.expect(Kind::Welcome);
+    raw.send(Kind::Join, 0, &Join { run_id: Some("theirs".into()), ..join("a") });
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::RunId);
+    assert!(refused.message.contains("mine") && refused.message.contains("theirs"), "{refused}");
+}
+
+#[test]
+fn a_name_that_could_forge_a_log_line_is_refused() {
+    let server = start(config());
+    let mut raw = Raw::connect(server.address());
+    raw.greet(None, Purpose::Data);
+    let _: Welcome = raw.expect(Kind::Welcome);
+    raw.send(Kind::Join, 0, &join("a\nworker b finished"));
+    assert_eq!(raw.refused().code, RefusalCode::Malformed);
+}
+
+#[test]
+fn more_connections_than_allowed_are_refused() {
+    let server = start(ServerConfig { max_connections: 1, ..config() });
+    let (_first, _) = Raw::joined(&server, "a");
+    let mut second = Raw::connect(server.address());
+    second.greet(None, Purpose::Data);
+    let _: Welcome = second.expect(Kind::Welcome);
+    assert_eq!(second.refused().code, RefusalCode::Full);
+}
+
+#[test]
+fn status_needs_the_token_and_no_membership() {
+    let server = start(with_token());
+    let address = format!("127.0.0.1:{}", server.address().port());
+    let limit = common::DEADLINE;
+    let json = fetch_status(&address, Some("secret"), limit).unwrap();
+    let status: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(status["state"], "running");
+    assert_eq!(status["workers"].as_array().unwrap().len(), 0);
+    assert!(matches!(fetch_status(&address, None, limit), Err(ClientError::Authentication { .. })));
+}
+
+#[test]
+fn a_port_in_use_is_an_error_that_names_it() {
+    let server = start(config());
+    let address = server.address();
+    let again = offbeat_net::server::Server::start(ServerConfig { port: address.port(), ..config() }, None);
+    assert!(matches!(again, Err(ServerError::AddressInUse { address: named }) if named == address.to_string()));
+}
+
+#[test]
+fn a_stopped_server_gives_its_port_back() {
+    let server = start(config());
+    let port = server.address().port();
+    let _client = client(&server, "a");
+    server.stop();
+    server.stop();
+    drop(server);
+    start(ServerConfig { port, ..config() });
+}

@@ -1,0 +1,276 @@
+//! Who is there, who is lost and why, and who brings what.
+
+mod common;
+
+use common::{DEADLINE, NEVER, Raw, W, config, eventually, parameters, plain_sgd, start, status, table, until_state, values};
+use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
+use offbeat_core::wire::message::{Call, Event, FINISHED_STOPPED, RefusalCode, Refused, Reply};
+use offbeat_core::wire::{Header, Kind, Want};
+use offbeat_net::server::{Server, ServerConfig, ServerError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+fn quick() -> ServerConfig {
+    let (lease, grace) = (Duration::from_millis(300), Duration::from_millis(300));
+    ServerConfig { lease, linger: Duration::ZERO, rejoin_grace: grace, ..config() }
+}
+
+fn goodbye(raw: &mut Raw, finished: bool) {
+    raw.call(1000, &Call::Goodbye { finished });
+    assert_eq!(raw.reply(), Reply::Goodbye);
+}
+
+#[test]
+fn a_connection_that_ends_without_a_goodbye_is_a_loss_at_once() {
+    let server = start(config());
+    let (raw, _) = Raw::joined(&server, "a");
+    drop(raw);
+    assert_eq!(until_state(&server, "a", "lost"), "the peer closed the connection");
+    let status = status(&server);
+    assert_eq!(status["departures"][0]["worker"], "a");
+    assert_eq!(status["departures"][0]["state"], "lost");
+}
+
+#[test]
+fn the_end_of_the_control_connection_ends_the_session() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    drop(Raw::attached(&server, &joined));
+    assert_eq!(until_state(&server, "a", "lost"), "the peer closed the control connection");
+    assert_eq!(raw.refused().code, RefusalCode::Lost);
+}
+
+#[test]
+fn silence_for_the_lease_is_a_loss_and_not_the_end() {
+    let server = start(quick());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    let mut control = Raw::attached(&server, &joined);
+    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.3 s");
+    // It had only slept: heard again, it is back, but what it had read before is too old.
+    let beating = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (_never, clock) = std::sync::mpsc::channel::<()>();
+            for progress in 1.. {
+                if !beating.load(Ordering::Relaxed) {
+                    break;
+                }
+                control.heartbeat(progress);
+                clock.recv_timeout(Duration::from_millis(20)).ok();
+            }
+        });
+        until_state(&server, "a", "joined");
+        let (mut other, _) = Raw::joined(&server, "b");
+        goodbye(&mut other, true);
+        let answer = raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
+        let next = raw.push(2, answer.read, answer.roots[0].0, 1.0, Want::Parameters);
+        assert!(next.receipt().applied, "{:?}", next.receipt());
+        beating.store(false, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn heartbeats_without_progress_show_a_stall() {
+    let server = start(quick());
+    let (_raw, joined) = Raw::joined(&server, "a");
+    let mut control = Raw::attached(&server, &joined);
+    eventually(&server, "a stalled", |s| {
+        control.heartbeat(5);
+        common::worker(s, "a")["state"] == "stalled"
+    });
+}
+
+#[test]
+fn a_newer_process_with_the_same_name_fences_the_older() {
+    let server = start(config());
+    let (mut old, joined) = Raw::joined(&server, "a");
+    let mut control = Raw::attached(&server, &joined);
+    let (mut new, again) = Raw::joined(&server, "a");
+    assert!(again.incarnation > joined.incarnation);
+    assert!(matches!(control.event(), Event::Fenced { .. }));
+    assert_eq!(old.refused().code, RefusalCode::Fenced);
+    let answer = new.push(1, (again.term, again.version), 0, 1.0, Want::Parameters);
+    assert!(answer.receipt().applied);
+    assert_eq!(common::worker(&status(&server), "a")["state"], "joined");
+}
+
+#[test]
+fn waiting_for_workers_ends_with_their_goodbyes() {
+    let server = start(quick());
+    let (mut a, _) = Raw::joined(&server, "a");
+    assert!(!server.wait_for_workers(1, Some(Duration::from_millis(50)), NEVER).unwrap(), "one is still there");
+    assert!(server.wait_until_joined(1, Some(DEADLINE), NEVER).unwrap());
+    assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
+    goodbye(&mut a, true);
+    assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
+    assert!(!server.wait_for_workers(2, Some(Duration::from_millis(50)), NEVER).unwrap());
+}
+
+#[test]
+fn all_lost_and_none_finished_is_an_error_that_says_why() {
+    let server = start(quick());
+    drop(Raw::joined(&server, "a"));
+    let failed = server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap_err();
+    let ServerError::AllLost { causes } = failed else { panic!("{failed}") };
+    assert_eq!(causes, [("a".to_owned(), "the peer closed the connection".to_owned())]);
+}
+
+#[test]
+fn a_wait_is_interrupted_and_ends_with_the_server() {
+    let server = start(config());
+    assert!(matches!(server.wait_for_workers(1, None, &|| true), Err(ServerError::Interrupted)));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| server.wait_for_workers(1, None, NEVER));
+        server.stop();
+        assert!(matches!(waiting.join().unwrap(), Err(ServerError::Stopped)));
+    });
+}
+
+#[test]
+fn a_stopped_server_tells_its_workers_that_the_run_has_finished() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    let mut control = Raw::attached(&server, &joined);
+    std::thread::scope(|scope| {
+        scope.spawn(|| server.stop());
+        assert_eq!(control.event(), Event::Finished { reason: FINISHED_STOPPED.into() });
+        let refused = raw.refused();
+        assert_eq!((refused.code, refused.message.as_str()), (RefusalCode::Finished, "the server was stopped"));
+    });
+    assert_eq!(status(&server)["state"], "stopped");
+}
+
+/// Sends the initial values of both fragments.
+fn send_values(raw: &mut Raw, value: f32) {
+    for (i, len) in common::FRAGMENTS.into_iter().enumerate() {
+        let header = Header { fragment: u32::try_from(i).unwrap(), ..Header::new(Kind::Value) };
+        raw.frame(header, &common::floats(len, value));
+    }
+}
+
+fn begin(raw: &mut Raw) {
+    raw.call(1, &Call::InitBegin { table: table(), blueprint: Some("how".into()) });
+}
+
+#[test]
+fn the_first_worker_brings_the_model_and_others_wait_for_it() {
+    let server = Server::start(config(), None).unwrap();
+    assert_eq!(status(&server)["state"], "waiting_for_model");
+    let (mut a, joined) = Raw::joined(&server, "a");
+    assert_eq!(joined.model, None);
+    let (mut b, _) = Raw::joined(&server, "b");
+    begin(&mut a);
+    assert_eq!(a.reply(), Reply::Init { taken: true });
+    begin(&mut b);
+    let (mut c, _) = Raw::joined(&server, "c");
+    c.call(1, &Call::WaitModel);
+    send_values(&mut a, 4.0);
+    a.call(2, &Call::InitCommit);
+    assert_eq!(a.reply(), Reply::Init { taken: true });
+    assert_eq!(b.reply(), Reply::Init { taken: false });
+    let Reply::Model { model, term, .. } = c.reply() else { panic!("a model was due") };
+    assert_eq!((model.table, model.blueprint.as_deref()), (table(), Some("how")));
+    assert_eq!(c.pull(term, None).roots[0].1, Some(4.0));
+    assert!(parameters(&server).iter().all(|&p| p == 4.0));
+}
+
+#[test]
+fn a_worker_that_dies_while_it_brings_the_model_leaves_none() {
+    let server = Server::start(config(), None).unwrap();
+    let (mut a, _) = Raw::joined(&server, "a");
+    begin(&mut a);
+    assert_eq!(a.reply(), Reply::Init { taken: true });
+    let (mut b, _) = Raw::joined(&server, "b");
+    begin(&mut b);
+    a.frame(Header::new(Kind::Value), &common::floats(common::FRAGMENTS[0], 1.0));
+    drop(a);
+    assert_eq!(b.reply(), Reply::Init { taken: true }, "the next one may");
+    send_values(&mut b, 2.0);
+    b.call(2, &Call::InitCommit);
+    assert_eq!(b.reply(), Reply::Init { taken: true });
+    assert!(parameters(&server).iter().all(|&p| p == 2.0));
+}
+
+#[test]
+fn a_model_is_taken_whole_or_refused() {
+    let server = Server::start(config(), None).unwrap();
+    let (mut a, _) = Raw::joined(&server, "a");
+    begin(&mut a);
+    a.reply();
+    a.call(2, &Call::InitCommit);
+    assert_eq!(a.refused().code, RefusalCode::State, "values are missing");
+    let (mut b, _) = Raw::joined(&server, "b");
+    begin(&mut b);
+    b.reply();
+    b.frame(Header::new(Kind::Value), &[0; 12]);
+    assert_eq!(b.refused().code, RefusalCode::Malformed, "not the length of the first fragment");
+    let (mut c, joined) = Raw::joined(&server, "c");
+    c.push_head(1, (joined.term, joined.version), Want::Receipt, None);
+    assert_eq!(c.refused().code, RefusalCode::NoModel);
+    assert_eq!(server.tensors().unwrap(), None);
+    assert!(matches!(server.load_tensors(&values(0.0)), Err(ServerError::NoModel)));
+}
+
+fn adam() -> OptimizerSpec {
+    let rule = Rule::Adam {
+        betas: (0.9, 0.999),
+        eps: 1e-8,
+        weight_decay: 0.0,
+        amsgrad: false,
+        maximize: false,
+        decoupled_weight_decay: false,
+    };
+    OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 1e-3, rule }], momentum_correction: false }
+}
+
+#[test]
+fn workers_agree_on_the_optimizer() {
+    let server = start(ServerConfig { optimizer: None, ..config() });
+    let configure = |raw: &mut Raw, contribution, optimizer: Option<OptimizerSpec>| {
+        raw.call(1, &Call::Configure { contribution, optimizer });
+    };
+    let (mut a, joined) = Raw::joined(&server, "a");
+    let early = a.push(1, (joined.term, joined.version), 0, 1.0, Want::Receipt);
+    assert!(!early.receipt().applied, "nothing is applied before an optimizer is set");
+    configure(&mut a, Contribution::Gradient, Some(plain_sgd()));
+    let Reply::Configured { run } = a.reply() else { panic!("a run was due") };
+    assert_eq!((run.contribution, run.optimizer), (Some(Contribution::Gradient), Some(plain_sgd())));
+    assert!(a.push(2, early.read, 0, 1.0, Want::Receipt).receipt().applied);
+
+    let (mut b, _) = Raw::joined(&server, "b");
+    for (contribution, optimizer, code) in [
+        (Contribution::Gradient, Some(adam()), RefusalCode::Optimizer),
+        (Contribution::Delta, None, RefusalCode::Contribution),
+    ] {
+        configure(&mut b, contribution, optimizer);
+        let refused: Refused = b.expect(Kind::Refused);
+        assert_eq!((refused.code, refused.fatal), (code, false));
+    }
+    configure(&mut b, Contribution::Gradient, None);
+    assert!(matches!(b.reply(), Reply::Configured { .. }), "a refusal is not the end");
+    server.set_lr(0.5, None).unwrap();
+    let status = status(&server);
+    assert_eq!(status["schedule"]["lr"][0], 0.5);
+    assert_eq!(status["optimizer"]["runs_on"], "server");
+}
+
+#[test]
+fn status_says_what_there_is_to_know() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
+    let status = status(&server);
+    let worker = common::worker(&status, "a");
+    assert_eq!((&worker["pushes"], &worker["applied"], &worker["samples"]), (&1.into(), &1.into(), &1.into()));
+    assert_eq!(worker["staleness_histogram"][0], 1);
+    assert_eq!(worker["host"], "here");
+    assert!(worker["last_push_age_s"].as_f64().unwrap() >= 0.0);
+    assert_eq!(status["state"], "running");
+    assert_eq!(status["transaction"], "fragment");
+    assert!(status["memory"]["roots_bytes"].as_u64().unwrap() >= 4 * W as u64);
+    assert!(status["longest_poll_ms"].as_f64().unwrap() > 0.0);
+    eventually(&server, "bytes are counted", |s| {
+        let worker = common::worker(s, "a");
+        worker["bytes_received"].as_u64().unwrap() > 4 * W as u64 && worker["bytes_sent"].as_u64().unwrap() > 4 * W as u64
+    });
+}

@@ -1,0 +1,28 @@
+//! The extension module `offbeat._offbeat`: Rust's server and client as Python classes. Each method converts its
+//! arguments, runs without the GIL through [`interrupt::wait`], and wraps what comes back; what it means is decided
+//! elsewhere, in the crates below or in `python/offbeat`.
+
+mod build_info;
+mod error;
+mod interrupt;
+mod log;
+mod memory;
+mod owned;
+mod receipt;
+mod server;
+mod session;
+mod text;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _offbeat {
+    #[pymodule_export]
+    use super::build_info::build_info;
+    #[pymodule_export]
+    use super::log::{next_log_records, set_log_level};
+    #[pymodule_export]
+    use super::server::Server;
+    #[pymodule_export]
+    use super::session::{Session, fetch_status, forget_after_fork};
+}

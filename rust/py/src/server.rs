@@ -1,0 +1,161 @@
+//! The parameter server as a Python class.
+
+use crate::interrupt::{Signals, seconds, wait};
+use crate::log;
+use crate::memory::{Access, Held};
+use crate::owned::Owned;
+use crate::text::{json, parse};
+use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
+use offbeat_core::table::TensorTable;
+use offbeat_net::client::Interrupt;
+use offbeat_net::server::{Server as NetServer, ServerConfig, ServerError};
+use pyo3::prelude::*;
+use pyo3::types::PyByteArray;
+use serde::Deserialize;
+
+/// What `offbeat/settings.py` writes.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Settings {
+    host: Option<String>,
+    port: u16,
+    token: Option<String>,
+    insecure: bool,
+    run_id: Option<String>,
+    transaction: Transaction,
+    max_samples: Option<u64>,
+    staleness: StalenessSpec,
+    schedule: Schedule,
+    optimizer: Option<OptimizerSpec>,
+    momentum_correction: Option<bool>,
+    blueprint: Option<String>,
+    linger_s: f64,
+    rejoin_grace_s: f64,
+}
+
+impl Settings {
+    fn config(self) -> ServerConfig {
+        let Self {
+            host,
+            port,
+            token,
+            insecure,
+            run_id,
+            transaction,
+            max_samples,
+            staleness,
+            ..
+        } = self;
+        let Self {
+            schedule,
+            optimizer,
+            momentum_correction,
+            blueprint,
+            linger_s,
+            rejoin_grace_s,
+            ..
+        } = self;
+        ServerConfig {
+            host,
+            port,
+            token,
+            insecure,
+            run_id,
+            transaction,
+            max_samples,
+            staleness,
+            schedule,
+            optimizer,
+            momentum_correction,
+            blueprint,
+            linger: seconds(linger_s),
+            rejoin_grace: seconds(rejoin_grace_s),
+            ..ServerConfig::default()
+        }
+    }
+}
+
+/// Rust's server; `offbeat.ParameterServer` is what users hold.
+#[pyclass(frozen, module = "offbeat._offbeat")]
+pub(crate) struct Server(Owned<NetServer>);
+
+impl Server {
+    fn call<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&NetServer, &Signals) -> Result<T, ServerError> + Send,
+    ) -> PyResult<T> {
+        wait(py, |signals| work(self.0.get(), signals))
+    }
+}
+
+#[pymethods]
+impl Server {
+    #[new]
+    fn new(py: Python<'_>, config: &str, model: Option<(String, Vec<Bound<'_, PyAny>>)>) -> PyResult<Self> {
+        log::install();
+        let config = parse::<Settings>(py, "the configuration", config)?.config();
+        let model = model.map(|(table, values)| {
+            let table = parse::<TensorTable>(py, "the model", &table)?;
+            let copy = |value| Ok(Held::take(value, Access::Read)?.bytes().to_vec());
+            Ok::<_, PyErr>((table, values.iter().map(copy).collect::<PyResult<_>>()?))
+        });
+        let model = model.transpose()?;
+        wait(py, |_| NetServer::start(config, model)).map(|server| Self(Owned::new(server)))
+    }
+
+    #[getter]
+    fn address(&self) -> String {
+        self.0.get().address().to_string()
+    }
+
+    fn wait_for_workers(&self, py: Python<'_>, n: usize, timeout_s: Option<f64>) -> PyResult<bool> {
+        self.call(py, |server, signals| {
+            server.wait_for_workers(n, timeout_s.map(seconds), &|| signals.interrupted())
+        })
+    }
+
+    fn wait_until_joined(&self, py: Python<'_>, n: usize, timeout_s: Option<f64>) -> PyResult<bool> {
+        self.call(py, |server, signals| {
+            server.wait_until_joined(n, timeout_s.map(seconds), &|| signals.interrupted())
+        })
+    }
+
+    fn status(&self, py: Python<'_>) -> PyResult<String> {
+        self.call(py, |server, _| server.status_json())
+    }
+
+    fn set_lr(&self, py: Python<'_>, lr: f64, group: Option<usize>) -> PyResult<()> {
+        self.call(py, |server, _| server.set_lr(lr, group))
+    }
+
+    fn set_optimizer(&self, py: Python<'_>, optimizer: &str) -> PyResult<()> {
+        let optimizer: OptimizerSpec = parse(py, "the optimizer", optimizer)?;
+        self.call(py, |server, _| server.set_optimizer(optimizer))
+    }
+
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Option<(String, Vec<Bound<'py, PyByteArray>>)>> {
+        let Some((table, values)) = self.call(py, |server, _| server.tensors())? else {
+            return Ok(None);
+        };
+        // One at a time: each copy in Rust is freed as its twin in Python is made.
+        let values = values
+            .into_iter()
+            .map(|bytes| PyByteArray::new(py, &bytes))
+            .collect();
+        Ok(Some((json(py, &*table)?, values)))
+    }
+
+    fn load_tensors(&self, py: Python<'_>, values: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        let copy = |value| Ok(Held::take(value, Access::Read)?.bytes().to_vec());
+        let values = values.iter().map(copy).collect::<PyResult<Vec<_>>>()?;
+        self.call(py, |server, _| server.load_tensors(&values))
+    }
+
+    fn stop(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |server, _| {
+            server.stop();
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,285 @@
+//! A worker's side of a session as a Python class, for one thread at a time.
+
+use crate::error::{Class, IntoPyErr, raise};
+use crate::interrupt::{Signals, seconds, wait};
+use crate::memory::{Access, Held, memories, optional_memories, take_out, take_values};
+use crate::owned::Owned;
+use crate::text::{json, parse};
+use crate::{log, receipt};
+use offbeat_core::spec::{Contribution, OptimizerSpec};
+use offbeat_core::table::TensorTable;
+use offbeat_net::client::{self, Client, ClientConfig, ClientError, PushInput};
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+/// Rust's client; `offbeat.Client` and `offbeat.AsyncWorker` are what users hold.
+#[pyclass(frozen, module = "offbeat._offbeat")]
+pub(crate) struct Session {
+    #[pyo3(get)]
+    address: String,
+    /// Tried, never waited for: two threads in one session are their owner's mistake.
+    client: Owned<Mutex<Client>>,
+}
+
+impl Session {
+    fn lock(&self) -> Result<MutexGuard<'_, Client>, SessionError> {
+        match self.client.get().try_lock() {
+            Ok(client) => Ok(client),
+            Err(TryLockError::WouldBlock) => Err(SessionError::Busy),
+            Err(TryLockError::Poisoned(_)) => Err(ClientError::Closed.into()),
+        }
+    }
+
+    fn call<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Client, &Signals) -> Result<T, ClientError> + Send,
+    ) -> PyResult<T> {
+        wait(py, |signals| {
+            work(&mut *self.lock()?, signals).map_err(SessionError::Client)
+        })
+    }
+
+    /// Something about the session that is known without asking the server.
+    fn told<T: Send>(&self, py: Python<'_>, tell: impl FnOnce(&client::Session) -> T + Send) -> PyResult<T> {
+        self.call(py, |client, _| client.session().map(tell))
+    }
+}
+
+/// Why a call of a session fails.
+enum SessionError {
+    /// Another thread is in one.
+    Busy,
+    Client(ClientError),
+}
+
+impl From<ClientError> for SessionError {
+    fn from(error: ClientError) -> Self {
+        Self::Client(error)
+    }
+}
+
+impl IntoPyErr for SessionError {
+    fn into_py_err(self, py: Python<'_>) -> PyErr {
+        const BUSY: &str =
+            "another thread is in a call of this session: one thread at a time, or a session each";
+        match self {
+            Self::Busy => raise(py, Class::State, BUSY),
+            Self::Client(error) => error.into_py_err(py),
+        }
+    }
+}
+
+#[pymethods]
+impl Session {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "what a session is opened with")]
+    fn new(
+        py: Python<'_>,
+        address: String,
+        worker_id: Option<String>,
+        token: Option<String>,
+        run_id: Option<String>,
+        in_flight: usize,
+        connect_timeout_s: f64,
+        table: Option<&str>,
+    ) -> PyResult<Self> {
+        log::install();
+        let table: Option<TensorTable> = table.map(|t| parse(py, "the model", t)).transpose()?;
+        let connect_timeout = seconds(connect_timeout_s);
+        let config = ClientConfig {
+            address: address.clone(),
+            worker_id,
+            token,
+            run_id,
+            in_flight,
+            connect_timeout,
+        };
+        let client = wait(py, |signals| Client::connect(config, table.as_ref(), signals))?;
+        Ok(Self {
+            address,
+            client: Owned::new(Mutex::new(client)),
+        })
+    }
+
+    #[getter]
+    fn run_id(&self, py: Python<'_>) -> PyResult<String> {
+        self.told(py, |session| session.run_id.clone())
+    }
+
+    #[getter]
+    fn worker_id(&self, py: Python<'_>) -> PyResult<String> {
+        self.told(py, |session| session.worker_id.clone())
+    }
+
+    #[getter]
+    fn incarnation(&self, py: Python<'_>) -> PyResult<u32> {
+        self.told(py, |session| session.incarnation)
+    }
+
+    #[getter]
+    fn term(&self, py: Python<'_>) -> PyResult<u64> {
+        self.told(py, |session| session.term)
+    }
+
+    #[getter]
+    fn version(&self, py: Python<'_>) -> PyResult<u64> {
+        self.told(py, |session| session.version)
+    }
+
+    #[getter]
+    fn table(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.told(py, |session| session.table.clone())?
+            .map(|table| json(py, &*table))
+            .transpose()
+    }
+
+    #[getter]
+    fn blueprint(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.told(py, |session| session.blueprint.clone())
+    }
+
+    #[getter]
+    fn run(&self, py: Python<'_>) -> PyResult<String> {
+        json(py, &self.told(py, |session| session.run.clone())?)
+    }
+
+    #[getter]
+    fn finished(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.call(py, |client, _| Ok(client.events()?.finished))
+    }
+
+    fn wait_for_model(&self, py: Python<'_>) -> PyResult<String> {
+        json(
+            py,
+            &*self.call(py, |client, signals| client.wait_for_model(signals))?,
+        )
+    }
+
+    fn init(
+        &self,
+        py: Python<'_>,
+        table: &str,
+        values: Vec<Bound<'_, PyAny>>,
+        blueprint: Option<&str>,
+    ) -> PyResult<bool> {
+        let table: TensorTable = parse(py, "the model", table)?;
+        let held = values
+            .iter()
+            .map(|v| Held::take(v, Access::Read))
+            .collect::<PyResult<Vec<_>>>()?;
+        let bytes: Vec<&[u8]> = held.iter().map(Held::bytes).collect();
+        self.call(py, |client, signals| {
+            client.init(&table, &bytes, blueprint, signals)
+        })
+    }
+
+    fn configure(&self, py: Python<'_>, contribution: &str, optimizer: Option<&str>) -> PyResult<String> {
+        let contribution: Contribution = parse(py, "the contribution", &json(py, &contribution)?)?;
+        let optimizer: Option<OptimizerSpec> =
+            optimizer.map(|o| parse(py, "the optimizer", o)).transpose()?;
+        json(
+            py,
+            &self.call(py, |client, signals| {
+                client.configure(contribution, optimizer.as_ref(), signals)
+            })?,
+        )
+    }
+
+    fn pull(&self, py: Python<'_>, out: Vec<Bound<'_, PyAny>>, incremental: bool) -> PyResult<(u64, u64)> {
+        let held = take_out(&out)?;
+        let out = memories(&held);
+        let pulled = self.call(py, move |client, signals| client.pull(&out, incremental, signals))?;
+        Ok((pulled.term, pulled.version))
+    }
+
+    fn push<'py>(
+        &self,
+        py: Python<'py>,
+        values: Vec<Bound<'py, PyAny>>,
+        samples: u64,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let held = take_values(&values)?;
+        let values = optional_memories(&held);
+        let receipt = self.call(py, move |client, signals| {
+            client.push(
+                PushInput {
+                    values: &values,
+                    samples,
+                },
+                signals,
+            )
+        })?;
+        receipt::to_python(py, &receipt)
+    }
+
+    fn push_pull<'py>(
+        &self,
+        py: Python<'py>,
+        values: Vec<Bound<'py, PyAny>>,
+        samples: u64,
+        out: Vec<Bound<'py, PyAny>>,
+        incremental: bool,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (held_values, held_out) = (take_values(&values)?, take_out(&out)?);
+        let (values, out) = (optional_memories(&held_values), memories(&held_out));
+        let receipt = self.call(py, move |client, signals| {
+            client.push_pull(
+                PushInput {
+                    values: &values,
+                    samples,
+                },
+                &out,
+                incremental,
+                signals,
+            )
+        })?;
+        receipt
+            .map(|receipt| receipt::to_python(py, &receipt))
+            .transpose()
+    }
+
+    fn flush<'py>(
+        &self,
+        py: Python<'py>,
+        out: Option<Vec<Bound<'py, PyAny>>>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let held = out.as_deref().map(take_out).transpose()?;
+        let out = held.as_deref().map(memories);
+        let receipts = self.call(py, move |client, signals| client.flush(out.as_deref(), signals))?;
+        receipts
+            .iter()
+            .map(|receipt| receipt::to_python(py, receipt))
+            .collect()
+    }
+
+    fn set_progress(&self, py: Python<'_>, steps: u64) -> PyResult<()> {
+        self.call(py, |client, _| client.set_progress(steps))
+    }
+
+    fn status(&self, py: Python<'_>) -> PyResult<String> {
+        self.call(py, |client, signals| client.status(signals))
+    }
+
+    fn close(&self, py: Python<'_>, finished: bool) -> PyResult<()> {
+        self.call(py, |client, signals| client.close(finished, signals))
+    }
+}
+
+/// Asks a server for its status without joining it.
+#[pyfunction]
+pub(crate) fn fetch_status(
+    py: Python<'_>,
+    address: &str,
+    token: Option<&str>,
+    timeout_s: f64,
+) -> PyResult<String> {
+    wait(py, |_| client::fetch_status(address, token, seconds(timeout_s)))
+}
+
+/// In a forked child, first thing: closes what was inherited, without a word to the other side.
+#[pyfunction]
+pub(crate) fn forget_after_fork() {
+    offbeat_net::fork::forget_after_fork();
+    log::forget();
+}

@@ -1,0 +1,314 @@
+"""Forks, copies, signals and the end of the process, each with real processes."""
+
+import copy
+import multiprocessing
+import os
+import pickle  # noqa: TID251  that it does not pickle is the claim
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import offbeat
+from offbeat import optim
+from support.targets import push_once
+
+MODEL = {"w": np.zeros(3, np.float32)}
+
+
+@pytest.fixture
+def server():
+    with offbeat.ParameterServer(MODEL, optimizer=optim.SGD(lr=1.0), linger_s=0.1) as made:
+        yield made
+
+
+def worker_state(server, worker):
+    return next((w["state"], w["cause"]) for w in server.status()["workers"] if w["id"] == worker)
+
+
+def wait_for_state(server, worker, state, timeout_s=20):
+    end = time.monotonic() + timeout_s
+    while worker_state(server, worker)[0] != state:
+        assert time.monotonic() < end, worker_state(server, worker)
+        server.wait_until_joined(1000, timeout_s=0.01)
+    return worker_state(server, worker)[1]
+
+
+def started(code, *arguments):
+    """Start a program and wait until it has printed "ready"."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout.readline() == "ready\n", program.communicate()
+    return program
+
+
+def end_by(program, number):
+    """Send a signal until the program ends; the first may come before it is ready for it."""
+    out, err = None, None
+    for _ in range(40):
+        program.send_signal(number)
+        try:
+            out, err = program.communicate(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            continue
+        return out, err
+    program.kill()
+    raise AssertionError(program.communicate())
+
+
+# -- copies
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copy_deepcopy_and_pickle_raise_with_the_remedy(server, how):
+    with offbeat.Client(server.address) as client:
+        for live in (server, client):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled: .*address"):
+                how(live)
+
+
+# -- fork
+
+
+def in_child(work):
+    """Run `work` in a forked child and return what it printed of itself."""
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(ours, str(work()).encode())
+        except BaseException as error:  # noqa: BLE001  told to the parent
+            os.write(ours, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(ours)
+    with open(theirs, "rb") as said:  # noqa: PTH123  a descriptor
+        told = said.read().decode()
+    assert os.waitpid(child, 0)[1] == 0
+    return told
+
+
+def test_fork_is_allowed_and_using_what_was_inherited_raises(server):
+    with offbeat.Client(server.address) as client:
+        client.pull()
+        for use in (client.pull, client.status, server.status, server.state_dict, lambda: client.worker_id):
+            told = in_child(use)
+            assert told.startswith("ForkedError: "), told
+            assert "after the fork, or use spawn" in told
+        assert client.push(MODEL).applied
+        assert server.status()["version"] == 1
+
+
+def test_closing_what_was_inherited_says_nothing_to_the_other_side(server):
+    with offbeat.Client(server.address, worker_id="parent") as client:
+
+        def leave():
+            client.close()
+            server.stop()
+            return "quiet"
+
+        assert in_child(leave) == "quiet"
+        client.pull()
+        assert client.push(MODEL).applied
+        assert worker_state(server, "parent")[0] == "joined"
+
+
+def test_dropping_what_was_inherited_says_nothing_to_the_other_side(server):
+    client = offbeat.Client(server.address, worker_id="parent")
+
+    def drop():
+        nonlocal client
+        del client
+        return "dropped"
+
+    assert in_child(drop) == "dropped"
+    client.pull()
+    assert client.push(MODEL).applied
+    client.close()
+
+
+def test_child_may_make_its_own(server):
+    with offbeat.Client(server.address, worker_id="parent") as client:
+
+        def work():
+            with offbeat.Client(server.address, worker_id="child") as own:
+                own.pull()
+                return own.push(MODEL).version
+
+        assert in_child(work) == "1"
+        wait_for_state(server, "child", "finished")
+        assert client.pull()["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_multiprocessing_process_is_a_worker_that_says_goodbye(server, method):
+    process = multiprocessing.get_context(method).Process(target=push_once, args=(server.address, method))
+    process.start()
+    process.join(40)
+    assert process.exitcode == 0
+    wait_for_state(server, method, "finished")
+
+
+def test_worker_killed_with_forked_children_is_noticed_at_once(server):
+    program = started(
+        "import multiprocessing, os, signal, sys, offbeat\n"
+        "client = offbeat.Client(sys.argv[1], worker_id='doomed')\n"
+        "client.pull()\n"
+        "children = [multiprocessing.get_context('fork').Process(target=signal.pause) for _ in range(2)]\n"
+        "for child in children: child.start()\n"
+        "print('ready', flush=True)\n"
+        "print(*(child.pid for child in children), flush=True)\n"
+        "signal.pause()",
+        server.address,
+    )
+    children = [int(pid) for pid in program.stdout.readline().split()]
+    try:
+        program.kill()
+        begun = time.monotonic()
+        cause = wait_for_state(server, "doomed", "lost")
+        assert time.monotonic() - begun < 1
+        assert cause
+        assert all(os.path.exists(f"/proc/{pid}") for pid in children)  # noqa: PTH110
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        program.communicate(timeout=20)
+
+
+# -- the end of the process
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [("", "finished"), ("sys.exit(0)", "finished"), ("1 / 0", "left"), ("raise KeyboardInterrupt", "left")],
+)
+def test_end_of_the_process_says_goodbye(server, ending, state):
+    code = (
+        f"import sys, offbeat\nclient = offbeat.Client(sys.argv[1], worker_id='it')\nclient.pull()\n{ending}"
+    )
+    subprocess.run([sys.executable, "-c", code, server.address], timeout=50, check=False, capture_output=True)
+    wait_for_state(server, "it", state, timeout_s=5)
+
+
+def test_server_left_running_does_not_keep_the_process_from_ending(run_python):
+    told = run_python(
+        "import numpy as np, offbeat\n"
+        "server = offbeat.ParameterServer({'w': np.zeros(3, np.float32)})\n"
+        "server.start()\n"
+        "client = offbeat.Client(server.address)\n"
+        "print(client.pull()['w'].tolist())",
+        timeout_s=20,
+    )
+    assert told == "[0.0, 0.0, 0.0]\n"
+
+
+# -- signals
+
+
+WAITS = {
+    "wait_for_workers": "server.wait_for_workers()",
+    "wait_until_joined": "server.wait_until_joined(1)",
+    "connect": "offbeat.Client('192.0.2.1:9', connect_timeout_s=60)",
+    "pull": "offbeat.Client(server.address).pull()",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_ends_every_wait(wait):
+    program = started(
+        "import offbeat\n"
+        "server = offbeat.ParameterServer()\n"
+        "server.start()\n"
+        "try:\n"
+        "    print('ready', flush=True)\n"
+        f"    {WAITS[wait]}\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+    )
+    out, err = end_by(program, signal.SIGINT)
+    assert "interrupted" in out, (out, err)
+
+
+def test_ctrl_c_in_a_push_leaves_the_client_usable():
+    # A server that is stopped in mid-push (SIGSTOP) keeps the worker waiting.
+    serving = started(
+        "import numpy as np, offbeat\n"
+        "from offbeat.optim import SGD\n"
+        "server = offbeat.ParameterServer({'w': np.zeros(2_000_000, np.float32)}, optimizer=SGD(lr=1.0))\n"
+        "server.start()\n"
+        "print('ready', flush=True)\n"
+        "print(server.address, flush=True)\n"
+        "server.wait_for_workers()"
+    )
+    address = serving.stdout.readline().strip()
+    program = started(
+        "import sys, numpy as np, offbeat\n"
+        "client = offbeat.Client(sys.argv[1])\n"
+        "out = client.pull()\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "try:\n"
+        "    print('pushing', flush=True)\n"
+        "    client.push_pull({'w': np.ones(2_000_000, np.float32)}, out=out)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print(len(client.flush()), client.pull(out=out)['w'][:2].tolist(), flush=True)",
+        address,
+    )
+    try:
+        serving.send_signal(signal.SIGSTOP)
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert program.stdout.readline() == "pushing\n"
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.readline() == "interrupted\n"
+        serving.send_signal(signal.SIGCONT)
+        out, err = program.communicate("\n", timeout=30)
+        assert out in ("1 [-1.0, -1.0]\n", "0 [0.0, 0.0]\n"), (out, err)
+    finally:
+        serving.kill()
+        serving.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("wait", ["wait_for_workers()", "wait_until_joined(5)"])
+def test_sigterm_in_a_wait_stops_the_server_and_exits_with_zero(wait):
+    program = started(
+        "import signal, threading, numpy as np, offbeat\n"
+        "def tell():\n"
+        "    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL: pass\n"
+        "    print(server.address, flush=True)\n"
+        "server = offbeat.ParameterServer({'w': np.zeros(1, np.float32)})\n"
+        "server.start()\n"
+        "print('ready', flush=True)\n"
+        "threading.Thread(target=tell).start()\n"
+        f"server.{wait}"
+    )
+    with offbeat.Client(program.stdout.readline().strip()) as client:
+        client.pull()
+        program.send_signal(signal.SIGTERM)
+        program.communicate(timeout=20)
+        assert program.returncode == 0
+        with pytest.raises(ConnectionError):
+            client.pull()
+
+
+def test_sigterm_with_a_handler_of_the_users_is_the_users():
+    program = started(
+        "import signal, sys, offbeat\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "server = offbeat.ParameterServer()\n"
+        "server.start()\n"
+        "print('ready', flush=True)\n"
+        "server.wait_for_workers()"
+    )
+    end_by(program, signal.SIGTERM)
+    assert program.returncode == 7

@@ -1,0 +1,60 @@
+"""What the server has to say, in `logging` where that is set up, and never lost at the end."""
+
+import logging
+
+import numpy as np
+
+import offbeat
+
+MODEL = {"w": np.zeros(3, np.float32)}
+
+
+def test_events_of_the_rust_server_are_records_of_logging(caplog):
+    with (
+        caplog.at_level(logging.INFO, logger="offbeat"),
+        offbeat.ParameterServer(MODEL) as server,
+        offbeat.Client(server.address, worker_id="mine"),
+    ):
+        pass
+    joined = [r for r in caplog.records if "joined" in r.getMessage()]
+    assert joined
+    assert joined[0].name.startswith("offbeat.net.server")
+    assert joined[0].levelno == logging.INFO
+    assert "worker=mine" in joined[0].getMessage()
+
+
+def test_level_of_the_logger_is_obeyed(caplog):
+    with (
+        caplog.at_level(logging.ERROR, logger="offbeat"),
+        offbeat.ParameterServer(MODEL) as server,
+        offbeat.Client(server.address),
+    ):
+        pass
+    assert not [r for r in caplog.records if r.levelno < logging.ERROR]
+
+
+def test_start_line_goes_to_stderr_where_logging_is_not_set_up(run_python, capfd):
+    run_python(
+        "import subprocess, sys\n"
+        "code = 'import offbeat\\nwith offbeat.ParameterServer(): pass'\n"
+        "done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)\n"
+        "assert done.stdout == '', done.stdout\n"
+        "(line,) = done.stderr.splitlines()\n"
+        "assert line.startswith('parameter server on 127.0.0.1:'), line\n"
+    )
+
+
+def test_warnings_are_seen_where_logging_is_not_set_up(run_python):
+    told = run_python(
+        "import subprocess, sys\n"
+        "code = '''\n"
+        "import os, subprocess, sys, numpy as np, offbeat\n"
+        "with offbeat.ParameterServer({'w': np.zeros(1, np.float32)}) as server:\n"
+        "    kill = 'import os, sys, offbeat; c = offbeat.Client(sys.argv[1]); os.kill(os.getpid(), 9)'\n"
+        "    subprocess.run([sys.executable, '-c', kill, server.address])\n"
+        "    while server.status()['workers'][0]['state'] != 'lost': pass\n"
+        "'''\n"
+        "done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)\n"
+        "print(done.stderr)"
+    )
+    assert "a worker is lost" in told

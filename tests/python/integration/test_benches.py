@@ -1,0 +1,102 @@
+"""The benches run from end to end, at sizes that take no time; what they find here means nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHES = Path(__file__).parents[3] / "benches"
+ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run_bench(script, *arguments):
+    return subprocess.run(
+        [sys.executable, str(BENCHES / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+    )
+
+
+@pytest.mark.parametrize("system", ["offbeat", "pysock"])
+def test_a_system_under_load_gives_one_line(system):
+    done = run_bench("measure.py", system, "--params", "1000", "--workers", "2", "--seconds", "0.1")
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    assert (line["system"], line["n_params"], line["workers"]) == (system, 1000, 2)
+    assert line["updates_per_s"] > 0
+    assert line["samples"] >= 2
+    assert line["p50_ms"] <= line["p99_ms"]
+    assert line["server_cpu_s_per_gb"] >= 0
+    assert 0 < line["server_load_peak_mb"] <= line["server_peak_mb"]
+    if system == "offbeat":
+        assert line["applied"] == line["samples"] + 2 * 3  # and the warm-ups
+
+
+def test_a_run_measures_between_two_references_names_what_fails_and_writes_the_page(tmp_path):
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed, so the reference in C cannot be compiled")
+    lines, page = tmp_path / "lines.jsonl", tmp_path / "RESULTS.md"
+    done = run_bench(
+        "run.py",
+        *("--rounds", "1", "--seconds-factor", "0.1", "--sizes", "1e4", "--workers", "2"),
+        *("--systems", "offbeat:nothing,offbeat,offbeat:2,pysock", "--mlp", "", "--no-memory", "--no-limits"),
+        *("--lines", str(lines), "--results", str(page)),
+    )
+    assert done.returncode == 1, done.stderr
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    order = [(line["kind"], line.get("when") or line.get("system")) for line in found]
+    assert order == [
+        ("machine", None),
+        *[("reference", "before")] * 2,
+        *[("push_pull", system) for system in ("offbeat:nothing", "offbeat", "offbeat:2", "pysock")],
+        *[("reference", "after")] * 2,
+        ("end", None),
+    ]
+    assert {line["mode"] for line in found if line["kind"] == "reference"} == {"sequential", "pipelined"}
+    assert [line["system"] for line in found if "error" in line] == ["offbeat:nothing"]
+    text = page.read_text()
+    assert "| updates/s, share of the C reference, N = 1e4, W = 2 | ≥ 0.7 |" in text
+    assert "## N = 1e4, W = 2" in text
+    assert "## What could not be measured" in text
+
+
+@pytest.fixture
+def summary(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    import summary
+
+    return summary
+
+
+def reference_line(mode, number, rate):
+    cell = {"n_params": 10_000, "workers": 1, "round": number}
+    return {"kind": "reference", "mode": mode, "updates_per_s": rate, **cell}
+
+
+def test_a_ratio_is_taken_to_the_better_mode_of_the_same_round(summary):
+    lines = [
+        *(reference_line("sequential", 0, rate) for rate in (100, 300)),
+        *(reference_line("pipelined", 0, rate) for rate in (10, 1000)),
+        *(reference_line("sequential", 1, rate) for rate in (50, 50)),
+    ]
+    own = {"kind": "push_pull", "system": "offbeat", "n_params": 10_000, "workers": 1}
+    lines += [{**own, "round": 0, "updates_per_s": 404}, {**own, "round": 1, "updates_per_s": 30}]
+    ratio = summary.ratios(lines, "offbeat", (10_000, 1))
+    assert ratio.values == (404 / 505, 30 / 50)
+    assert str(ratio) == "0.7 [0.6–0.8]"
+
+
+def test_a_target_is_judged_by_the_median_and_says_so(summary):
+    spread = summary.Spread((0.6, 0.9, 0.71))
+    target = summary.Target("share", "≥ 0.7", spread, spread.median >= 0.7)
+    assert target.verdict == "met"
+    assert summary.Target("share", "≥ 0.8", spread, spread.median >= 0.8).verdict == "**missed**"
+    assert summary.Target("share", "≥ 0.8", summary.Spread(()), is_met=False).verdict == "not measured"

@@ -1,0 +1,185 @@
+"""`offbeat server` and `offbeat status`, as processes: joining by what is printed, stopping, saving."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import offbeat
+from offbeat.errors import AuthenticationError
+from support.command import TIMEOUT_S, command
+
+WORD = "open-sesame"  # the token of these tests
+ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+ONES = {name: np.ones_like(value) for name, value in ZEROS.items()}
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(ZEROS, path)
+    return path
+
+
+def serving(*arguments, **keywords):
+    return command("server", "--port", "0", *arguments, **keywords)
+
+
+def joining(server):
+    """Read the environment and the Python line with which the server says that a worker joins."""
+    server.line("from a shell with")
+    shell = server.line("OFFBEAT_SERVER=").strip()
+    server.line("in Python with")
+    python = server.line("offbeat.AsyncWorker(").strip()
+    words = shlex.split(shell)
+    assert words[-2:] == ["python", "your_script.py"]
+    return dict(word.split("=", 1) for word in words[:-2]), python
+
+
+def test_a_worker_joins_by_the_printed_line_and_the_server_saves_and_ends_at_sigterm(tmp_path, model):
+    saved = tmp_path / "trained.safetensors"
+    arguments = ["--model", str(model), "--save", str(saved), "--optimizer", "SGD(lr=0.5)"]
+    with serving(*arguments) as server:
+        variables, python = joining(server)
+        assert variables.keys() == {"OFFBEAT_SERVER"}
+        assert python == f'offbeat.AsyncWorker("{variables["OFFBEAT_SERVER"]}", model=model)'
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            assert client.pull()["w"].tolist() == ZEROS["w"].tolist()
+            assert client.push(ONES, samples=4).applied
+            server.signal(signal.SIGTERM)
+            assert server.ends() == 0, server.said
+    trained = load_file(saved)
+    assert trained.keys() == ZEROS.keys()
+    assert (trained["w"] == -0.5).all()
+    assert str(saved) in server.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_server_that_waits_stops_at_a_signal_with_code_0(number):
+    with serving("--keep-running") as server:
+        joining(server)
+        server.signal(number)
+        assert server.ends() == 0, server.said
+        assert "Traceback" not in server.said
+
+
+def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):
+    with serving("--model", str(model), "--new-token", "--host", "127.0.0.1") as server:
+        variables, python = joining(server)
+        assert len(variables["OFFBEAT_TOKEN"]) >= 32
+        assert f'token="{variables["OFFBEAT_TOKEN"]}"' in python
+        with pytest.raises(AuthenticationError):
+            offbeat.Client(variables["OFFBEAT_SERVER"], token=WORD)
+        with offbeat.Client(variables["OFFBEAT_SERVER"], token=variables["OFFBEAT_TOKEN"]) as client:
+            assert client.pull().keys() == ZEROS.keys()
+
+
+def test_a_token_that_was_given_is_not_shown_and_the_address_is_one_that_others_can_reach(model):
+    with serving("--model", str(model), OFFBEAT_TOKEN=WORD) as server:
+        variables, python = joining(server)
+        assert variables["OFFBEAT_TOKEN"].startswith("$")
+        assert 'os.environ["OFFBEAT_TOKEN"]' in python
+        assert WORD not in server.said
+        assert variables["OFFBEAT_SERVER"].partition(":")[0] not in ("0.0.0.0", "[::]", "")  # noqa: S104
+        with offbeat.Client(variables["OFFBEAT_SERVER"], token=WORD) as client:
+            assert client.pull().keys() == ZEROS.keys()
+
+
+def test_without_a_file_the_first_worker_brings_the_model_and_the_run_ends_with_its_samples(tmp_path):
+    saved = tmp_path / "trained.safetensors"
+    with serving("--save", str(saved), "--max-samples", "8", "--lr-schedule", "linear") as server:
+        variables, _ = joining(server)
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            client.init(ZEROS, optimizer=offbeat.optim.SGD(lr=1.0))
+            client.pull()
+            receipts = [client.push_pull(ONES, samples=4) for _ in range(3)]
+        assert [receipt.reason for receipt in receipts] == [None, None, "budget"]
+        assert server.ends() == 0, server.said
+    assert np.allclose(load_file(saved)["w"], -1.5)  # 1, then half of it
+
+
+def test_batchnorms_statistics_in_a_file_are_buffers(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"bn.weight": np.ones(2, np.float32), "bn.running_mean": np.zeros(2, np.float32)}, path)
+    with serving("--model", str(path), "--optimizer", "SGD(lr=0.5)") as server:
+        variables, _ = joining(server)
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            client.pull()
+            client.push({"bn.weight": np.ones(2, np.float32), "bn.running_mean": np.full(2, 7, np.float32)})
+            now = client.pull()
+        assert now["bn.weight"].tolist() == [0.5, 0.5]
+        assert now["bn.running_mean"].tolist() == [7, 7]
+
+
+def test_an_address_in_use_is_code_6():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with command("server", "--port", str(port)) as server:
+            assert server.ends() == 6
+            assert str(port) in server.said
+            assert server.said.count("\n") == 1
+
+
+def test_status_tells_people_and_programs(model):
+    with serving("--model", str(model), "--optimizer", "SGD(lr=0.5)", OFFBEAT_TOKEN=WORD) as server:
+        variables, _ = joining(server)
+        address = variables["OFFBEAT_SERVER"]
+        with offbeat.Client(address, token=WORD, worker_id="amy") as client:
+            client.pull()
+            client.push(ONES, samples=32)
+            with command("status", address, OFFBEAT_TOKEN=WORD) as status:
+                assert status.ends() == 0, status.said
+                text = status.said
+            with command("status", "--format", "json", OFFBEAT_SERVER=address, OFFBEAT_TOKEN=WORD) as status:
+                assert status.ends() == 0, status.said
+                data = json.loads("".join(status.out))
+        assert "version 1, 32 samples" in text
+        assert "SGD(lr=0.5" in text
+        assert "memory" in text
+        assert " + " in text
+        row = next(line.split() for line in text.splitlines() if line.startswith("amy"))
+        assert row[1:4] == ["joined", "127.0.0.1", "32"] or row[1] == "joined"
+        assert data["version"] == 1
+        assert [worker["id"] for worker in data["workers"]] == ["amy"]
+        with command("status", address, OFFBEAT_TOKEN=WORD + "?") as status:
+            assert status.ends() == 5
+            assert "token" in status.said
+
+
+def test_status_of_a_server_that_is_not_there_is_code_4():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    with command("status", address, "--timeout", "1") as status:
+        assert status.ends() == 4
+        assert address in status.said
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{shlex.quote(sys.executable)} -m offbeat.cli.main --help | true"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_server_runs_without_torch(tmp_path, model):
+    """As on a machine that has none: importing it fails."""
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with serving("--model", str(model), PYTHONPATH=path) as server:
+        variables, _ = joining(server)
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            assert client.pull().keys() == ZEROS.keys()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said

@@ -1,0 +1,102 @@
+"""The document's code and our examples run, in separate processes, as a user would start them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def start(name, *arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, EXAMPLES / name, *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(*processes):
+    """Wait for all, and give back what they printed; each has to end well."""
+    printed = []
+    for process in processes:
+        output, _ = process.communicate(timeout=250)
+        printed.append(output)
+        assert process.returncode == 0, output
+    return printed
+
+
+def test_every_example_has_a_test():
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert len(names) >= 5
+    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
+    assert names == tested
+
+
+def test_the_document_s_parameter_server():
+    address = free_address()
+    name = "document_parameter_server.py"
+    server = start(name, "server", address.rpartition(":")[2])
+    workers = [start(name, "worker", address) for _ in range(2)]
+    _, *histories = finish(server, *workers)
+    for history in histories:
+        assert '"stopped": "epochs"' in history
+        assert '"epochs": 10' in history
+
+
+def test_the_document_s_staleness_policy():
+    (printed,) = finish(start("document_staleness.py"))
+    assert "version 20: 0 updates late, weight 1.0" in printed
+
+
+def accuracies(printed):
+    return {
+        rank: float(value) for rank, value in re.findall(r"Worker (\d) final accuracy: ([\d.]+)", printed)
+    }
+
+
+def test_the_tutorial_in_separate_processes():
+    environment = {"TUTORIAL_SERVER": free_address()}
+    server = start("document_tutorial.py", "server", **environment)
+    workers = [start("document_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
+    _, *printed = finish(server, *workers)
+    found = accuracies("".join(printed))
+    assert sorted(found) == ["0", "1"]
+    assert min(found.values()) > 0.8
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_the_tutorial_under_multiprocessing_with_two_loader_processes(start_method):
+    environment = {
+        "TUTORIAL_SERVER": free_address(),
+        "TUTORIAL_NUM_WORKERS": "2",
+        "TUTORIAL_START_METHOD": start_method,
+    }
+    (printed,) = finish(start("document_tutorial.py", "all", "2", **environment))
+    assert sorted(accuracies(printed)) == ["0", "1"]
+
+
+def test_a_loop_of_one_s_own():
+    (printed,) = finish(start("own_loop.py"))
+    assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.8
+
+
+def test_one_server_and_two_workers_train_on_pictures():
+    (printed,) = finish(start("parameter_server.py", "2"))
+    found = [float(value) for value in re.findall(r"stopped by budget, accuracy ([\d.]+)", printed)]
+    assert len(found) == 2
+    assert min(found) > 0.75

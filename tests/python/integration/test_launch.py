@@ -1,0 +1,189 @@
+"""`offbeat launch`: what its workers find in their environment, how their output is shown, how they end."""
+
+import os
+import pty
+import re
+import signal
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import offbeat
+from support.command import TIMEOUT_S, command
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(body):
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(body))
+        return str(path)
+
+    return write
+
+
+def test_each_worker_has_its_rank_and_a_server(script, tmp_path):
+    train = script(
+        """
+        import os, sys, numpy as np, offbeat
+        env = os.environ
+        print(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["OMP_NUM_THREADS"], *sys.argv[1:])
+        with offbeat.Client() as client:  # by OFFBEAT_SERVER and OFFBEAT_TOKEN
+            client.init({"w": np.zeros(2, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0))
+            client.pull()
+            assert client.push({"w": np.ones(2, np.float32)}, samples=8).applied
+        """
+    )
+    saved = tmp_path / "model.safetensors"
+    with command(
+        "launch", "--workers", "2", "--save", str(saved), train, "--lr", "3", "--workers", "7"
+    ) as launch:
+        assert launch.ends() == 0, launch.said
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    lines = sorted(line for line in launch.out if line.startswith("["))
+    assert lines == [f"[{r}] {r} {r} 2 {threads} --lr 3 --workers 7\n" for r in (0, 1)]
+    assert load_file(saved)["w"].tolist() == [-2, -2]
+    assert "[server] " in "".join(launch.err)
+
+
+def test_the_first_failure_is_the_exit_code_and_its_last_line_is_told(script):
+    train = script(
+        """
+        import os, sys
+        if os.environ["RANK"] == "1":
+            sys.exit(7)
+        raise ValueError("the loss went up")
+        """
+    )
+    with command("launch", "--workers", "1", train) as launch:
+        assert launch.ends() == 1
+    assert "worker 0 failed with exit code 1: ValueError: the loss went up\n" in launch.said
+    with command("launch", "--workers", "1", "--first-rank", "1", train) as launch:
+        assert launch.ends() == 7
+
+
+def test_a_worker_that_fails_does_not_end_the_others(script, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    train = script(
+        f"""
+        import os
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), 9)
+        open({str(fifo)!r}).read()  # until the test says so
+        print("all done")
+        """
+    )
+    with command("launch", "--workers", "2", train) as launch:
+        launch.line("worker 0 was ended by signal 9")
+        fifo.write_text("go on")
+        launch.line("[1] all done")
+        assert launch.ends() == 137
+
+
+def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
+    train = script(
+        """
+        import threading
+        print("ready")
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("interrupted, cleaning up")
+        """
+    )
+    with command("launch", "--workers", "2", train) as launch:
+        for _ in range(2):
+            launch.line("ready")
+        launch.signal(signal.SIGINT)
+        assert launch.ends() == 130
+    assert sum("interrupted, cleaning up" in line for line in launch.out) == 2
+    assert "Traceback" not in launch.said
+
+
+def test_a_worker_that_does_not_listen_is_killed(script, monkeypatch):
+    train = script(
+        """
+        import signal, threading
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("pid", __import__("os").getpid(), flush=True)
+        while True:
+            threading.Event().wait(1)
+        """
+    )
+    with command("launch", "--workers", "1", train) as launch:
+        pid = int(launch.line("pid").split()[-1])
+        launch.signal(signal.SIGINT)
+        launch.line("ending 1 worker")
+        launch.signal(signal.SIGTERM)
+        assert launch.ends() == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_workers_join_a_server_that_is_named(script):
+    train = script(
+        """
+        import numpy as np, offbeat
+        with offbeat.Client() as client:
+            client.pull()
+            client.push({"w": np.ones(2, np.float32)}, samples=8)
+        """
+    )
+    sgd = offbeat.optim.SGD(lr=1.0)
+    with offbeat.ParameterServer({"w": np.zeros(2, np.float32)}, optimizer=sgd) as server:
+        with command("launch", "--workers", "2", "--server", server.address, train) as launch:
+            assert launch.ends() == 0, launch.said
+        assert server.state_dict()["w"].tolist() == [-2, -2]
+        assert len(server.status()["workers"]) == 2
+
+
+def test_only_the_first_worker_has_a_terminal_and_its_bar_stays_below_the_lines_of_others(script, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    train = script(
+        f"""
+        import os, sys
+        rank = os.environ["RANK"]
+        print(rank, sys.stderr.isatty(), file=sys.stderr, flush=True)
+        if rank == "0":
+            sys.stderr.write("\\r 50%")
+            sys.stderr.flush()
+            open({str(fifo)!r}, "w").close()
+            open({str(fifo)!r}).close()
+            print(file=sys.stderr)
+        else:
+            open({str(fifo)!r}).close()
+            print("hello from one", file=sys.stderr, flush=True)
+            open({str(fifo)!r}, "w").close()
+        """
+    )
+    said = _in_a_terminal(sys.executable, "-m", "offbeat.cli.main", "launch", "--workers", "2", train)
+    assert "[0] 0 True" in said
+    assert "[1] 1 False" in said
+    assert re.search(r"\r\[0\]  50%.*\r\x1b\[K\[1\] hello from one\r?\n\r\[0\]  50%", said, re.DOTALL)
+
+
+def _in_a_terminal(*arguments):
+    """Run a command with a terminal for all its streams, and return everything it wrote there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(arguments[0], arguments)  # noqa: S606  no shell
+    written = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 65_536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, written.decode()
+    assert TIMEOUT_S
+    return written.decode()

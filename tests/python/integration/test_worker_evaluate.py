@@ -1,0 +1,137 @@
+"""`evaluate` measures the newest model and leaves no trace."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.errors import ConfigError
+
+SPEC = offbeat.optim.SGD(lr=0.5)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def dataset(length=50):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(length, 4, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def expected(model):
+    x, y = dataset().tensors
+    modes = [module.training for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        outputs = model(x)
+    for module, training in zip(model.modules(), modes, strict=True):
+        module.training = training
+    return float((outputs.argmax(1) == y).float().mean()), float(nn.functional.cross_entropy(outputs, y))
+
+
+def test_one_metric_gives_a_float_and_a_list_a_dict(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    loader = DataLoader(dataset(), batch_size=16)  # the last batch is ragged: weighted by samples
+    share, loss = expected(worker.model)
+    assert worker.evaluate(loader) == pytest.approx(share)
+    assert worker.evaluate(loader, "accuracy") == pytest.approx(share)
+    worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss(), progress=False)
+    f1 = torchmetrics.classification.MulticlassF1Score(3, average="micro")
+    found = worker.evaluate(loader, ["accuracy", "loss", f1])
+    assert found == pytest.approx({"accuracy": share, "loss": loss, "MulticlassF1Score": share})
+    assert worker.evaluate(loader, lambda outputs, targets: 0.25) == 0.25
+
+
+def test_the_loss_of_sums_is_the_mean_over_samples(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC, loss_reduction="sum")
+    worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss(reduction="sum"), progress=False)
+    assert worker.evaluate(DataLoader(dataset(), 16), "loss") == pytest.approx(expected(worker.model)[1])
+
+
+def test_loss_before_any_train_is_refused(serve, join):
+    worker = join(serve(net()), net())
+    with pytest.raises(ConfigError, match="loss function"):
+        worker.evaluate([tuple(dataset().tensors)], "loss")
+
+
+def test_it_pulls_the_newest_model_first(serve, join):
+    server = serve(net())
+    worker, other = join(server, net(), optimizer=SPEC), join(server, net(), optimizer=SPEC)
+    for _ in range(5):
+        nn.functional.cross_entropy(other.model(dataset().tensors[0]), dataset().tensors[1]).backward()
+        other.step()
+    worker.evaluate([])
+    for name, tensor in server.state_dict().items():
+        assert torch.equal(worker.model.state_dict()[name], tensor)
+
+
+def test_a_server_that_is_gone_gives_a_warning_and_the_parameters_last_pulled(serve, join, caplog):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+    wanted, _ = expected(worker.model)
+    server.stop()
+    with caplog.at_level(logging.WARNING, "offbeat"):
+        assert worker.evaluate(DataLoader(dataset(), 16)) == pytest.approx(wanted)
+    assert any("last pulled" in record.getMessage() for record in caplog.records)
+
+
+def test_each_module_s_mode_is_restored_also_after_an_error(serve, join):
+    worker = join(serve(net()), net())
+    worker.model[1].eval()
+    before = [module.training for module in worker.model.modules()]
+    worker.evaluate(DataLoader(dataset(), 16))
+    assert [module.training for module in worker.model.modules()] == before
+    with pytest.raises(ConfigError):
+        worker.evaluate([1])
+    assert [module.training for module in worker.model.modules()] == before
+
+
+def test_no_random_state_moves(serve, join):
+    worker = join(serve(net()), net())
+
+    class Drawing(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            random.random()  # noqa: S311  no secret
+            np.random.rand()  # noqa: NPY002  the global state is the point
+            return torch.rand(4), torch.tensor(0)
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    worker.evaluate(DataLoader(Drawing(), 4, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+
+
+def test_no_gradient_and_no_buffer_moves(serve, join):
+    worker = join(serve(net()), net())
+    before = worker.model[1].num_batches_tracked.clone()
+    worker.evaluate(DataLoader(dataset(), 16))
+    assert worker.model[1].num_batches_tracked == before
+    assert all(p.grad is None for p in worker.model.parameters())
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_while_batches_wait_the_model_is_measured_as_it_is(serve, join, live):
+    server = serve(net())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if live else SPEC
+    worker = join(server, model, update_frequency=2, optimizer=optimizer)
+    x, y = dataset().tensors
+    nn.functional.cross_entropy(worker.model(x), y).backward()
+    assert worker.step() is None
+    wanted, _ = expected(worker.model)
+    assert worker.evaluate([(x, y)]) == pytest.approx(wanted)
+    assert server.status()["version"] == 0
+    assert len(worker.flush()) == 1

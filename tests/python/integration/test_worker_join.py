@@ -1,0 +1,193 @@
+"""Joining: how a worker comes by its model, and what it hears when it may not."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.errors import (
+    AuthenticationError,
+    ConfigError,
+    ConnectError,
+    ModelMismatchError,
+    UnsupportedTensorError,
+)
+
+SPEC = offbeat.optim.SGD(lr=0.1)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def same(module, state):
+    return all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+
+
+def test_the_model_is_there_when_the_constructor_returns_and_was_filled_in_place(serve, join):
+    server, model = serve(net()), net(1)
+    held = list(model.parameters())
+    worker = join(server, model)
+    assert worker.model is model
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    assert same(model, net().state_dict())
+
+
+def test_without_a_model_it_is_built_from_the_server_s_description(serve, join):
+    original = nn.Sequential(net(), nn.ReLU(), nn.Dropout(0.1))
+    original[0][0].requires_grad_(False)
+    rng = torch.get_rng_state()
+    worker = join(serve(original))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert repr(worker.model) == repr(original)
+    assert same(worker.model, original.state_dict())
+    assert [p.requires_grad for p in worker.model.parameters()] == [
+        p.requires_grad for p in original.parameters()
+    ]
+    assert worker.model.training
+
+
+def test_a_model_that_cannot_be_described_is_named_and_model_is_the_remedy(serve, join):
+    server = serve(nn.Sequential(nn.Linear(4, 4), Own()))
+    with pytest.raises(ConfigError, match=r"module '1' is a .*Own.*model="):
+        join(server)
+    worker = join(server, nn.Sequential(nn.Linear(4, 4), Own()), optimizer=SPEC)
+    worker.model(torch.ones(2, 4)).sum().backward()
+    assert worker.step().applied
+
+
+def test_the_first_worker_brings_the_model_and_the_second_builds_it(serve, join):
+    server, model = serve(), net(5)
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    join(server, model, optimizer=SPEC)
+    second = join(server)
+    assert same(second.model, wanted)
+    assert repr(second.model) == repr(model)
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_model_waits_for_the_one_that_brings_it(serve, join, run_python):
+    server = serve()
+    code = (
+        "import sys, offbeat; w = offbeat.AsyncWorker(sys.argv[1]); print(w.model[0].in_features); w.close()"
+    )
+    printed = []
+    waiting = threading.Thread(target=lambda: printed.append(run_python(code, server.address)))
+    waiting.start()
+    assert server.wait_until_joined(1, timeout_s=40)
+    join(server, net())
+    waiting.join()
+    assert printed == ["4\n"]
+
+
+def test_order_is_the_server_s_and_names_decide(serve, join):
+    state = net().state_dict()
+    del state["1.num_batches_tracked"]
+    arrays = {name: state[name].numpy() for name in sorted(state, reverse=True) if "running" not in name}
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU(), nn.Linear(8, 2)
+    )
+    worker = join(serve(arrays), model)
+    assert same(worker.model, state)
+
+
+def test_the_wrong_model_is_refused_with_the_first_tensor_that_differs(serve, join):
+    server = serve(net())
+    wrong = net()
+    wrong[3] = nn.Linear(8, 3)
+    with pytest.raises(ModelMismatchError) as caught:
+        join(server, wrong)
+    assert "'3.weight' of shape [2, 8] and dtype float32" in str(caught.value)
+    assert "'3.weight' of shape [3, 8] and dtype float32" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_model_that_cannot_be_held_is_refused_before_anything_is_sent(join, dtype):
+    with pytest.raises(UnsupportedTensorError, match=r"'weight' is (float64|complex64)"):
+        join("127.0.0.1:1", nn.Linear(2, 2, dtype=dtype))
+
+
+def test_a_wrong_token_is_an_authentication_error(serve, join, monkeypatch):
+    server = serve(net(), token="right", host="127.0.0.1")  # noqa: S106  a test's
+    with pytest.raises(AuthenticationError):
+        join(server, net(), token="wrong")  # noqa: S106
+    with pytest.raises(AuthenticationError):
+        join(server, net())
+    join(server, net(), token="right")  # noqa: S106
+    monkeypatch.setenv("OFFBEAT_TOKEN", "right")
+    join(server, net())
+
+
+def test_the_server_s_address_may_come_from_the_environment(serve, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_SERVER", serve(net()).address)
+    with offbeat.AsyncWorker() as worker:
+        assert worker.model[0].in_features == 4
+
+
+def test_no_address_at_all_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match="set OFFBEAT_SERVER"):
+        offbeat.AsyncWorker()
+
+
+def test_a_server_that_is_not_there_is_told_with_address_time_and_remedy():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(ConnectError) as caught:
+            offbeat.AsyncWorker(address, net(), connect_timeout_s=0.5)
+        assert time.monotonic() - began < 10
+    assert address in str(caught.value)
+    assert "refused" in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"local_batch_size": 0}, "local_batch_size is 0"),
+        ({"update_frequency": -1}, "update_frequency is -1"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"loss_reduction": "avg"}, "unknown loss reduction 'avg'"),
+        ({"in_flight": 3}, "in_flight is 3"),
+        ({"buffers": "locale"}, "did you mean 'local'"),
+        ({"connect_timeout_s": -1}, "connect_timeout_s is -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_setting_that_cannot_be_used_is_named(setting, said):
+    with pytest.raises(ConfigError) as caught:
+        offbeat.AsyncWorker("127.0.0.1:1", **setting)
+    assert said in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here CUDA works")
+def test_cuda_that_is_not_there_is_told_before_connecting():
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        offbeat.AsyncWorker("127.0.0.1:1", device="cuda")
+
+
+def test_a_worker_id_is_kept_and_an_older_worker_of_that_name_is_fenced(serve, join):
+    server = serve(net())
+    older = join(server, net(), worker_id="me", optimizer=SPEC)
+    newer = join(server, net(), worker_id="me", optimizer=SPEC)
+    assert older.id == newer.id == "me"
+    assert older.run_id == newer.run_id
+    older.model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(offbeat.errors.FencedError):
+        older.step()
+    newer.model(torch.ones(2, 4)).sum().backward()
+    assert newer.step().applied

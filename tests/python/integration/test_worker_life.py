@@ -1,0 +1,269 @@
+"""A worker's life: forks, copies, ends. What the server sees of each."""
+
+import copy
+import multiprocessing
+import os
+import pickle  # noqa: TID251  that it refuses is the claim
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.errors import ClosedError, ForkedError
+from support.worker import train_in_a_process
+
+SPEC = offbeat.optim.SGD(lr=0.1)
+SLOW = [pytest.mark.slow, pytest.mark.timeout(180)]  # each process imports torch anew
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def step(worker):
+    worker.model(torch.ones(3, 4)).sum().backward()
+    return worker.step(samples=3)
+
+
+def states(server):
+    return [worker["state"] for worker in server.status()["workers"]]
+
+
+def wait_for(condition, timeout_s=20):
+    """Look until it is so; the server tells nobody when a worker is gone."""
+    waiting, end = threading.Event(), time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        waiting.wait(0.005)
+
+
+def last_departure(server):
+    wait_for(lambda: states(server) not in (["joined"], ["stalled"]))
+    (worker,) = server.status()["workers"]
+    return worker
+
+
+# ---------------------------------------------------------------------------------------- ends
+
+
+def test_close_says_finished_may_be_called_twice_and_the_model_stays_usable(serve, join):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+    step(worker)
+    worker.close()
+    worker.close()
+    assert last_departure(server)["state"] == "finished"
+    assert worker.model(torch.ones(1, 4)).shape == (1, 2)
+    assert worker.history.steps == 0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        step,
+        lambda w: w.flush(),
+        lambda w: w.train(dataloader=[], loss_fn=nn.MSELoss()),
+        lambda w: w.evaluate([]),
+        lambda w: w.optimizer,
+        lambda w: w.version,
+    ],
+    ids=["step", "flush", "train", "evaluate", "optimizer", "version"],
+)
+def test_using_a_closed_worker_raises(serve, join, use):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    worker.close()
+    with pytest.raises(ClosedError, match="closed"):
+        use(worker)
+
+
+def test_a_with_block_finishes_and_an_exception_in_it_only_leaves(serve):
+    server = serve(net())
+    with offbeat.AsyncWorker(server.address, worker_id="a"):
+        pass
+    assert last_departure(server)["state"] == "finished"
+    other = serve(net())
+    with pytest.raises(ZeroDivisionError), offbeat.AsyncWorker(other.address, worker_id="b"):
+        raise ZeroDivisionError
+    assert last_departure(other)["state"] == "left"
+
+
+def test_a_worker_that_goes_out_of_scope_finishes(serve):
+    server = serve(net())
+
+    def run():
+        worker = offbeat.AsyncWorker(server.address, optimizer=SPEC)
+        worker.train(
+            dataloader=[(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))],
+            loss_fn=nn.CrossEntropyLoss(),
+            progress=False,
+        )
+        assert worker.optimizer is not None
+
+    run()
+    assert last_departure(server)["state"] == "finished"
+
+
+ENDINGS = {
+    "the end of the script": ("", "finished"),
+    "sys.exit(0)": ("sys.exit(0)", "finished"),
+    "an exception": ("raise ZeroDivisionError", "left"),
+    "a kill": ("os.kill(os.getpid(), 9)", "lost"),
+    "os._exit": ("os._exit(0)", "lost"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_the_process_is_the_end_of_the_worker(serve, ending):
+    code, state = ENDINGS[ending]
+    server = serve(net())
+    script = f"import os, sys, offbeat; worker = offbeat.AsyncWorker(sys.argv[1]); {code}"
+    subprocess.run(
+        [sys.executable, "-c", script, server.address], check=False, capture_output=True, timeout=50
+    )
+    departed = last_departure(server)
+    assert departed["state"] == state
+    assert departed["cause"]
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=SLOW)])
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_end_of_a_multiprocessing_process_is_the_end_of_the_worker(serve, method, fail, capfd):
+    server = serve(net())
+    process = multiprocessing.get_context(method).Process(
+        target=train_in_a_process, args=(server.address, fail)
+    )
+    process.start()
+    process.join(50)
+    capfd.readouterr()
+    assert last_departure(server)["state"] == ("left" if fail else "finished")
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_worker_is_not_copied_and_the_remedy_is_told(serve, join, make):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(TypeError, match="make one in each process"):
+        make(worker)
+    assert step(worker).applied
+
+
+def test_history_model_and_specs_pickle(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    x, y = torch.ones(3, 4), torch.zeros(3, dtype=torch.long)
+    worker.train(dataloader=[(x, y)], loss_fn=nn.CrossEntropyLoss(), progress=False)
+    history, spec = pickle.loads(pickle.dumps((worker.history, SPEC)))  # noqa: S301  our own bytes
+    assert (history, spec) == (worker.history, SPEC)
+    assert torch.equal(copy.deepcopy(worker.model)(x), worker.model(x))
+
+
+# ---------------------------------------------------------------------------------------- forks
+
+
+def in_a_fork(act):
+    """Run in a forked child, and give back what it raised: the name of the class, or ''."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        raised = ""
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001  whatever it is goes to the parent
+            raised = type(error).__name__
+        os.write(writer, raised.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as told:
+        return told.read()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_is_allowed_and_only_using_the_worker_in_the_child_raises(serve, join):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+    assert in_a_fork(lambda: None) == ""
+    assert in_a_fork(lambda: worker.model(torch.ones(1, 4))) == ""
+    for use in (step, lambda w: w.evaluate([]), lambda w: w.flush(), lambda w: w.version):
+        assert in_a_fork(lambda use=use: use(worker)) == ForkedError.__name__
+    assert step(worker).applied
+
+
+def test_nothing_that_a_child_does_with_an_inherited_worker_reaches_the_server(serve):
+    server = serve(net())
+    holder = [offbeat.AsyncWorker(server.address, optimizer=SPEC)]
+
+    def child():
+        holder[0].close()
+        holder.clear()  # its destructor
+
+    assert in_a_fork(child) == ""
+    assert states(server) == ["joined"]
+    assert step(holder[0]).applied
+    holder[0].close()
+
+
+def test_a_worker_made_in_a_forked_child_works_beside_its_parent_s(serve, join):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+
+    def child():
+        with offbeat.AsyncWorker(server.address, optimizer=SPEC) as own:
+            assert step(own).applied
+
+    assert in_a_fork(child) == ""
+    assert step(worker).version == 2
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=SLOW)])
+def test_loader_processes_work_under_both_start_methods(serve, join, method):
+    x = torch.randn(24, 4)
+    loader = DataLoader(
+        TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, num_workers=2, multiprocessing_context=method
+    )
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    history = worker.train(dataloader=loader, epochs=2, loss_fn=nn.CrossEntropyLoss(), progress=False)
+    assert history.receipts == {"applied": 6}
+    assert 0 <= worker.evaluate(loader) <= 1
+
+
+@pytest.mark.slow
+def test_a_worker_with_forked_loader_processes_that_is_killed_is_seen_in_less_than_a_second(serve):
+    server = serve(net())
+    script = textwrap.dedent("""
+        import sys, torch, offbeat
+        from torch.utils.data import DataLoader, TensorDataset
+        worker = offbeat.AsyncWorker(sys.argv[1], optimizer=offbeat.optim.SGD(lr=0.1))
+        data = TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+        loader = DataLoader(data, 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+        for x, y in loader:
+            torch.nn.functional.cross_entropy(worker.model(x), y).backward()
+            worker.step()
+            print("stepped", flush=True)
+            sys.stdin.read()
+    """)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, server.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "stepped\n"
+    children = subprocess.run(
+        ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert len(children) >= 2
+    process.kill()
+    began = time.monotonic()
+    wait_for(lambda: states(server) == ["lost"])
+    assert time.monotonic() - began < 1
+    process.communicate()

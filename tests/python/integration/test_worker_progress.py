@@ -1,0 +1,158 @@
+"""What a person sees of `train`: one bar per terminal, or a line now and then."""
+
+import fcntl
+import logging
+import os
+import pty
+import signal
+import struct
+import sys
+import termios
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.worker.progress import _Bar, _Lines, _Silent, progress_for
+
+SPEC = offbeat.optim.SGD(lr=0.1)
+BATCHES = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))] * 10
+
+
+@pytest.fixture
+def train(serve, join):
+    def run(loss_fn=None, **keywords):
+        worker = join(serve(nn.Linear(3, 2)), nn.Linear(3, 2), worker_id="me", optimizer=SPEC)
+        return worker.train(
+            dataloader=BATCHES, loss_fn=loss_fn or nn.CrossEntropyLoss(), log_frequency=4, **keywords
+        )
+
+    return run
+
+
+# The two below are no fixtures: between those and the test pytest exchanges stderr and takes hold of loggers.
+
+
+@contextmanager
+def unconfigured():
+    """Leave logging as it is before anyone configures it."""
+    logger = logging.getLogger("offbeat")
+    handlers, logger.handlers, logger.propagate = logger.handlers, [], False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, True
+
+
+@contextmanager
+def terminal():
+    """Make stderr a terminal, and give what reads it."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 120, 0, 0))
+    with os.fdopen(slave, "w") as screen, os.fdopen(master, "rb", buffering=0) as reader:
+        os.set_blocking(reader.fileno(), False)
+        before, sys.stderr = sys.stderr, screen
+        try:
+            yield lambda: b"".join(iter(lambda: reader.read(4096) or b"", b"")).decode()
+        finally:
+            sys.stderr = before
+
+
+def lines(text):
+    return [line for line in text.splitlines() if "step" in line]
+
+
+@unconfigured()
+def test_without_a_terminal_there_is_one_line_per_log_frequency_on_stderr(train, capsys):
+    train()
+    captured = capsys.readouterr().err
+    said = lines(captured)
+    assert len(said) == 3, captured
+    assert said[0].startswith("worker me: epoch 1/1, step 4, version 4: loss ")
+    assert "samples/s" in said[0]
+    assert "step 10, version 10" in said[2]
+
+
+def test_where_logging_is_configured_the_lines_go_there(train, capsys, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    train()
+    assert lines(capsys.readouterr().err) == []
+    assert len([r for r in caplog.records if "step" in r.getMessage() and r.levelno == logging.INFO]) == 3
+
+
+@unconfigured()
+def test_progress_false_shows_nothing(train, capsys):
+    train(progress=False)
+    assert lines(capsys.readouterr().err) == []
+
+
+@unconfigured()
+def test_on_a_terminal_there_is_a_bar_with_the_metrics(train):
+    with terminal() as read:
+        train()
+        shown = read()
+    assert "me: 100%" in shown
+    assert "10/10" in shown
+    assert "loss=" in shown
+    assert "version=10" in shown
+
+
+@unconfigured()
+def test_progress_true_shows_a_bar_without_a_terminal_too(train, capsys):
+    train(progress=True)
+    assert "me: 100%" in capsys.readouterr().err
+
+
+@terminal()
+def test_one_terminal_has_one_bar_until_it_is_closed():
+    first = progress_for(asked=None, total=10, name="a")
+    assert isinstance(first, _Bar)
+    assert type(progress_for(asked=None, total=10, name="b")) is _Silent
+    with first:
+        pass
+    with progress_for(asked=None, total=10, name="c") as third:
+        assert isinstance(third, _Bar)
+
+
+@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
+@terminal()
+def test_of_a_launch_only_rank_0_has_a_bar(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert type(progress_for(asked=None, total=10, name="a")) is _Silent
+    monkeypatch.setenv(variable, "0")
+    with progress_for(asked=None, total=10, name="a") as shown:
+        assert isinstance(shown, _Bar)
+
+
+def test_without_a_terminal_every_rank_has_its_lines(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert isinstance(progress_for(asked=None, total=10, name="a"), _Lines)
+    assert capsys.readouterr().err == ""
+
+
+@unconfigured()
+def test_ctrl_c_closes_the_bar(train):
+    def loss(outputs, targets):
+        if loss.calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        loss.calls += 1
+        return nn.functional.cross_entropy(outputs, targets)
+
+    loss.calls = 0
+    with terminal() as read:
+        with pytest.raises(KeyboardInterrupt):
+            train(loss)
+        assert read().endswith("\n")
+        with progress_for(asked=None, total=10, name="next") as shown:
+            assert isinstance(shown, _Bar)
+
+
+@terminal()
+def test_a_bar_starts_no_thread():
+    before = threading.active_count()
+    with progress_for(asked=None, total=10, name="a") as bar:
+        bar.advance()
+        assert threading.active_count() == before

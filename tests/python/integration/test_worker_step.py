@@ -1,0 +1,392 @@
+"""A loop of one's own: what `step`, `flush` and `worker.optimizer` do, and what they refuse."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import offbeat
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+
+SPEC = offbeat.optim.SGD(lr=0.1)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def backward(model, number=0, samples=6):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(samples, 4, generator=generator)
+    functional.cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(mine, theirs):
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_step_returns_the_receipt_and_the_model_holds_the_newest_parameters(serve, join):
+    server = serve(net())
+    worker = join(server, net(1), optimizer=SPEC)
+    before = values(worker.model)
+    backward(worker.model)
+    receipt = worker.step(samples=6)
+    assert receipt.applied
+    assert (receipt.version, receipt.staleness, receipt.weight) == (1, 0, 1.0)
+    assert worker.version == 1
+    assert not same(values(worker.model), before)
+    assert same(values(worker.model), server.state_dict().values())
+
+
+def test_samples_are_counted_and_default_to_the_batch_size(serve, join):
+    server = serve(net())
+    worker = join(server, net(), 20, optimizer=SPEC)
+    for samples in (6, None):
+        backward(worker.model)
+        worker.step(samples)
+    assert server.status()["samples"] == 26
+
+
+def test_samples_do_not_scale_a_gradient_push(serve, join):
+    one, other = (join(serve(net()), net(), optimizer=SPEC) for _ in range(2))
+    for worker, samples in ((one, 1), (other, 1000)):
+        backward(worker.model)
+        worker.step(samples)
+    assert same(values(one.model), values(other.model))
+
+
+def test_the_learning_rate_is_not_scaled_by_the_number_of_workers(serve, join):
+    crowd = serve(net())
+    others = [join(crowd, net(), optimizer=SPEC) for _ in range(3)]
+    alone, one_of_four = join(serve(net()), net(), optimizer=SPEC), join(crowd, net(), optimizer=SPEC)
+    for worker in (alone, one_of_four):
+        backward(worker.model)
+        worker.step()
+    assert same(values(alone.model), values(one_of_four.model))
+    assert len(others) == 3
+
+
+def test_none_means_accumulating_until_update_frequency(serve, join):
+    server = serve(net())
+    worker = join(server, net(), update_frequency=3, optimizer=SPEC)
+    for number in range(7):
+        backward(worker.model, number)
+        receipt = worker.step()
+        assert (receipt is None) == (number % 3 != 2)
+        assert all(p.grad is None for p in worker.model.parameters())
+    assert server.status()["version"] == 2
+
+
+def test_flush_pushes_the_rest(serve, join):
+    server = serve(net())
+    worker = join(server, net(), update_frequency=3, optimizer=SPEC)
+    backward(worker.model)
+    assert worker.step(samples=6) is None
+    (receipt,) = worker.flush()
+    assert receipt.applied
+    assert (server.status()["version"], server.status()["samples"]) == (1, 6)
+    assert worker.flush() == []
+
+
+def test_loss_reduction_sum_pushes_the_sum(serve, join):
+    mean, total = serve(net()), serve(net())
+    one = join(mean, net(), optimizer=SPEC)
+    other = join(
+        total, net(), optimizer=offbeat.optim.SGD(lr=0.1 / 12), loss_reduction="sum", update_frequency=2
+    )
+    x, y = torch.randn(12, 4), torch.randint(0, 2, (12,))
+    functional.cross_entropy(one.model(x), y).backward()
+    one.step(samples=12)
+    for part in (slice(0, 5), slice(5, 12)):
+        functional.cross_entropy(other.model(x[part]), y[part], reduction="sum").backward()
+        other.step(samples=len(x[part]))
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_gradient_at_all_raises(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(StateError, match=r"call loss\.backward\(\)"):
+        worker.step()
+
+
+@pytest.mark.parametrize("samples", [0, -1])
+def test_a_batch_without_samples_is_refused(serve, join, samples):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    backward(worker.model)
+    with pytest.raises(ConfigError, match=f"samples is {samples}"):
+        worker.step(samples)
+
+
+@pytest.mark.parametrize("update_frequency", [1, 2])
+def test_a_nan_gradient_raises_by_name_and_nothing_changes(serve, join, update_frequency):
+    server = serve(net())
+    worker = join(server, net(), update_frequency=update_frequency, optimizer=SPEC)
+    for number in range(update_frequency):
+        backward(worker.model, number)
+    worker.model[2].weight.grad[1, 3] = float("nan")
+    before = values(worker.model)
+    for _ in range(update_frequency - 1):
+        worker.step()
+        backward(worker.model)
+    with pytest.raises(NonFiniteError, match=r"2\.weight"):
+        worker.step()
+    assert server.status()["version"] == 0
+    assert same(values(worker.model), before)
+    for number in range(update_frequency):
+        backward(worker.model, number)
+        receipt = worker.step()
+    assert receipt.applied
+
+
+def test_a_push_before_any_optimizer_is_set_is_refused(serve, join):
+    server = serve(net())
+    worker = join(server, net())
+    backward(worker.model)
+    receipt = worker.step()
+    assert (receipt.applied, receipt.reason) == (False, "no_optimizer")
+    assert server.status()["version"] == 0
+    with pytest.raises(ConfigError, match="no optimizer"):
+        worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss())
+    worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss(), optimizer=SPEC)
+    backward(worker.model)
+    assert worker.step().applied
+
+
+def test_the_server_s_optimizer_is_used_where_the_worker_brings_none(serve, join):
+    worker = join(serve(net(), optimizer=SPEC), net())
+    backward(worker.model)
+    assert worker.step().applied
+
+
+# ---------------------------------------------------------------------------------------- two in flight
+
+
+def test_with_two_in_flight_each_step_brings_the_receipt_of_the_one_before(serve, join):
+    server = serve(net())
+    worker = join(server, net(), in_flight=2, optimizer=SPEC)
+    receipts = []
+    for number in range(4):
+        backward(worker.model, number)
+        receipts.append(worker.step())
+    assert receipts[0] is None
+    receipts = [*receipts[1:], *worker.flush()]
+    assert [r.version for r in receipts] == [1, 2, 3, 4]
+    assert [r.staleness for r in receipts] == [0, 1, 1, 1]
+    assert same(values(worker.model), server.state_dict().values())
+
+
+def test_a_live_optimizer_with_two_in_flight_ends_at_the_server_s_model(serve, join):
+    server = serve(net())
+    model = net()
+    worker = join(server, model, in_flight=2, optimizer=None)
+    worker._use(torch.optim.Adam(model.parameters(), lr=0.01))
+    for number in range(5):
+        backward(worker.model, number)
+        worker.step()
+    worker.flush()
+    assert server.status()["version"] == 5
+    assert same(values(worker.model), server.state_dict().values())
+
+
+# ---------------------------------------------------------------------------------------- live optimizers
+
+
+def test_update_frequency_k_is_k_local_steps_and_one_push(serve, join):
+    server = serve(net())
+    model = net()
+    worker = join(server, model, update_frequency=4, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+    twin = net()
+    plain = torch.optim.Adam(twin.parameters(), lr=0.01)
+    for number in range(4):
+        for module in (worker.model, twin):
+            backward(module, number)
+        receipt = worker.step(samples=6)
+        plain.step()
+        plain.zero_grad()
+    assert receipt.version == 1
+    assert server.status()["samples"] == 24
+    for a, b in zip(worker.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(serve, join):
+    server = serve(net(), max_staleness=0)
+    slow_model, fast_model = net(), net()
+    slow = join(server, slow_model, optimizer=torch.optim.Adam(slow_model.parameters(), lr=0.01))
+    fast = join(server, fast_model, optimizer=torch.optim.SGD(fast_model.parameters(), lr=0.01))
+    backward(slow.model, 0)
+    assert slow.step().applied
+    state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()] or [
+        s["exp_avg"].clone() for s in slow._live().state.values()
+    ]
+    fast.evaluate([])
+    backward(fast.model, 1)
+    assert fast.step().applied
+    backward(slow.model, 2)
+    assert slow.step().reason is not None
+    assert same([s["exp_avg"] for s in slow._live().state.values()], state)
+    assert same(values(slow.model), server.state_dict().values())
+
+
+def test_the_server_adds_weight_times_the_difference(serve, join):
+    server = serve(net(), staleness_policy=offbeat.staleness.AdaptiveLR(0.5))
+    models = [net(), net()]
+    one, late = (join(server, m, optimizer=torch.optim.SGD(m.parameters(), lr=0.1)) for m in models)
+    for number, worker in enumerate((one, late)):
+        backward(worker.model, number)
+    late_step = [-0.1 * p.grad for p in late.model.parameters()]
+    one.step()
+    before = values(one.model)
+    receipt = late.step()
+    assert (receipt.staleness, receipt.weight, receipt.verdict) == (1, 0.5, "damp")
+    for now, then, step in zip(late.model.parameters(), before, late_step, strict=True):
+        torch.testing.assert_close(now.detach(), then + 0.5 * step, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"optimizer": SPEC}, {"lr_schedule": offbeat.schedule.Cosine(total=10)}, {"momentum_correction": True}],
+    ids=lambda s: next(iter(s)),
+)
+def test_a_live_optimizer_is_refused_together_with_the_server_s(serve, join, setting):
+    model = net()
+    worker = join(serve(net(), **setting), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        worker.train(dataloader=[], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss())
+    optimizer.step()  # it is the user's again
+
+
+def test_gradients_and_differences_do_not_mix_in_one_run(serve, join):
+    server = serve(net())
+    model = net()
+    join(server, net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match="gradient"):
+        join(server, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# ---------------------------------------------------------------------------------------- specs
+
+
+def test_an_equal_spec_of_another_worker_is_fine_and_another_lr_is_refused(serve, join):
+    server = serve(net())
+    join(server, net(), optimizer=offbeat.optim.SGD(lr=0.1, momentum=0.9))
+    join(server, net(), optimizer=offbeat.optim.SGD(lr=0.1, momentum=0.9, dampening=0))
+    with pytest.raises(ConfigError, match=r"server\.set_lr or lr_schedule"):
+        join(server, net(), optimizer=offbeat.optim.SGD(lr=0.2, momentum=0.9))
+    with pytest.raises(ConfigError, match=r"(?s)SGD.*Adam|Adam.*SGD"):
+        join(server, net(), optimizer=offbeat.optim.Adam(lr=0.1))
+
+
+def test_which_optimizer_runs_where_is_one_info_line(serve, join, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    model = net()
+    join(serve(net()), net(), optimizer=offbeat.optim.SGD(lr=0.1, momentum=0.9))
+    join(serve(net()), model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
+    lines = [
+        r.getMessage()
+        for r in caplog.records
+        if "optimizer" in r.getMessage() and "worker" in r.name + r.getMessage()
+    ]
+    said = [line for line in lines if " on the " in line]
+    assert any(
+        "SGD(lr=0.1, momentum=0.9) on the server, its momentum in the workers" in line for line in said
+    )
+    assert any("Adam(lr=0.5) on the worker" in line for line in said)
+
+
+# ---------------------------------------------------------------------------------------- the facade
+
+
+def test_the_optimizer_s_step_is_the_worker_s(serve, join):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+    assert isinstance(worker.optimizer, torch.optim.Optimizer)
+    backward(worker.model)
+    worker.optimizer.step()
+    assert server.status()["version"] == 1
+    loss = worker.optimizer.step(lambda: backward(worker.model) or 0.5)
+    assert loss == 0.5
+    assert server.status()["version"] == 2
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_grad_scaler_steps_and_skips_infinite_steps(serve, join, live):
+    server = serve(net())
+    model = net()
+    worker = join(server, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1) if live else SPEC)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    versions = []
+    for spoil in (False, True, False):
+        worker.optimizer.zero_grad()
+        x = torch.randn(6, 4)
+        scaler.scale(functional.cross_entropy(worker.model(x), torch.zeros(6, dtype=torch.long))).backward()
+        if spoil:
+            worker.model[0].weight.grad[0, 0] = float("inf")
+        scaler.unscale_(worker.optimizer)
+        scaler.step(worker.optimizer)
+        scaler.update()
+        versions.append(server.status()["version"])
+    assert versions == [1, 1, 2]
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+    ],
+    ids=["StepLR", "LambdaLR", "OneCycleLR", "ReduceLROnPlateau"],
+)
+def test_a_torch_lr_scheduler_on_the_server_s_optimizer_raises_and_names_lr_schedule(serve, join, schedule):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match="lr_schedule="):
+        schedule(worker.optimizer).step(1.0)
+
+
+def test_a_torch_lr_scheduler_works_with_a_live_optimizer(serve, join):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    worker = join(serve(net()), model, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    backward(worker.model)
+    worker.step()
+    schedule.step()
+    before = values(worker.model)
+    backward(worker.model)
+    gradient = worker.model[0].weight.grad.clone()
+    worker.step()
+    torch.testing.assert_close(worker.model[0].weight.detach(), before[0] - 0.1 * gradient)
+
+
+def test_the_facade_follows_replaced_parameters(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    optimizer = worker.optimizer
+    worker.model.load_state_dict(net(3).state_dict(), assign=True)
+    worker.model.requires_grad_(True)
+    backward(worker.model)
+    worker.step()
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in worker.model.parameters()]
+
+
+def test_the_facade_does_not_keep_the_worker(serve):
+    server = serve(net())
+    worker = offbeat.AsyncWorker(server.address, net(), optimizer=SPEC)
+    optimizer, gone = worker.optimizer, weakref.ref(worker)
+    del worker
+    assert gone() is None, gc.get_referrers(gone())
+    with pytest.raises(ClosedError, match="worker is gone"):
+        optimizer.step()

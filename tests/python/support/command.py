@@ -1,0 +1,80 @@
+"""The command line as a process of its own, with its output watched line by line."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+TIMEOUT_S = 40
+
+
+class Command:
+    """A running `offbeat …`."""
+
+    def __init__(self, *arguments, cwd=None, **environment):
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "offbeat.cli.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=inherited | environment,
+        )
+        self.out, self.err = [], []
+        self._heard = queue.SimpleQueue()
+        self._readers = [
+            threading.Thread(target=self._read, args=stream)
+            for stream in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream, lines):
+        for line in stream:
+            lines.append(line)
+            self._heard.put(line)
+        self._heard.put(None)
+
+    def line(self, text, timeout_s=TIMEOUT_S):
+        """Wait for a line that has `text` in it, on either stream, and return it."""
+        ended = 0
+        while ended < 2:
+            line = self._heard.get(timeout=timeout_s)
+            if line is None:
+                ended += 1
+            elif text in line:
+                return line
+        raise AssertionError(f"{text!r} was not said:\n{self.said}")
+
+    def signal(self, number=signal.SIGINT):
+        self.process.send_signal(number)
+
+    def ends(self):
+        """Wait for the end and return the exit code."""
+        code = self.process.wait(TIMEOUT_S)
+        for reader in self._readers:
+            reader.join(TIMEOUT_S)
+        return code
+
+    @property
+    def said(self):
+        return "".join((*self.out, *self.err))
+
+
+@contextmanager
+def command(*arguments, **keywords):
+    """Run a command, and leave nothing of it behind."""
+    running = Command(*arguments, **keywords)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+        running.ends()
+        running.process.stdout.close()
+        running.process.stderr.close()

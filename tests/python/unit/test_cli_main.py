@@ -1,0 +1,160 @@
+"""The command line's frame: what is refused and how, and that each kind of end has its number."""
+
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from offbeat import errors
+from offbeat.cli import exit_codes, main
+from offbeat.cli.exit_codes import ExitCode, code_of
+
+DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        (["sever"], "'server'"),
+        (["lunch", "--workers", "2"], "'launch'"),
+        (["--versoin"], "'--version'"),
+        (["server", "--max-sample", "3"], "'--max-samples'"),
+        (["server", "--optimizer", "SDG"], "'SGD'"),
+        (["server", "--optimizer", "SGD(lr=1, momentun=0.9)"], "'momentum'"),
+        (["server", "--staleness-policy", "adaptve_lr"], "'adaptive_lr'"),
+        (["server", "--staleness-policy", "AdaptiveLR(factr=0.9)"], "'factor'"),
+        (["server", "--lr-schedule", "Cosin(total=3)"], "'cosine'"),
+        (["server", "--transaction", "fragmant"], "'fragment'"),
+        (["launch", "--worker", "4", "train.py"], "'--workers'"),
+        (["status", "--fromat", "json"], "'--format'"),
+    ],
+)
+def test_unknown_names_come_with_the_nearest_known_one(capsys, given, nearest):
+    code, out, err = run(capsys, *given)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert f"did you mean {nearest}?" in err
+    assert err.startswith("offbeat: ")
+    assert err.count("\n") == 1, "one sentence, no traceback"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["server", "--host", "0.0.0.0"], "--new-token"),  # noqa: S104  refused
+        (["server", "--token", "a", "--new-token"], "one of the two"),
+        (["server", "--model", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["server", "--save", "no/such/folder/model.safetensors"], "no/such/folder"),
+        (["server", "--max-samples", "0"], "'0' is not a whole number"),
+        (["server", "--lr-schedule", "linear"], "max_samples="),
+        (["server", "--lr-schedule", "Step"], "step_size"),
+        (["server", "--optimizer", "SGD(lr=open(1))"], "as in Python"),
+        (["server", "--optimizer", "SGD(0.1)"], "as in Python"),
+        (["server", "--port", "99999"], "99999"),
+        (["server", "extra"], "one argument too many"),
+        (["launch", "--workers", "2", "nowhere.py"], "nowhere.py"),
+        (["launch", "train.py"], "--workers"),
+        (["status"], "OFFBEAT_SERVER"),
+        (["demo", "--json", "no/such/folder/demo.json"], "no/such/folder"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_sentence(capsys, given, said):
+    code, out, err = run(capsys, *given)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(capsys):
+    code, _, err = run(capsys, "server", "--optimizer", "SDG", "--debug")
+    assert code == ExitCode.USAGE
+    assert "Traceback" in err
+    assert "ConfigError" in err
+
+
+def test_version_is_the_packages(capsys):
+    import offbeat
+
+    assert run(capsys, "--version") == (0, f"offbeat {offbeat.__version__}\n", "")
+
+
+def test_help_lists_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for name in main.COMMANDS:
+        assert f"  {name}" in out
+        with pytest.raises(SystemExit) as ended:
+            main.main([name, "--help"])
+        assert ended.value.code == 0
+
+
+def test_without_a_command_the_help_is_printed_and_the_code_is_that_of_misuse(capsys):
+    code, out, _ = run(capsys)
+    assert code == ExitCode.USAGE
+    assert "usage" in out
+
+
+def test_every_error_has_an_exit_code():
+    classes = [getattr(errors, name) for name in errors.__all__]
+    codes = {cls.__name__: code_of(cls("message")) for cls in classes}
+    assert codes["ConfigError"] == ExitCode.USAGE
+    assert codes["ConnectError"] == ExitCode.UNREACHABLE
+    assert codes["AuthenticationError"] == ExitCode.NOT_ADMITTED
+    assert codes["AddressInUseError"] == ExitCode.ADDRESS_IN_USE
+    assert codes["ModelMismatchError"] == ExitCode.BAD_MODEL
+    assert codes["ServerClosedError"] == ExitCode.LOST
+    assert codes["OffbeatTimeoutError"] == ExitCode.TIMEOUT
+    assert codes["ProtocolError"] == ExitCode.PROTOCOL
+    # What has none of its own are faults of the program, not of what it was given.
+    unexpected = {name for name, code in codes.items() if code == ExitCode.UNEXPECTED}
+    assert unexpected == {"OffbeatError", "ClosedError", "ForkedError", "StateError", "RejectedError"}
+
+
+def test_an_error_that_nobody_foresaw_is_one_sentence_and_code_1(capsys, monkeypatch):
+    def fail(arguments: Namespace) -> int:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("offbeat.cli.env.run", fail)
+    code, _, err = run(capsys, "env")
+    assert code == ExitCode.UNEXPECTED
+    assert err == "offbeat: ZeroDivisionError: by zero (--debug shows where)\n"
+
+
+def test_ctrl_c_is_130(capsys, monkeypatch):
+    def interrupt(arguments: Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offbeat.cli.env.run", interrupt)
+    assert run(capsys, "env") == (130, "", "offbeat: interrupted\n")
+
+
+def test_the_documentation_lists_every_exit_code_and_no_other():
+    documented = {
+        int(number) for number in re.findall(r"^\| (\d+) \|", DOCS.read_text("utf-8"), re.MULTILINE)
+    }
+    assert documented == {int(code) for code in ExitCode}
+    assert len(documented) > 10
+    assert exit_codes.SIGNALLED == 128
+
+
+def test_the_documentation_names_every_option():
+    text = DOCS.read_text("utf-8")
+    seen = 0
+    for name in main.COMMANDS:
+        import importlib
+
+        from offbeat.cli.parser import Parser
+
+        parser = Parser(f"offbeat {name}", "")
+        importlib.import_module(f"offbeat.cli.{name}").add_arguments(parser)
+        for option in parser._option_string_actions:
+            if option.startswith("--") and option != "--help":
+                assert f"`{option}" in text, f"docs/cli.md does not name {option} of offbeat {name}"
+                seen += 1
+    assert seen > 20

@@ -1,0 +1,80 @@
+"""A model's file: what is written is what is read, by us and by torch's readers."""
+
+import numpy as np
+import pytest
+
+from offbeat.cli import model_file
+from offbeat.errors import ConfigError
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    state = {
+        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "half": np.ones((2, 2), np.float16),
+        "steps": np.array(7, np.int64),
+        "mask": np.array([True, False]),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    path = tmp_path / "model.safetensors"
+    model_file.save(state, path)
+    loaded = model_file.load(path)
+    assert loaded.keys() == state.keys()
+    for name, array in state.items():
+        assert loaded[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
+    assert list(tmp_path.iterdir()) == [path], "nothing is left beside it"
+
+
+def test_tensors_may_be_torchs_and_not_contiguous(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    state = {
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "narrow": torch.arange(4).to(torch.bfloat16),
+    }
+    path = tmp_path / "model.safetensors"
+    model_file.save(state, path)
+    loaded = load_file(path)
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_plain_uint16_is_bfloat16s_bits(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    tensor = torch.tensor([1.0, -2.5]).to(torch.bfloat16)
+    path = tmp_path / "model.safetensors"
+    model_file.save({"w": tensor.view(torch.int16).numpy().view(np.uint16)}, path)
+    assert torch.equal(load_file(path)["w"], tensor)
+
+
+def test_bfloat16_is_loaded(tmp_path):
+    torch = pytest.importorskip("torch")
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.tensor([1.0, -2.5]).to(torch.bfloat16)}, path)
+    loaded = model_file.load(path)["w"]
+    assert loaded.dtype == ml_dtypes.bfloat16
+    assert loaded.tolist() == [1.0, -2.5]
+
+
+@pytest.mark.parametrize("content", [b"", b"not at all", b"\xff" * 64])
+def test_another_file_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        model_file.load(path)
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model_file.save({"w": np.zeros(2, np.float32)}, path)
+    before = path.read_bytes()
+    with pytest.raises(Exception):  # noqa: B017, PT011  whichever safetensors raises
+        model_file.save({"w": np.array(["no", "tensor"])}, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

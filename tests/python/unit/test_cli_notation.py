@@ -1,0 +1,65 @@
+"""Objects on the command line: Python's notation is read, and never run."""
+
+import pytest
+
+from offbeat import optim, schedule, staleness
+from offbeat.cli import notation, serving
+from offbeat.errors import ConfigError
+
+
+def optimizer(text):
+    return notation.read(text, "--optimizer", serving.OPTIMIZERS, "SGD(lr=0.1)")
+
+
+def test_a_name_means_its_defaults():
+    assert optimizer("SGD") == optim.SGD()
+    assert optimizer(" adamw ") == optim.AdamW()
+
+
+def test_keywords_are_literals():
+    assert optimizer("SGD(lr=.05, momentum=0.9, nesterov=True)") == optim.SGD(
+        lr=0.05, momentum=0.9, nesterov=True
+    )
+    assert optimizer("Adam(betas=(0.9, 0.98))") == optim.Adam(betas=(0.9, 0.98))
+    groups = [{"pattern": "*.bias", "weight_decay": 0}]
+    assert optimizer(f"AdamW(groups={groups})") == optim.AdamW(groups=groups)
+
+
+@pytest.mark.parametrize("name", ["adaptive_lr", "AdaptiveLR", "adaptivelr"])
+def test_capitals_and_underscores_do_not_matter(name):
+    policy = notation.read(f"{name}(factor=0.5)", "--staleness-policy", serving.POLICIES, "x")
+    assert policy == staleness.AdaptiveLR(factor=0.5)
+
+
+def test_every_public_class_can_be_named():
+    def names(module, base):
+        found = {n for n in module.__all__ if isinstance(getattr(module, n), type)}
+        return {n for n in found if issubclass(getattr(module, n), base) and getattr(module, n) is not base}
+
+    assert {c.__name__ for c in serving.OPTIMIZERS.values()} == names(optim, optim.OptimizerSpec)
+    assert {c.__name__ for c in serving.POLICIES.values()} == names(staleness, staleness.StalenessPolicy)
+    assert {c.__name__ for c in serving.SCHEDULES.values()} == names(schedule, schedule.Schedule)
+    assert len(serving.OPTIMIZERS) >= 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SGD(lr=__import__('os').getpid())",
+        "SGD(lr=1)(2)",
+        "optim.SGD()",
+        "SGD(**{'lr': 1})",
+        "SGD(1)",
+        "SGD lr=1",
+        "",
+        "[SGD]",
+    ],
+)
+def test_anything_else_is_refused(text):
+    with pytest.raises(ConfigError, match="as in Python"):
+        optimizer(text)
+
+
+def test_a_missing_keyword_is_named():
+    with pytest.raises(ConfigError, match="total"):
+        notation.read("Cosine", "--lr-schedule", serving.SCHEDULES, "x")

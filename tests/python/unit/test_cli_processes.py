@@ -1,0 +1,91 @@
+"""Output of several processes on one terminal: whole lines, by rank, with one bar below them."""
+
+import io
+import os
+
+import pytest
+
+from offbeat.cli.launch import environment, exit_code, usable_cores
+from offbeat.cli.processes import Output, _Copy
+
+
+def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
+    """Send chunks through a pipe, and give what was written and what was said last."""
+    stream = io.BytesIO()
+    ours, theirs = os.pipe()
+    copy = _Copy(ours, Output(stream), rank)
+    for chunk in chunks:
+        os.write(theirs, chunk)
+    os.close(theirs)
+    copy.join(20)
+    os.close(ours)
+    return stream.getvalue(), copy.last_line
+
+
+@pytest.mark.parametrize(
+    ("chunks", "written", "last"),
+    [
+        ([b"one\ntwo\n"], b"[0] one\n[0] two\n", "two"),
+        ([b"no end"], b"[0] no end\n", "no end"),
+        ([b"ValueError: no\n", b"\n  \n"], b"[0] ValueError: no\n[0] \n[0]   \n", "ValueError: no"),
+        ([b"\x1b[31mred\x1b[0m\n"], b"[0] \x1b[31mred\x1b[0m\n", "red"),
+        ([b"dos\r\n"], b"[0] dos\r\n", "dos"),
+        ([], b"", ""),
+    ],
+)
+def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
+    assert copied(*chunks) == (written, last)
+
+
+def test_a_line_in_two_pieces_is_one_line():
+    stream = io.BytesIO()
+    ours, theirs = os.pipe()
+    copy = _Copy(ours, Output(stream), b"[1] ")
+    os.write(theirs, b"one ")
+    os.write(theirs, b"line\n")
+    os.close(theirs)
+    copy.join(20)
+    os.close(ours)
+    assert stream.getvalue() == b"[1] one line\n"
+
+
+def test_other_lines_go_above_a_bar():
+    stream = io.BytesIO()
+    output = Output(stream)
+    output.write(b"[0] ", b"\r 10%")
+    output.write(b"[1] ", b"hello\n")
+    output.write(b"[0] ", b"\r 20%")
+    output.write(b"[0] ", b"\n")
+    output.write(b"[1] ", b"bye\n")
+    assert stream.getvalue() == (
+        b"\r[0]  10%" + b"\r\x1b[K[1] hello\n\r[0]  10%" + b"\r[0]  20%" + b"\n" + b"[1] bye\n"
+    )
+
+
+def test_a_bar_that_its_process_left_behind_is_left_where_it_is():
+    stream = io.BytesIO()
+    output = Output(stream)
+    output.write(b"[0] ", b"\r 10%")
+    output.drop_bar()
+    output.drop_bar()
+    output.write(b"[1] ", b"hello\n")
+    assert stream.getvalue() == b"\r[0]  10%\n[1] hello\n"
+
+
+def test_a_workers_environment():
+    made = environment({"HOME": "/root", "RANK": "9"}, rank=5, local_rank=1, world_size=8, num_workers=4)
+    assert made["HOME"] == "/root"
+    assert (made["RANK"], made["LOCAL_RANK"], made["WORLD_SIZE"]) == ("5", "1", "8")
+    assert made["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 4))
+
+
+def test_threads_that_the_user_chose_stay():
+    made = environment({"OMP_NUM_THREADS": "3"}, rank=0, local_rank=0, world_size=1, num_workers=64)
+    assert made["OMP_NUM_THREADS"] == "3"
+    made = environment({}, rank=0, local_rank=0, world_size=1, num_workers=10_000)
+    assert made["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_signal_counts_as_in_a_shell():
+    assert exit_code(3) == 3
+    assert exit_code(-9) == 137

@@ -1,0 +1,126 @@
+"""Metrics are means over samples, computed where the tensors are and read once."""
+
+import pytest
+import torch
+import torchmetrics
+
+from offbeat.errors import ConfigError
+from offbeat.metrics import accuracy, meters
+
+
+def read(metric, batches):
+    """Measure (outputs, targets, loss) batches with one metric."""
+    (meter,) = meters(metric)
+    for outputs, targets, loss in batches:
+        meter.update(outputs, targets, loss, len(outputs))
+    return meter.read()
+
+
+def test_accuracy_is_the_argmax_over_dim_1():
+    outputs = torch.tensor([[0.1, 0.9], [2.0, 1.0], [0.0, 1.0], [5.0, 0.0]])
+    assert accuracy(outputs, torch.tensor([1, 0, 0, 0])) == 0.75
+
+
+def test_accuracy_of_pixels_is_the_argmax_over_dim_1():
+    outputs = torch.randn(2, 3, 4, 5)
+    assert accuracy(outputs, outputs.argmax(1)) == 1
+
+
+def test_accuracy_takes_targets_of_the_outputs_shape():
+    outputs = torch.tensor([[0.1, 0.9], [2.0, 1.0]])
+    assert accuracy(outputs, torch.tensor([[0.0, 1.0], [0.2, 0.8]])) == 0.5
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("target_shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_accuracy_of_one_logit_is_its_sign(shape, target_shape, dtype):
+    outputs = torch.tensor([-1.0, 2.0, 3.0, -4.0]).reshape(shape)
+    targets = torch.tensor([0, 1, 0, 0]).to(dtype).reshape(target_shape)
+    assert accuracy(outputs, targets) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(4, 3), torch.zeros(5)),
+        (torch.zeros(4, 3, 2), torch.zeros(4)),
+        ({"logits": torch.zeros(4, 3)}, torch.zeros(4)),
+        (torch.tensor(1.0), torch.tensor(1.0)),
+    ],
+    ids=["lengths", "dimensions", "a dict", "scalars"],
+)
+def test_accuracy_of_what_does_not_fit_is_refused(outputs, targets):
+    with pytest.raises(ConfigError, match="accuracy"):
+        accuracy(outputs, targets)
+
+
+def test_a_mean_is_weighted_by_samples():
+    batches = [
+        (torch.zeros(1, 2), torch.zeros(1), torch.tensor(1.0)),
+        (torch.zeros(3, 2), torch.zeros(3), torch.tensor(5.0)),
+    ]
+    assert read("loss", batches) == 4.0
+
+
+def test_reading_begins_anew():
+    (meter,) = meters("loss")
+    meter.update(None, None, torch.tensor(1.0), 2)
+    assert meter.read() == 1.0
+    meter.update(None, None, torch.tensor(3.0), 2)
+    assert meter.read() == 3.0
+
+
+def test_a_mean_keeps_nothing_of_the_graph():
+    (meter,) = meters("loss")
+    loss = torch.ones(1, requires_grad=True).sum()
+    meter.update(None, None, loss, 1)
+    assert not meter._values[0].requires_grad
+
+
+def test_a_callable_gets_outputs_and_targets_and_may_give_a_plain_number():
+    def count_even(outputs, targets):
+        return sum(t % 2 == 0 for t in targets.tolist()) / len(outputs)
+
+    (meter,) = meters([count_even])
+    assert meter.name == "count_even"
+    meter.update(torch.zeros(4), torch.arange(4), None, 4)
+    meter.update(torch.zeros(2), torch.tensor([0, 2]), None, 2)
+    assert meter.read() == pytest.approx(4 / 6)
+
+
+def test_a_callable_that_gives_more_than_one_number_is_refused():
+    (meter,) = meters(lambda outputs, targets: outputs)
+    with pytest.raises(ConfigError, match=r"shape \[3\]"):
+        meter.update(torch.zeros(3), None, None, 3)
+
+
+def test_a_torchmetrics_object_computes_over_all_batches():
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(50, 4), torch.randint(0, 4, (50,))
+    metric = torchmetrics.classification.MulticlassF1Score(num_classes=4)
+    batches = [(outputs[:30], targets[:30], None), (outputs[30:], targets[30:], None)]
+    wanted = torchmetrics.functional.classification.multiclass_f1_score(outputs, targets, num_classes=4)
+    assert read(metric, batches) == pytest.approx(float(wanted))
+    assert meters([metric])[0].name == "MulticlassF1Score"
+
+
+def test_an_unknown_metric_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'accuracy'"):
+        meters(["loss", "acuracy"])
+
+
+def test_what_is_no_metric_is_refused():
+    with pytest.raises(ConfigError, match="5 is no metric"):
+        meters([5])
+
+
+def test_the_same_name_twice_is_refused():
+    with pytest.raises(ConfigError, match="'loss'"):
+        meters(["loss", "loss"])
+
+
+def test_loss_without_a_loss_function_is_refused():
+    (meter,) = meters("loss")
+    with pytest.raises(ConfigError, match="needs a loss function"):
+        meter.update(None, None, None, 1)

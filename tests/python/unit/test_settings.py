@@ -1,0 +1,208 @@
+"""`ParameterServer`'s keywords: what they become, and what is refused, all of it at once."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import offbeat
+from offbeat import optim, schedule, server, staleness
+from offbeat.errors import ClosedError, ConfigError, StateError, UnsupportedTensorError
+
+# Issue 3's signature, in its order.
+KEYWORDS = {
+    "port": 0,
+    "host": None,
+    "optimizer": None,
+    "update_rule": "async_sgd",
+    "staleness_policy": "constant",
+    "staleness_lr_factor": 0.9,
+    "max_staleness": None,
+    "momentum_correction": None,
+    "transaction": "fragment",
+    "lr_schedule": None,
+    "max_samples": None,
+    "token": None,
+    "run_id": None,
+    "checkpoint_dir": None,
+    "checkpoint_frequency": None,
+    "resume": "auto",
+    "insecure": False,
+}
+
+
+def made(model=None, **keywords):
+    return offbeat.ParameterServer(model, **keywords)
+
+
+def config(**keywords):
+    return made(**keywords)._config
+
+
+def test_keywords_and_defaults_are_the_documents():
+    parameters = inspect.signature(offbeat.ParameterServer).parameters
+    ours = {name: p.default for name, p in parameters.items() if name != "model"}
+    assert dict(list(ours.items())[: len(KEYWORDS)]) == KEYWORDS
+    assert next(iter(parameters)) == "model"
+
+
+def test_document_of_the_first_user_is_understood():
+    made(port=5000, update_rule="async_sgd", staleness_policy="adaptive_lr", max_staleness=10)
+    read = config(staleness_policy="adaptive_lr", staleness_lr_factor=0.8, max_staleness=20)
+    assert read["staleness"] == {
+        "weights": [{"name": "adaptive_lr", "factor": 0.8}],
+        "max_staleness": 20,
+        "max_norm": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["checkpoint_dir", "checkpoint_frequency"])
+def test_checkpoints_are_refused_by_name_as_of_a_later_version(name):
+    with pytest.raises(ConfigError, match=rf"{name} is .*later version.*state_dict"):
+        made(**{name: 1000})
+
+
+def test_resume_auto_and_never_begin_anew_and_must_is_refused():
+    made(resume="auto"), made(resume="never")
+    with pytest.raises(ConfigError, match=r"resume is 'must'.*later version"):
+        made(resume="must")
+    with pytest.raises(ConfigError, match="did you mean 'never'"):
+        made(resume="nver")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"update_rule": "async-sdg"}, "did you mean 'async_sgd'"),
+        ({"update_rule": "adam"}, "Known: async_sgd"),
+        ({"staleness_policy": "adaptive"}, "did you mean 'adaptive_lr'"),
+        ({"transaction": "models"}, "did you mean 'model'"),
+        ({"lr_schedule": "linaer", "max_samples": 5}, "did you mean 'linear'"),
+        ({"optimizer": "sgd"}, "did you mean 'SGD'"),
+        ({"port": 70_000}, "port is 70000"),
+        ({"port": "5000"}, "port is '5000'"),
+        ({"max_samples": 0}, "max_samples is 0"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"momentum_correction": "yes"}, "momentum_correction is 'yes'"),
+        ({"host": "0.0.0.0"}, "insecure=True"),  # noqa: S104  refused, not bound to
+        ({"linger_s": -1}, "linger_s is -1"),
+        ({"optimizer": optim.Adam(), "momentum_correction": True}, "needs SGD with momentum > 0"),
+        (
+            {"optimizer": optim.SGD(), "staleness_policy": "momentum_correction"},
+            "needs SGD with momentum > 0",
+        ),
+    ],
+)
+def test_setting_that_cannot_be_used_is_refused_naming_value_and_remedy(keywords, said):
+    with pytest.raises(ConfigError, match=said):
+        made(**keywords)
+
+
+def test_unknown_keyword_is_a_type_error():
+    with pytest.raises(TypeError, match="staleness_polciy"):
+        made(staleness_polciy="constant")
+
+
+def test_every_bad_setting_is_named_at_once():
+    with pytest.raises(
+        ConfigError, match=r"(?s)port is -1.*update_rule.*staleness policy 'x'.*lr_schedule 'y'"
+    ):
+        made(port=-1, update_rule="z", staleness_policy="x", lr_schedule="y")
+
+
+def test_live_optimizer_is_refused_on_the_server():
+    live = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="a live SGD runs on the worker"):
+        made(optimizer=live)
+
+
+def test_model_is_a_module_a_dict_or_nothing():
+    with pytest.raises(ConfigError, match="model is a list"):
+        made([1, 2])
+    with pytest.raises(UnsupportedTensorError, match="'w' has dtype float64"):
+        made({"w": np.zeros(2)})
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "float64"])
+def test_module_with_what_cannot_be_held_is_refused_by_name(kind):
+    module = torch.nn.Linear(2, 2)
+    module.weight = torch.nn.Parameter(
+        {
+            "sparse": lambda w: w.to_sparse(),
+            "meta": lambda w: w.to("meta"),
+            "float64": lambda w: w.double(),
+        }[kind](module.weight.detach())
+    )
+    with pytest.raises(UnsupportedTensorError, match=f"'weight' is .*{kind}"):
+        made(module)
+
+
+def test_host_and_token_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_TOKEN", "from the environment")
+    monkeypatch.setenv("OFFBEAT_HOST", "127.0.0.1")
+    assert (config()["token"], config()["host"]) == ("from the environment", "127.0.0.1")
+    assert config(token="mine", host="localhost")["token"] == "mine"  # noqa: S105, S106
+
+
+def test_schedule_by_name_goes_over_the_runs_samples():
+    assert (
+        config(lr_schedule="linear", max_samples=100)["schedule"]
+        == schedule.Linear(total=100, unit="samples").spec()
+    )
+
+
+def test_objects_say_the_same_as_keywords():
+    said = config(staleness_policy=staleness.AdaptiveLR(factor=0.9, max_staleness=10))
+    assert said == config(staleness_policy="adaptive_lr", max_staleness=10)
+
+
+def test_momentum_correction_of_the_server_is_the_optimizers():
+    sgd = optim.SGD(momentum=0.9)
+    assert config(optimizer=sgd)["optimizer"]["momentum_correction"] is True
+    assert config(optimizer=sgd, momentum_correction=False)["optimizer"]["momentum_correction"] is False
+    policies = ["momentum_correction", "inverse"]
+    assert config(optimizer=sgd, staleness_policy=policies)["momentum_correction"] is True
+
+
+def test_server_that_is_not_started_says_so():
+    unstarted = made()
+    for use in (
+        unstarted.status,
+        unstarted.state_dict,
+        unstarted.wait_for_workers,
+        lambda: unstarted.address,
+    ):
+        with pytest.raises(StateError, match=r"server\.start\(\)"):
+            use()
+    unstarted.stop()
+    with pytest.raises(ClosedError):
+        unstarted.start()
+
+
+# -- what it says at the start
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "said"),
+    [
+        (
+            "127.0.0.1:7",
+            False,
+            ["this machine only", "OFFBEAT_SERVER=127.0.0.1:7 python", "set OFFBEAT_TOKEN"],
+        ),
+        ("[::1]:7", True, ["this machine only", "OFFBEAT_TOKEN=$OFFBEAT_TOKEN", "OFFBEAT_HOST"]),
+        ("10.0.0.1:7", True, ["OFFBEAT_TOKEN=$OFFBEAT_TOKEN OFFBEAT_SERVER=10.0.0.1:7 python train.py"]),
+    ],
+)
+def test_start_line_says_where_how_to_join_and_how_to_open(address, token, said):
+    line = server._start_line(address, has_token=token)
+    assert all(part in line for part in said), line
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7", "[::]:7"])
+def test_start_line_names_a_real_address_for_every_interface(address):
+    line = server._start_line(address, has_token=True)
+    joins = line.split("OFFBEAT_SERVER=")[1]
+    assert not joins.startswith(("0.0.0.0", "[::]"))  # noqa: S104
+    assert ":7 python" in joins

@@ -1,0 +1,87 @@
+"""Batches: each worker's own order, nests moved whole, and a pair or nothing."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from offbeat.errors import ConfigError
+from offbeat.worker.batches import Epochs, Given, count, moved, split
+
+DATA = TensorDataset(torch.arange(50), torch.arange(50))
+
+
+def order(name, epoch, dataset=DATA):
+    return [int(x) for xs, _ in Epochs(dataset, 8, name, pin_memory=False).epoch(epoch) for x in xs]
+
+
+def test_an_epoch_is_a_shuffled_pass_with_a_ragged_end():
+    assert sorted(order("run a worker b", 0)) == list(range(50))
+    assert order("run a worker b", 0) != list(range(50))
+    sizes = [len(x) for x, _ in Epochs(DATA, 8, "a", pin_memory=False).epoch(0)]
+    assert sizes == [8] * 6 + [2]
+
+
+def test_the_order_follows_from_name_and_epoch_alone():
+    first = order("run a worker b", 3)
+    torch.manual_seed(99)
+    assert order("run a worker b", 3) == first
+    assert order("run a worker c", 3) != first
+    assert order("run z worker b", 3) != first
+    assert order("run a worker b", 4) != first
+
+
+def test_an_epoch_s_order_does_not_depend_on_the_epochs_before():
+    epochs = Epochs(DATA, 8, "a", pin_memory=False)
+    for epoch in range(3):
+        list(epochs.epoch(epoch))
+    assert [int(x) for xs, _ in epochs.epoch(7) for x in xs] == order("a", 7)
+
+
+def test_going_through_a_dataset_moves_no_global_random_state():
+    before = torch.get_rng_state()
+    order("a", 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_iterable_dataset_keeps_its_order():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from ((torch.tensor(i), torch.tensor(i)) for i in range(20))
+
+    assert order("a", 0, Stream()) == list(range(20))
+
+
+def test_a_loader_of_one_s_own_is_used_as_it_is():
+    loader = DataLoader(DATA, batch_size=8)
+    given = Given(loader)
+    assert given.epoch(5) is loader
+    assert len(given) == 7
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(3), (1, 2, 3), [1], {"x": 1, "y": 2}, 5], ids=lambda b: type(b).__name__
+)
+def test_what_is_no_pair_is_refused_and_the_loop_of_one_s_own_is_shown(batch):
+    with pytest.raises(ConfigError, match=r"worker\.step\(samples="):
+        split(batch)
+
+
+def test_a_nest_is_moved_whole_and_keeps_its_types():
+    point = namedtuple("point", "x y")  # noqa: PYI024  the plain kind is the point
+    nest = {"a": [torch.zeros(2), "text"], "b": point(torch.ones(1), (torch.ones(3), None))}
+    found = moved(nest, torch.device("meta"))
+    assert found["a"][0].is_meta
+    assert found["a"][1] == "text"
+    assert type(found["b"]) is point
+    assert found["b"].y[0].is_meta
+    assert found["b"].y[1] is None
+
+
+def test_samples_are_counted_by_the_first_dimension_there_is():
+    assert count(torch.zeros(7, 2), torch.zeros(7)) == 7
+    assert count({"x": [torch.tensor(1.0), torch.zeros(5, 2)]}, None) == 5
+    assert count("text", (torch.zeros(3),)) == 3
+    with pytest.raises(ConfigError, match="cannot be counted"):
+        count("text", 5)
