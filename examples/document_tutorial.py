@@ -29,9 +29,11 @@ ADDRESS = os.environ.get("TUTORIAL_SERVER", "127.0.0.1:5000")
 PORT = int(ADDRESS.rpartition(":")[2])
 
 # How many processes read data, and how they are started, is this machine's affair.
+NUM_WORKERS = int(os.environ.get("TUTORIAL_NUM_WORKERS", "0"))
 DataLoader = functools.partial(
     TorchDataLoader[tuple[torch.Tensor, ...]],
-    num_workers=int(os.environ.get("TUTORIAL_NUM_WORKERS", "0")),
+    num_workers=NUM_WORKERS,
+    persistent_workers=NUM_WORKERS > 0,
     multiprocessing_context=os.environ.get("TUTORIAL_START_METHOD"),
 )
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.demo.data import load
 
-EPOCHS = 2
+EPOCHS = 1
 BATCH_SIZE = 32
 
 

@@ -11,6 +11,16 @@ from typing_extensions import Buffer
 
 from offbeat.receipt import Receipt
 
+__all__ = [
+    "Server",
+    "Session",
+    "build_info",
+    "fetch_status",
+    "forget_after_fork",
+    "next_log_records",
+    "set_log_level",
+]
+
 _Buffer: TypeAlias = Buffer | NDArray[Any]  # numpy's stubs have `__buffer__` from Python 3.12 on only
 _Memory: TypeAlias = _Buffer | tuple[object, int, int]
 """A C-contiguous buffer, or (owner, address, number of bytes) of memory that `owner` keeps alive."""

@@ -42,6 +42,7 @@ _lock = threading.Lock()
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
 _pump: threading.Thread | None = None
 _hooked = False
+_hooked_into_multiprocessing = False
 
 
 def register(thing: Live) -> None:
@@ -110,9 +111,12 @@ def _is_failing() -> bool:
 
 def _hook_multiprocessing() -> None:
     """A forked `multiprocessing.Process` ends without `atexit`, by finalizers of its own."""
+    global _hooked_into_multiprocessing  # noqa: PLW0603
     util = sys.modules.get("multiprocessing.util")
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
-    if util is not None and parent is not None and parent() is not None:
+    in_a_child = util is not None and parent is not None and parent() is not None
+    if in_a_child and not _hooked_into_multiprocessing:
+        _hooked_into_multiprocessing = True
         util.Finalize(None, _say_goodbye, exitpriority=100)
 
 
@@ -122,3 +126,4 @@ def _after_fork() -> None:
 
     _offbeat.forget_after_fork()
     _lock, _live, _pump = threading.Lock(), weakref.WeakSet(), None
+    _hooked_into_multiprocessing = False  # the child's finalizers begin empty

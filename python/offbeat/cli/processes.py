@@ -89,6 +89,7 @@ class Processes:
         self._environments = environments
         self._first_rank = first_rank
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._followers: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._out = Output(sys.stdout.buffer)
         self._err = Output(sys.stderr.buffer)
@@ -116,37 +117,35 @@ class Processes:
 
     def _start(self, index: int, environment: Mapping[str, str]) -> None:
         # Only the first gets a terminal, so that it alone shows a bar.
-        errors_from, errors_to = (
-            _terminal(reserve=self._width + 3) if index == 0 and os.isatty(2) else os.pipe()
-        )
+        has_terminal = index == 0 and os.isatty(2)
+        errors, errors_to = _terminal(reserve=self._width + 3) if has_terminal else os.pipe()
+        out, out_to = os.pipe()
+        rank = self._first_rank + index
+        prefix = f"[{rank:{self._width}}] ".encode()
+        copies = _Copy(out, self._out, prefix), _Copy(errors, self._err, prefix)
         try:
             process = subprocess.Popen(  # noqa: S603  the user's own script
                 self._command,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=out_to,
                 stderr=errors_to,
                 process_group=0,  # a process of its own and its data loaders: signals come from us, once
             )
-        except BaseException:
-            os.close(errors_from)
-            raise
         finally:
+            os.close(out_to)
             os.close(errors_to)
         self._processes.append(process)
-        threading.Thread(target=self._follow, args=(index, process, errors_from), daemon=True).start()
+        follower = threading.Thread(target=self._follow, args=(rank, process, *copies), daemon=True)
+        follower.start()
+        self._followers.append(follower)
 
-    def _follow(self, index: int, process: "subprocess.Popen[bytes]", errors_from: int) -> None:
-        rank = self._first_rank + index
-        prefix = f"[{rank:{self._width}}] ".encode()
-        assert process.stdout is not None  # noqa: S101  it is piped
-        out = _Copy(process.stdout.fileno(), self._out, prefix)
-        errors = _Copy(errors_from, self._err, prefix)
+    def _follow(self, rank: int, process: "subprocess.Popen[bytes]", out: "_Copy", errors: "_Copy") -> None:
         code = process.wait()
         # Children that it left behind may hold the other ends, and are not waited for.
         out.join(LAST_WORDS_S)
         errors.join(LAST_WORDS_S)
-        if index == 0:
+        if rank == self._first_rank:
             self._err.drop_bar()
         self._ended.put(Ended(rank, code, errors.last_line))
 
@@ -164,6 +163,8 @@ class Processes:
         finally:  # also when we are interrupted again
             for process in self._signal(signal.SIGKILL):
                 process.wait()
+            for follower in self._followers:
+                follower.join()
 
     def _signal(self, number: signal.Signals) -> list["subprocess.Popen[bytes]"]:
         """Signal those that still run, with all that belongs to them, and list them."""
@@ -175,7 +176,7 @@ class Processes:
 
 
 class _Copy(threading.Thread):
-    """Copies what a process writes, line by line, until it writes no more.
+    """Copies what a process writes, line by line, until it writes no more; then closes the descriptor.
 
     Attributes:
         last_line: The last line that said something.
@@ -200,6 +201,7 @@ class _Copy(threading.Thread):
                 rest = b""
         if rest:
             self._write(rest + b"\n")
+        os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
         if line:

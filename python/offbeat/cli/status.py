@@ -14,6 +14,9 @@ __all__ = ["add_arguments", "columns", "report", "run"]
 
 DEFAULT_TIMEOUT_S = 10.0
 
+MAX_DEPARTURES = 10
+"""The latest; `--format json` has more."""
+
 Status = Mapping[str, Any]
 
 
@@ -112,10 +115,11 @@ def _workers(workers: Sequence[Status]) -> str:
 
 
 def _departures(departures: Sequence[Status]) -> str:
-    return columns(
-        [[d["worker"], d["state"], f"{_duration(d['age_s'])} ago", d["cause"]] for d in departures[-10:]],
-        left=4,
-    )
+    if not departures:
+        return ""
+    head = ["departure", "state", "when", "cause"]
+    rows = [[d["worker"], d["state"], f"{_duration(d['age_s'])} ago", d["cause"]] for d in departures]
+    return columns([head, *rows[-MAX_DEPARTURES:]], left=4)
 
 
 def _memory(memory: Status) -> str:

@@ -77,7 +77,7 @@ class _Failed:
 def work(pipe: Connection, samples: Samples) -> None:
     """Be a worker process: ready, job, ready, go, result; until there is no more job."""
     torch.set_num_threads(1)  # cores are what the workers share
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the demo has ended, in whatever way
+    with contextlib.suppress(EOFError, ConnectionError):  # the demo has ended, in whatever way
         pipe.send(None)
         while True:
             pipe.send(_attempt(pipe.recv(), pipe, samples))

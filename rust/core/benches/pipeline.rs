@@ -13,13 +13,8 @@ use std::hint::black_box;
 const FRAGMENT: usize = 64 * 1024;
 const MODEL: usize = 4 * 1024 * 1024;
 
-const BARE: Rule = Rule::Sgd {
-    momentum: 0.0,
-    dampening: 0.0,
-    weight_decay: 0.0,
-    nesterov: false,
-    maximize: false,
-};
+const BARE: Rule =
+    Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
 
 fn rules() -> [(&'static str, Rule, f64); 8] {
     let sgd = |momentum, nesterov, weight_decay| Rule::Sgd {
@@ -89,43 +84,19 @@ struct Memory {
 impl Memory {
     fn new(n: usize, slots: usize) -> Self {
         let arrays = || array::from_fn(|i| if i <= slots { vec![0.1; n] } else { Vec::new() });
-        Self {
-            grad: noise(n),
-            from: arrays(),
-            to: arrays(),
-        }
+        Self { grad: noise(n), from: arrays(), to: arrays() }
     }
 
     fn step_into(&mut self, isa: Isa, stepper: &Stepper) -> bool {
         let [param, s0, s1, s2] = &self.from;
-        let source = Source {
-            param,
-            state: [s0, s1, s2],
-        };
+        let source = Source { param, state: [s0, s1, s2] };
         let [param, s0, s1, s2] = &mut self.to;
-        optim::step_into(
-            isa,
-            stepper,
-            &self.grad,
-            &source,
-            Target {
-                param,
-                state: [s0, s1, s2],
-            },
-        )
+        optim::step_into(isa, stepper, &self.grad, &source, Target { param, state: [s0, s1, s2] })
     }
 
     fn step_in_place(&mut self, isa: Isa, stepper: &Stepper) -> bool {
         let [param, s0, s1, s2] = &mut self.to;
-        optim::step_in_place(
-            isa,
-            stepper,
-            &self.grad,
-            Target {
-                param,
-                state: [s0, s1, s2],
-            },
-        )
+        optim::step_in_place(isa, stepper, &self.grad, Target { param, state: [s0, s1, s2] })
     }
 }
 

@@ -4,11 +4,7 @@
 //!
 //!     cargo bench -p offbeat-core --bench store
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "a bench may panic and prints its figures"
-)]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a bench may panic and prints its figures")]
 
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
@@ -22,13 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-const RULE: Rule = Rule::Sgd {
-    momentum: 0.0,
-    dampening: 0.0,
-    weight_decay: 0.0,
-    nesterov: false,
-    maximize: false,
-};
+const RULE: Rule =
+    Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
 
 fn store(elements: u64, observer: Option<Arc<dyn CommitObserver>>) -> Arc<Store> {
     let tensor = TensorSpec {
@@ -39,20 +30,10 @@ fn store(elements: u64, observer: Option<Arc<dyn CommitObserver>>) -> Arc<Store>
         role: Role::Parameter,
     };
     let table = Arc::new(TensorTable::new(vec![tensor]).unwrap());
-    let config = StoreConfig {
-        observer,
-        ..StoreConfig::default()
-    };
+    let config = StoreConfig { observer, ..StoreConfig::default() };
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
-    let groups = vec![Group {
-        pattern: "*".into(),
-        lr: 1e-6,
-        rule: RULE,
-    }];
-    let optimizer = OptimizerSpec {
-        groups,
-        momentum_correction: false,
-    };
+    let groups = vec![Group { pattern: "*".into(), lr: 1e-6, rule: RULE }];
+    let optimizer = OptimizerSpec { groups, momentum_correction: false };
     store.configure(RunSpec {
         optimizer,
         staleness: StalenessSpec::default(),
@@ -72,9 +53,7 @@ fn open(store: &Arc<Store>, worker: WorkerKey, sequence: u64) -> OpenPush {
         present: Presence::all(1),
         norm: None,
     };
-    let Admission::Open(push) = store.admit(&head) else {
-        unreachable!("nothing is refused here")
-    };
+    let Admission::Open(push) = store.admit(&head) else { unreachable!("nothing is refused here") };
     push
 }
 
@@ -122,12 +101,7 @@ fn whole_updates() {
         for param in params.chunks_mut(65_536) {
             let state: [&mut [f32]; MAX_STATE] = Default::default();
             let gradient = &gradient[..param.len()];
-            black_box(optim::step_in_place(
-                isa,
-                &stepper,
-                gradient,
-                Target { param, state },
-            ));
+            black_box(optim::step_in_place(isa, &stepper, gradient, Target { param, state }));
         }
         if round > 2 {
             ours.push(took.as_secs_f64() * 1e3);
@@ -157,11 +131,8 @@ impl CommitObserver for Queue4 {
 
 /// Four pushes on one fragment, queued together or one after the other.
 fn four_on_one_fragment() {
-    let queue = Arc::new(Queue4 {
-        armed: AtomicBool::new(false),
-        store: OnceLock::new(),
-        waiting: Mutex::default(),
-    });
+    let queue =
+        Arc::new(Queue4 { armed: AtomicBool::new(false), store: OnceLock::new(), waiting: Mutex::default() });
     let observer: Arc<dyn CommitObserver> = queue.clone();
     let store = store(65_536, Some(observer));
     drop(queue.store.set(Arc::clone(&store)));
@@ -179,12 +150,7 @@ fn four_on_one_fragment() {
         assert!(role.drain().is_none(), "all four in one drain");
         let took = start.elapsed();
         drop(trigger.settle());
-        queue
-            .waiting
-            .lock()
-            .unwrap()
-            .drain(..)
-            .for_each(|p| drop(p.settle()));
+        queue.waiting.lock().unwrap().drain(..).for_each(|p| drop(p.settle()));
 
         let pushes: Vec<OpenPush> = workers.iter().map(|&w| open(&store, w, 2 * round + 2)).collect();
         let start = Instant::now();

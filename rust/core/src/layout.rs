@@ -97,45 +97,23 @@ impl Layout {
         }
         classes.sort_by_key(|&(role, _)| role == Role::Buffer); // stable: keeps the table's order within a role
         for (role, dtype) in classes {
-            let kind = if role == Role::Parameter {
-                FragmentKind::Parameters
-            } else {
-                FragmentKind::Buffers
-            };
-            let mut open = Fragment {
-                kind,
-                dtype,
-                segments: Vec::new(),
-                len: 0,
-            };
-            for (tensor, t) in table
-                .tensors()
-                .iter()
-                .enumerate()
-                .filter(|(_, t)| t.role == role && t.dtype == dtype)
+            let kind = if role == Role::Parameter { FragmentKind::Parameters } else { FragmentKind::Buffers };
+            let mut open = Fragment { kind, dtype, segments: Vec::new(), len: 0 };
+            for (tensor, t) in
+                table.tensors().iter().enumerate().filter(|(_, t)| t.role == role && t.dtype == dtype)
             {
                 let total = usize::try_from(t.num_elements()).unwrap_or(usize::MAX);
                 let mut offset = 0;
                 while offset < total {
                     let room = FRAGMENT_ELEMENTS as usize - open.len;
                     let len = room.min(total - offset);
-                    open.segments.push(Segment {
-                        tensor,
-                        offset,
-                        len,
-                        start: open.len,
-                    });
+                    open.segments.push(Segment { tensor, offset, len, start: open.len });
                     open.len += len;
                     offset += len;
                     if open.len == FRAGMENT_ELEMENTS as usize {
                         let full = std::mem::replace(
                             &mut open,
-                            Fragment {
-                                kind,
-                                dtype,
-                                segments: Vec::new(),
-                                len: 0,
-                            },
+                            Fragment { kind, dtype, segments: Vec::new(), len: 0 },
                         );
                         fragments.push(full);
                     }
@@ -145,10 +123,7 @@ impl Layout {
                 fragments.push(open);
             }
         }
-        Self {
-            fragments,
-            num_tensors: table.len(),
-        }
+        Self { fragments, num_tensors: table.len() }
     }
 
     #[must_use]
@@ -190,10 +165,7 @@ impl Presence {
     /// Reads the wire's form; `None` if the length is not that of the table or a bit beyond it is set.
     #[must_use]
     pub fn from_bytes(num_tensors: usize, bytes: &[u8]) -> Option<Self> {
-        let read = Self {
-            bits: bytes.to_vec(),
-            num_tensors,
-        };
+        let read = Self { bits: bytes.to_vec(), num_tensors };
         let exact = Self::from_fn(num_tensors, |i| i / 8 < bytes.len() && read.has(i));
         (exact == read).then_some(read)
     }
@@ -206,9 +178,7 @@ impl Presence {
 
     #[must_use]
     pub fn has(&self, tensor: usize) -> bool {
-        self.bits
-            .get(tensor / 8)
-            .is_some_and(|b| b >> (tensor % 8) & 1 == 1)
+        self.bits.get(tensor / 8).is_some_and(|b| b >> (tensor % 8) & 1 == 1)
     }
 
     /// How many tensors are present.

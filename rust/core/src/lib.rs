@@ -4,13 +4,13 @@
 
 pub mod dtype;
 pub mod layout;
+pub mod optim;
+pub mod pipeline;
 pub mod spec;
 pub mod store;
 mod sync;
 pub mod table;
 pub mod validate;
 pub mod values;
-pub mod optim;
-pub mod pipeline;
 pub mod velocity;
 pub mod wire;

@@ -100,20 +100,14 @@ impl TensorTable {
         for (index, t) in tensors.iter().enumerate() {
             for name in std::iter::once(&t.name).chain(&t.aliases) {
                 if name.is_empty() || name.len() > MAX_NAME_BYTES {
-                    return Err(TableError::Name {
-                        index,
-                        bytes: name.len(),
-                    });
+                    return Err(TableError::Name { index, bytes: name.len() });
                 }
                 if names.insert(name.as_str(), index).is_some() {
                     return Err(TableError::Duplicate(name.clone()));
                 }
             }
             if t.shape.len() > MAX_DIMS {
-                return Err(TableError::Dims {
-                    name: t.name.clone(),
-                    dims: t.shape.len(),
-                });
+                return Err(TableError::Dims { name: t.name.clone(), dims: t.shape.len() });
             }
             let elements = t.shape.iter().try_fold(1_u64, |n, &d| n.checked_mul(d));
             total = elements
@@ -121,10 +115,7 @@ impl TensorTable {
                 .filter(|&n| n <= MAX_ELEMENTS)
                 .ok_or_else(|| TableError::TooLarge(t.name.clone()))?;
             if t.role == Role::Parameter && !t.dtype.trainable() {
-                return Err(TableError::Untrainable {
-                    name: t.name.clone(),
-                    dtype: t.dtype,
-                });
+                return Err(TableError::Untrainable { name: t.name.clone(), dtype: t.dtype });
             }
         }
         Ok(Self(tensors))
@@ -167,11 +158,7 @@ impl TensorTable {
     pub fn first_difference(&self, other: &Self) -> Option<Difference> {
         (0..self.len().max(other.len())).find_map(|i| {
             let (ours, theirs) = (self.0.get(i), other.0.get(i));
-            (ours != theirs).then(|| Difference {
-                position: i,
-                ours: ours.cloned(),
-                theirs: theirs.cloned(),
-            })
+            (ours != theirs).then(|| Difference { position: i, ours: ours.cloned(), theirs: theirs.cloned() })
         })
     }
 }
@@ -216,13 +203,7 @@ mod tests {
     use super::*;
 
     fn tensor(name: &str, shape: &[u64], dtype: Dtype, role: Role) -> TensorSpec {
-        TensorSpec {
-            name: name.into(),
-            aliases: vec![],
-            shape: shape.into(),
-            dtype,
-            role,
-        }
+        TensorSpec { name: name.into(), aliases: vec![], shape: shape.into(), dtype, role }
     }
 
     #[test]
@@ -230,10 +211,7 @@ mod tests {
         let a = TensorTable::new(vec![tensor("w", &[2, 3], Dtype::F32, Role::Parameter)]).unwrap();
         let b = TensorTable::new(vec![tensor("w", &[3, 2], Dtype::BF16, Role::Parameter)]).unwrap();
         let text = a.first_difference(&b).unwrap().to_string();
-        assert!(
-            text.contains("float32 [2, 3]") && text.contains("bfloat16 [3, 2]"),
-            "{text}"
-        );
+        assert!(text.contains("float32 [2, 3]") && text.contains("bfloat16 [3, 2]"), "{text}");
         assert_ne!(a.fingerprint(), b.fingerprint());
         assert_eq!(a.first_difference(&a), None);
     }

@@ -14,11 +14,7 @@ impl OptimizerSpec {
     /// The first field that is out of its range, with its value and the remedy.
     pub fn validate(&self) -> Result<(), SpecError> {
         let Some((last, earlier)) = self.groups.split_last() else {
-            return refuse(
-                "groups",
-                "[]",
-                "give at least one group, the last with the pattern \"*\"",
-            );
+            return refuse("groups", "[]", "give at least one group, the last with the pattern \"*\"");
         };
         if self.groups.len() > MAX_GROUPS {
             return refuse(
@@ -29,27 +25,17 @@ impl OptimizerSpec {
         }
         if last.pattern != "*" {
             let remedy = "end with a group for the rest, whose pattern is \"*\"";
-            return refuse(
-                &field(earlier.len(), "pattern"),
-                format!("{:?}", last.pattern),
-                remedy,
-            );
+            return refuse(&field(earlier.len(), "pattern"), format!("{:?}", last.pattern), remedy);
         }
         for (index, group) in self.groups.iter().enumerate() {
             group.validate(index)?;
             if kind(&group.rule) != kind(&last.rule) {
-                let remedy = format!(
-                    "use one optimizer for all groups; the last one's is {}",
-                    kind(&last.rule)
-                );
+                let remedy =
+                    format!("use one optimizer for all groups; the last one's is {}", kind(&last.rule));
                 return refuse(&field(index, "rule"), kind(&group.rule), remedy);
             }
         }
-        if self.momentum_correction {
-            self.validate_momentum_correction()
-        } else {
-            Ok(())
-        }
+        if self.momentum_correction { self.validate_momentum_correction() } else { Ok(()) }
     }
 
     fn validate_momentum_correction(&self) -> Result<(), SpecError> {
@@ -57,32 +43,16 @@ impl OptimizerSpec {
         let mut any = false;
         for group in &self.groups {
             match group.rule {
-                Rule::Sgd {
-                    momentum,
-                    dampening: 0.0,
-                    ..
-                } => any |= momentum > 0.0,
+                Rule::Sgd { momentum, dampening: 0.0, .. } => any |= momentum > 0.0,
                 Rule::Sgd { dampening, .. } => {
-                    return refuse(
-                        "momentum_correction",
-                        format!("True with dampening {dampening}"),
-                        remedy,
-                    );
+                    return refuse("momentum_correction", format!("True with dampening {dampening}"), remedy);
                 }
                 ref other => {
-                    return refuse(
-                        "momentum_correction",
-                        format!("True with {}", kind(other)),
-                        remedy,
-                    );
+                    return refuse("momentum_correction", format!("True with {}", kind(other)), remedy);
                 }
             }
         }
-        if any {
-            Ok(())
-        } else {
-            refuse("momentum_correction", "True with momentum 0", remedy)
-        }
+        if any { Ok(()) } else { refuse("momentum_correction", "True with momentum 0", remedy) }
     }
 }
 
@@ -98,59 +68,29 @@ impl Group {
         }
         not_negative(&at("lr"), self.lr)?;
         match self.rule {
-            Rule::Sgd {
-                momentum,
-                dampening,
-                weight_decay,
-                nesterov,
-                maximize: _,
-            } => {
+            Rule::Sgd { momentum, dampening, weight_decay, nesterov, maximize: _ } => {
                 not_negative(&at("momentum"), momentum)?;
                 finite(&at("dampening"), dampening)?;
                 not_negative(&at("weight_decay"), weight_decay)?;
                 if nesterov && (momentum <= 0.0 || dampening != 0.0) {
                     let value = format!("True with momentum {momentum} and dampening {dampening}");
-                    return refuse(
-                        &at("nesterov"),
-                        value,
-                        "Nesterov needs momentum > 0 and dampening 0",
-                    );
+                    return refuse(&at("nesterov"), value, "Nesterov needs momentum > 0 and dampening 0");
                 }
                 Ok(())
             }
-            Rule::Adam {
-                betas,
-                eps,
-                weight_decay,
-                amsgrad: _,
-                maximize: _,
-                decoupled_weight_decay: _,
-            } => {
+            Rule::Adam { betas, eps, weight_decay, amsgrad: _, maximize: _, decoupled_weight_decay: _ } => {
                 below_one(&at("betas[0]"), betas.0)?;
                 below_one(&at("betas[1]"), betas.1)?;
                 not_negative(&at("eps"), eps)?;
                 not_negative(&at("weight_decay"), weight_decay)
             }
-            Rule::Adagrad {
-                lr_decay,
-                weight_decay,
-                initial_accumulator_value,
-                eps,
-                maximize: _,
-            } => {
+            Rule::Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize: _ } => {
                 not_negative(&at("lr_decay"), lr_decay)?;
                 not_negative(&at("weight_decay"), weight_decay)?;
                 not_negative(&at("initial_accumulator_value"), initial_accumulator_value)?;
                 not_negative(&at("eps"), eps)
             }
-            Rule::RmsProp {
-                alpha,
-                eps,
-                weight_decay,
-                momentum,
-                centered: _,
-                maximize: _,
-            } => {
+            Rule::RmsProp { alpha, eps, weight_decay, momentum, centered: _, maximize: _ } => {
                 not_negative(&at("alpha"), alpha)?;
                 not_negative(&at("eps"), eps)?;
                 not_negative(&at("weight_decay"), weight_decay)?;
@@ -190,11 +130,7 @@ impl Schedule {
     /// The first field that is out of its range, with its value and the remedy.
     pub fn validate(&self) -> Result<(), SpecError> {
         if !(0.0..=1.0).contains(&self.warmup_start_factor) {
-            return refuse(
-                "warmup_start_factor",
-                self.warmup_start_factor,
-                "give a number from 0 to 1",
-            );
+            return refuse("warmup_start_factor", self.warmup_start_factor, "give a number from 0 to 1");
         }
         match self.shape {
             ScheduleShape::Constant => Ok(()),
@@ -215,14 +151,8 @@ impl Schedule {
 pub fn kind(rule: &Rule) -> &'static str {
     match rule {
         Rule::Sgd { .. } => "SGD",
-        Rule::Adam {
-            decoupled_weight_decay: false,
-            ..
-        } => "Adam",
-        Rule::Adam {
-            decoupled_weight_decay: true,
-            ..
-        } => "AdamW",
+        Rule::Adam { decoupled_weight_decay: false, .. } => "Adam",
+        Rule::Adam { decoupled_weight_decay: true, .. } => "AdamW",
         Rule::Adagrad { .. } => "Adagrad",
         Rule::RmsProp { .. } => "RMSprop",
         Rule::Add => "Add",
@@ -234,19 +164,11 @@ fn field(index: usize, name: &str) -> String {
 }
 
 fn refuse(field: &str, value: impl ToString, remedy: impl Into<String>) -> Result<(), SpecError> {
-    Err(SpecError {
-        field: field.to_owned(),
-        value: value.to_string(),
-        remedy: remedy.into(),
-    })
+    Err(SpecError { field: field.to_owned(), value: value.to_string(), remedy: remedy.into() })
 }
 
 fn check(good: bool, field: &str, value: impl ToString, remedy: &str) -> Result<(), SpecError> {
-    if good {
-        Ok(())
-    } else {
-        refuse(field, value, remedy)
-    }
+    if good { Ok(()) } else { refuse(field, value, remedy) }
 }
 
 /// Kernels compute in f32: what is infinite there is infinite here.
@@ -259,30 +181,15 @@ fn finite(field: &str, value: f64) -> Result<(), SpecError> {
 }
 
 fn not_negative(field: &str, value: f64) -> Result<(), SpecError> {
-    check(
-        in_f32(value) && value >= 0.0,
-        field,
-        value,
-        "give a finite number >= 0",
-    )
+    check(in_f32(value) && value >= 0.0, field, value, "give a finite number >= 0")
 }
 
 fn below_one(field: &str, value: f64) -> Result<(), SpecError> {
-    check(
-        (0.0..1.0).contains(&value),
-        field,
-        value,
-        "give a number >= 0 and < 1",
-    )
+    check((0.0..1.0).contains(&value), field, value, "give a number >= 0 and < 1")
 }
 
 fn fraction(field: &str, value: f64) -> Result<(), SpecError> {
-    check(
-        value > 0.0 && value <= 1.0,
-        field,
-        value,
-        "give a number > 0 and <= 1",
-    )
+    check(value > 0.0 && value <= 1.0, field, value, "give a number > 0 and <= 1")
 }
 
 fn at_least_one(field: &str, value: u64) -> Result<(), SpecError> {

@@ -52,12 +52,22 @@ pub fn widen(dtype: Dtype, wire: &[u8], to: &mut [f32]) {
 /// If `dtype` is not one a parameter may have, which a table excludes.
 pub fn narrow(dtype: Dtype, from: &[f32], wire: &mut [u8]) {
     match dtype {
-        Dtype::F16 => narrow_halves(from, wire, |x| f16::from_f32(x).to_le_bytes(), |halves: &mut [f16], from| {
-            halves.convert_from_f32_slice(from);
-        }),
-        Dtype::BF16 => narrow_halves(from, wire, |x| bf16::from_f32(x).to_le_bytes(), |halves: &mut [bf16], from| {
-            halves.convert_from_f32_slice(from);
-        }),
+        Dtype::F16 => narrow_halves(
+            from,
+            wire,
+            |x| f16::from_f32(x).to_le_bytes(),
+            |halves: &mut [f16], from| {
+                halves.convert_from_f32_slice(from);
+            },
+        ),
+        Dtype::BF16 => narrow_halves(
+            from,
+            wire,
+            |x| bf16::from_f32(x).to_le_bytes(),
+            |halves: &mut [bf16], from| {
+                halves.convert_from_f32_slice(from);
+            },
+        ),
         Dtype::F32 => {
             for (to, from) in wire.as_chunks_mut().0.iter_mut().zip(from) {
                 *to = from.to_le_bytes();
@@ -72,14 +82,14 @@ pub fn narrow(dtype: Dtype, from: &[f32], wire: &mut [u8]) {
 pub fn all_finite(isa: Isa, dtype: Dtype, bytes: &[u8]) -> bool {
     match (dtype, bytemuck::try_cast_slice::<u8, f32>(bytes)) {
         (Dtype::F32, Ok(values)) => optim::all_finite(isa, values),
-        (Dtype::F32, Err(_)) => bytes
-            .chunks_exact(4)
-            .all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite()),
+        (Dtype::F32, Err(_)) => {
+            bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite())
+        }
         // An all-ones exponent is what NaN and infinity have in common.
         (Dtype::F16, _) => bytes.chunks_exact(2).all(|b| b[1] & 0x7c != 0x7c),
-        (Dtype::BF16, _) => bytes
-            .chunks_exact(2)
-            .all(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7f80 != 0x7f80),
+        (Dtype::BF16, _) => {
+            bytes.chunks_exact(2).all(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7f80 != 0x7f80)
+        }
         (other, _) => unreachable!("parameters are never {}", other.name()),
     }
 }

@@ -32,10 +32,7 @@ use crate::spec::Rule;
 ///
 /// # Panics
 /// If the slices differ in length.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one formula's operands; a struct would only rename them"
-)]
+#[expect(clippy::too_many_arguments, reason = "one formula's operands; a struct would only rename them")]
 pub fn correct(
     isa: Isa,
     mu: f64,
@@ -56,14 +53,8 @@ pub fn correct(
     // What the formula does not look at may be any slice of the right length.
     let x_read = if wd == 0.0 { grad } else { x_read };
     let v = if first { grad } else { v };
-    let source = Source {
-        param: x_read,
-        state: [v, &[], &[]],
-    };
-    let target = Target {
-        param: out,
-        state: [v_next, &mut [], &mut []],
-    };
+    let source = Source { param: x_read, state: [v, &[], &[]] };
+    let target = Target { param: out, state: [v_next, &mut [], &mut []] };
     kernel::out_of_place(isa, ahead, grad, &source, target)
 }
 
@@ -72,13 +63,9 @@ pub fn correct(
 #[must_use]
 pub fn server_rule(rule: &Rule) -> Rule {
     match rule {
-        Rule::Sgd { .. } => Rule::Sgd {
-            momentum: 0.0,
-            dampening: 0.0,
-            weight_decay: 0.0,
-            nesterov: false,
-            maximize: false,
-        },
+        Rule::Sgd { .. } => {
+            Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false }
+        }
         other => other.clone(),
     }
 }
@@ -97,13 +84,6 @@ impl Element<1> for Ahead {
     fn apply(&self, grad: f32, x_read: f32, [v]: [f32; 1]) -> (f32, [f32; 1]) {
         let d = self.direction.of(grad, x_read);
         let next = self.velocity.next(v, d);
-        (
-            if self.has_momentum {
-                self.velocity.ahead(next, d)
-            } else {
-                d
-            },
-            [next],
-        )
+        (if self.has_momentum { self.velocity.ahead(next, d) } else { d }, [next])
     }
 }

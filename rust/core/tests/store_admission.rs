@@ -27,33 +27,15 @@ fn store_with(transaction: Transaction, staleness: StalenessSpec, max_samples: O
         role: Role::Parameter,
     };
     let table = Arc::new(TensorTable::new(vec![tensor]).unwrap());
-    let config = StoreConfig {
-        transaction,
-        max_live_versions: 2,
-        ..StoreConfig::default()
-    };
+    let config = StoreConfig { transaction, max_live_versions: 2, ..StoreConfig::default() };
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
-    let rule = Rule::Sgd {
-        momentum: 0.0,
-        dampening: 0.0,
-        weight_decay: 0.0,
-        nesterov: false,
-        maximize: false,
-    };
+    let rule =
+        Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
     let optimizer = OptimizerSpec {
-        groups: vec![Group {
-            pattern: "*".into(),
-            lr: 1.0,
-            rule,
-        }],
+        groups: vec![Group { pattern: "*".into(), lr: 1.0, rule }],
         momentum_correction: false,
     };
-    store.configure(RunSpec {
-        optimizer,
-        staleness,
-        schedule: Schedule::default(),
-        max_samples,
-    });
+    store.configure(RunSpec { optimizer, staleness, schedule: Schedule::default(), max_samples });
     store
 }
 
@@ -113,22 +95,10 @@ fn a_push_is_applied_once_and_a_retry_gets_the_first_answer() {
     let store = store();
     let worker = store.register("a").unwrap();
     let first = push(&store, worker, 1);
-    assert_eq!(
-        (first.verdict, first.version, first.weight.to_bits()),
-        (Fate::Admit, 1, 1.0_f64.to_bits())
-    );
+    assert_eq!((first.verdict, first.version, first.weight.to_bits()), (Fate::Admit, 1, 1.0_f64.to_bits()));
     let again = refusal(&store, &head(&store, worker, 1));
-    assert_eq!(
-        again,
-        Receipt {
-            duplicate: true,
-            ..first
-        }
-    );
-    assert_eq!(
-        (store.version(), value(&store, 0).to_bits()),
-        (1, (-1.0_f32).to_bits())
-    );
+    assert_eq!(again, Receipt { duplicate: true, ..first });
+    assert_eq!((store.version(), value(&store, 0).to_bits()), (1, (-1.0_f32).to_bits()));
 }
 
 #[test]
@@ -173,12 +143,7 @@ fn the_same_sequence_with_other_bytes_is_refused() {
     let mut other = store.staging(store.layout().fragments[0].wire_bytes());
     other.floats_mut().fill(2.0);
     let crc = values::crc(other.bytes());
-    let outcome = store
-        .submit(&retry, 0, 0, other, crc)
-        .outcome
-        .try_recv()
-        .unwrap()
-        .unwrap();
+    let outcome = store.submit(&retry, 0, 0, other, crc).outcome.try_recv().unwrap().unwrap();
     assert_eq!((outcome.applied, outcome.reason), (false, Some(Reason::Fenced)));
     assert_eq!(value(&store, 0).to_bits(), (-1.0_f32).to_bits());
 }
@@ -187,10 +152,7 @@ fn the_same_sequence_with_other_bytes_is_refused() {
 fn a_gap_in_the_sequence_is_refused() {
     let store = store();
     let worker = store.register("a").unwrap();
-    assert_eq!(
-        refusal(&store, &head(&store, worker, 2)).reason,
-        Some(Reason::Fenced)
-    );
+    assert_eq!(refusal(&store, &head(&store, worker, 2)).reason, Some(Reason::Fenced));
 }
 
 #[test]
@@ -200,41 +162,26 @@ fn a_replaced_worker_is_fenced_even_for_what_it_has_under_way() {
     let under_way = open(&store, &head(&store, old, 1));
     let new = store.register("a").unwrap();
     assert_eq!((new.slot, new.incarnation > old.incarnation), (old.slot, true));
-    assert_eq!(
-        refusal(&store, &head(&store, old, 2)).reason,
-        Some(Reason::Fenced)
-    );
+    assert_eq!(refusal(&store, &head(&store, old, 2)).reason, Some(Reason::Fenced));
     assert!(push(&store, new, 1).applied);
-    assert!(
-        !submit(&store, &under_way, 0),
-        "the fragment saw the newer incarnation"
-    );
+    assert!(!submit(&store, &under_way, 0), "the fragment saw the newer incarnation");
 }
 
 #[test]
 fn a_rejection_moves_nothing_and_is_settled() {
     let store = store_with(
         Transaction::Fragment,
-        StalenessSpec {
-            max_staleness: Some(0),
-            ..StalenessSpec::default()
-        },
+        StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() },
         None,
     );
     let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
     let stale = head(&store, b, 1);
     assert!(push(&store, a, 1).applied);
     let receipt = refusal(&store, &stale);
-    assert_eq!(
-        (receipt.reason, receipt.staleness, receipt.applied),
-        (Some(Reason::Stale), 1, false)
-    );
+    assert_eq!((receipt.reason, receipt.staleness, receipt.applied), (Some(Reason::Stale), 1, false));
     assert_eq!((store.version(), store.samples()), (1, 10));
     assert!(refusal(&store, &stale).duplicate);
-    assert!(
-        push(&store, b, 2).applied,
-        "the rejection took its sequence number"
-    );
+    assert!(push(&store, b, 2).applied, "the rejection took its sequence number");
     assert_eq!(store.status().totals.rejected.get("stale"), Some(&1));
 }
 
@@ -243,10 +190,7 @@ fn the_run_ends_when_its_samples_are_used_up() {
     let store = store_with(Transaction::Fragment, StalenessSpec::default(), Some(20));
     let worker = store.register("a").unwrap();
     assert!(push(&store, worker, 1).applied && push(&store, worker, 2).applied);
-    assert_eq!(
-        refusal(&store, &head(&store, worker, 3)).reason,
-        Some(Reason::Budget)
-    );
+    assert_eq!(refusal(&store, &head(&store, worker, 3)).reason, Some(Reason::Budget));
 }
 
 #[test]
@@ -257,19 +201,13 @@ fn a_lost_worker_must_pull_before_it_pushes_again() {
     assert!(push(&store, b, 1).applied);
     store.lost(a);
     assert_eq!(refusal(&store, &read_before).reason, Some(Reason::Slept));
-    assert!(
-        push(&store, a, 2).applied,
-        "having pulled, it goes on with its incarnation"
-    );
+    assert!(push(&store, a, 2).applied, "having pulled, it goes on with its incarnation");
 }
 
 #[test]
 fn a_departed_workers_slot_is_given_away_when_all_are_taken() {
     let table = Arc::clone(store().table());
-    let config = StoreConfig {
-        max_workers: 1,
-        ..StoreConfig::default()
-    };
+    let config = StoreConfig { max_workers: 1, ..StoreConfig::default() };
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
     let a = store.register("a").unwrap();
     assert_eq!(store.register("b").unwrap_err().max_workers, 1);
@@ -293,10 +231,7 @@ fn a_cut_waits_for_what_began_before_it_and_holds_back_what_began_after() {
     assert!(submit(&store, &before, 1));
     assert!(before.settle().applied);
     assert_eq!(cut.open(), Vec::<u64>::new());
-    assert_eq!(
-        cut.roots().iter().map(|r| r.version()).collect::<Vec<_>>(),
-        [1, 1]
-    );
+    assert_eq!(cut.roots().iter().map(|r| r.version()).collect::<Vec<_>>(), [1, 1]);
     assert_eq!(paused.try_recv(), Ok(None));
     drop(cut);
     assert_eq!(paused.try_recv(), Ok(Some(())));
@@ -317,10 +252,7 @@ fn a_load_begins_a_new_term_and_refuses_what_was_computed_before_it() {
     assert_eq!((store.term(), value(&store, 1).to_bits()), (2, 7.0_f32.to_bits()));
     assert!(!submit(&store, &under_way, 0));
     assert_eq!(under_way.settle().reason, Some(Reason::ServerRolledBack));
-    assert_eq!(
-        refusal(&store, &computed_before).reason,
-        Some(Reason::ServerRolledBack)
-    );
+    assert_eq!(refusal(&store, &computed_before).reason, Some(Reason::ServerRolledBack));
     assert!(push(&store, a, 2).applied);
 }
 
@@ -343,12 +275,7 @@ fn stage(store: &Arc<Store>, fill: f32) -> Vec<StagedFragment> {
             payload.floats_mut().fill(fill);
             let crc = values::crc(payload.bytes());
             let base = store.reader().root(fragment).version();
-            StagedFragment {
-                fragment,
-                base,
-                payload,
-                crc,
-            }
+            StagedFragment { fragment, base, payload, crc }
         })
         .collect()
 }
@@ -362,17 +289,11 @@ fn commit(store: &Arc<Store>, worker: WorkerKey, sequence: u64, fill: f32) -> Re
 
 #[test]
 fn a_whole_push_is_refused_for_its_norm_or_a_nan_and_nothing_moves() {
-    let staleness = StalenessSpec {
-        max_norm: Some(300.0),
-        ..StalenessSpec::default()
-    };
+    let staleness = StalenessSpec { max_norm: Some(300.0), ..StalenessSpec::default() };
     let store = store_with(Transaction::Model, staleness, None);
     let worker = store.register("a").unwrap();
     assert_eq!(commit(&store, worker, 1, 2.0).reason, Some(Reason::Norm)); // 2·√70000 = 529
-    assert_eq!(
-        commit(&store, worker, 2, f32::NAN).reason,
-        Some(Reason::NonFinite)
-    );
+    assert_eq!(commit(&store, worker, 2, f32::NAN).reason, Some(Reason::NonFinite));
     assert_eq!((store.version(), store.reader().root(0).version()), (0, 0));
     assert!(commit(&store, worker, 3, 1.0).applied); // 264.6
     assert_eq!(value(&store, 1).to_bits(), (-1.0_f32).to_bits());
@@ -384,10 +305,7 @@ fn an_overflowing_update_is_never_published_even_in_part() {
     let worker = store.register("a").unwrap();
     assert!(commit(&store, worker, 1, f32::MAX).applied);
     let receipt = commit(&store, worker, 2, f32::MAX);
-    assert_eq!(
-        (receipt.applied, receipt.reason),
-        (false, Some(Reason::NonfiniteResult))
-    );
+    assert_eq!((receipt.applied, receipt.reason), (false, Some(Reason::NonfiniteResult)));
     assert_eq!(value(&store, 0).to_bits(), f32::MIN.to_bits());
     assert_eq!(store.status().tickets.dropped, 1);
 }
@@ -396,23 +314,15 @@ fn an_overflowing_update_is_never_published_even_in_part() {
 fn readers_pin_at_most_the_versions_they_may() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
     let worker = store.register("a").unwrap();
-    let Turn::Now(first) = store.turn(0) else {
-        panic!("nothing is pinned yet")
-    };
+    let Turn::Now(first) = store.turn(0) else { panic!("nothing is pinned yet") };
     assert!(commit(&store, worker, 1, 1.0).applied);
-    let Turn::Now(shared) = store.turn(0) else {
-        panic!("the pinned version holds everything it needs")
-    };
+    let Turn::Now(shared) = store.turn(0) else { panic!("the pinned version holds everything it needs") };
     assert_eq!((shared.version(), shared.root(0).version()), (0, 0));
-    let Turn::Wait(mut released) = store.turn(1) else {
-        panic!("it must see its own push")
-    };
+    let Turn::Wait(mut released) = store.turn(1) else { panic!("it must see its own push") };
     assert_eq!(released.try_recv(), Ok(None));
     drop(shared);
     drop(first);
     assert_eq!(released.try_recv(), Ok(Some(())));
-    let Turn::Now(own) = store.turn(1) else {
-        panic!("the old version is gone")
-    };
+    let Turn::Now(own) = store.turn(1) else { panic!("the old version is gone") };
     assert_eq!(own.version(), 1);
 }

@@ -64,49 +64,26 @@ fn program() -> impl Strategy<Value = Program> {
         prop::sample::select(vec![Role::Parameter, Role::Parameter, Role::Buffer]),
     );
     let pushes = prop::collection::vec((any::<u64>(), 0_u64..3), 1..8);
-    (
-        prop::collection::vec(tensor, 1..5),
-        rule(),
-        prop::collection::vec(pushes, 1..5),
-    )
-        .prop_map(|(tensors, rules, workers)| Program {
-            tensors,
-            rules,
-            workers,
-        })
+    (prop::collection::vec(tensor, 1..5), rule(), prop::collection::vec(pushes, 1..5))
+        .prop_map(|(tensors, rules, workers)| Program { tensors, rules, workers })
 }
 
 fn table(program: &Program) -> Arc<TensorTable> {
-    let specs = program
-        .tensors
-        .iter()
-        .enumerate()
-        .map(|(i, &(n, dtype, role))| TensorSpec {
-            name: if i % 2 == 0 {
-                format!("even.{i}")
-            } else {
-                format!("odd.{i}")
-            },
-            aliases: vec![],
-            shape: vec![n],
-            dtype,
-            role,
-        });
+    let specs = program.tensors.iter().enumerate().map(|(i, &(n, dtype, role))| TensorSpec {
+        name: if i % 2 == 0 { format!("even.{i}") } else { format!("odd.{i}") },
+        aliases: vec![],
+        shape: vec![n],
+        dtype,
+        role,
+    });
     Arc::new(TensorTable::new(specs.collect()).unwrap())
 }
 
 fn run_spec(program: &Program) -> RunSpec {
-    let group = |pattern: &str, rule: &Rule, lr| Group {
-        pattern: pattern.into(),
-        lr,
-        rule: rule.clone(),
-    };
+    let group = |pattern: &str, rule: &Rule, lr| Group { pattern: pattern.into(), lr, rule: rule.clone() };
     RunSpec {
         optimizer: OptimizerSpec {
-            groups: vec![
-                group("even.*", &program.rules.0, 0.1),
-                group("*", &program.rules.1, 0.03),
-            ],
+            groups: vec![group("even.*", &program.rules.0, 0.1), group("*", &program.rules.1, 0.03)],
             momentum_correction: false,
         },
         staleness: StalenessSpec {
@@ -132,11 +109,7 @@ fn fill(dtype: Dtype, seed: u64, bytes: &mut [u8]) {
 
 fn payload(fragment: &Fragment, index: usize, push: &PushRecord) -> Vec<u8> {
     let mut bytes = vec![0; fragment.push_bytes(&push.present)];
-    fill(
-        fragment.dtype,
-        seed(push.worker, push.sequence, index),
-        &mut bytes,
-    );
+    fill(fragment.dtype, seed(push.worker, push.sequence, index), &mut bytes);
     bytes
 }
 
@@ -177,18 +150,9 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
                 .present_fragments(&present)
                 .map(|f| {
                     let mut block = store.staging(layout.fragments[f].push_bytes(&present));
-                    fill(
-                        layout.fragments[f].dtype,
-                        seed(key, head.sequence, f),
-                        block.bytes_mut(),
-                    );
+                    fill(layout.fragments[f].dtype, seed(key, head.sequence, f), block.bytes_mut());
                     let crc = values::crc(block.bytes());
-                    StagedFragment {
-                        fragment: f,
-                        base: base(f),
-                        payload: block,
-                        crc,
-                    }
+                    StagedFragment { fragment: f, base: base(f), payload: block, crc }
                 })
                 .collect();
             let commit = store.commit(head, staged);
@@ -199,9 +163,7 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
             receipts.push(wait(commit.receipt));
             continue;
         }
-        let Admission::Open(push) = store.admit(&head) else {
-            panic!("fresh pushes are admitted")
-        };
+        let Admission::Open(push) = store.admit(&head) else { panic!("fresh pushes are admitted") };
         let mut outcomes = Vec::new();
         for f in layout.present_fragments(&present) {
             let bytes = payload(&layout.fragments[f], f, push.record());
@@ -226,16 +188,9 @@ fn check(program: &Program, transaction: Transaction) {
     let table = table(program);
     let log = Arc::new(Log::default());
     let observer: Arc<dyn CommitObserver> = log.clone();
-    let config = StoreConfig {
-        transaction,
-        observer: Some(observer),
-        ..StoreConfig::default()
-    };
-    let dtypes: Vec<Dtype> = offbeat_core::layout::Layout::of(&table)
-        .fragments
-        .iter()
-        .map(|f| f.dtype)
-        .collect();
+    let config = StoreConfig { transaction, observer: Some(observer), ..StoreConfig::default() };
+    let dtypes: Vec<Dtype> =
+        offbeat_core::layout::Layout::of(&table).fragments.iter().map(|f| f.dtype).collect();
     let mut initial = |f: usize, bytes: &mut [u8]| fill(dtypes[f], 0xabcd + f as u64, bytes);
     let store = Store::new(Arc::clone(&table), config, 1, &mut initial);
     let oracle = MutexStore::new(&table, &mut initial);
@@ -257,10 +212,7 @@ fn check(program: &Program, transaction: Transaction) {
 
     let total: usize = program.workers.iter().map(Vec::len).sum();
     assert_eq!(receipts.len(), total);
-    assert!(
-        receipts.iter().all(|r| r.applied && r.reason.is_none()),
-        "{receipts:?}"
-    );
+    assert!(receipts.iter().all(|r| r.applied && r.reason.is_none()), "{receipts:?}");
     let status = store.status();
     assert_eq!((status.tickets.applied, status.tickets.open), (total as u64, 0));
     assert_eq!(status.version, total as u64);
@@ -269,20 +221,12 @@ fn check(program: &Program, transaction: Transaction) {
     let commits = std::mem::take(&mut *log.0.lock().unwrap());
     for commit in &commits {
         let bytes = payload(&layout.fragments[commit.fragment], commit.fragment, &commit.push);
-        oracle.apply(
-            &commit.push,
-            commit.fragment,
-            commit.version - 1 - commit.tau,
-            &bytes,
-        );
+        oracle.apply(&commit.push, commit.fragment, commit.version - 1 - commit.tau, &bytes);
     }
     for f in 0..layout.fragments.len() {
         let (ours, theirs) = (store.state(f), oracle.state(f));
         assert_eq!(ours.version, theirs.version, "fragment {f}");
-        assert_eq!(
-            ours.version,
-            commits.iter().filter(|c| c.fragment == f).count() as u64
-        );
+        assert_eq!(ours.version, commits.iter().filter(|c| c.fragment == f).count() as u64);
         assert!(ours == theirs, "fragment {f} differs from the oracle's");
     }
 }

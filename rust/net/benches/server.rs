@@ -23,19 +23,19 @@ fn table(elements: usize) -> TensorTable {
 }
 
 fn sgd() -> OptimizerSpec {
-    let rule = Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
+    let rule =
+        Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
     OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 1e-6, rule }], momentum_correction: false }
 }
 
 fn push_pull(c: &mut Criterion) {
     let mut group = c.benchmark_group("push_pull");
-    for (transaction, elements) in [
-        (Transaction::Fragment, 10_000),
-        (Transaction::Fragment, 1_000_000),
-        (Transaction::Model, 1_000_000),
-    ] {
+    for (transaction, elements) in
+        [(Transaction::Fragment, 10_000), (Transaction::Fragment, 1_000_000), (Transaction::Model, 1_000_000)]
+    {
         let config = ServerConfig { optimizer: Some(sgd()), transaction, ..ServerConfig::default() };
-        let server = Server::start(config, Some((table(elements), vec![vec![0; elements * 4]]))).expect("it starts");
+        let server =
+            Server::start(config, Some((table(elements), vec![vec![0; elements * 4]]))).expect("it starts");
         let config = ClientConfig {
             address: format!("127.0.0.1:{}", server.address().port()),
             worker_id: None,
@@ -54,7 +54,9 @@ fn push_pull(c: &mut Criterion) {
             b.iter(|| {
                 let values = [Some(Memory::of(&mut gradient))];
                 let input = PushInput { values: &values, samples: 1 };
-                black_box(client.push_pull(input, &[Memory::of(&mut out)], true, &never).expect("it is applied"));
+                black_box(
+                    client.push_pull(input, &[Memory::of(&mut out)], true, &never).expect("it is applied"),
+                );
             });
         });
     }

@@ -30,10 +30,7 @@ struct Place {
 
 impl Place {
     const fn new() -> Self {
-        Self {
-            fd: AtomicI32::new(FREE),
-            next: OnceLock::new(),
-        }
+        Self { fd: AtomicI32::new(FREE), next: OnceLock::new() }
     }
 }
 
@@ -49,11 +46,7 @@ impl Registered {
         let mut place = &FIRST;
         // Relaxed throughout: a fork copies memory as its own thread sees it, and that thread made the number's
         // object or was handed it.
-        while place
-            .fd
-            .compare_exchange(FREE, fd, Ordering::Relaxed, Ordering::Relaxed)
-            .is_err()
-        {
+        while place.fd.compare_exchange(FREE, fd, Ordering::Relaxed, Ordering::Relaxed).is_err() {
             place = place.next.get_or_init(|| Box::leak(Box::new(Place::new())));
         }
         Self(&place.fd)
@@ -111,10 +104,7 @@ mod tests {
         peers.sort_by_key(|p| p.peer_addr().unwrap().port());
         let peer_of = |s: &TcpStream| {
             let port = s.local_addr().unwrap().port();
-            peers
-                .iter()
-                .find(|p| p.peer_addr().unwrap().port() == port)
-                .unwrap()
+            peers.iter().find(|p| p.peer_addr().unwrap().port() == port).unwrap()
         };
         drop(Registered::new(&let_go));
         let registered = Registered::new(&closed);
@@ -125,10 +115,7 @@ mod tests {
         for open in [&kept, &let_go] {
             let mut peer = peer_of(open);
             peer.set_nonblocking(true).unwrap();
-            assert_eq!(
-                peer.read(&mut [0]).unwrap_err().kind(),
-                std::io::ErrorKind::WouldBlock
-            );
+            assert_eq!(peer.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
         }
         drop(registered);
         assert!(!Origin::here().is_elsewhere());

@@ -86,7 +86,10 @@ pub async fn expect<T: DeserializeOwned>(
     if header.kind != kind || header.payload_len > cap {
         return Err(HandshakeError::Refused(Refused {
             code: RefusalCode::State,
-            message: format!("a {kind:?} frame was due, a {:?} frame of {} bytes came", header.kind, header.payload_len),
+            message: format!(
+                "a {kind:?} frame was due, a {:?} frame of {} bytes came",
+                header.kind, header.payload_len
+            ),
             fatal: true,
         }));
     }
@@ -175,7 +178,9 @@ async fn challenge(
         let message = match answer.proof {
             None => Some("the server asks for a token and this worker has none (token= or OFFBEAT_TOKEN)"),
             Some(proof) if verify(token, Side::Worker, &hello.nonce, &nonce, &proof) => None,
-            Some(_) => Some("the worker's token is not the server's: give both the same (token= or OFFBEAT_TOKEN)"),
+            Some(_) => {
+                Some("the worker's token is not the server's: give both the same (token= or OFFBEAT_TOKEN)")
+            }
         };
         if let Some(message) = message {
             let code = RefusalCode::Authentication;
@@ -201,9 +206,13 @@ pub fn refusal(error: &HandshakeError) -> Option<Refused> {
 #[must_use]
 pub fn frame_refusal(error: &FrameError) -> Option<Refused> {
     let code = match error {
-        FrameError::Io(_) | FrameError::Closed { .. } | FrameError::Header(HeaderError::Magic(_)) => return None,
+        FrameError::Io(_) | FrameError::Closed { .. } | FrameError::Header(HeaderError::Magic(_)) => {
+            return None;
+        }
         FrameError::Header(HeaderError::Protocol(_)) => RefusalCode::Protocol,
-        FrameError::Header(HeaderError::Checksum { .. }) | FrameError::Checksum { .. } => RefusalCode::Checksum,
+        FrameError::Header(HeaderError::Checksum { .. }) | FrameError::Checksum { .. } => {
+            RefusalCode::Checksum
+        }
         FrameError::Header(HeaderError::Kind(_) | HeaderError::Reserved | HeaderError::TooLong { .. })
         | FrameError::Message(_) => RefusalCode::Malformed,
     };

@@ -1,9 +1,11 @@
 //! Pushes and pulls, over real sockets: what is applied, how often, and what comes back.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
 
 use common::{
-    B, FRAGMENTS, NEVER, Raw, W, client, config, eventually, floats, parameters, start, status, until_state, values,
+    B, FRAGMENTS, NEVER, Raw, W, client, config, eventually, floats, parameters, start, status, until_state,
+    values,
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{StalenessSpec, Transaction};
@@ -21,7 +23,14 @@ fn with(transaction: Transaction) -> ServerConfig {
 }
 
 /// A whole push under either transaction.
-fn push(raw: &mut Raw, server: &Server, sequence: u64, at: (u64, u64), base: u64, value: f32) -> common::Answer {
+fn push(
+    raw: &mut Raw,
+    server: &Server,
+    sequence: u64,
+    at: (u64, u64),
+    base: u64,
+    value: f32,
+) -> common::Answer {
     if status(server)["transaction"] == "fragment" {
         return raw.push(sequence, at, base, value, Want::Parameters);
     }
@@ -43,7 +52,10 @@ fn a_push_comes_back_as_parameters_and_a_receipt() {
         assert_eq!(answer.roots, [(1, Some(-1.0)), (1, Some(-1.0))]);
         assert_eq!(answer.read, (joined.term, 1));
         let receipt = answer.receipt();
-        assert_eq!((receipt.verdict, receipt.weight, receipt.staleness, receipt.version), (Fate::Admit, 1.0, 0, 1));
+        assert_eq!(
+            (receipt.verdict, receipt.weight, receipt.staleness, receipt.version),
+            (Fate::Admit, 1.0, 0, 1)
+        );
         let answer = push(&mut raw, &server, 2, answer.read, 1, 2.0);
         assert_eq!(answer.receipt().staleness, 0, "what a push brings back counts as read");
         assert!(parameters(&server).iter().all(|&p| p == -3.0));
@@ -56,7 +68,8 @@ fn the_client_and_the_server_agree() {
         let server = start(with(transaction));
         let mut client = client(&server, "a");
         let (mut gradients, mut out) = (values(1.0), values(9.0));
-        let pulled = client.pull(&out.iter_mut().map(|o| Memory::of(o)).collect::<Vec<_>>(), false, &NEVER).unwrap();
+        let pulled =
+            client.pull(&out.iter_mut().map(|o| Memory::of(o)).collect::<Vec<_>>(), false, &NEVER).unwrap();
         assert_eq!(pulled.version, 0);
         assert_eq!(out, values(0.0));
         for step in 1..=3_u16 {
@@ -82,7 +95,11 @@ fn the_end_of_a_connection_in_mid_frame_leaves_no_half_fragment() {
     raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
     raw.fragment(1, 0, 0, &floats(FRAGMENTS[0], 1.0));
     let rest = floats(FRAGMENTS[1], 1.0);
-    let header = offbeat_core::wire::Header { sequence: 1, fragment: 1, ..offbeat_core::wire::Header::new(Kind::Fragment) };
+    let header = offbeat_core::wire::Header {
+        sequence: 1,
+        fragment: 1,
+        ..offbeat_core::wire::Header::new(Kind::Fragment)
+    };
     raw.write(&header.with_payload(&rest).encode()).unwrap();
     raw.write(&rest[..rest.len() / 2]).unwrap();
     drop(raw);
@@ -164,7 +181,11 @@ fn what_the_worker_has_need_not_come_again() {
         assert_eq!(pulled.roots, [(0, Some(0.0)), (0, Some(0.0))]);
         assert_eq!(raw.pull(joined.term, Some(&[0, 0])).roots, [(0, None), (0, None)]);
         assert_eq!(raw.pull(joined.term, Some(&[0, 5])).roots, [(0, None), (0, Some(0.0))]);
-        assert_eq!(raw.pull(joined.term + 1, Some(&[0, 0])).roots, [(0, Some(0.0)), (0, Some(0.0))], "another life");
+        assert_eq!(
+            raw.pull(joined.term + 1, Some(&[0, 0])).roots,
+            [(0, Some(0.0)), (0, Some(0.0))],
+            "another life"
+        );
         push(&mut raw, &server, 1, pulled.read, 0, 1.0);
         assert_eq!(raw.pull(joined.term, Some(&[0, 1])).roots, [(1, Some(-1.0)), (1, None)]);
     }
@@ -225,7 +246,8 @@ fn a_reader_that_takes_nothing_is_cut_off() {
     let (mut raw, joined) = Raw::joined(&server, "a");
     let mut bytes = vec![];
     offbeat_core::wire::PullRequest { have: None }.encode(&mut bytes);
-    let header = offbeat_core::wire::Header { term: joined.term, ..offbeat_core::wire::Header::new(Kind::Pull) };
+    let header =
+        offbeat_core::wire::Header { term: joined.term, ..offbeat_core::wire::Header::new(Kind::Pull) };
     let mut frame = header.with_payload(&bytes).encode().to_vec();
     frame.append(&mut bytes);
     // Far more answers than both socket buffers hold, and none is read.
@@ -253,7 +275,10 @@ fn the_run_ends_by_its_samples() {
         assert_eq!(status(&server)["state"], "finished");
         raw.call(4, &offbeat_core::wire::message::Call::Goodbye { finished: true });
         raw.reply();
-        assert!(server.wait_for_workers(1, Some(common::DEADLINE), NEVER).unwrap(), "at once: nobody can come back");
+        assert!(
+            server.wait_for_workers(1, Some(common::DEADLINE), NEVER).unwrap(),
+            "at once: nobody can come back"
+        );
     }
 }
 

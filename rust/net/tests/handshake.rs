@@ -1,4 +1,5 @@
 //! Who gets in, and what those hear who do not.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
 
@@ -53,7 +54,8 @@ fn a_worker_with_a_token_does_not_trust_a_server_without() {
 #[test]
 fn a_proof_cannot_be_replayed() {
     let server = start(with_token());
-    let hello = Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [5; 32], purpose: Purpose::Data };
+    let hello =
+        Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [5; 32], purpose: Purpose::Data };
     let challenge = |raw: &mut Raw| -> Challenge {
         raw.send(Kind::Hello, 0, &hello);
         raw.expect(Kind::Challenge)
@@ -71,7 +73,11 @@ fn a_proof_cannot_be_replayed() {
 fn no_protocol_in_common_is_said() {
     let server = start(config());
     let mut raw = Raw::connect(server.address());
-    raw.send(Kind::Hello, 0, &Hello { protocol_min: 7, protocol_max: 9, nonce: [0; 32], purpose: Purpose::Data });
+    raw.send(
+        Kind::Hello,
+        0,
+        &Hello { protocol_min: 7, protocol_max: 9, nonce: [0; 32], purpose: Purpose::Data },
+    );
     let refused = raw.refused();
     assert_eq!(refused.code, RefusalCode::Protocol);
     assert!(refused.message.contains("protocol 1"), "{refused}");
@@ -148,7 +154,9 @@ fn a_port_in_use_is_an_error_that_names_it() {
     let server = start(config());
     let address = server.address();
     let again = offbeat_net::server::Server::start(ServerConfig { port: address.port(), ..config() }, None);
-    assert!(matches!(again, Err(ServerError::AddressInUse { address: named }) if named == address.to_string()));
+    assert!(
+        matches!(again, Err(ServerError::AddressInUse { address: named }) if named == address.to_string())
+    );
 }
 
 #[test]

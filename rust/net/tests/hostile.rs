@@ -1,4 +1,5 @@
 //! Bytes that no worker sends: none of them may end the server, reach the store, or keep others out.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
 
@@ -53,7 +54,10 @@ fn a_promised_table_that_does_not_come_costs_nothing_and_ends() {
 fn garbage_ends_its_own_connection_only() {
     let server = start(config());
     let mut raw = Raw::connect(server.address());
-    raw.write(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\nX: yyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n\r\n").unwrap();
+    raw.write(
+        b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\nX: yyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n\r\n",
+    )
+    .unwrap();
     assert!(raw.next().is_none(), "what is no peer of ours gets no answer");
     client(&server, "a");
 }
@@ -93,7 +97,9 @@ fn an_unknown_kind_and_a_flipped_bit_are_refused() {
 #[test]
 fn a_frame_out_of_place_is_refused() {
     let server = start(config());
-    for kind in [Kind::Hello, Kind::Fragment, Kind::Value, Kind::Root, Kind::Receipt, Kind::Heartbeat, Kind::Join] {
+    for kind in
+        [Kind::Hello, Kind::Fragment, Kind::Value, Kind::Root, Kind::Receipt, Kind::Heartbeat, Kind::Join]
+    {
         let (mut raw, _) = Raw::joined(&server, "a");
         raw.frame(Header::new(kind), &[]);
         assert_eq!(raw.refused().code, RefusalCode::State, "{kind:?}");
@@ -187,17 +193,17 @@ fn a_forged_secret_attaches_nothing() {
 
 /// What a fuzzer would send: valid frames of any kind with any payload, or no frames at all.
 fn any_bytes() -> impl Strategy<Value = Vec<u8>> {
-    let frame = (prop::sample::select(Kind::ALL.to_vec()), prop::collection::vec(any::<u8>(), 0..200)).prop_map(
-        |(kind, payload)| {
+    let frame = (prop::sample::select(Kind::ALL.to_vec()), prop::collection::vec(any::<u8>(), 0..200))
+        .prop_map(|(kind, payload)| {
             let payload = if kind.cap() == 0 { vec![] } else { payload };
             let mut bytes = Header::new(kind).with_payload(&payload).encode().to_vec();
             bytes.extend_from_slice(&payload);
             bytes
-        },
-    );
+        });
     let hello = Just({
         let mut bytes = vec![];
-        let hello = Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [0; 32], purpose: Purpose::Data };
+        let hello =
+            Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [0; 32], purpose: Purpose::Data };
         offbeat_core::wire::encode(&hello, &mut bytes);
         let mut frame = Header::new(Kind::Hello).with_payload(&bytes).encode().to_vec();
         frame.append(&mut bytes);

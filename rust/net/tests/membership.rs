@@ -1,8 +1,12 @@
 //! Who is there, who is lost and why, and who brings what.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
 
-use common::{DEADLINE, NEVER, Raw, W, config, eventually, parameters, plain_sgd, start, status, table, until_state, values};
+use common::{
+    DEADLINE, NEVER, Raw, W, config, eventually, parameters, plain_sgd, start, status, table, until_state,
+    values,
+};
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
 use offbeat_core::wire::message::{Call, Event, FINISHED_STOPPED, RefusalCode, Refused, Reply};
 use offbeat_core::wire::{Header, Kind, Want};
@@ -98,7 +102,10 @@ fn a_newer_process_with_the_same_name_fences_the_older() {
 fn waiting_for_workers_ends_with_their_goodbyes() {
     let server = start(quick());
     let (mut a, _) = Raw::joined(&server, "a");
-    assert!(!server.wait_for_workers(1, Some(Duration::from_millis(50)), NEVER).unwrap(), "one is still there");
+    assert!(
+        !server.wait_for_workers(1, Some(Duration::from_millis(50)), NEVER).unwrap(),
+        "one is still there"
+    );
     assert!(server.wait_until_joined(1, Some(DEADLINE), NEVER).unwrap());
     assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
     goodbye(&mut a, true);
@@ -135,7 +142,10 @@ fn a_stopped_server_tells_its_workers_that_the_run_has_finished() {
         scope.spawn(|| server.stop());
         assert_eq!(control.event(), Event::Finished { reason: FINISHED_STOPPED.into() });
         let refused = raw.refused();
-        assert_eq!((refused.code, refused.message.as_str()), (RefusalCode::Finished, "the server was stopped"));
+        assert_eq!(
+            (refused.code, refused.message.as_str()),
+            (RefusalCode::Finished, "the server was stopped")
+        );
     });
     assert_eq!(status(&server)["state"], "stopped");
 }
@@ -261,7 +271,10 @@ fn status_says_what_there_is_to_know() {
     raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
     let status = status(&server);
     let worker = common::worker(&status, "a");
-    assert_eq!((&worker["pushes"], &worker["applied"], &worker["samples"]), (&1.into(), &1.into(), &1.into()));
+    assert_eq!(
+        (&worker["pushes"], &worker["applied"], &worker["samples"]),
+        (&1.into(), &1.into(), &1.into())
+    );
     assert_eq!(worker["staleness_histogram"][0], 1);
     assert_eq!(worker["host"], "here");
     assert!(worker["last_push_age_s"].as_f64().unwrap() >= 0.0);
@@ -271,6 +284,7 @@ fn status_says_what_there_is_to_know() {
     assert!(status["longest_poll_ms"].as_f64().unwrap() > 0.0);
     eventually(&server, "bytes are counted", |s| {
         let worker = common::worker(s, "a");
-        worker["bytes_received"].as_u64().unwrap() > 4 * W as u64 && worker["bytes_sent"].as_u64().unwrap() > 4 * W as u64
+        worker["bytes_received"].as_u64().unwrap() > 4 * W as u64
+            && worker["bytes_sent"].as_u64().unwrap() > 4 * W as u64
     });
 }

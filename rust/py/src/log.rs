@@ -49,11 +49,7 @@ impl Subscriber for Forward {
         let mut text = Text::default();
         event.record(&mut text);
         let metadata = event.metadata();
-        put((
-            python_level(*metadata.level()),
-            metadata.target().to_owned(),
-            text.message + &text.fields,
-        ));
+        put((python_level(*metadata.level()), metadata.target().to_owned(), text.message + &text.fields));
     }
 
     fn new_span(&self, _: &Attributes<'_>) -> Id {
@@ -133,9 +129,7 @@ pub(crate) fn next_log_records(py: Python<'_>, timeout_s: f64) -> Vec<Record> {
             return Vec::new();
         };
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or_default();
-        let waited = queue
-            .filled
-            .wait_timeout_while(waiting, timeout, |(records, _)| records.is_empty());
+        let waited = queue.filled.wait_timeout_while(waiting, timeout, |(records, _)| records.is_empty());
         let Ok((mut waiting, _)) = waited else {
             return Vec::new();
         };

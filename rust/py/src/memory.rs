@@ -7,10 +7,7 @@
 //! - PYMEM-3 What is written to is writable: a read-only buffer is refused as `out`.
 //! - PYMEM-4 The user leaves the tensors of a call alone while it runs, as with every function of numpy and torch
 //!   that releases the GIL: nobody writes to what is read, nobody touches what is written.
-#![expect(
-    unsafe_code,
-    reason = "PYMEM-1 to PYMEM-4 are what makes a Python object's memory a Memory"
-)]
+#![expect(unsafe_code, reason = "PYMEM-1 to PYMEM-4 are what makes a Python object's memory a Memory")]
 
 use crate::error::{Class, raise};
 use offbeat_net::client::Memory;
@@ -20,11 +17,7 @@ use pyo3::prelude::*;
 /// One tensor's memory and what keeps it alive.
 pub(crate) enum Held {
     Buffer(PyUntypedBuffer),
-    Address {
-        _owner: Py<PyAny>,
-        address: usize,
-        nbytes: usize,
-    },
+    Address { _owner: Py<PyAny>, address: usize, nbytes: usize },
 }
 
 /// For reading, or for writing as well.
@@ -38,26 +31,14 @@ impl Held {
     /// Takes hold of an argument: a C-contiguous buffer, or (owner, address, number of bytes).
     pub(crate) fn take(given: &Bound<'_, PyAny>, access: Access) -> PyResult<Self> {
         if let Ok((owner, address, nbytes)) = given.extract() {
-            return Ok(Self::Address {
-                _owner: owner,
-                address,
-                nbytes,
-            });
+            return Ok(Self::Address { _owner: owner, address, nbytes });
         }
         let buffer = PyUntypedBuffer::get(given)?;
         if !buffer.is_c_contiguous() {
-            return Err(raise(
-                given.py(),
-                Class::Config,
-                "a tensor's memory must be C-contiguous",
-            ));
+            return Err(raise(given.py(), Class::Config, "a tensor's memory must be C-contiguous"));
         }
         if access == Access::Write && buffer.readonly() {
-            return Err(raise(
-                given.py(),
-                Class::Config,
-                "an array to be written is read-only",
-            ));
+            return Err(raise(given.py(), Class::Config, "an array to be written is read-only"));
         }
         Ok(Self::Buffer(buffer))
     }
@@ -65,11 +46,9 @@ impl Held {
     fn start_and_len(&self) -> (*mut u8, usize) {
         match self {
             Self::Buffer(buffer) => (buffer.buf_ptr().cast(), buffer.len_bytes()),
-            Self::Address {
-                _owner,
-                address,
-                nbytes,
-            } => (std::ptr::with_exposed_provenance_mut(*address), *nbytes),
+            Self::Address { _owner, address, nbytes } => {
+                (std::ptr::with_exposed_provenance_mut(*address), *nbytes)
+            }
         }
     }
 
@@ -94,16 +73,7 @@ impl Held {
 
 /// Takes hold of a push's tensors; `None` stands for one that is left out.
 pub(crate) fn take_values(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Option<Held>>> {
-    given
-        .iter()
-        .map(|g| {
-            if g.is_none() {
-                Ok(None)
-            } else {
-                Held::take(g, Access::Read).map(Some)
-            }
-        })
-        .collect()
+    given.iter().map(|g| if g.is_none() { Ok(None) } else { Held::take(g, Access::Read).map(Some) }).collect()
 }
 
 /// Takes hold of tensors to be written.

@@ -12,10 +12,7 @@ pub(crate) struct Owned<T: Send> {
 
 impl<T: Send> Owned<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self {
-            value: Some(value),
-            process: std::process::id(),
-        }
+        Self { value: Some(value), process: std::process::id() }
     }
 
     pub(crate) fn get(&self) -> &T {

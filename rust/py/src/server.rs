@@ -35,26 +35,8 @@ struct Settings {
 
 impl Settings {
     fn config(self) -> ServerConfig {
-        let Self {
-            host,
-            port,
-            token,
-            insecure,
-            run_id,
-            transaction,
-            max_samples,
-            staleness,
-            ..
-        } = self;
-        let Self {
-            schedule,
-            optimizer,
-            momentum_correction,
-            blueprint,
-            linger_s,
-            rejoin_grace_s,
-            ..
-        } = self;
+        let Self { host, port, token, insecure, run_id, transaction, max_samples, staleness, .. } = self;
+        let Self { schedule, optimizer, momentum_correction, blueprint, linger_s, rejoin_grace_s, .. } = self;
         ServerConfig {
             host,
             port,
@@ -139,10 +121,7 @@ impl Server {
             return Ok(None);
         };
         // One at a time: each copy in Rust is freed as its twin in Python is made.
-        let values = values
-            .into_iter()
-            .map(|bytes| PyByteArray::new(py, &bytes))
-            .collect();
+        let values = values.into_iter().map(|bytes| PyByteArray::new(py, &bytes)).collect();
         Ok(Some((json(py, &*table)?, values)))
     }
 

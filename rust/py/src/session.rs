@@ -35,9 +35,7 @@ impl Session {
         py: Python<'_>,
         work: impl FnOnce(&mut Client, &Signals) -> Result<T, ClientError> + Send,
     ) -> PyResult<T> {
-        wait(py, |signals| {
-            work(&mut *self.lock()?, signals).map_err(SessionError::Client)
-        })
+        wait(py, |signals| work(&mut *self.lock()?, signals).map_err(SessionError::Client))
     }
 
     /// Something about the session that is known without asking the server.
@@ -87,19 +85,10 @@ impl Session {
         log::install();
         let table: Option<TensorTable> = table.map(|t| parse(py, "the model", t)).transpose()?;
         let connect_timeout = seconds(connect_timeout_s);
-        let config = ClientConfig {
-            address: address.clone(),
-            worker_id,
-            token,
-            run_id,
-            in_flight,
-            connect_timeout,
-        };
+        let config =
+            ClientConfig { address: address.clone(), worker_id, token, run_id, in_flight, connect_timeout };
         let client = wait(py, |signals| Client::connect(config, table.as_ref(), signals))?;
-        Ok(Self {
-            address,
-            client: Owned::new(Mutex::new(client)),
-        })
+        Ok(Self { address, client: Owned::new(Mutex::new(client)) })
     }
 
     #[getter]
@@ -129,9 +118,7 @@ impl Session {
 
     #[getter]
     fn table(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.told(py, |session| session.table.clone())?
-            .map(|table| json(py, &*table))
-            .transpose()
+        self.told(py, |session| session.table.clone())?.map(|table| json(py, &*table)).transpose()
     }
 
     #[getter]
@@ -150,10 +137,7 @@ impl Session {
     }
 
     fn wait_for_model(&self, py: Python<'_>) -> PyResult<String> {
-        json(
-            py,
-            &*self.call(py, |client, signals| client.wait_for_model(signals))?,
-        )
+        json(py, &*self.call(py, |client, signals| client.wait_for_model(signals))?)
     }
 
     fn init(
@@ -164,14 +148,9 @@ impl Session {
         blueprint: Option<&str>,
     ) -> PyResult<bool> {
         let table: TensorTable = parse(py, "the model", table)?;
-        let held = values
-            .iter()
-            .map(|v| Held::take(v, Access::Read))
-            .collect::<PyResult<Vec<_>>>()?;
+        let held = values.iter().map(|v| Held::take(v, Access::Read)).collect::<PyResult<Vec<_>>>()?;
         let bytes: Vec<&[u8]> = held.iter().map(Held::bytes).collect();
-        self.call(py, |client, signals| {
-            client.init(&table, &bytes, blueprint, signals)
-        })
+        self.call(py, |client, signals| client.init(&table, &bytes, blueprint, signals))
     }
 
     fn configure(&self, py: Python<'_>, contribution: &str, optimizer: Option<&str>) -> PyResult<String> {
@@ -180,9 +159,7 @@ impl Session {
             optimizer.map(|o| parse(py, "the optimizer", o)).transpose()?;
         json(
             py,
-            &self.call(py, |client, signals| {
-                client.configure(contribution, optimizer.as_ref(), signals)
-            })?,
+            &self.call(py, |client, signals| client.configure(contribution, optimizer.as_ref(), signals))?,
         )
     }
 
@@ -201,15 +178,8 @@ impl Session {
     ) -> PyResult<Bound<'py, PyAny>> {
         let held = take_values(&values)?;
         let values = optional_memories(&held);
-        let receipt = self.call(py, move |client, signals| {
-            client.push(
-                PushInput {
-                    values: &values,
-                    samples,
-                },
-                signals,
-            )
-        })?;
+        let receipt = self
+            .call(py, move |client, signals| client.push(PushInput { values: &values, samples }, signals))?;
         receipt::to_python(py, &receipt)
     }
 
@@ -224,19 +194,9 @@ impl Session {
         let (held_values, held_out) = (take_values(&values)?, take_out(&out)?);
         let (values, out) = (optional_memories(&held_values), memories(&held_out));
         let receipt = self.call(py, move |client, signals| {
-            client.push_pull(
-                PushInput {
-                    values: &values,
-                    samples,
-                },
-                &out,
-                incremental,
-                signals,
-            )
+            client.push_pull(PushInput { values: &values, samples }, &out, incremental, signals)
         })?;
-        receipt
-            .map(|receipt| receipt::to_python(py, &receipt))
-            .transpose()
+        receipt.map(|receipt| receipt::to_python(py, &receipt)).transpose()
     }
 
     fn flush<'py>(
@@ -247,10 +207,7 @@ impl Session {
         let held = out.as_deref().map(take_out).transpose()?;
         let out = held.as_deref().map(memories);
         let receipts = self.call(py, move |client, signals| client.flush(out.as_deref(), signals))?;
-        receipts
-            .iter()
-            .map(|receipt| receipt::to_python(py, receipt))
-            .collect()
+        receipts.iter().map(|receipt| receipt::to_python(py, receipt)).collect()
     }
 
     fn set_progress(&self, py: Python<'_>, steps: u64) -> PyResult<()> {

@@ -3,6 +3,7 @@
 import logging
 
 import numpy as np
+import pytest
 
 import offbeat
 
@@ -58,3 +59,21 @@ def test_warnings_are_seen_where_logging_is_not_set_up(run_python):
         "print(done.stderr)"
     )
     assert "a worker is lost" in told
+
+
+@pytest.mark.parametrize(("correction", "warnings"), [(False, 1), (None, 0)])
+def test_shared_velocity_warns_when_a_second_worker_joins(caplog, correction, warnings):
+    sgd = offbeat.optim.SGD(lr=0.1, momentum=0.9)
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, optimizer=sgd, momentum_correction=correction) as server,
+        offbeat.Client(server.address) as first,
+    ):
+        first.push(first.pull())
+        said = [r for r in caplog.records if "one velocity" in r.getMessage()]
+        assert not said
+        for _ in range(2):
+            with offbeat.Client(server.address) as another:
+                another.push(another.pull())
+    said = [r for r in caplog.records if "one velocity" in r.getMessage()]
+    assert len(said) == warnings

@@ -1,10 +1,12 @@
 """The demo, cut short, on the digits: real processes, a real server, and all that it promises to report."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -106,9 +108,14 @@ def test_ctrl_c_ends_the_demo_and_all_its_processes_in_one_sentence(tmp_path):
 
 
 def workers_of(pid):
-    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [int(line.split()[0]) for line in listed if "spawn_main" in line]
+    """List the worker processes of a process, without those that multiprocessing has for itself."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = int((folder / "stat").read_text("utf-8").rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def is_running(pid):

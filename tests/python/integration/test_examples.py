@@ -1,7 +1,9 @@
 """The document's code and our examples run, in separate processes, as a user would start them."""
 
+import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,23 +22,42 @@ def free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def start(name, *arguments, **environment):
-    return subprocess.Popen(
-        [sys.executable, EXAMPLES / name, *arguments],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def start(tmp_path):
+    """Start examples; whatever of them is left when the test ends is ended too."""
+    with contextlib.ExitStack() as stack:
+
+        def run(name, *arguments, **environment):
+            output = stack.enter_context((tmp_path / f"{len(started)}.txt").open("w+"))
+            process = subprocess.Popen(
+                [sys.executable, EXAMPLES / name, *arguments],
+                env=os.environ | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            started.append((process, output))
+            stack.callback(_end, process)
+            return process, output
+
+        started = []
+        yield run
 
 
-def finish(*processes):
+def _end(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(*started):
     """Wait for all, and give back what they printed; each has to end well."""
     printed = []
-    for process in processes:
-        output, _ = process.communicate(timeout=250)
-        printed.append(output)
-        assert process.returncode == 0, output
+    for process, output in started:
+        process.wait(timeout=200)
+        output.seek(0)
+        printed.append(output.read())
+        assert process.returncode == 0, printed[-1]
     return printed
 
 
@@ -47,7 +68,7 @@ def test_every_example_has_a_test():
     assert names == tested
 
 
-def test_the_document_s_parameter_server():
+def test_the_document_s_parameter_server(start):
     address = free_address()
     name = "document_parameter_server.py"
     server = start(name, "server", address.rpartition(":")[2])
@@ -58,7 +79,7 @@ def test_the_document_s_parameter_server():
         assert '"epochs": 10' in history
 
 
-def test_the_document_s_staleness_policy():
+def test_the_document_s_staleness_policy(start):
     (printed,) = finish(start("document_staleness.py"))
     assert "version 20: 0 updates late, weight 1.0" in printed
 
@@ -69,7 +90,7 @@ def accuracies(printed):
     }
 
 
-def test_the_tutorial_in_separate_processes():
+def test_the_tutorial_in_separate_processes(start):
     environment = {"TUTORIAL_SERVER": free_address()}
     server = start("document_tutorial.py", "server", **environment)
     workers = [start("document_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
@@ -80,7 +101,7 @@ def test_the_tutorial_in_separate_processes():
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_the_tutorial_under_multiprocessing_with_two_loader_processes(start_method):
+def test_the_tutorial_under_multiprocessing_with_two_loader_processes(start, start_method):
     environment = {
         "TUTORIAL_SERVER": free_address(),
         "TUTORIAL_NUM_WORKERS": "2",
@@ -90,12 +111,12 @@ def test_the_tutorial_under_multiprocessing_with_two_loader_processes(start_meth
     assert sorted(accuracies(printed)) == ["0", "1"]
 
 
-def test_a_loop_of_one_s_own():
+def test_a_loop_of_one_s_own(start):
     (printed,) = finish(start("own_loop.py"))
     assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.8
 
 
-def test_one_server_and_two_workers_train_on_pictures():
+def test_one_server_and_two_workers_train_on_pictures(start):
     (printed,) = finish(start("parameter_server.py", "2"))
     found = [float(value) for value in re.findall(r"stopped by budget, accuracy ([\d.]+)", printed)]
     assert len(found) == 2

@@ -5,6 +5,7 @@ same bits; the others max|a - b| <= 1e-6 * max|b| per tensor.
 """
 
 import fnmatch
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -167,3 +168,23 @@ def test_tensor_of_several_fragments_is_torchs_too(host, kind, transaction):
 def test_one_worker_is_torchs_bit_for_bit_under_every_policy(host, policy):
     keywords = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
     assert_same_bits(*run_both(host, optim.SGD, keywords, [], seed=2, staleness_policy=policy))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_four_workers_that_take_strict_turns_are_one_bit_for_bit(host, momentum):
+    random = np.random.default_rng(4)
+    start = {name: normal(random, shape) for name, shape in SHAPES.items()}
+    pushes = [{name: normal(random, shape) for name, shape in SHAPES.items()} for _ in range(40)]
+
+    def train(num_workers):
+        spec = optim.SGD(lr=0.01, momentum=momentum, weight_decay=1e-4)
+        with ExitStack() as stack:
+            server = stack.enter_context(host.serving(start, optimizer=spec, momentum_correction=False))
+            made = [stack.enter_context(offbeat.Client(server.address)) for _ in range(num_workers)]
+            for turn, push in enumerate(pushes):
+                worker = made[turn % num_workers]
+                worker.pull()
+                assert worker.push(push).staleness == 0
+            return made[0].pull()
+
+    assert_same_bits(train(4), train(1))

@@ -18,7 +18,6 @@ def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
         os.write(theirs, chunk)
     os.close(theirs)
     copy.join(20)
-    os.close(ours)
     return stream.getvalue(), copy.last_line
 
 
@@ -45,7 +44,6 @@ def test_a_line_in_two_pieces_is_one_line():
     os.write(theirs, b"line\n")
     os.close(theirs)
     copy.join(20)
-    os.close(ours)
     assert stream.getvalue() == b"[1] one line\n"
 
 

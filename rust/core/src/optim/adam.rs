@@ -81,11 +81,7 @@ impl Adam {
     #[inline(always)]
     fn moments(&self, grad: f32, param: f32, m: f32, v: f32) -> (f32, f32, f32) {
         let g = self.sign * grad;
-        let g = if self.couples {
-            self.weight_decay.mul_add(param, g)
-        } else {
-            g
-        };
+        let g = if self.couples { self.weight_decay.mul_add(param, g) } else { g };
         let param = if self.shrinks { param * self.shrink } else { param };
         let m = self.average.between(m, g);
         let v = (self.one_minus_beta2 * g).mul_add(g, self.beta2 * v);
@@ -134,15 +130,11 @@ impl Lerp {
     pub(super) fn new(weight: f64) -> Self {
         let weight = weight as f32;
         let from_end = weight.abs() >= 0.5;
-        Self {
-            coefficient: if from_end { weight - 1.0 } else { weight },
-            from_end,
-        }
+        Self { coefficient: if from_end { weight - 1.0 } else { weight }, from_end }
     }
 
     #[inline(always)]
     pub(super) fn between(self, start: f32, end: f32) -> f32 {
-        self.coefficient
-            .mul_add(end - start, if self.from_end { end } else { start })
+        self.coefficient.mul_add(end - start, if self.from_end { end } else { start })
     }
 }

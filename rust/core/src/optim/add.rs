@@ -9,9 +9,7 @@ pub(super) struct Add {
 
 impl Add {
     pub(super) fn new(weight: f64) -> Self {
-        Self {
-            weight: weight as f32,
-        }
+        Self { weight: weight as f32 }
     }
 }
 

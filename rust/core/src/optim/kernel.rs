@@ -60,15 +60,9 @@ fn write<const N: usize, E: Element<N>>(
 ) -> bool {
     let n = grad.len();
     // The compiler drops the bounds checks below because of these.
-    assert!(
-        param.len() == n && to_param.len() == n,
-        "a step over slices of different lengths"
-    );
+    assert!(param.len() == n && to_param.len() == n, "a step over slices of different lengths");
     for slot in 0..N {
-        assert!(
-            state[slot].len() == n && to_state[slot].len() == n,
-            "a step over state of another length"
-        );
+        assert!(state[slot].len() == n && to_state[slot].len() == n, "a step over state of another length");
     }
     let mut largest = 0;
     for i in 0..n {

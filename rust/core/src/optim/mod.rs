@@ -43,10 +43,7 @@ pub struct Target<'a> {
 impl Target<'_> {
     /// The same target for a shorter while, so that a batch's pushes can go over it one after another.
     pub fn reborrow(&mut self) -> Target<'_> {
-        Target {
-            param: self.param,
-            state: self.state.each_mut().map(|slot| &mut **slot),
-        }
+        Target { param: self.param, state: self.state.each_mut().map(|slot| &mut **slot) }
     }
 }
 
@@ -81,13 +78,7 @@ impl Stepper {
     #[must_use]
     pub fn new(rule: &Rule, lr: f64, weight: f64, step: u64) -> Self {
         Self(match *rule {
-            Rule::Sgd {
-                momentum,
-                dampening,
-                weight_decay,
-                nesterov,
-                maximize,
-            } => {
+            Rule::Sgd { momentum, dampening, weight_decay, nesterov, maximize } => {
                 let plain = sgd::Plain::new(lr, weight, weight_decay, maximize);
                 if momentum != 0.0 {
                     Kernel::SgdMomentum(sgd::Momentum::new(plain, momentum, dampening, nesterov, step))
@@ -97,45 +88,23 @@ impl Stepper {
                     Kernel::Sgd(plain)
                 }
             }
-            Rule::Adam {
-                betas,
-                eps,
-                weight_decay,
-                amsgrad,
-                maximize,
-                decoupled_weight_decay,
-            } => {
+            Rule::Adam { betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay } => {
                 let decay = adam::Decay::new(weight_decay, decoupled_weight_decay);
                 let adam = adam::Adam::new(lr, weight, betas, eps, decay, maximize, step);
-                if amsgrad {
-                    Kernel::AdamAmsgrad(adam::Amsgrad(adam))
-                } else {
-                    Kernel::Adam(adam)
-                }
+                if amsgrad { Kernel::AdamAmsgrad(adam::Amsgrad(adam)) } else { Kernel::Adam(adam) }
             }
-            Rule::Adagrad {
-                lr_decay,
-                weight_decay,
-                initial_accumulator_value: _,
-                eps,
-                maximize,
-            } => Kernel::Adagrad(adagrad::Adagrad::new(
-                lr,
-                weight,
-                lr_decay,
-                weight_decay,
-                eps,
-                maximize,
-                step,
-            )),
-            Rule::RmsProp {
-                alpha,
-                eps,
-                weight_decay,
-                momentum,
-                centered,
-                maximize,
-            } => {
+            Rule::Adagrad { lr_decay, weight_decay, initial_accumulator_value: _, eps, maximize } => {
+                Kernel::Adagrad(adagrad::Adagrad::new(
+                    lr,
+                    weight,
+                    lr_decay,
+                    weight_decay,
+                    eps,
+                    maximize,
+                    step,
+                ))
+            }
+            Rule::RmsProp { alpha, eps, weight_decay, momentum, centered, maximize } => {
                 let of = rmsprop::Constants::new(lr, weight, alpha, eps, weight_decay, momentum, maximize);
                 match (momentum > 0.0, centered) {
                     (false, false) => Kernel::RmsProp(rmsprop::RmsProp(of)),
@@ -198,9 +167,7 @@ pub fn state_names(rule: &Rule) -> &'static [&'static str] {
         Rule::Adam { amsgrad: false, .. } => &["exp_avg", "exp_avg_sq"],
         Rule::Adam { amsgrad: true, .. } => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
         Rule::Adagrad { .. } => &["sum"],
-        Rule::RmsProp {
-            momentum, centered, ..
-        } => match (momentum > 0.0, centered) {
+        Rule::RmsProp { momentum, centered, .. } => match (momentum > 0.0, centered) {
             (false, false) => &["square_avg"],
             (false, true) => &["square_avg", "grad_avg"],
             (true, false) => &["square_avg", "momentum_buffer"],
@@ -219,10 +186,7 @@ pub fn state_slots(rule: &Rule) -> usize {
 #[must_use]
 pub fn initial_state(rule: &Rule, _slot: usize) -> f32 {
     match *rule {
-        Rule::Adagrad {
-            initial_accumulator_value,
-            ..
-        } => initial_accumulator_value as f32,
+        Rule::Adagrad { initial_accumulator_value, .. } => initial_accumulator_value as f32,
         Rule::Sgd { .. } | Rule::Adam { .. } | Rule::RmsProp { .. } | Rule::Add => 0.0,
     }
 }

@@ -74,19 +74,9 @@ impl<const MOMENTUM: bool, const CENTERED: bool> RmsProp<MOMENTUM, CENTERED> {
         let denominator = variance.sqrt() + of.eps;
         if MOMENTUM {
             let buffer = of.momentum * at.buffer + of.weight * g / denominator;
-            (
-                of.minus_lr.mul_add(buffer, param),
-                Moments { square, buffer, mean },
-            )
+            (of.minus_lr.mul_add(buffer, param), Moments { square, buffer, mean })
         } else {
-            (
-                param + of.minus_weighted_lr * g / denominator,
-                Moments {
-                    square,
-                    buffer: 0.0,
-                    mean,
-                },
-            )
+            (param + of.minus_weighted_lr * g / denominator, Moments { square, buffer: 0.0, mean })
         }
     }
 }
@@ -94,15 +84,7 @@ impl<const MOMENTUM: bool, const CENTERED: bool> RmsProp<MOMENTUM, CENTERED> {
 impl Element<1> for RmsProp<false, false> {
     #[inline(always)]
     fn apply(&self, grad: f32, param: f32, [square]: [f32; 1]) -> (f32, [f32; 1]) {
-        let (param, to) = self.step(
-            grad,
-            param,
-            Moments {
-                square,
-                buffer: 0.0,
-                mean: 0.0,
-            },
-        );
+        let (param, to) = self.step(grad, param, Moments { square, buffer: 0.0, mean: 0.0 });
         (param, [to.square])
     }
 }
@@ -110,15 +92,7 @@ impl Element<1> for RmsProp<false, false> {
 impl Element<2> for RmsProp<false, true> {
     #[inline(always)]
     fn apply(&self, grad: f32, param: f32, [square, mean]: [f32; 2]) -> (f32, [f32; 2]) {
-        let (param, to) = self.step(
-            grad,
-            param,
-            Moments {
-                square,
-                buffer: 0.0,
-                mean,
-            },
-        );
+        let (param, to) = self.step(grad, param, Moments { square, buffer: 0.0, mean });
         (param, [to.square, to.mean])
     }
 }
@@ -126,15 +100,7 @@ impl Element<2> for RmsProp<false, true> {
 impl Element<2> for RmsProp<true, false> {
     #[inline(always)]
     fn apply(&self, grad: f32, param: f32, [square, buffer]: [f32; 2]) -> (f32, [f32; 2]) {
-        let (param, to) = self.step(
-            grad,
-            param,
-            Moments {
-                square,
-                buffer,
-                mean: 0.0,
-            },
-        );
+        let (param, to) = self.step(grad, param, Moments { square, buffer, mean: 0.0 });
         (param, [to.square, to.buffer])
     }
 }

@@ -27,17 +27,12 @@ pub(crate) struct Plain {
 
 impl Plain {
     pub(crate) fn new(lr: f64, weight: f64, weight_decay: f64, maximize: bool) -> Self {
-        Self {
-            minus_lr: -lr as f32,
-            direction: Direction::new(weight, weight_decay, maximize),
-        }
+        Self { minus_lr: -lr as f32, direction: Direction::new(weight, weight_decay, maximize) }
     }
 
     /// The same step in its cheapest form, if there is nothing to do to the gradient.
     pub(crate) fn bare(&self) -> Option<Bare> {
-        self.direction.is_gradient().then_some(Bare {
-            minus_lr: self.minus_lr,
-        })
+        self.direction.is_gradient().then_some(Bare { minus_lr: self.minus_lr })
     }
 }
 
@@ -59,11 +54,7 @@ pub(crate) struct Momentum {
 impl Momentum {
     /// `step` counts from 1.
     pub(crate) fn new(plain: Plain, momentum: f64, dampening: f64, nesterov: bool, step: u64) -> Self {
-        Self {
-            plain,
-            velocity: Velocity::new(momentum, dampening, step <= 1),
-            nesterov,
-        }
+        Self { plain, velocity: Velocity::new(momentum, dampening, step <= 1), nesterov }
     }
 }
 
@@ -72,11 +63,7 @@ impl Element<1> for Momentum {
     fn apply(&self, grad: f32, param: f32, [buffer]: [f32; 1]) -> (f32, [f32; 1]) {
         let d = self.plain.direction.of(grad, param);
         let buffer = self.velocity.next(buffer, d);
-        let d = if self.nesterov {
-            self.velocity.ahead(buffer, d)
-        } else {
-            buffer
-        };
+        let d = if self.nesterov { self.velocity.ahead(buffer, d) } else { buffer };
         (self.plain.minus_lr.mul_add(d, param), [buffer])
     }
 }
@@ -108,11 +95,7 @@ impl Direction {
     #[inline(always)]
     pub(crate) fn of(&self, grad: f32, param: f32) -> f32 {
         let d = self.sign * grad;
-        let d = if self.decays {
-            self.weight_decay.mul_add(param, d)
-        } else {
-            d
-        };
+        let d = if self.decays { self.weight_decay.mul_add(param, d) } else { d };
         self.weight * d
     }
 }
@@ -127,21 +110,13 @@ pub(crate) struct Velocity {
 
 impl Velocity {
     pub(crate) fn new(momentum: f64, dampening: f64, first: bool) -> Self {
-        Self {
-            momentum: momentum as f32,
-            undamped: (1.0 - dampening) as f32,
-            first,
-        }
+        Self { momentum: momentum as f32, undamped: (1.0 - dampening) as f32, first }
     }
 
     /// v ← μv + (1 − dampening)·d; the first time d itself.
     #[inline(always)]
     pub(crate) fn next(&self, buffer: f32, d: f32) -> f32 {
-        if self.first {
-            d
-        } else {
-            self.undamped.mul_add(d, self.momentum * buffer)
-        }
+        if self.first { d } else { self.undamped.mul_add(d, self.momentum * buffer) }
     }
 
     /// d + μv: where Nesterov looks.

@@ -20,13 +20,7 @@ pub struct PushFacts {
 
 impl Default for PushFacts {
     fn default() -> Self {
-        Self {
-            staleness: 0,
-            same_term: true,
-            awake: true,
-            finite: true,
-            norm: None,
-        }
+        Self { staleness: 0, same_term: true, awake: true, finite: true, norm: None }
     }
 }
 

@@ -10,16 +10,8 @@ use crate::spec::Group;
 #[must_use]
 pub fn assign<S: AsRef<str>>(groups: &[Group], names: &[S]) -> Vec<u16> {
     let last = groups.len().saturating_sub(1);
-    let index = |name: &str| {
-        groups
-            .iter()
-            .position(|group| matches(&group.pattern, name))
-            .unwrap_or(last)
-    };
-    names
-        .iter()
-        .map(|name| u16::try_from(index(name.as_ref())).unwrap_or(u16::MAX))
-        .collect()
+    let index = |name: &str| groups.iter().position(|group| matches(&group.pattern, name)).unwrap_or(last);
+    names.iter().map(|name| u16::try_from(index(name.as_ref())).unwrap_or(u16::MAX)).collect()
 }
 
 /// Whether the whole name fits the pattern, in at most |pattern| × |name| steps whatever the pattern.

@@ -20,19 +20,11 @@ pub enum Need {
 /// What the chosen policies need: a norm is the whole gradient's, all else is in the header.
 #[must_use]
 pub fn need(spec: &StalenessSpec) -> Need {
-    if spec.max_norm.is_some() {
-        Need::Push
-    } else {
-        Need::Header
-    }
+    if spec.max_norm.is_some() { Need::Push } else { Need::Header }
 }
 
 /// The transaction that serves both the user's choice and the stages' need.
 #[must_use]
 pub fn transaction(requested: Transaction, need: Need) -> Transaction {
-    if need == Need::Push {
-        Transaction::Model
-    } else {
-        requested
-    }
+    if need == Need::Push { Transaction::Model } else { requested }
 }

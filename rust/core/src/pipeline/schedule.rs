@@ -29,18 +29,14 @@ fn shape(shape: &ScheduleShape, position: u64) -> f64 {
         ScheduleShape::Constant => 1.0,
         ScheduleShape::Step { step_size, gamma } => gamma.powf((position / step_size.max(1)) as f64),
         // Both are written as what is lost from 1, so that they start at exactly 1.
-        ScheduleShape::Cosine { total, end_factor } => towards(end_factor, position, total, |done| {
-            (1.0 - (PI * done).cos()) / 2.0
-        }),
+        ScheduleShape::Cosine { total, end_factor } => {
+            towards(end_factor, position, total, |done| (1.0 - (PI * done).cos()) / 2.0)
+        }
         ScheduleShape::Linear { total, end_factor } => towards(end_factor, position, total, |done| done),
     }
 }
 
 /// From 1 to `end`: `lost` says which part of the way is behind after a fraction of the total.
 fn towards(end: f64, position: u64, total: u64, lost: impl Fn(f64) -> f64) -> f64 {
-    if position >= total {
-        end
-    } else {
-        1.0 - (1.0 - end) * lost(position as f64 / total as f64)
-    }
+    if position >= total { end } else { 1.0 - (1.0 - end) * lost(position as f64 / total as f64) }
 }

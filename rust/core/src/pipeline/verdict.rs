@@ -20,10 +20,7 @@ impl Verdict {
     /// A rejection.
     #[must_use]
     pub fn reject(reason: Reason, detail: impl Into<String>) -> Self {
-        Self::Reject {
-            reason,
-            detail: detail.into(),
-        }
+        Self::Reject { reason, detail: detail.into() }
     }
 
     #[must_use]

@@ -60,12 +60,7 @@ pub(super) fn apply(
         let version = root.version + moving.len() as u64;
         let decision = decide(root, version, &ledger, arrival);
         if let Decision::Applied { weight, .. } = decision {
-            ledger::record(
-                &mut ledger,
-                arrival.record.worker,
-                arrival.record.sequence,
-                arrival.crc,
-            );
+            ledger::record(&mut ledger, arrival.record.worker, arrival.record.sequence, arrival.crc);
             moving.push(Moving { arrival, weight });
         }
         decisions.push(decision);
@@ -74,9 +69,7 @@ pub(super) fn apply(
         return (None, decisions);
     }
     let one_optimizer = moving.windows(2).all(|w| w[0].run().epoch == w[1].run().epoch);
-    let next = one_optimizer
-        .then(|| commit(place, root, &moving, ledger))
-        .flatten();
+    let next = one_optimizer.then(|| commit(place, root, &moving, ledger)).flatten();
     match next {
         Some(next) => (Some(next), decisions),
         None if arrivals.len() == 1 => (None, vec![nonfinite(place, arrivals[0].payload)]),
@@ -90,11 +83,8 @@ fn one_by_one(place: Place<'_>, root: &Root, arrivals: &[Arrival<'_>]) -> (Optio
     let mut latest: Option<Root> = None;
     let mut decisions = Vec::with_capacity(arrivals.len());
     for arrival in arrivals {
-        let (next, mut decision) = apply(
-            place,
-            latest.as_ref().unwrap_or(root),
-            std::slice::from_ref(arrival),
-        );
+        let (next, mut decision) =
+            apply(place, latest.as_ref().unwrap_or(root), std::slice::from_ref(arrival));
         latest = next.or(latest);
         decisions.append(&mut decision);
     }
@@ -104,10 +94,8 @@ fn one_by_one(place: Place<'_>, root: &Root, arrivals: &[Arrival<'_>]) -> (Optio
 fn decide(root: &Root, version: u64, ledger: &[LedgerEntry], arrival: &Arrival<'_>) -> Decision {
     let (record, ticket) = (arrival.record, &arrival.record.ticket);
     if ticket.term != root.term {
-        let detail = format!(
-            "the push was admitted in term {}, the store is in term {}",
-            ticket.term, root.term
-        );
+        let detail =
+            format!("the push was admitted in term {}, the store is in term {}", ticket.term, root.term);
         return Decision::Refused(Reason::ServerRolledBack, detail);
     }
     match ledger::seen(ledger, record.worker, record.sequence, arrival.crc) {
@@ -123,16 +111,10 @@ fn decide(root: &Root, version: u64, ledger: &[LedgerEntry], arrival: &Arrival<'
         return Decision::Refused(Reason::OptimizerChanged, detail);
     }
     let Some(tau) = version.checked_sub(arrival.base) else {
-        let detail = format!(
-            "the push says it read version {}, the fragment is at {version}",
-            arrival.base
-        );
+        let detail = format!("the push says it read version {}, the fragment is at {version}", arrival.base);
         return Decision::Refused(Reason::Failed, detail);
     };
-    Decision::Applied {
-        tau,
-        weight: ticket.run.weight(tau),
-    }
+    Decision::Applied { tau, weight: ticket.run.weight(tau) }
 }
 
 fn nonfinite(place: Place<'_>, payload: &[u8]) -> Decision {
@@ -140,10 +122,7 @@ fn nonfinite(place: Place<'_>, payload: &[u8]) -> Decision {
         let detail = "applying it would have made a parameter or an optimizer moment infinite or NaN";
         Decision::Refused(Reason::NonfiniteResult, detail.to_owned())
     } else {
-        Decision::Refused(
-            Reason::NonFinite,
-            "the push holds NaN or infinite values".to_owned(),
-        )
+        Decision::Refused(Reason::NonFinite, "the push holds NaN or infinite values".to_owned())
     }
 }
 
@@ -165,13 +144,7 @@ fn commit(place: Place<'_>, root: &Root, moving: &[Moving<'_>], ledger: Vec<Ledg
         FragmentKind::Parameters => optimize(place, root, moving)?,
         FragmentKind::Buffers => (add_differences(place, root, moving), None),
     };
-    Some(Root::new(
-        place.fragment,
-        (root.term, version),
-        data,
-        state,
-        ledger.into_boxed_slice(),
-    ))
+    Some(Root::new(place.fragment, (root.term, version), data, state, ledger.into_boxed_slice()))
 }
 
 fn add_differences(place: Place<'_>, root: &Root, moving: &[Moving<'_>]) -> Block {
@@ -217,9 +190,7 @@ fn optimize(place: Place<'_>, root: &Root, moving: &[Moving<'_>]) -> Option<(Blo
             if !m.arrival.record.present.has(segment.tensor) {
                 continue;
             }
-            let values = wide
-                .as_ref()
-                .map_or_else(|| bytemuck::cast_slice(m.arrival.payload), Block::floats);
+            let values = wide.as_ref().map_or_else(|| bytemuck::cast_slice(m.arrival.payload), Block::floats);
             steps[index] += 1;
             let number = m.run().group_of(segment.tensor);
             let lr = m.arrival.record.ticket.learning_rates[number];
@@ -231,17 +202,9 @@ fn optimize(place: Place<'_>, root: &Root, moving: &[Moving<'_>]) -> Option<(Blo
         for start in (0..segment.len).step_by(chunk) {
             let part = start..segment.len.min(start + chunk);
             let held = segment.start + part.start..segment.start + part.end;
-            let source = Source {
-                param: &root.data.floats()[held.clone()],
-                state: parts(&source_state.slots, &held),
-            };
-            if !step(
-                place.isa,
-                &pushes,
-                part,
-                &source,
-                target(&mut data, &mut slots, &held),
-            ) {
+            let source =
+                Source { param: &root.data.floats()[held.clone()], state: parts(&source_state.slots, &held) };
+            if !step(place.isa, &pushes, part, &source, target(&mut data, &mut slots, &held)) {
                 return None;
             }
         }
@@ -287,11 +250,7 @@ fn initial_state(place: Place<'_>, run: &Run, num_slots: usize) -> OptimizerStat
             block
         })
     });
-    OptimizerState {
-        epoch: run.epoch,
-        slots,
-        steps: vec![0; fragment.segments.len()].into(),
-    }
+    OptimizerState { epoch: run.epoch, slots, steps: vec![0; fragment.segments.len()].into() }
 }
 
 /// A 16-bit payload as f32; `None` for f32, which is used where it lies.
@@ -305,9 +264,7 @@ fn widen(place: Place<'_>, payload: &[u8]) -> Option<Block> {
 }
 
 fn parts<'a>(slots: &'a [Option<Block>; MAX_STATE], held: &Range<usize>) -> [&'a [f32]; MAX_STATE] {
-    slots
-        .each_ref()
-        .map(|slot| slot.as_ref().map_or(&[][..], |b| &b.floats()[held.clone()]))
+    slots.each_ref().map(|slot| slot.as_ref().map_or(&[][..], |b| &b.floats()[held.clone()]))
 }
 
 fn target<'a>(
@@ -315,12 +272,7 @@ fn target<'a>(
     slots: &'a mut [Option<Block>; MAX_STATE],
     held: &Range<usize>,
 ) -> Target<'a> {
-    let state = slots.each_mut().map(|slot| {
-        slot.as_mut()
-            .map_or(&mut [][..], |b| &mut b.floats_mut()[held.clone()])
-    });
-    Target {
-        param: &mut data.floats_mut()[held.clone()],
-        state,
-    }
+    let state =
+        slots.each_mut().map(|slot| slot.as_mut().map_or(&mut [][..], |b| &mut b.floats_mut()[held.clone()]));
+    Target { param: &mut data.floats_mut()[held.clone()], state }
 }

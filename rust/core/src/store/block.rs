@@ -33,20 +33,13 @@ impl Pool {
         let class = class_of(bytes);
         let lines = self.list(class).pop();
         let lines = lines.unwrap_or_else(|| vec![Line::zeroed(); bytes.div_ceil(64).next_power_of_two()]);
-        Block {
-            lines,
-            bytes,
-            pool: Arc::clone(self),
-        }
+        Block { lines, bytes, pool: Arc::clone(self) }
     }
 
     /// Bytes waiting to be reused.
     #[must_use]
     pub fn idle_bytes(&self) -> usize {
-        self.free
-            .iter()
-            .map(|list| lock(list).iter().map(|b| b.len() * 64).sum::<usize>())
-            .sum()
+        self.free.iter().map(|list| lock(list).iter().map(|b| b.len() * 64).sum::<usize>()).sum()
     }
 
     fn list(&self, class: usize) -> MutexGuard<'_, Vec<Vec<Line>>> {
@@ -91,11 +84,7 @@ impl Block {
     /// # Panics
     /// If the block is shorter.
     pub fn truncate(&mut self, bytes: usize) {
-        assert!(
-            bytes <= self.bytes,
-            "a block of {} bytes cannot grow to {bytes}",
-            self.bytes
-        );
+        assert!(bytes <= self.bytes, "a block of {} bytes cannot grow to {bytes}", self.bytes);
         self.bytes = bytes;
     }
 }

@@ -28,15 +28,9 @@ pub(super) fn merge(dtype: Dtype, held: &mut [u8], value: &[u8], base: &[u8]) {
         }),
         Dtype::I8 => each(held, value, base, |h: i8, v, b| h.wrapping_add(v.wrapping_sub(b))),
         Dtype::U8 => each(held, value, base, |h: u8, v, b| h.wrapping_add(v.wrapping_sub(b))),
-        Dtype::I16 => each(held, value, base, |h: i16, v, b| {
-            h.wrapping_add(v.wrapping_sub(b))
-        }),
-        Dtype::I32 => each(held, value, base, |h: i32, v, b| {
-            h.wrapping_add(v.wrapping_sub(b))
-        }),
-        Dtype::I64 => each(held, value, base, |h: i64, v, b| {
-            h.wrapping_add(v.wrapping_sub(b))
-        }),
+        Dtype::I16 => each(held, value, base, |h: i16, v, b| h.wrapping_add(v.wrapping_sub(b))),
+        Dtype::I32 => each(held, value, base, |h: i32, v, b| h.wrapping_add(v.wrapping_sub(b))),
+        Dtype::I64 => each(held, value, base, |h: i64, v, b| h.wrapping_add(v.wrapping_sub(b))),
         Dtype::Bool => each(held, value, base, |h: u8, v, b| if v == b { h } else { v }),
     }
 }
@@ -48,10 +42,7 @@ fn finite_or<T>(value: T, sum: T, finite: bool) -> T {
 /// Payloads come straight off the wire, at any alignment.
 fn each<T: Pod>(held: &mut [u8], value: &[u8], base: &[u8], add: impl Fn(T, T, T) -> T) {
     let size = size_of::<T>();
-    for ((h, v), b) in held
-        .chunks_exact_mut(size)
-        .zip(value.chunks_exact(size))
-        .zip(base.chunks_exact(size))
+    for ((h, v), b) in held.chunks_exact_mut(size).zip(value.chunks_exact(size)).zip(base.chunks_exact(size))
     {
         if h == b {
             h.copy_from_slice(v);
@@ -68,12 +59,7 @@ mod tests {
 
     fn merged<T: Pod>(dtype: Dtype, held: T, value: T, base: T) -> T {
         let mut out = held;
-        merge(
-            dtype,
-            bytemuck::bytes_of_mut(&mut out),
-            bytemuck::bytes_of(&value),
-            bytemuck::bytes_of(&base),
-        );
+        merge(dtype, bytemuck::bytes_of_mut(&mut out), bytemuck::bytes_of(&value), bytemuck::bytes_of(&base));
         out
     }
 
@@ -82,10 +68,7 @@ mod tests {
         let (base, value) = (0.1_f32, 0.3_f32);
         assert_ne!((base + (value - base)).to_bits(), (0.1_f32 + 0.3_f32).to_bits());
         assert_eq!(merged(Dtype::F32, base, value, base).to_bits(), value.to_bits());
-        assert_eq!(
-            merged(Dtype::F32, 1.0, f32::NEG_INFINITY, 1.0_f32),
-            f32::NEG_INFINITY
-        );
+        assert_eq!(merged(Dtype::F32, 1.0, f32::NEG_INFINITY, 1.0_f32), f32::NEG_INFINITY);
     }
 
     #[test]
@@ -94,12 +77,7 @@ mod tests {
         assert_eq!(merged(Dtype::I64, 10, 3, 1_i64), 12);
         assert_eq!(merged(Dtype::U8, 250, 10, 0_u8), 4);
         assert_eq!(
-            merged(
-                Dtype::BF16,
-                bf16::from_f32(2.0),
-                bf16::from_f32(1.5),
-                bf16::from_f32(1.0)
-            ),
+            merged(Dtype::BF16, bf16::from_f32(2.0), bf16::from_f32(1.5), bf16::from_f32(1.0)),
             bf16::from_f32(2.5)
         );
     }
@@ -107,11 +85,7 @@ mod tests {
     #[test]
     fn a_bool_or_a_sentinel_is_overwritten() {
         assert_eq!(merged(Dtype::Bool, 1, 0, 1_u8), 0);
-        assert_eq!(
-            merged(Dtype::Bool, 0, 1, 1_u8),
-            0,
-            "unchanged by this worker: the other's value stays"
-        );
+        assert_eq!(merged(Dtype::Bool, 0, 1, 1_u8), 0, "unchanged by this worker: the other's value stays");
         assert_eq!(merged(Dtype::F32, 5.0, 4.0, f32::INFINITY), 4.0);
     }
 }

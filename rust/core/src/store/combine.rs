@@ -21,10 +21,7 @@ pub(crate) struct Combiner<T> {
 
 impl<T> Combiner<T> {
     pub(crate) fn new() -> Self {
-        Self {
-            queue: Queue::new(),
-            pending: AtomicUsize::new(0),
-        }
+        Self { queue: Queue::new(), pending: AtomicUsize::new(0) }
     }
 
     /// Queues an item. True: the caller now holds the turn, with one item counted, and must work until
@@ -39,9 +36,7 @@ impl<T> Combiner<T> {
 
     /// Takes one counted item (the turn's holder only, at most as often as items are counted).
     pub(crate) fn take(&self) -> T {
-        self.queue
-            .pop()
-            .expect("COMBINE-1: a counted item is in the queue")
+        self.queue.pop().expect("COMBINE-1: a counted item is in the queue")
     }
 
     /// Reports `done` taken items as finished. Returns how many are counted now: 0 gives up the turn.

@@ -23,10 +23,7 @@ pub(super) struct Gate {
 
 impl Gate {
     pub(super) fn new() -> Self {
-        Self {
-            last: AtomicU64::new(NONE),
-            paused: Mutex::default(),
-        }
+        Self { last: AtomicU64::new(NONE), paused: Mutex::default() }
     }
 }
 
@@ -44,15 +41,9 @@ impl Store {
         let registry = self.registry();
         let last = registry.tickets.issued;
         // SeqCst: the gate is closed before any later ticket's holder looks (it looks after taking the same lock).
-        self.gate
-            .last
-            .compare_exchange(NONE, last, Ordering::SeqCst, Ordering::SeqCst)
-            .ok()?;
+        self.gate.last.compare_exchange(NONE, last, Ordering::SeqCst, Ordering::SeqCst).ok()?;
         drop(registry);
-        Some(Cut {
-            store: Arc::clone(self),
-            last,
-        })
+        Some(Cut { store: Arc::clone(self), last })
     }
 
     /// To be asked before a fragment of `push` is submitted: if something comes back, a cut is being taken that the
@@ -84,20 +75,13 @@ impl Cut {
     #[must_use]
     pub fn roots(&self) -> Vec<Arc<Root>> {
         let reader = self.store.reader();
-        (0..self.store.layout.fragments.len())
-            .map(|i| reader.root(i))
-            .collect()
+        (0..self.store.layout.fragments.len()).map(|i| reader.root(i)).collect()
     }
 }
 
 impl Drop for Cut {
     fn drop(&mut self) {
-        let mut paused = self
-            .store
-            .gate
-            .paused
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut paused = self.store.gate.paused.lock().unwrap_or_else(PoisonError::into_inner);
         self.store.gate.last.store(NONE, Ordering::SeqCst);
         for waiter in paused.0.drain(..) {
             // A session that died while it waited needs no word.

@@ -107,25 +107,13 @@ impl Store {
         crc: u32,
     ) -> Submission {
         let (done, outcome) = oneshot::channel();
-        let turn = self.cells[fragment].combiner.enqueue(Entry::Push(Queued {
-            record,
-            base,
-            payload,
-            crc,
-            done,
-        }));
-        Submission {
-            outcome,
-            role: turn.then(|| self.role(fragment).drain()).flatten(),
-        }
+        let turn =
+            self.cells[fragment].combiner.enqueue(Entry::Push(Queued { record, base, payload, crc, done }));
+        Submission { outcome, role: turn.then(|| self.role(fragment).drain()).flatten() }
     }
 
     pub(super) fn role(self: &Arc<Self>, fragment: usize) -> Role {
-        Role {
-            store: Arc::clone(self),
-            fragment,
-            counted: 1,
-        }
+        Role { store: Arc::clone(self), fragment, counted: 1 }
     }
 
     /// One drain of a fragment's queue by the holder of its turn; returns how many entries are counted afterwards.
@@ -156,27 +144,16 @@ impl Store {
         }
         let cell = &self.cells[fragment];
         let old = cell.root.load();
-        let place = Place {
-            fragment: &self.layout.fragments[fragment],
-            pool: &self.pool,
-            isa: self.isa,
-        };
+        let place = Place { fragment: &self.layout.fragments[fragment], pool: &self.pool, isa: self.isa };
         let arrivals: Vec<Arrival<'_>> = batch
             .iter()
-            .map(|q| Arrival {
-                record: &q.record,
-                base: q.base,
-                payload: q.payload.bytes(),
-                crc: q.crc,
-            })
+            .map(|q| Arrival { record: &q.record, base: q.base, payload: q.payload.bytes(), crc: q.crc })
             .collect();
         // A panic in a kernel is a bug of ours; it must cost these pushes, not the fragment.
         let applied = catch_unwind(AssertUnwindSafe(|| apply::apply(place, &old, &arrivals)));
         let (next, decisions) = applied.unwrap_or_else(|_| {
-            let refused = Decision::Refused(
-                Reason::Failed,
-                "applying it panicked; please report this".to_owned(),
-            );
+            let refused =
+                Decision::Refused(Reason::Failed, "applying it panicked; please report this".to_owned());
             (None, vec![refused; batch.len()])
         });
         let root = match next {
@@ -188,38 +165,19 @@ impl Store {
             None => Arc::clone(&old),
         };
         drop(old);
-        let mut version = root.version
-            - decisions
-                .iter()
-                .filter(|d| matches!(d, Decision::Applied { .. }))
-                .count() as u64;
+        let mut version =
+            root.version - decisions.iter().filter(|d| matches!(d, Decision::Applied { .. })).count() as u64;
         for (queued, decision) in batch.into_iter().zip(decisions) {
-            let Queued {
-                record,
-                payload,
-                done,
-                ..
-            } = queued;
+            let Queued { record, payload, done, .. } = queued;
             drop(payload); // back to the free list while it is warm
             let outcome = match decision {
                 Decision::Applied { tau, weight } => {
                     version += 1;
                     record.count_applied(weight, place.fragment.len);
                     if let Some(observer) = &self.config.observer {
-                        observer.committed(log::Commit {
-                            fragment,
-                            version,
-                            tau,
-                            push: Arc::clone(&record),
-                        });
+                        observer.committed(log::Commit { fragment, version, tau, push: Arc::clone(&record) });
                     }
-                    FragmentOutcome {
-                        root: Arc::clone(&root),
-                        applied: true,
-                        tau,
-                        weight,
-                        reason: None,
-                    }
+                    FragmentOutcome { root: Arc::clone(&root), applied: true, tau, weight, reason: None }
                 }
                 Decision::Before => FragmentOutcome {
                     root: Arc::clone(&root),
@@ -231,13 +189,7 @@ impl Store {
                 Decision::Refused(reason, detail) => {
                     record.count_refused(reason, &detail);
                     let reason = Some(reason);
-                    FragmentOutcome {
-                        root: Arc::clone(&root),
-                        applied: false,
-                        tau: 0,
-                        weight: 0.0,
-                        reason,
-                    }
+                    FragmentOutcome { root: Arc::clone(&root), applied: false, tau: 0, weight: 0.0, reason }
                 }
             };
             // A session that died does not hear its outcome; the push stays applied.
@@ -247,12 +199,7 @@ impl Store {
 
     pub(super) fn observe(&self, fragment: usize, root: &Root, push: &Arc<PushRecord>, tau: u64) {
         if let Some(observer) = &self.config.observer {
-            observer.committed(log::Commit {
-                fragment,
-                version: root.version,
-                tau,
-                push: Arc::clone(push),
-            });
+            observer.committed(log::Commit { fragment, version: root.version, tau, push: Arc::clone(push) });
         }
     }
 

@@ -55,11 +55,7 @@ pub(super) fn record(ledger: &mut Vec<LedgerEntry>, worker: WorkerKey, sequence:
     if ledger.len() <= slot {
         ledger.resize(slot + 1, LedgerEntry::default());
     }
-    ledger[slot] = LedgerEntry {
-        sequence,
-        incarnation: worker.incarnation,
-        payload_crc,
-    };
+    ledger[slot] = LedgerEntry { sequence, incarnation: worker.incarnation, payload_crc };
 }
 
 /// One of a worker's last pushes.
@@ -160,9 +156,7 @@ impl Tally {
         self.damped += u64::from(receipt.weight < 1.0);
         self.staleness_sum += receipt.staleness;
         self.staleness_max = self.staleness_max.max(receipt.staleness);
-        let bucket = usize::try_from(receipt.staleness)
-            .unwrap_or(usize::MAX)
-            .min(STALENESS_BUCKETS - 1);
+        let bucket = usize::try_from(receipt.staleness).unwrap_or(usize::MAX).min(STALENESS_BUCKETS - 1);
         self.staleness_histogram[bucket] += 1;
     }
 }
@@ -174,10 +168,7 @@ mod tests {
     #[test]
     fn a_ledger_tells_new_from_old_from_forged() {
         let mut ledger = Vec::new();
-        let w = WorkerKey {
-            slot: 2,
-            incarnation: 5,
-        };
+        let w = WorkerKey { slot: 2, incarnation: 5 };
         assert_eq!(seen(&ledger, w, 1, 7), Seen::New);
         record(&mut ledger, w, 4, 7);
         assert_eq!(ledger.len(), 3);
@@ -185,29 +176,7 @@ mod tests {
         assert_eq!(seen(&ledger, w, 4, 8), Seen::Conflict);
         assert_eq!(seen(&ledger, w, 3, 8), Seen::Before);
         assert_eq!(seen(&ledger, w, 9, 8), Seen::New);
-        assert_eq!(
-            seen(
-                &ledger,
-                WorkerKey {
-                    slot: 2,
-                    incarnation: 6
-                },
-                1,
-                8
-            ),
-            Seen::New
-        );
-        assert_eq!(
-            seen(
-                &ledger,
-                WorkerKey {
-                    slot: 2,
-                    incarnation: 4
-                },
-                9,
-                8
-            ),
-            Seen::Conflict
-        );
+        assert_eq!(seen(&ledger, WorkerKey { slot: 2, incarnation: 6 }, 1, 8), Seen::New);
+        assert_eq!(seen(&ledger, WorkerKey { slot: 2, incarnation: 4 }, 9, 8), Seen::Conflict);
     }
 }

@@ -13,10 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Runs a model that must have a failing interleaving.
 fn must_fail(mutation: &str, model: impl Fn() + Send + Sync + 'static) {
     let result = catch_unwind(AssertUnwindSafe(|| loom::model(model)));
-    assert!(
-        result.is_err(),
-        "loom found nothing wrong with the mutation {mutation:?}"
-    );
+    assert!(result.is_err(), "loom found nothing wrong with the mutation {mutation:?}");
 }
 
 /// How items get from many threads to one worker at a time.
@@ -54,10 +51,7 @@ struct BusyFlag {
 
 impl HandOver for BusyFlag {
     fn new() -> Self {
-        Self {
-            queue: Queue::new(),
-            busy: AtomicBool::new(false),
-        }
+        Self { queue: Queue::new(), busy: AtomicBool::new(false) }
     }
     fn submit(&self, item: usize, work: &mut dyn FnMut(usize)) {
         self.queue.push(item);
@@ -79,10 +73,7 @@ struct RelaxedCounter {
 
 impl HandOver for RelaxedCounter {
     fn new() -> Self {
-        Self {
-            queue: Queue::new(),
-            pending: AtomicUsize::new(0),
-        }
+        Self { queue: Queue::new(), pending: AtomicUsize::new(0) }
     }
     fn submit(&self, item: usize, work: &mut dyn FnMut(usize)) {
         self.queue.push(item);
@@ -108,10 +99,7 @@ struct CountFirst {
 
 impl HandOver for CountFirst {
     fn new() -> Self {
-        Self {
-            queue: Queue::new(),
-            pending: AtomicUsize::new(0),
-        }
+        Self { queue: Queue::new(), pending: AtomicUsize::new(0) }
     }
     fn submit(&self, item: usize, work: &mut dyn FnMut(usize)) {
         let first = self.pending.fetch_add(1, Ordering::AcqRel) == 0;
@@ -169,10 +157,7 @@ fn loom_combine_strands_nothing_and_never_overlaps() {
 
 #[test]
 fn loom_combine_fails_with_a_busy_flag() {
-    must_fail(
-        "busy flag and a last look at the queue",
-        every_item_is_worked_on_once::<BusyFlag>,
-    );
+    must_fail("busy flag and a last look at the queue", every_item_is_worked_on_once::<BusyFlag>);
 }
 
 #[test]
@@ -197,10 +182,7 @@ fn every_push_is_in_the_last_root(with_turn: bool) {
     let shared = Arc::new((RootCell::new(start), Combiner::<()>::new()));
     let publish = |shared: &(RootCell<Version>, Combiner<()>)| {
         let number = shared.0.load().number + 1;
-        shared.0.store(std::sync::Arc::new(Version {
-            number,
-            mirror: number,
-        }));
+        shared.0.store(std::sync::Arc::new(Version { number, mirror: number }));
     };
     let push = move |shared: &(RootCell<Version>, Combiner<()>)| {
         if !with_turn {
@@ -236,9 +218,7 @@ fn loom_publish_loses_no_update() {
 
 #[test]
 fn loom_publish_fails_without_the_turn() {
-    must_fail("publish without holding the turn", || {
-        every_push_is_in_the_last_root(false)
-    });
+    must_fail("publish without holding the turn", || every_push_is_in_the_last_root(false));
 }
 
 /// A block's memory, and the list it goes back to when its last holder lets go.
@@ -258,12 +238,7 @@ impl Drop for Recycled {
 /// A writer replaces the root and reuses whatever memory is free, while two readers look at the root they hold.
 fn readers_never_see_reused_memory(wait_for_the_last_holder: bool) {
     let free = Arc::new(Mutex::new(Vec::new()));
-    let block = |memory| {
-        Arc::new(Recycled {
-            memory: Some(memory),
-            free: Arc::clone(&free),
-        })
-    };
+    let block = |memory| Arc::new(Recycled { memory: Some(memory), free: Arc::clone(&free) });
     let root = Arc::new(Mutex::new(block(Arc::new(UnsafeCell::new(1)))));
     let readers: Vec<_> = (0..2)
         .map(|_| {
@@ -283,11 +258,7 @@ fn readers_never_see_reused_memory(wait_for_the_last_holder: bool) {
         })
         .collect();
     for version in 2..4 {
-        let reused = free
-            .lock()
-            .unwrap()
-            .pop()
-            .unwrap_or_else(|| Arc::new(UnsafeCell::new(0)));
+        let reused = free.lock().unwrap().pop().unwrap_or_else(|| Arc::new(UnsafeCell::new(0)));
         reused.with_mut(|value| {
             // SAFETY: the claim under test: memory on the free list has no reader.
             #[expect(unsafe_code, reason = "loom's cell checks exactly this access")]
@@ -343,10 +314,7 @@ fn a_waiting_reader_is_told(enlist_first: bool) {
     for holder in holders {
         holder.join().unwrap();
     }
-    assert!(
-        !must_wait || told.load(Ordering::Acquire),
-        "a reader waits for ever"
-    );
+    assert!(!must_wait || told.load(Ordering::Acquire), "a reader waits for ever");
 }
 
 #[test]

@@ -65,12 +65,7 @@ pub struct StoreConfig {
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        Self {
-            transaction: Transaction::Fragment,
-            max_workers: 1024,
-            max_live_versions: 3,
-            observer: None,
-        }
+        Self { transaction: Transaction::Fragment, max_workers: 1024, max_live_versions: 3, observer: None }
     }
 }
 
@@ -109,22 +104,13 @@ impl Store {
         let roots: Vec<Arc<Root>> = (0..layout.fragments.len())
             .map(|i| Arc::new(filled(&layout, i, (term, 0), Box::default(), &pool, fill)))
             .collect();
-        let cells = roots.iter().map(|root| Cell {
-            root: RootCell::new(Arc::clone(root)),
-            combiner: Combiner::new(),
-        });
+        let cells = roots
+            .iter()
+            .map(|root| Cell { root: RootCell::new(Arc::clone(root)), combiner: Combiner::new() });
         let cells = cells.collect();
         // Under "fragment" the model root would only pin the first version of everything.
-        let roots = if config.transaction == Transaction::Model {
-            roots
-        } else {
-            Vec::new()
-        };
-        let model = Arc::new(ModelRoot {
-            term,
-            version: 0,
-            roots,
-        });
+        let roots = if config.transaction == Transaction::Model { roots } else { Vec::new() };
+        let model = Arc::new(ModelRoot { term, version: 0, roots });
         let pins = Pins::default();
         pins.add(&model);
         Arc::new(Self {
@@ -285,12 +271,7 @@ impl Store {
         }
         let wait = self.pins.wait(); // before looking, so that no release is missed
         let newest = self.model();
-        let older: Vec<_> = self
-            .pins
-            .live()
-            .into_iter()
-            .filter(|m| m.version < newest.version)
-            .collect();
+        let older: Vec<_> = self.pins.live().into_iter().filter(|m| m.version < newest.version).collect();
         // Pinning the newest costs nothing now, but makes one more older version at the next commit.
         if older.len() + 1 < self.config.max_live_versions.max(2) {
             let version = newest.version;
@@ -326,10 +307,7 @@ impl Store {
         }
         for fragment in 0..self.cells.len() {
             let (done, heard) = oneshot::channel();
-            let turn = self.cells[fragment].combiner.enqueue(Entry::Replace {
-                root: root(fragment),
-                done,
-            });
+            let turn = self.cells[fragment].combiner.enqueue(Entry::Replace { root: root(fragment), done });
             load.done.push(heard);
             // Dropping a role drains it in place: a load is rare and may take its time.
             drop(turn.then(|| self.role(fragment)));

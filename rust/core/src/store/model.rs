@@ -42,10 +42,7 @@ pub(super) struct Waiting {
 /// What the model's combiner orders.
 pub(super) enum ModelEntry {
     Push(Waiting),
-    Replace {
-        roots: Vec<Root>,
-        done: oneshot::Sender<()>,
-    },
+    Replace { roots: Vec<Root>, done: oneshot::Sender<()> },
 }
 
 /// The turn to commit staged pushes. Each [`ModelRole::step`] works on one fragment, so that whoever drives it can
@@ -58,7 +55,9 @@ pub struct ModelRole {
 
 enum Phase {
     /// Reading the push for what admission must know: finite, and how long it is.
-    Measure { squares: f64 },
+    Measure {
+        squares: f64,
+    },
     Apply {
         record: Arc<PushRecord>,
         next: Vec<Arc<Root>>,
@@ -74,11 +73,7 @@ struct InProgress {
 
 impl ModelRole {
     pub(super) fn new(store: Arc<Store>) -> Self {
-        Self {
-            store,
-            counted: 1,
-            current: None,
-        }
+        Self { store, counted: 1, current: None }
     }
 
     /// Works on one fragment. `None` when nothing is left to commit.
@@ -93,11 +88,7 @@ impl ModelRole {
             match self.store.models.take() {
                 ModelEntry::Push(waiting) => {
                     let phase = Phase::Measure { squares: 0.0 };
-                    self.current = Some(InProgress {
-                        waiting,
-                        phase,
-                        position: 0,
-                    });
+                    self.current = Some(InProgress { waiting, phase, position: 0 });
                 }
                 ModelEntry::Replace { roots, done } => {
                     let version = self.store.model().version;
@@ -111,38 +102,21 @@ impl ModelRole {
         };
         let (done, store) = (current.waiting.fragments.len(), Arc::clone(&self.store));
         self.current = match current {
-            InProgress {
-                phase: Phase::Measure { squares },
-                waiting,
-                position,
-            } if position == done => self.rule(waiting, squares.sqrt()),
-            InProgress {
-                phase: Phase::Measure { squares },
-                waiting,
-                position,
-            } => match measure(&store, &waiting.fragments[position]) {
-                Some(more) => {
-                    let phase = Phase::Measure {
-                        squares: squares + more,
-                    };
-                    Some(InProgress {
-                        waiting,
-                        phase,
-                        position: position + 1,
-                    })
+            InProgress { phase: Phase::Measure { squares }, waiting, position } if position == done => {
+                self.rule(waiting, squares.sqrt())
+            }
+            InProgress { phase: Phase::Measure { squares }, waiting, position } => {
+                match measure(&store, &waiting.fragments[position]) {
+                    Some(more) => {
+                        let phase = Phase::Measure { squares: squares + more };
+                        Some(InProgress { waiting, phase, position: position + 1 })
+                    }
+                    None => self.rule(waiting, f64::NAN),
                 }
-                None => self.rule(waiting, f64::NAN),
-            },
-            InProgress {
-                phase:
-                    Phase::Apply {
-                        record,
-                        next,
-                        weights,
-                    },
-                waiting,
-                position,
-            } if position == done => {
+            }
+            InProgress { phase: Phase::Apply { record, next, weights }, waiting, position }
+                if position == done =>
+            {
                 for (weight, elements) in weights {
                     record.count_applied(weight, elements);
                 }
@@ -150,38 +124,23 @@ impl ModelRole {
                 self.end(waiting, store.settle(&record));
                 None
             }
-            InProgress {
-                phase:
-                    Phase::Apply {
-                        record,
-                        mut next,
-                        mut weights,
-                    },
-                waiting,
-                position,
-            } => match apply_one(&store, &record, &waiting.fragments[position], &next) {
-                Ok((root, tau, weight)) => {
-                    let index = waiting.fragments[position].fragment;
-                    weights.push((weight, store.layout.fragments[index].len));
-                    store.observe(index, &root, &record, tau);
-                    next[index] = Arc::new(root);
-                    let phase = Phase::Apply {
-                        record,
-                        next,
-                        weights,
-                    };
-                    Some(InProgress {
-                        waiting,
-                        phase,
-                        position: position + 1,
-                    })
+            InProgress { phase: Phase::Apply { record, mut next, mut weights }, waiting, position } => {
+                match apply_one(&store, &record, &waiting.fragments[position], &next) {
+                    Ok((root, tau, weight)) => {
+                        let index = waiting.fragments[position].fragment;
+                        weights.push((weight, store.layout.fragments[index].len));
+                        store.observe(index, &root, &record, tau);
+                        next[index] = Arc::new(root);
+                        let phase = Phase::Apply { record, next, weights };
+                        Some(InProgress { waiting, phase, position: position + 1 })
+                    }
+                    Err((reason, detail)) => {
+                        record.count_refused(reason, &detail);
+                        self.end(waiting, store.settle(&record));
+                        None
+                    }
                 }
-                Err((reason, detail)) => {
-                    record.count_refused(reason, &detail);
-                    self.end(waiting, store.settle(&record));
-                    None
-                }
-            },
+            }
         };
     }
 
@@ -191,16 +150,8 @@ impl ModelRole {
         match self.store.rule(&waiting.head) {
             Ruling::Ticketed(record) => {
                 let next = self.store.model().roots.clone();
-                let phase = Phase::Apply {
-                    record,
-                    next,
-                    weights: Vec::new(),
-                };
-                Some(InProgress {
-                    waiting,
-                    phase,
-                    position: 0,
-                })
+                let phase = Phase::Apply { record, next, weights: Vec::new() };
+                Some(InProgress { waiting, phase, position: 0 })
             }
             Ruling::Settled(receipt) => {
                 self.end(waiting, receipt);
@@ -250,25 +201,14 @@ fn apply_one(
     staged: &StagedFragment,
     roots: &[Arc<Root>],
 ) -> Result<(Root, u64, f64), (crate::pipeline::Reason, String)> {
-    let place = Place {
-        fragment: &store.layout.fragments[staged.fragment],
-        pool: &store.pool,
-        isa: store.isa,
-    };
-    let arrival = Arrival {
-        record,
-        base: staged.base,
-        payload: staged.payload.bytes(),
-        crc: staged.crc,
-    };
+    let place =
+        Place { fragment: &store.layout.fragments[staged.fragment], pool: &store.pool, isa: store.isa };
+    let arrival = Arrival { record, base: staged.base, payload: staged.payload.bytes(), crc: staged.crc };
     let (root, decisions) = apply::apply(place, &roots[staged.fragment], std::slice::from_ref(&arrival));
     match (root, decisions.into_iter().next()) {
         (Some(root), Some(Decision::Applied { tau, weight })) => Ok((root, tau, weight)),
         (_, Some(Decision::Refused(reason, detail))) => Err((reason, detail)),
-        _ => Err((
-            crate::pipeline::Reason::Failed,
-            "the fragment had this push already".to_owned(),
-        )),
+        _ => Err((crate::pipeline::Reason::Failed, "the fragment had this push already".to_owned())),
     }
 }
 
@@ -296,20 +236,12 @@ impl Pins {
     /// Hears when the next reader lets go.
     pub(super) fn wait(&self) -> oneshot::Receiver<()> {
         let (tell, hear) = oneshot::channel();
-        self.waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(tell);
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push(tell);
         hear
     }
 
     pub(super) fn released(&self) {
-        for waiter in self
-            .waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .drain(..)
-        {
+        for waiter in self.waiting.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             // A reader that gave up waiting needs no word.
             waiter.send(()).ok();
         }
@@ -321,14 +253,7 @@ impl Store {
     #[must_use]
     pub fn commit(self: &Arc<Self>, head: PushHead, fragments: Vec<StagedFragment>) -> Commit {
         let (done, receipt) = oneshot::channel();
-        let turn = self.models.enqueue(ModelEntry::Push(Waiting {
-            head,
-            fragments,
-            done,
-        }));
-        Commit {
-            receipt,
-            role: turn.then(|| ModelRole::new(Arc::clone(self))),
-        }
+        let turn = self.models.enqueue(ModelEntry::Push(Waiting { head, fragments, done }));
+        Commit { receipt, role: turn.then(|| ModelRole::new(Arc::clone(self))) }
     }
 }

@@ -50,11 +50,7 @@ impl MutexStore {
                 FragmentKind::Buffers => wire,
                 FragmentKind::Parameters => to_bytes(&to_floats(fragment.dtype, &wire)),
             };
-            Plain {
-                version: 0,
-                held,
-                optimizer: None,
-            }
+            Plain { version: 0, held, optimizer: None }
         });
         let fragments = Mutex::new(fragments.collect());
         Self { layout, fragments }
@@ -76,28 +72,15 @@ impl FragmentStore for MutexStore {
             for s in fragment.present_segments(&push.present) {
                 let n = s.len * size;
                 let held = &mut plain.held[s.start * size..][..n];
-                buffers::merge(
-                    fragment.dtype,
-                    held,
-                    &payload[at..at + n],
-                    &payload[at + n..at + 2 * n],
-                );
+                buffers::merge(fragment.dtype, held, &payload[at..at + n], &payload[at + n..at + 2 * n]);
                 at += 2 * n;
             }
             return;
         }
         let gradient = to_floats(fragment.dtype, payload);
-        let num_slots = fragment
-            .segments
-            .iter()
-            .map(|s| optim::state_slots(&group(s.tensor).rule))
-            .max()
-            .unwrap_or(0);
-        if plain
-            .optimizer
-            .as_ref()
-            .is_none_or(|(epoch, ..)| *epoch != run.epoch)
-        {
+        let num_slots =
+            fragment.segments.iter().map(|s| optim::state_slots(&group(s.tensor).rule)).max().unwrap_or(0);
+        if plain.optimizer.as_ref().is_none_or(|(epoch, ..)| *epoch != run.epoch) {
             let mut slots = vec![vec![0.0; fragment.len]; num_slots];
             for (i, slot) in slots.iter_mut().enumerate() {
                 for s in &fragment.segments {
@@ -110,12 +93,7 @@ impl FragmentStore for MutexStore {
         let Some((_, slots, steps)) = &mut plain.optimizer else {
             return;
         };
-        for (index, s) in fragment
-            .segments
-            .iter()
-            .enumerate()
-            .filter(|(_, s)| push.present.has(s.tensor))
-        {
+        for (index, s) in fragment.segments.iter().enumerate().filter(|(_, s)| push.present.has(s.tensor)) {
             steps[index] += 1;
             let lr = push.ticket.learning_rates[run.group_of(s.tensor)];
             let stepper = Stepper::new(&group(s.tensor).rule, lr, run.weight(tau), steps[index]);
@@ -124,10 +102,7 @@ impl FragmentStore for MutexStore {
             for (to, slot) in state.iter_mut().zip(slots.iter_mut()) {
                 *to = &mut slot[range.clone()];
             }
-            let target = Target {
-                param: &mut params[range],
-                state,
-            };
+            let target = Target { param: &mut params[range], state };
             optim::step_in_place(Isa::scalar(), &stepper, &gradient[at..at + s.len], target);
             at += s.len;
         }
@@ -138,17 +113,9 @@ impl FragmentStore for MutexStore {
         let all = self.fragments.lock().unwrap_or_else(PoisonError::into_inner);
         let plain = &all[fragment];
         let optimizer = plain.optimizer.as_ref().map(|(epoch, slots, steps)| {
-            (
-                *epoch,
-                slots.iter().map(|slot| to_bytes(slot)).collect(),
-                steps.clone(),
-            )
+            (*epoch, slots.iter().map(|slot| to_bytes(slot)).collect(), steps.clone())
         });
-        FragmentState {
-            version: plain.version,
-            held: plain.held.clone(),
-            optimizer,
-        }
+        FragmentState { version: plain.version, held: plain.held.clone(), optimizer }
     }
 }
 
@@ -166,18 +133,10 @@ impl FragmentStore for Arc<Store> {
 }
 
 fn state_of(root: &Root) -> FragmentState {
-    let optimizer = root.state().map(|s| {
-        (
-            s.epoch,
-            s.slots.iter().flatten().map(|b| b.bytes().to_vec()).collect(),
-            s.steps.to_vec(),
-        )
-    });
-    FragmentState {
-        version: root.version(),
-        held: root.held().to_vec(),
-        optimizer,
-    }
+    let optimizer = root
+        .state()
+        .map(|s| (s.epoch, s.slots.iter().flatten().map(|b| b.bytes().to_vec()).collect(), s.steps.to_vec()));
+    FragmentState { version: root.version(), held: root.held().to_vec(), optimizer }
 }
 
 fn to_floats(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {

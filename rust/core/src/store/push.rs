@@ -150,11 +150,7 @@ pub struct OpenPush {
 
 impl OpenPush {
     pub(super) fn new(store: Arc<Store>, record: Arc<PushRecord>) -> Self {
-        Self {
-            store,
-            record,
-            settled: false,
-        }
+        Self { store, record, settled: false }
     }
 
     #[must_use]

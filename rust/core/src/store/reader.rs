@@ -23,11 +23,7 @@ pub enum Turn {
 
 impl Reader {
     pub(super) fn new(store: Arc<Store>, pinned: Option<Arc<ModelRoot>>, version: u64) -> Self {
-        Self {
-            store,
-            pinned,
-            version,
-        }
+        Self { store, pinned, version }
     }
 
     /// The fragment's state: the newest at this call, or the pinned one.

@@ -74,10 +74,7 @@ impl Registry {
     pub(super) fn register(&mut self, worker_id: &str) -> Result<WorkerKey, Full> {
         self.last_incarnation += 1;
         let incarnation = self.last_incarnation;
-        let known = self
-            .slots
-            .iter()
-            .position(|s| s.as_ref().is_some_and(|s| s.worker_id == worker_id));
+        let known = self.slots.iter().position(|s| s.as_ref().is_some_and(|s| s.worker_id == worker_id));
         let index = match known {
             Some(index) => index,
             None if self.slots.len() < self.max_workers => {
@@ -86,9 +83,7 @@ impl Registry {
             }
             None => {
                 let absent = |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.present);
-                self.slots.iter().position(absent).ok_or(Full {
-                    max_workers: self.max_workers,
-                })?
+                self.slots.iter().position(absent).ok_or(Full { max_workers: self.max_workers })?
             }
         };
         let mut slot = Slot::new(worker_id, incarnation);
@@ -96,10 +91,7 @@ impl Registry {
             slot.tally = old.tally;
         }
         self.slots[index] = Some(slot);
-        Ok(WorkerKey {
-            slot: u32::try_from(index).unwrap_or(u32::MAX),
-            incarnation,
-        })
+        Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
     }
 
     pub(super) fn lost(&mut self, key: WorkerKey) {
@@ -160,11 +152,7 @@ impl Registry {
             return ruling;
         }
         if head.sequence != slot.last_sequence + 1 {
-            let detail = format!(
-                "sequence {} came where {} was due",
-                head.sequence,
-                slot.last_sequence + 1
-            );
+            let detail = format!("sequence {} came where {} was due", head.sequence, slot.last_sequence + 1);
             return Ruling::Settled(rejection(Reason::Fenced, detail));
         }
         let slept = slot.lost_at.is_some_and(|lost_at| head.base < lost_at);
@@ -284,19 +272,16 @@ impl Registry {
     /// Workers' counts by id, in slot order.
     pub(super) fn tallies(&self) -> Vec<(String, u32, Tally)> {
         let slots = self.slots.iter().flatten();
-        slots
-            .map(|s| (s.worker_id.clone(), s.incarnation, s.tally.clone()))
-            .collect()
+        slots.map(|s| (s.worker_id.clone(), s.incarnation, s.tally.clone())).collect()
     }
 }
 
 /// The answer to a sequence number that came before.
 fn again(slot: &Slot, sequence: u64, rejection: impl Fn(Reason, String) -> Receipt) -> Ruling {
     match slot.recent.iter().find(|(s, _)| *s == sequence) {
-        Some((_, Recent::Settled(receipt))) => Ruling::Settled(Receipt {
-            duplicate: true,
-            ..receipt.clone()
-        }),
+        Some((_, Recent::Settled(receipt))) => {
+            Ruling::Settled(Receipt { duplicate: true, ..receipt.clone() })
+        }
         Some((_, Recent::Unfinished(record))) => Ruling::Ticketed(Arc::clone(record)),
         Some((_, Recent::Open)) => {
             let detail = format!("sequence {sequence} is still arriving on another connection");
@@ -304,21 +289,14 @@ fn again(slot: &Slot, sequence: u64, rejection: impl Fn(Reason, String) -> Recei
         }
         None => {
             let detail = format!("sequence {sequence} was answered too long ago to be repeated");
-            Ruling::Settled(Receipt {
-                duplicate: true,
-                ..rejection(Reason::AlreadySettled, detail)
-            })
+            Ruling::Settled(Receipt { duplicate: true, ..rejection(Reason::AlreadySettled, detail) })
         }
     }
 }
 
 fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
     let rules = |spec: &RunSpec| -> Vec<_> {
-        spec.optimizer
-            .groups
-            .iter()
-            .map(|g| (g.pattern.clone(), g.rule.clone()))
-            .collect()
+        spec.optimizer.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect()
     };
     rules(a) == rules(b)
 }

@@ -116,12 +116,8 @@ impl Root {
     /// Bytes this root keeps alive.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        let state = self
-            .state
-            .iter()
-            .flat_map(|s| s.slots.iter().flatten())
-            .map(|b| b.bytes().len())
-            .sum::<usize>();
+        let state =
+            self.state.iter().flat_map(|s| s.slots.iter().flatten()).map(|b| b.bytes().len()).sum::<usize>();
         self.data.bytes().len() + state
     }
 

@@ -36,10 +36,7 @@ impl Store {
         let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
         let pinned_bytes = older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum();
         let registry = self.registry();
-        let tickets = TicketCounts {
-            open: registry.num_open(),
-            ..registry.tickets.clone()
-        };
+        let tickets = TicketCounts { open: registry.num_open(), ..registry.tickets.clone() };
         StoreStatus {
             term: registry.term,
             version: registry.version,

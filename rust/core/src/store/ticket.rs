@@ -33,11 +33,7 @@ impl Run {
     pub(crate) fn resolve(spec: RunSpec, epoch: u32, table: &TensorTable) -> Self {
         let names: Vec<&str> = table.tensors().iter().map(|t| t.name.as_str()).collect();
         let group_of = groups::assign(&spec.optimizer.groups, &names);
-        Self {
-            spec,
-            epoch,
-            group_of,
-        }
+        Self { spec, epoch, group_of }
     }
 
     /// The group of a tensor.

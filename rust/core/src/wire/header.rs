@@ -143,9 +143,12 @@ impl Kind {
     #[must_use]
     pub const fn cap(self) -> u32 {
         match self {
-            Self::Hello | Self::Challenge | Self::Authenticate | Self::Welcome | Self::Attach | Self::Heartbeat => {
-                MAX_HANDSHAKE_BYTES
-            }
+            Self::Hello
+            | Self::Challenge
+            | Self::Authenticate
+            | Self::Welcome
+            | Self::Attach
+            | Self::Heartbeat => MAX_HANDSHAKE_BYTES,
             Self::Attached | Self::Grant | Self::PullEnd => 0,
             Self::Join | Self::Joined | Self::Call | Self::Reply => MAX_TABLE_BYTES,
             Self::Push | Self::Pull | Self::Receipt | Self::Event | Self::Refused => MAX_MESSAGE_BYTES,
@@ -161,7 +164,9 @@ pub enum HeaderError {
     Magic(u32),
     #[error("a frame's header is damaged (checksum {found:#010x}, computed {computed:#010x})")]
     Checksum { found: u32, computed: u32 },
-    #[error("the peer speaks protocol {0}, this build protocol {PROTOCOL}; install the same version on both sides")]
+    #[error(
+        "the peer speaks protocol {0}, this build protocol {PROTOCOL}; install the same version on both sides"
+    )]
     Protocol(u16),
     #[error("a frame of unknown kind {0}; install the same version on both sides")]
     Kind(u8),
@@ -291,10 +296,23 @@ pub(crate) mod tests {
             (prop::sample::select(Kind::ALL.to_vec()), any::<u8>(), any::<u32>(), any::<u32>()),
             (any::<u64>(), any::<u64>(), any::<u64>(), any::<u32>(), any::<u16>(), any::<u32>()),
         )
-            .prop_map(|((kind, flags, request, len), (term, sequence, version, fragment, codec, payload_crc))| {
-                let payload_len = len % (kind.cap() + 1);
-                Header { kind, flags, request, payload_len, term, sequence, version, fragment, codec, payload_crc }
-            })
+            .prop_map(
+                |((kind, flags, request, len), (term, sequence, version, fragment, codec, payload_crc))| {
+                    let payload_len = len % (kind.cap() + 1);
+                    Header {
+                        kind,
+                        flags,
+                        request,
+                        payload_len,
+                        term,
+                        sequence,
+                        version,
+                        fragment,
+                        codec,
+                        payload_crc,
+                    }
+                },
+            )
     }
 
     proptest! {
@@ -364,8 +382,8 @@ pub(crate) mod tests {
         };
         let b = header.encode();
         let golden: [u8; 52] = [
-            b'O', b'F', b'B', b'T', 1, 0, 33, 1, 5, 4, 3, 2, 8, 7, 6, 0, 9, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0, 0,
-            0, 11, 0, 0, 0, 0, 0, 0, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0x10, 0x0f, 0x0e, 0x0d,
+            b'O', b'F', b'B', b'T', 1, 0, 33, 1, 5, 4, 3, 2, 8, 7, 6, 0, 9, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0,
+            0, 0, 0, 0, 11, 0, 0, 0, 0, 0, 0, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0x10, 0x0f, 0x0e, 0x0d,
         ];
         assert_eq!(b[..52], golden);
         assert_eq!(b[52..60], [0; 8]);

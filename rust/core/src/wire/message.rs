@@ -23,7 +23,8 @@ pub enum MessageError {
 /// # Panics
 /// Never with the messages of this crate: their keys are strings, and a `Vec` takes any length.
 pub fn encode<T: Serialize>(message: &T, out: &mut Vec<u8>) {
-    rmp_serde::encode::write_named(out, message).expect("our messages have string keys, and a Vec takes any length");
+    rmp_serde::encode::write_named(out, message)
+        .expect("our messages have string keys, and a Vec takes any length");
 }
 
 /// Reads a message's wire form.
@@ -193,11 +194,22 @@ pub enum Call {
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
     /// `false`: there is a model already, and its table is the worker's.
-    Init { taken: bool },
+    Init {
+        taken: bool,
+    },
     /// There is a model.
-    Model { model: ModelInfo, run: RunConfig, term: u64, version: u64 },
-    Configured { run: RunConfig },
-    Status { json: String },
+    Model {
+        model: ModelInfo,
+        run: RunConfig,
+        term: u64,
+        version: u64,
+    },
+    Configured {
+        run: RunConfig,
+    },
+    Status {
+        json: String,
+    },
     Goodbye,
 }
 
@@ -313,8 +325,12 @@ mod tests {
     }
 
     fn optimizer() -> OptimizerSpec {
-        let rule = Rule::Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 1e-4, nesterov: true, maximize: false };
-        OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 0.1, rule }], momentum_correction: true }
+        let rule =
+            Rule::Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 1e-4, nesterov: true, maximize: false };
+        OptimizerSpec {
+            groups: vec![Group { pattern: "*".into(), lr: 0.1, rule }],
+            momentum_correction: true,
+        }
     }
 
     fn run() -> RunConfig {
@@ -363,7 +379,12 @@ mod tests {
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
         survives(&Call::Goodbye { finished: true });
         survives(&Reply::Init { taken: true });
-        survives(&Reply::Model { model: ModelInfo { table: table(), blueprint: None }, run: run(), term: 1, version: 2 });
+        survives(&Reply::Model {
+            model: ModelInfo { table: table(), blueprint: None },
+            run: run(),
+            term: 1,
+            version: 2,
+        });
         survives(&Reply::Status { json: "{}".into() });
         survives(&Heartbeat { progress: u64::MAX });
         survives(&Event::Finished { reason: FINISHED_BUDGET.into() });
@@ -422,7 +443,9 @@ mod tests {
     #[test]
     fn a_promised_length_allocates_nothing() {
         // An array of 2^32-1 tensors, a string of 2^32-1 bytes, and a thousand nested arrays.
-        for bytes in [vec![0xdd, 0xff, 0xff, 0xff, 0xff], vec![0xdb, 0xff, 0xff, 0xff, 0xff], vec![0x91; 5000]] {
+        for bytes in
+            [vec![0xdd, 0xff, 0xff, 0xff, 0xff], vec![0xdb, 0xff, 0xff, 0xff, 0xff], vec![0x91; 5000]]
+        {
             assert!(decode::<TensorTable>(&bytes).is_err());
             assert!(decode::<Call>(&bytes).is_err());
         }

@@ -136,9 +136,8 @@ impl<'a> PushRequest<'a> {
     pub fn presence(&self, num_tensors: usize) -> Result<Presence, MessageError> {
         match self.present {
             None => Ok(Presence::all(num_tensors)),
-            Some(bytes) => {
-                Presence::from_bytes(num_tensors, bytes).ok_or(MessageError::Form("presence does not fit the model"))
-            }
+            Some(bytes) => Presence::from_bytes(num_tensors, bytes)
+                .ok_or(MessageError::Form("presence does not fit the model")),
         }
     }
 }
@@ -277,7 +276,8 @@ mod tests {
 
     #[test]
     fn a_presence_of_another_model_is_refused() {
-        let push = PushRequest { samples: 1, norm: None, want: Want::Receipt, present: Some(&[0xff]), have: None };
+        let push =
+            PushRequest { samples: 1, norm: None, want: Want::Receipt, present: Some(&[0xff]), have: None };
         assert!(push.presence(8).is_ok());
         assert!(push.presence(7).is_err() && push.presence(9).is_err());
     }

@@ -34,12 +34,8 @@ fn shifted(n: usize) -> impl Strategy<Value = Shifted> {
 }
 
 fn push() -> impl Strategy<Value = (Vec<f32>, Vec<Shifted>)> {
-    (0_usize..=70).prop_flat_map(|n| {
-        (
-            prop::collection::vec(extreme(), n),
-            prop::collection::vec(shifted(n), 1..4),
-        )
-    })
+    (0_usize..=70)
+        .prop_flat_map(|n| (prop::collection::vec(extreme(), n), prop::collection::vec(shifted(n), 1..4)))
 }
 
 #[test]

@@ -60,13 +60,8 @@ proptest! {
 
 #[test]
 fn first_momentum_buffer_is_the_gradient_undampened() {
-    let rule = Rule::Sgd {
-        momentum: 0.9,
-        dampening: 0.5,
-        weight_decay: 0.0,
-        nesterov: false,
-        maximize: false,
-    };
+    let rule =
+        Rule::Sgd { momentum: 0.9, dampening: 0.5, weight_decay: 0.0, nesterov: false, maximize: false };
     let mut tensor = Tensor::new(&rule, vec![0.0, 0.0]);
     // Even where memory holds something else, as recycled memory does.
     tensor.state[0].fill(7.0);
@@ -100,42 +95,18 @@ proptest! {
 fn slots_that_the_rule_does_not_use_are_carried_over() {
     let stepper = Stepper::new(&Rule::Add, 0.0, 1.0, 1);
     let (param, kept) = ([1.0, 2.0], [5.0, 6.0]);
-    let source = Source {
-        param: &param,
-        state: [&kept, &[], &[]],
-    };
+    let source = Source { param: &param, state: [&kept, &[], &[]] };
     let (mut next, mut next_kept) = ([f32::NAN; 2], [f32::NAN; 2]);
-    let target = Target {
-        param: &mut next,
-        state: [&mut next_kept, &mut [], &mut []],
-    };
-    assert!(optim::step_into(
-        Isa::detect(),
-        &stepper,
-        &[0.5, 0.5],
-        &source,
-        target
-    ));
+    let target = Target { param: &mut next, state: [&mut next_kept, &mut [], &mut []] };
+    assert!(optim::step_into(Isa::detect(), &stepper, &[0.5, 0.5], &source, target));
     assert_eq!((next, next_kept), ([1.5, 2.5], kept));
 }
 
 #[test]
 #[should_panic(expected = "different lengths")]
 fn slices_of_different_lengths_are_refused() {
-    let source = Source {
-        param: &[1.0, 2.0],
-        state: [&[]; MAX_STATE],
-    };
+    let source = Source { param: &[1.0, 2.0], state: [&[]; MAX_STATE] };
     let mut next = [0.0; 2];
-    let target = Target {
-        param: &mut next,
-        state: [&mut [], &mut [], &mut []],
-    };
-    optim::step_into(
-        Isa::detect(),
-        &Stepper::new(&Rule::Add, 0.0, 1.0, 1),
-        &[0.5],
-        &source,
-        target,
-    );
+    let target = Target { param: &mut next, state: [&mut [], &mut [], &mut []] };
+    optim::step_into(Isa::detect(), &Stepper::new(&Rule::Add, 0.0, 1.0, 1), &[0.5], &source, target);
 }

@@ -38,23 +38,15 @@ fn nothing_is_finite_and_has_no_length() {
 
 #[test]
 fn a_sum_of_squares_does_not_overflow_in_f32() {
-    assert_eq!(
-        sum_squares(Isa::detect(), &[1e30; 4]),
-        4.0 * f64::from(1e30_f32).powi(2)
-    );
+    assert_eq!(sum_squares(Isa::detect(), &[1e30; 4]), 4.0 * f64::from(1e30_f32).powi(2));
     assert!(!sum_squares(Isa::detect(), &[1.0, f32::NAN]).is_finite());
 }
 
 /// Finite gradients whose result is not: in the parameter, or in a moment that the step hides.
 #[test]
 fn an_infinite_parameter_or_moment_is_reported() {
-    let sgd = Rule::Sgd {
-        momentum: 0.0,
-        dampening: 0.0,
-        weight_decay: 0.0,
-        nesterov: false,
-        maximize: false,
-    };
+    let sgd =
+        Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
     let mut tensor = Tensor::new(&sgd, vec![-f32::MAX; 19]);
     assert!(!tensor.step(Isa::detect(), &[f32::MAX; 19], 1.0, 1.0));
 

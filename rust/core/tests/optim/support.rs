@@ -19,12 +19,7 @@ impl Tensor {
         let state = (0..optim::state_slots(rule))
             .map(|slot| vec![optim::initial_state(rule, slot); param.len()])
             .collect();
-        Self {
-            rule: rule.clone(),
-            param,
-            state,
-            step: 0,
-        }
+        Self { rule: rule.clone(), param, state, step: 0 }
     }
 
     fn stepper(&mut self, lr: f64, weight: f64) -> Stepper {
@@ -53,24 +48,12 @@ impl Tensor {
 
     /// Parameters and state as bits; all NaN are one, since which NaN comes out is the CPU's choice.
     pub(crate) fn bits(&self) -> Vec<Vec<u32>> {
-        std::iter::once(&self.param)
-            .chain(&self.state)
-            .map(|values| bits(values))
-            .collect()
+        std::iter::once(&self.param).chain(&self.state).map(|values| bits(values)).collect()
     }
 }
 
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
-    values
-        .iter()
-        .map(|x| {
-            if x.is_nan() {
-                f32::NAN.to_bits()
-            } else {
-                x.to_bits()
-            }
-        })
-        .collect()
+    values.iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 
 fn target<'a>(param: &'a mut [f32], state: &'a mut [Vec<f32>]) -> Target<'a> {
@@ -90,83 +73,52 @@ pub(crate) fn any_rule() -> impl Strategy<Value = Rule> {
 }
 
 pub(crate) fn sgd() -> impl Strategy<Value = Rule> {
-    (
-        option(0.1..0.99),
-        option(0.1..0.9),
-        option(1e-4..0.1),
-        any::<bool>(),
-        any::<bool>(),
-    )
-        .prop_map(|(momentum, dampening, weight_decay, nesterov, maximize)| {
+    (option(0.1..0.99), option(0.1..0.9), option(1e-4..0.1), any::<bool>(), any::<bool>()).prop_map(
+        |(momentum, dampening, weight_decay, nesterov, maximize)| {
             let nesterov = nesterov && momentum > 0.0;
             let dampening = if nesterov { 0.0 } else { dampening };
-            Rule::Sgd {
-                momentum,
-                dampening,
-                weight_decay,
-                nesterov,
-                maximize,
-            }
-        })
+            Rule::Sgd { momentum, dampening, weight_decay, nesterov, maximize }
+        },
+    )
 }
 
 pub(crate) fn adam() -> impl Strategy<Value = Rule> {
-    (
-        (0.0..0.99, 0.5..0.9999),
-        1e-8..1e-3,
-        option(1e-4..0.1),
-        any::<[bool; 3]>(),
+    ((0.0..0.99, 0.5..0.9999), 1e-8..1e-3, option(1e-4..0.1), any::<[bool; 3]>()).prop_map(
+        |(betas, eps, weight_decay, [amsgrad, maximize, decoupled_weight_decay])| Rule::Adam {
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize,
+            decoupled_weight_decay,
+        },
     )
-        .prop_map(
-            |(betas, eps, weight_decay, [amsgrad, maximize, decoupled_weight_decay])| Rule::Adam {
-                betas,
-                eps,
-                weight_decay,
-                amsgrad,
-                maximize,
-                decoupled_weight_decay,
-            },
-        )
 }
 
 pub(crate) fn adagrad() -> impl Strategy<Value = Rule> {
-    (
-        option(1e-3..0.1),
-        option(1e-4..0.1),
-        option(0.01..1.0),
-        1e-10..1e-3,
-        any::<bool>(),
+    (option(1e-3..0.1), option(1e-4..0.1), option(0.01..1.0), 1e-10..1e-3, any::<bool>()).prop_map(
+        |(lr_decay, weight_decay, initial_accumulator_value, eps, maximize)| Rule::Adagrad {
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            maximize,
+        },
     )
-        .prop_map(
-            |(lr_decay, weight_decay, initial_accumulator_value, eps, maximize)| Rule::Adagrad {
-                lr_decay,
-                weight_decay,
-                initial_accumulator_value,
-                eps,
-                maximize,
-            },
-        )
 }
 
 /// α from .8, so that the centered variance is not all cancellation.
 pub(crate) fn rmsprop() -> impl Strategy<Value = Rule> {
-    (
-        0.8..0.999,
-        1e-8..1e-3,
-        option(1e-4..0.1),
-        option(0.1..0.99),
-        any::<[bool; 2]>(),
+    (0.8..0.999, 1e-8..1e-3, option(1e-4..0.1), option(0.1..0.99), any::<[bool; 2]>()).prop_map(
+        |(alpha, eps, weight_decay, momentum, [centered, maximize])| Rule::RmsProp {
+            alpha,
+            eps,
+            weight_decay,
+            momentum,
+            centered,
+            maximize,
+        },
     )
-        .prop_map(
-            |(alpha, eps, weight_decay, momentum, [centered, maximize])| Rule::RmsProp {
-                alpha,
-                eps,
-                weight_decay,
-                momentum,
-                centered,
-                maximize,
-            },
-        )
 }
 
 /// Values as training has them, both zeros among them.

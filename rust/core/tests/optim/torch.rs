@@ -46,11 +46,7 @@ fn mul<F: Float>(x: F, a: f64) -> F {
 /// `x.lerp(y, a)`
 fn lerp<F: Float>(x: F, y: F, a: f64) -> F {
     let (a, difference) = (F::of(a), y.plus(neg(x)));
-    if a < F::of(0.5) {
-        a.fused(difference, x)
-    } else {
-        a.plus(F::of(-1.0)).fused(difference, y)
-    }
+    if a < F::of(0.5) { a.fused(difference, x) } else { a.plus(F::of(-1.0)).fused(difference, y) }
 }
 
 /// `x.addcmul(y, z, value=a)`
@@ -77,33 +73,17 @@ pub(crate) struct Element<F> {
 impl<F: Float> Element<F> {
     pub(crate) fn new(rule: &Rule, param: F) -> Self {
         let square = match rule {
-            Rule::Adagrad {
-                initial_accumulator_value,
-                ..
-            } => *initial_accumulator_value,
+            Rule::Adagrad { initial_accumulator_value, .. } => *initial_accumulator_value,
             _ => 0.0,
         };
-        Self {
-            param,
-            step: 0,
-            buffer: None,
-            mean: F::of(0.0),
-            square: F::of(square),
-            largest: F::of(0.0),
-        }
+        Self { param, step: 0, buffer: None, mean: F::of(0.0), square: F::of(square), largest: F::of(0.0) }
     }
 
     pub(crate) fn step(&mut self, rule: &Rule, grad: F, lr: f64) {
         self.step += 1;
         let step = f64::from(self.step);
         match *rule {
-            Rule::Sgd {
-                momentum,
-                dampening,
-                weight_decay,
-                nesterov,
-                maximize,
-            } => {
+            Rule::Sgd { momentum, dampening, weight_decay, nesterov, maximize } => {
                 let mut grad = self.gradient(grad, weight_decay, maximize);
                 if momentum != 0.0 {
                     let buffer = match self.buffer {
@@ -111,11 +91,7 @@ impl<F: Float> Element<F> {
                         Some(buffer) => add(mul(buffer, momentum), grad, 1.0 - dampening),
                     };
                     self.buffer = Some(buffer);
-                    grad = if nesterov {
-                        add(grad, buffer, momentum)
-                    } else {
-                        buffer
-                    };
+                    grad = if nesterov { add(grad, buffer, momentum) } else { buffer };
                 }
                 self.param = add(self.param, grad, -lr);
             }
@@ -143,26 +119,13 @@ impl<F: Float> Element<F> {
                 let denominator = square.root().over(F::of(bias_correction2_sqrt)).plus(F::of(eps));
                 self.param = addcdiv(self.param, self.mean, denominator, -step_size);
             }
-            Rule::Adagrad {
-                lr_decay,
-                weight_decay,
-                initial_accumulator_value: _,
-                eps,
-                maximize,
-            } => {
+            Rule::Adagrad { lr_decay, weight_decay, initial_accumulator_value: _, eps, maximize } => {
                 let grad = self.gradient(grad, weight_decay, maximize);
                 let lr = lr / (1.0 + (step - 1.0) * lr_decay);
                 self.square = addcmul(self.square, grad, grad, 1.0);
                 self.param = addcdiv(self.param, grad, self.square.root().plus(F::of(eps)), -lr);
             }
-            Rule::RmsProp {
-                alpha,
-                eps,
-                weight_decay,
-                momentum,
-                centered,
-                maximize,
-            } => {
+            Rule::RmsProp { alpha, eps, weight_decay, momentum, centered, maximize } => {
                 let grad = self.gradient(grad, weight_decay, maximize);
                 self.square = addcmul(mul(self.square, alpha), grad, grad, 1.0 - alpha);
                 let mut variance = self.square;
@@ -186,10 +149,6 @@ impl<F: Float> Element<F> {
 
     fn gradient(&self, grad: F, weight_decay: f64, maximize: bool) -> F {
         let grad = if maximize { neg(grad) } else { grad };
-        if weight_decay == 0.0 {
-            grad
-        } else {
-            add(grad, self.param, weight_decay)
-        }
+        if weight_decay == 0.0 { grad } else { add(grad, self.param, weight_decay) }
     }
 }

@@ -8,13 +8,7 @@ use offbeat_core::velocity::{correct, server_rule};
 use proptest::prelude::*;
 
 fn nesterov(momentum: f64, weight_decay: f64, maximize: bool) -> Rule {
-    Rule::Sgd {
-        momentum,
-        dampening: 0.0,
-        weight_decay,
-        nesterov: momentum > 0.0,
-        maximize,
-    }
+    Rule::Sgd { momentum, dampening: 0.0, weight_decay, nesterov: momentum > 0.0, maximize }
 }
 
 /// A worker that keeps one velocity, and a server that runs what is left of the rule.
@@ -29,37 +23,17 @@ struct Pair {
 impl Pair {
     fn new(mu: f64, wd: f64, maximize: bool, param: Vec<f32>) -> Self {
         let server = Tensor::new(&server_rule(&nesterov(mu, wd, maximize)), param);
-        Self {
-            mu,
-            wd,
-            maximize,
-            velocity: Vec::new(),
-            server,
-        }
+        Self { mu, wd, maximize, velocity: Vec::new(), server }
     }
 
     /// What is sent for a gradient, and the velocity if the push settles.
     fn correct(&self, isa: Isa, grad: &[f32]) -> (Vec<f32>, Vec<f32>, bool) {
         let (mut next, mut out) = (vec![f32::NAN; grad.len()], vec![f32::NAN; grad.len()]);
-        let x_read = if self.wd == 0.0 {
-            &[][..]
-        } else {
-            &self.server.param
-        };
+        let x_read = if self.wd == 0.0 { &[][..] } else { &self.server.param };
         let first = self.velocity.is_empty();
         let v = &self.velocity;
-        let finite = correct(
-            isa,
-            self.mu,
-            self.wd,
-            self.maximize,
-            first,
-            grad,
-            x_read,
-            v,
-            &mut next,
-            &mut out,
-        );
+        let finite =
+            correct(isa, self.mu, self.wd, self.maximize, first, grad, x_read, v, &mut next, &mut out);
         (out, next, finite)
     }
 }

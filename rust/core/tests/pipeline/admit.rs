@@ -15,11 +15,7 @@ fn reason(spec: &StalenessSpec, facts: &PushFacts) -> Option<Reason> {
 }
 
 fn limits(max_staleness: Option<u64>, max_norm: Option<f64>) -> StalenessSpec {
-    StalenessSpec {
-        max_staleness,
-        max_norm,
-        ..StalenessSpec::default()
-    }
+    StalenessSpec { max_staleness, max_norm, ..StalenessSpec::default() }
 }
 
 proptest! {
@@ -47,13 +43,8 @@ proptest! {
 
 #[test]
 fn a_rejection_says_the_values() {
-    let facts = PushFacts {
-        staleness: 12,
-        ..PushFacts::default()
-    };
-    let Verdict::Reject { detail, .. } = admit(&limits(Some(10), None), &facts) else {
-        panic!("admitted")
-    };
+    let facts = PushFacts { staleness: 12, ..PushFacts::default() };
+    let Verdict::Reject { detail, .. } = admit(&limits(Some(10), None), &facts) else { panic!("admitted") };
     assert!(detail.contains("12") && detail.contains("10"), "{detail}");
 }
 
@@ -61,13 +52,7 @@ fn a_rejection_says_the_values() {
 fn a_norm_that_is_nan_is_rejected_and_one_not_yet_known_is_not_judged() {
     let spec = limits(None, Some(1.0));
     assert_eq!(
-        reason(
-            &spec,
-            &PushFacts {
-                norm: Some(f64::NAN),
-                ..PushFacts::default()
-            }
-        ),
+        reason(&spec, &PushFacts { norm: Some(f64::NAN), ..PushFacts::default() }),
         Some(Reason::Norm)
     );
     assert_eq!(reason(&spec, &PushFacts::default()), None);
@@ -76,13 +61,8 @@ fn a_norm_that_is_nan_is_rejected_and_one_not_yet_known_is_not_judged() {
 #[test]
 fn the_reason_that_explains_the_others_is_named() {
     let spec = limits(Some(0), Some(1.0));
-    let mut facts = PushFacts {
-        staleness: 9,
-        same_term: false,
-        awake: false,
-        finite: false,
-        norm: Some(f64::INFINITY),
-    };
+    let mut facts =
+        PushFacts { staleness: 9, same_term: false, awake: false, finite: false, norm: Some(f64::INFINITY) };
     let mut seen = Vec::new();
     let cures: [fn(&mut PushFacts); 5] = [
         |facts| facts.same_term = true,
@@ -95,13 +75,7 @@ fn the_reason_that_explains_the_others_is_named() {
         seen.extend(reason(&spec, &facts));
         cure(&mut facts);
     }
-    let expected = [
-        Reason::ServerRolledBack,
-        Reason::Slept,
-        Reason::NonFinite,
-        Reason::Stale,
-        Reason::Norm,
-    ];
+    let expected = [Reason::ServerRolledBack, Reason::Slept, Reason::NonFinite, Reason::Stale, Reason::Norm];
     assert_eq!(seen, expected);
     assert_eq!(reason(&spec, &facts), None);
 }
@@ -113,10 +87,7 @@ fn every_reason_has_one_name_in_json_and_in_text() {
         let name = reason.to_string();
         assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{name}");
         assert_eq!(serde_json::to_string(&reason).unwrap(), format!("\"{name}\""));
-        assert_eq!(
-            serde_json::from_str::<Reason>(&format!("\"{name}\"")).unwrap(),
-            reason
-        );
+        assert_eq!(serde_json::from_str::<Reason>(&format!("\"{name}\"")).unwrap(), reason);
         assert_eq!(Reason::ALL.iter().filter(|other| other.name() == name).count(), 1);
     }
 }

@@ -5,11 +5,7 @@ use offbeat_core::spec::{Group, Rule};
 use proptest::prelude::*;
 
 fn group(pattern: &str) -> Group {
-    Group {
-        pattern: pattern.to_owned(),
-        lr: 0.1,
-        rule: Rule::Add,
-    }
+    Group { pattern: pattern.to_owned(), lr: 0.1, rule: Rule::Add }
 }
 
 #[test]

@@ -6,10 +6,7 @@ use proptest::prelude::*;
 use std::f64::consts::PI;
 
 fn of(shape: ScheduleShape) -> Schedule {
-    Schedule {
-        shape,
-        ..Schedule::default()
-    }
+    Schedule { shape, ..Schedule::default() }
 }
 
 fn at(schedule: &Schedule, version: u64) -> f64 {
@@ -24,38 +21,20 @@ fn no_schedule_is_one() {
 
 #[test]
 fn steps_fall_where_they_are_said_to() {
-    let steps = of(ScheduleShape::Step {
-        step_size: 10,
-        gamma: 0.5,
-    });
-    assert_eq!(
-        [0, 9, 10, 19, 20, 35].map(|x| at(&steps, x)),
-        [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
-    );
+    let steps = of(ScheduleShape::Step { step_size: 10, gamma: 0.5 });
+    assert_eq!([0, 9, 10, 19, 20, 35].map(|x| at(&steps, x)), [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]);
 }
 
 #[test]
 fn linear_decay_to_zero_ends_at_zero_and_stays() {
-    let line = of(ScheduleShape::Linear {
-        total: 4,
-        end_factor: 0.0,
-    });
-    assert_eq!(
-        [0, 1, 2, 3, 4, 5, u64::MAX].map(|x| at(&line, x)),
-        [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
-    );
+    let line = of(ScheduleShape::Linear { total: 4, end_factor: 0.0 });
+    assert_eq!([0, 1, 2, 3, 4, 5, u64::MAX].map(|x| at(&line, x)), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]);
 }
 
 #[test]
 fn cosine_is_half_way_at_half_time() {
-    let cosine = of(ScheduleShape::Cosine {
-        total: 100,
-        end_factor: 0.1,
-    });
-    assert_eq!(
-        (at(&cosine, 0), at(&cosine, 100), at(&cosine, 101)),
-        (1.0, 0.1, 0.1)
-    );
+    let cosine = of(ScheduleShape::Cosine { total: 100, end_factor: 0.1 });
+    assert_eq!((at(&cosine, 0), at(&cosine, 100), at(&cosine, 101)), (1.0, 0.1, 0.1));
     assert!((at(&cosine, 50) - 0.55).abs() < 1e-12);
 }
 
@@ -64,10 +43,7 @@ fn warm_up_comes_first_and_the_shape_starts_after_it() {
     let schedule = Schedule {
         warmup: 4,
         warmup_start_factor: 0.2,
-        ..of(ScheduleShape::Linear {
-            total: 2,
-            end_factor: 0.0,
-        })
+        ..of(ScheduleShape::Linear { total: 2, end_factor: 0.0 })
     };
     let expected = [0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.0];
     for (x, expected) in expected.into_iter().enumerate() {
@@ -77,55 +53,22 @@ fn warm_up_comes_first_and_the_shape_starts_after_it() {
 
 #[test]
 fn no_warm_up_has_no_start_factor() {
-    let schedule = Schedule {
-        warmup: 0,
-        warmup_start_factor: 0.5,
-        ..Schedule::default()
-    };
+    let schedule = Schedule { warmup: 0, warmup_start_factor: 0.5, ..Schedule::default() };
     assert_eq!(at(&schedule, 0), 1.0);
 }
 
 #[test]
 fn positions_count_what_the_unit_says() {
-    let shape = ScheduleShape::Linear {
-        total: 100,
-        end_factor: 0.0,
-    };
-    assert_eq!(
-        factor(
-            &Schedule {
-                unit: ScheduleUnit::Version,
-                ..of(shape)
-            },
-            25,
-            50
-        ),
-        0.75
-    );
-    assert_eq!(
-        factor(
-            &Schedule {
-                unit: ScheduleUnit::Samples,
-                ..of(shape)
-            },
-            25,
-            50
-        ),
-        0.5
-    );
+    let shape = ScheduleShape::Linear { total: 100, end_factor: 0.0 };
+    assert_eq!(factor(&Schedule { unit: ScheduleUnit::Version, ..of(shape) }, 25, 50), 0.75);
+    assert_eq!(factor(&Schedule { unit: ScheduleUnit::Samples, ..of(shape) }, 25, 50), 0.5);
 }
 
 #[test]
 fn a_total_of_nothing_is_over_at_once() {
     for shape in [
-        ScheduleShape::Linear {
-            total: 0,
-            end_factor: 0.25,
-        },
-        ScheduleShape::Cosine {
-            total: 0,
-            end_factor: 0.25,
-        },
+        ScheduleShape::Linear { total: 0, end_factor: 0.25 },
+        ScheduleShape::Cosine { total: 0, end_factor: 0.25 },
     ] {
         assert_eq!(at(&of(shape), 0), 0.25);
     }

@@ -58,10 +58,7 @@ fn numbers_that_users_are_told() {
     assert_eq!(weight(&[Weight::Inverse], 3), 0.25);
     assert_eq!(weight(&[Weight::Polynomial { a: 0.5 }], 3), 0.5);
     let hinge = Weight::Hinge { a: 10.0, b: 4 };
-    assert_eq!(
-        [4, 5, 6].map(|tau| weight(&[hinge], tau)),
-        [1.0, 1.0 / 11.0, 1.0 / 21.0]
-    );
+    assert_eq!([4, 5, 6].map(|tau| weight(&[hinge], tau)), [1.0, 1.0 / 11.0, 1.0 / 21.0]);
 }
 
 #[test]

@@ -18,12 +18,7 @@ impl Inner {
         interrupt: &dyn Interrupt,
     ) -> Result<Arc<TensorTable>, ClientError> {
         match self.call(&Call::WaitModel, interrupt)? {
-            Reply::Model {
-                model,
-                run,
-                term,
-                version,
-            } => {
+            Reply::Model { model, run, term, version } => {
                 (self.session.term, self.session.version) = (term, version);
                 self.set_run(run);
                 self.adopt(model);
@@ -49,18 +44,13 @@ impl Inner {
         if taken == Err(ClientError::Interrupted) {
             // The server waits for the rest, and others for the server: only a closed connection tells both.
             let cause = "interrupted while it brought the model".to_owned();
-            self.broken = Some(ClientError::Lost {
-                address: self.connection.address.clone(),
-                cause,
-            });
+            self.broken = Some(ClientError::Lost { address: self.connection.address.clone(), cause });
             self.connection.hang_up();
         }
         let taken = taken?;
         let theirs = self.wait_for_model(interrupt)?;
         if let Some(difference) = theirs.first_difference(table) {
-            return Err(ClientError::ModelMismatch {
-                message: difference.to_string(),
-            });
+            return Err(ClientError::ModelMismatch { message: difference.to_string() });
         }
         if taken && let Some(held) = &mut self.connection.held {
             held.brought(&model, self.session.term, values);
@@ -76,19 +66,13 @@ impl Inner {
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         let blueprint = blueprint.map(str::to_owned);
-        let call = Call::InitBegin {
-            table: table.clone(),
-            blueprint: blueprint.clone(),
-        };
+        let call = Call::InitBegin { table: table.clone(), blueprint: blueprint.clone() };
         match self.call(&call, interrupt)? {
             Reply::Init { taken: true } => {}
             Reply::Init { taken: false } => return Ok(false),
             reply => return Err(self.unexpected(&reply)),
         }
-        self.adopt(ModelInfo {
-            table: table.clone(),
-            blueprint,
-        });
+        self.adopt(ModelInfo { table: table.clone(), blueprint });
         let outgoing = Outgoing::push(
             None,
             &[],

@@ -80,17 +80,8 @@ impl Target {
             if waited + pause >= limit {
                 let address = self.address.clone();
                 return Err(match failure {
-                    Failure::Silent => ClientError::Timeout {
-                        address,
-                        what: "its handshake",
-                        waited,
-                    },
-                    Failure::Again(cause) => ClientError::Unreachable {
-                        address,
-                        attempts,
-                        waited,
-                        cause,
-                    },
+                    Failure::Silent => ClientError::Timeout { address, what: "its handshake", waited },
+                    Failure::Again(cause) => ClientError::Unreachable { address, attempts, waited, cause },
                     Failure::Final(error) => error,
                 });
             }
@@ -138,12 +129,10 @@ impl Target {
         }
         let (found, finding) = oneshot::channel();
         let name = self.address.clone();
-        let thread = std::thread::Builder::new()
-            .name("offbeat-resolve".into())
-            .spawn(move || {
-                let addresses = name.to_socket_addrs().map(Vec::from_iter);
-                drop(found.send(addresses)); // whoever asked may have gone
-            });
+        let thread = std::thread::Builder::new().name("offbeat-resolve".into()).spawn(move || {
+            let addresses = name.to_socket_addrs().map(Vec::from_iter);
+            drop(found.send(addresses)); // whoever asked may have gone
+        });
         thread.map_err(|e| Failure::Again(e.to_string()))?;
         match finding.await {
             Ok(Ok(addresses)) => Ok(addresses),
@@ -211,18 +200,11 @@ async fn unexpected(
         let refused = decode(reader.message(socket, &header).await?).map_err(FrameError::from)?;
         return Ok(HandshakeError::Refused(refused));
     }
-    Ok(HandshakeError::Refused(refused(format!(
-        "a {:?} frame came unasked",
-        header.kind
-    ))))
+    Ok(HandshakeError::Refused(refused(format!("a {:?} frame came unasked", header.kind))))
 }
 
 fn refused(message: String) -> Refused {
-    Refused {
-        code: offbeat_core::wire::message::RefusalCode::State,
-        message,
-        fatal: true,
-    }
+    Refused { code: offbeat_core::wire::message::RefusalCode::State, message, fatal: true }
 }
 
 /// This machine's name, for the server's status; empty where the system does not tell.

@@ -49,19 +49,11 @@ pub(super) enum Overlap {
 impl<'m> Turn<'m> {
     /// Sends nothing, writes nowhere.
     pub(super) fn wait() -> Self {
-        Self {
-            outgoing: None,
-            out: None,
-            target: None,
-            overlaps: Overlap::Buffers,
-        }
+        Self { outgoing: None, out: None, target: None, overlaps: Overlap::Buffers }
     }
 
     pub(super) fn send(request: u32, outgoing: Outgoing<'m>) -> Self {
-        Self {
-            outgoing: Some((request, outgoing)),
-            ..Self::wait()
-        }
+        Self { outgoing: Some((request, outgoing)), ..Self::wait() }
     }
 
     /// Whether the caller's memory of a fragment may be written now.
@@ -118,11 +110,7 @@ impl Connection {
 
     /// Whether all that a turn sends has left.
     pub(super) fn is_sent(&self, turn: &Turn<'_>) -> bool {
-        self.owed.is_none()
-            && turn
-                .outgoing
-                .as_ref()
-                .is_none_or(|(_, outgoing)| outgoing.is_done())
+        self.owed.is_none() && turn.outgoing.as_ref().is_none_or(|(_, outgoing)| outgoing.is_done())
     }
 
     /// Makes a call's first fragment, to leave with its head.
@@ -194,12 +182,7 @@ impl Connection {
         }
         if let Some((request, outgoing)) = turn.outgoing.filter(|(_, outgoing)| !outgoing.is_done()) {
             let (first, rest) = outgoing.into_owned(&mut self.makings(request).1);
-            self.owed = Some(Owed {
-                request,
-                first,
-                rest,
-                sent: 0,
-            });
+            self.owed = Some(Owed { request, first, rest, sent: 0 });
         }
         self.flight.abandon_all();
     }
@@ -219,9 +202,7 @@ impl Connection {
             model: self.model.as_deref(),
             held: self.held.as_mut(),
             momentum: self.momentum.as_mut(),
-            buffers_sent: push
-                .map(|push| &mut push.buffers_sent)
-                .filter(|_| self.keep == Keep::Settled),
+            buffers_sent: push.map(|push| &mut push.buffers_sent).filter(|_| self.keep == Keep::Settled),
         };
         (&self.socket, makings)
     }
@@ -245,8 +226,7 @@ impl Connection {
             };
             let left = &part[owed.sent..];
             owed.sent += std::task::ready!(
-                self.socket
-                    .poll_write_with(cx, left.len(), |mut stream| stream.write(left))
+                self.socket.poll_write_with(cx, left.len(), |mut stream| stream.write(left))
             )?;
             if owed.sent == part.len() {
                 (*part, owed.sent) = (Vec::new(), 0);

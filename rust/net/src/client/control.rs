@@ -63,20 +63,13 @@ impl Control {
         let (stop, stopped) = oneshot::channel();
         let failed = |error: std::io::Error| ClientError::from_frame(address, &FrameError::Io(error));
         let stream = socket.into_std().map_err(failed)?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(failed)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let of_thread = shared.clone();
         let thread = std::thread::Builder::new()
             .name("offbeat-control".into())
             .spawn(move || runtime.block_on(run(stream, reader, heartbeat, of_thread, stopped)))
             .map_err(failed)?;
-        Ok(Self {
-            shared,
-            stop: Some(stop),
-            thread: Some(thread),
-        })
+        Ok(Self { shared, stop: Some(stop), thread: Some(thread) })
     }
 
     pub(super) fn events(&self) -> Events {
@@ -155,11 +148,7 @@ async fn listen(socket: &Socket, reader: &mut FrameReader, shared: &Shared) -> F
         let mut events = shared.events();
         if header.kind == Kind::Refused {
             match decode::<Refused>(payload) {
-                Ok(Refused {
-                    code: RefusalCode::Fenced,
-                    message,
-                    ..
-                }) => events.fenced = Some(message),
+                Ok(Refused { code: RefusalCode::Fenced, message, .. }) => events.fenced = Some(message),
                 Ok(Refused { message, .. }) => return FrameError::Io(std::io::Error::other(message)),
                 Err(error) => return error.into(),
             }

@@ -20,11 +20,7 @@ impl Connection {
         let Some(pending) = self.flight.get_mut(target) else {
             return false;
         };
-        let Some(at) = pending
-            .early
-            .iter()
-            .position(|e| turn.may_write(&model, e.fragment))
-        else {
+        let Some(at) = pending.early.iter().position(|e| turn.may_write(&model, e.fragment)) else {
             return false;
         };
         let Some(early) = pending.early.remove(at) else {
@@ -35,11 +31,7 @@ impl Connection {
     }
 
     fn deliver(&mut self, model: &Model, out: &[Memory<'_>], early: Early) {
-        let Early {
-            fragment,
-            version,
-            bytes,
-        } = early;
+        let Early { fragment, version, bytes } = early;
         let Some(held) = &mut self.held else { return };
         if let Some(bytes) = bytes {
             model.scatter(fragment, &bytes, out);
@@ -127,15 +119,8 @@ impl Connection {
             self.pool.extend(bytes);
             return Ok(());
         }
-        let early = Early {
-            fragment,
-            version,
-            bytes,
-        };
-        match turn
-            .out
-            .filter(|_| turn.target == Some(header.request) && turn.may_write(&model, fragment))
-        {
+        let early = Early { fragment, version, bytes };
+        match turn.out.filter(|_| turn.target == Some(header.request) && turn.may_write(&model, fragment)) {
             Some(out) => self.deliver(&model, out, early),
             None => pending.early.push_back(early),
         }
@@ -154,11 +139,7 @@ impl Connection {
                 }
                 return Ok(());
             }
-            Kind::Receipt => End::Receipt {
-                receipt: decode(payload).map_err(failed)?,
-                term,
-                version,
-            },
+            Kind::Receipt => End::Receipt { receipt: decode(payload).map_err(failed)?, term, version },
             Kind::PullEnd => End::Pulled { term, version },
             Kind::Reply => End::Reply(decode(payload).map_err(failed)?),
             Kind::Refused => {
@@ -181,10 +162,7 @@ impl Connection {
         };
         if !fits || (pending.due > 0 && !matches!(end, End::Refused(_))) {
             let due = pending.due;
-            return Err(self.broke(format!(
-                "{:?} ends a request that waits for {due} roots",
-                header.kind
-            )));
+            return Err(self.broke(format!("{:?} ends a request that waits for {due} roots", header.kind)));
         }
         if let (End::Receipt { receipt, .. }, Some(push)) = (&end, &mut pending.push) {
             let (sequence, buffers_sent) = (push.sequence, std::mem::take(&mut push.buffers_sent));
@@ -207,9 +185,6 @@ impl Connection {
     }
 
     fn broke(&self, cause: String) -> ClientError {
-        ClientError::Protocol {
-            address: self.address.clone(),
-            cause,
-        }
+        ClientError::Protocol { address: self.address.clone(), cause }
     }
 }

@@ -13,18 +13,9 @@ pub enum ClientError {
          and is this its address? (It prints the line to join with; one without a token listens on its own machine only)",
         if *.attempts == 1 { "" } else { "s" }, .waited.as_secs_f64()
     )]
-    Unreachable {
-        address: String,
-        attempts: u32,
-        waited: Duration,
-        cause: String,
-    },
+    Unreachable { address: String, attempts: u32, waited: Duration, cause: String },
     #[error("{address} accepted the connection but did not answer within {:.1} s ({what})", .waited.as_secs_f64())]
-    Timeout {
-        address: String,
-        what: &'static str,
-        waited: Duration,
-    },
+    Timeout { address: String, what: &'static str, waited: Duration },
     #[error("the server at {address} and this worker do not share a token: {message}")]
     Authentication { address: String, message: String },
     /// The server's model is another one.
@@ -40,11 +31,7 @@ pub enum ClientError {
         "tensor {tensor:?} holds a value that is not finite ({value}) at index {index}; nothing was sent. Lower the \
          learning rate, clip gradients, or look for a division by zero"
     )]
-    NonFinite {
-        tensor: String,
-        index: usize,
-        value: f64,
-    },
+    NonFinite { tensor: String, index: usize, value: f64 },
     #[error("the connection to {address} is lost: {cause}")]
     Lost { address: String, cause: String },
     /// The server sent something that cannot be right.
@@ -63,9 +50,7 @@ pub enum ClientError {
 
 impl ClientError {
     pub(super) fn bad_input(message: impl Into<String>) -> Self {
-        Self::BadInput {
-            message: message.into(),
-        }
+        Self::BadInput { message: message.into() }
     }
 
     /// What a failed connection means to the caller.
@@ -81,16 +66,9 @@ impl ClientError {
 
     /// What a refusal means to the caller.
     pub(super) fn from_refused(address: &str, refused: Refused) -> Self {
-        let Refused {
-            code,
-            message,
-            fatal: _,
-        } = refused;
+        let Refused { code, message, fatal: _ } = refused;
         match code {
-            RefusalCode::Authentication => Self::Authentication {
-                address: address.to_owned(),
-                message,
-            },
+            RefusalCode::Authentication => Self::Authentication { address: address.to_owned(), message },
             RefusalCode::ModelMismatch => Self::ModelMismatch { message },
             RefusalCode::Fenced => Self::Fenced { message },
             _ => Self::Refused { code, message },
@@ -100,10 +78,9 @@ impl ClientError {
     pub(super) fn from_handshake(address: &str, error: HandshakeError) -> Self {
         match error {
             HandshakeError::Frame(error) => Self::from_frame(address, &error),
-            HandshakeError::Authentication(message) => Self::Authentication {
-                address: address.to_owned(),
-                message: message.to_owned(),
-            },
+            HandshakeError::Authentication(message) => {
+                Self::Authentication { address: address.to_owned(), message: message.to_owned() }
+            }
             HandshakeError::Refused(refused) => Self::from_refused(address, refused),
         }
     }

@@ -25,9 +25,8 @@ pub(super) fn check(
         let (spec, Some(memory)) = (&model.table.tensors()[t], &values[t]) else {
             return true;
         };
-        memory.read(0..memory.len(), |bytes| {
-            bytes.rchunks(BLOCK_BYTES).all(|b| all_finite(isa, spec.dtype, b))
-        })
+        memory
+            .read(0..memory.len(), |bytes| bytes.rchunks(BLOCK_BYTES).all(|b| all_finite(isa, spec.dtype, b)))
     });
     if good {
         return Ok(());
@@ -37,11 +36,7 @@ pub(super) fn check(
             continue;
         };
         if let Some((index, value)) = memory.read(0..memory.len(), |bytes| first(spec.dtype, bytes)) {
-            return Err(ClientError::NonFinite {
-                tensor: spec.name.clone(),
-                index,
-                value,
-            });
+            return Err(ClientError::NonFinite { tensor: spec.name.clone(), index, value });
         }
     }
     Ok(())
@@ -50,13 +45,10 @@ pub(super) fn check(
 /// The first element that is not finite, and its place.
 fn first(dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
     let mut wide = [0.0];
-    bytes
-        .chunks_exact(dtype.size())
-        .enumerate()
-        .find_map(|(index, element)| {
-            widen(dtype, element, &mut wide);
-            (!wide[0].is_finite()).then(|| (index, f64::from(wide[0])))
-        })
+    bytes.chunks_exact(dtype.size()).enumerate().find_map(|(index, element)| {
+        widen(dtype, element, &mut wide);
+        (!wide[0].is_finite()).then(|| (index, f64::from(wide[0])))
+    })
 }
 
 #[cfg(test)]
@@ -73,47 +65,21 @@ mod tests {
             dtype,
             role,
         };
-        let table = TensorTable::new(vec![
-            spec("a", Role::Parameter, Dtype::F32),
-            spec("b", role, dtype),
-        ]);
+        let table = TensorTable::new(vec![spec("a", Role::Parameter, Dtype::F32), spec("b", role, dtype)]);
         Model::new(Arc::new(table.unwrap()))
     }
 
     fn check_b(model: &Model, present: &Presence, b: &mut [u8]) -> Result<(), ClientError> {
         let mut good = [0; 12];
-        check(
-            Isa::detect(),
-            model,
-            present,
-            &[Some(Memory::of(&mut good)), Some(Memory::of(b))],
-        )
+        check(Isa::detect(), model, present, &[Some(Memory::of(&mut good)), Some(Memory::of(b))])
     }
 
     #[test]
     fn the_first_bad_gradient_is_named_whatever_its_type() {
         let bits: [(Dtype, Vec<u8>); 3] = [
-            (
-                Dtype::F32,
-                [1.0, 2.0, f32::NAN]
-                    .iter()
-                    .flat_map(|x| x.to_le_bytes())
-                    .collect(),
-            ),
-            (
-                Dtype::F16,
-                [0x3c00_u16, 0x4000, 0x7c00]
-                    .iter()
-                    .flat_map(|x| x.to_le_bytes())
-                    .collect(),
-            ),
-            (
-                Dtype::BF16,
-                [0x3f80_u16, 0x4000, 0x7fc0]
-                    .iter()
-                    .flat_map(|x| x.to_le_bytes())
-                    .collect(),
-            ),
+            (Dtype::F32, [1.0, 2.0, f32::NAN].iter().flat_map(|x| x.to_le_bytes()).collect()),
+            (Dtype::F16, [0x3c00_u16, 0x4000, 0x7c00].iter().flat_map(|x| x.to_le_bytes()).collect()),
+            (Dtype::BF16, [0x3f80_u16, 0x4000, 0x7fc0].iter().flat_map(|x| x.to_le_bytes()).collect()),
         ];
         for (dtype, mut bytes) in bits {
             let model = model(dtype, Role::Parameter);
@@ -122,19 +88,13 @@ mod tests {
                 matches!(&error, ClientError::NonFinite { tensor, index: 2, .. } if tensor == "b"),
                 "{error}"
             );
-            assert_eq!(
-                check_b(&model, &Presence::from_fn(2, |t| t == 0), &mut bytes),
-                Ok(())
-            );
+            assert_eq!(check_b(&model, &Presence::from_fn(2, |t| t == 0), &mut bytes), Ok(()));
         }
     }
 
     #[test]
     fn a_buffer_may_be_infinite() {
         let mut bytes: Vec<u8> = [f64::INFINITY; 3].iter().flat_map(|x| x.to_le_bytes()).collect();
-        assert_eq!(
-            check_b(&model(Dtype::F64, Role::Buffer), &Presence::all(2), &mut bytes),
-            Ok(())
-        );
+        assert_eq!(check_b(&model(Dtype::F64, Role::Buffer), &Presence::all(2), &mut bytes), Ok(()));
     }
 }

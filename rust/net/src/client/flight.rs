@@ -93,11 +93,7 @@ impl Flight {
 
     /// The next push's number: no gaps, and a push that was refused did not use its own.
     pub(super) fn next_sequence(&self) -> u64 {
-        let open = self
-            .pending
-            .iter()
-            .filter(|p| p.push.is_some() && p.end.is_none())
-            .count();
+        let open = self.pending.iter().filter(|p| p.push.is_some() && p.end.is_none()).count();
         self.settled + open as u64 + 1
     }
 
@@ -119,24 +115,17 @@ impl Flight {
 
     /// The oldest push that somebody waits for.
     pub(super) fn oldest_push(&self) -> Option<u32> {
-        self.pending
-            .iter()
-            .find(|p| p.push.is_some() && !p.abandoned)
-            .map(|p| p.request)
+        self.pending.iter().find(|p| p.push.is_some() && !p.abandoned).map(|p| p.request)
     }
 
     /// Whether a request has ended and all that came early with it has been delivered.
     pub(super) fn is_complete(&self, request: u32) -> bool {
-        self.get(request)
-            .is_none_or(|p| p.end.is_some() && p.early.is_empty())
+        self.get(request).is_none_or(|p| p.end.is_some() && p.early.is_empty())
     }
 
     /// Takes a request that has ended.
     pub(super) fn take(&mut self, request: u32) -> Option<End> {
-        let at = self
-            .pending
-            .iter()
-            .position(|p| p.request == request && p.end.is_some())?;
+        let at = self.pending.iter().position(|p| p.request == request && p.end.is_some())?;
         self.pending.remove(at)?.end
     }
 

@@ -43,10 +43,8 @@ impl Held {
     pub(super) fn brought(&mut self, model: &Model, term: u64, values: &[&[u8]]) {
         (self.term, self.version, self.ready) = (term, 0, true);
         for (f, fragment) in model.layout.fragments.iter().enumerate() {
-            let segments = fragment
-                .segments
-                .iter()
-                .map(|s| &values[s.tensor][bytes_of(fragment, s.offset, s.len)]);
+            let segments =
+                fragment.segments.iter().map(|s| &values[s.tensor][bytes_of(fragment, s.offset, s.len)]);
             let bytes: Vec<u8> = segments.flatten().copied().collect();
             self.arrived(model, f, 0, Some(&bytes));
         }
@@ -94,10 +92,7 @@ impl Held {
 
     /// The parameters of a fragment as they were read, if a copy was kept.
     pub(super) fn parameters(&self, fragment: usize) -> Option<&[u8]> {
-        self.parameters
-            .as_ref()
-            .map(|p| &p[fragment][..])
-            .filter(|p| !p.is_empty())
+        self.parameters.as_ref().map(|p| &p[fragment][..]).filter(|p| !p.is_empty())
     }
 
     /// Whether a copy of every parameter was kept.
@@ -126,13 +121,7 @@ impl Held {
     /// Which buffers differ from what was pulled. Constant ones (masks, positions) are no part of a push.
     pub(super) fn changed(&self, model: &Model, values: &[Option<Memory<'_>>]) -> Vec<bool> {
         let mut changed = vec![false; model.table.len()];
-        for (f, fragment) in model
-            .layout
-            .fragments
-            .iter()
-            .enumerate()
-            .filter(|(f, _)| model.is_buffers(*f))
-        {
+        for (f, fragment) in model.layout.fragments.iter().enumerate().filter(|(f, _)| model.is_buffers(*f)) {
             let size = fragment.dtype.size();
             for s in &fragment.segments {
                 if let Some(memory) = &values[s.tensor] {

@@ -41,14 +41,8 @@ pub(super) enum Arrived {
 #[derive(Debug)]
 enum State {
     Head,
-    Root {
-        header: Header,
-        got: usize,
-        place: Place,
-    },
-    Message {
-        header: Header,
-    },
+    Root { header: Header, got: usize, place: Place },
+    Message { header: Header },
 }
 
 /// What a frame is read with.
@@ -75,14 +69,7 @@ pub(super) struct Inbound {
 impl Default for Inbound {
     fn default() -> Self {
         let ahead = Box::new([0; AHEAD_BYTES]);
-        Self {
-            ahead,
-            start: 0,
-            end: 0,
-            state: State::Head,
-            message: Vec::new(),
-            sink: Vec::new(),
-        }
+        Self { ahead, start: 0, end: 0, state: State::Head, message: Vec::new(), sink: Vec::new() }
     }
 }
 
@@ -95,11 +82,7 @@ impl Inbound {
     /// The caller's memory is about to go. Returns the fragment that is left half written in it.
     pub(super) fn leave_out(&mut self) -> Option<usize> {
         match &mut self.state {
-            State::Root {
-                header,
-                place: place @ Place::Out,
-                got,
-            } => {
+            State::Root { header, place: place @ Place::Out, got } => {
                 *place = Place::Nowhere;
                 (*got > 0).then_some(header.fragment as usize)
             }
@@ -124,11 +107,7 @@ impl Inbound {
                         if header.flags & flags::UNCHANGED != 0 {
                             return Poll::Ready(Ok(Arrived::Root(header, None)));
                         }
-                        State::Root {
-                            header,
-                            got: 0,
-                            place: place(&header),
-                        }
+                        State::Root { header, got: 0, place: place(&header) }
                     } else {
                         self.message.clear();
                         State::Message { header }
@@ -141,11 +120,7 @@ impl Inbound {
                     let computed = crc(&self.message);
                     if computed != header.payload_crc {
                         let (kind, found) = (header.kind, header.payload_crc);
-                        return Poll::Ready(Err(failed(FrameError::Checksum {
-                            kind,
-                            found,
-                            computed,
-                        })));
+                        return Poll::Ready(Err(failed(FrameError::Checksum { kind, found, computed })));
                     }
                     return Poll::Ready(Ok(Arrived::Other(header)));
                 }
@@ -158,11 +133,7 @@ impl Inbound {
                     let computed = checksum(with, &header, &place);
                     if let Some(computed) = computed.filter(|&c| c != header.payload_crc) {
                         let (kind, found) = (header.kind, header.payload_crc);
-                        return Poll::Ready(Err(failed(FrameError::Checksum {
-                            kind,
-                            found,
-                            computed,
-                        })));
+                        return Poll::Ready(Err(failed(FrameError::Checksum { kind, found, computed })));
                     }
                     return Poll::Ready(Ok(Arrived::Root(header, Some(place))));
                 }
@@ -222,18 +193,14 @@ impl Inbound {
 
     fn poll_root(&mut self, cx: &mut Context<'_>, with: Surroundings<'_>) -> Poll<Result<(), FrameError>> {
         loop {
-            let State::Root { header, got, .. } = &self.state else {
-                unreachable!("a root is being read")
-            };
+            let State::Root { header, got, .. } = &self.state else { unreachable!("a root is being read") };
             let (fragment, got) = (header.fragment as usize, *got);
             let left = header.payload_len as usize - got;
             if left == 0 {
                 return Poll::Ready(Ok(()));
             }
             let ahead = self.take_ahead(left);
-            let State::Root { place, .. } = &mut self.state else {
-                unreachable!("a root is being read")
-            };
+            let State::Root { place, .. } = &mut self.state else { unreachable!("a root is being read") };
             let read = if ahead.is_empty() {
                 let tail = &mut self.ahead[..];
                 let (socket, room) = (with.socket, left + tail.len());
@@ -280,9 +247,7 @@ impl Inbound {
                 }
                 ahead.len()
             };
-            let State::Root { got, .. } = &mut self.state else {
-                unreachable!("a root is being read")
-            };
+            let State::Root { got, .. } = &mut self.state else { unreachable!("a root is being read") };
             *got += read;
         }
     }
@@ -313,9 +278,7 @@ fn read_two(mut stream: &socket2::Socket, target: &mut [u8], tail: &mut [u8]) ->
 
 /// A root's length follows from the model; what the header says must be that.
 fn check_root(with: Surroundings<'_>, header: &Header) -> Result<(), ClientError> {
-    let fragment = with
-        .model
-        .and_then(|m| m.layout.fragments.get(header.fragment as usize));
+    let fragment = with.model.and_then(|m| m.layout.fragments.get(header.fragment as usize));
     let due = match fragment {
         Some(_) if header.flags & flags::UNCHANGED != 0 => Some(0),
         Some(fragment) => Some(fragment.wire_bytes()),
@@ -324,18 +287,10 @@ fn check_root(with: Surroundings<'_>, header: &Header) -> Result<(), ClientError
     if due == Some(header.payload_len as usize) && header.codec == CODEC_RAW {
         return Ok(());
     }
-    let Header {
-        fragment,
-        payload_len,
-        codec,
-        ..
-    } = header;
+    let Header { fragment, payload_len, codec, .. } = header;
     let cause =
         format!("a root of fragment {fragment} with {payload_len} bytes in codec {codec} fits no model here");
-    Err(ClientError::Protocol {
-        address: with.address.to_owned(),
-        cause,
-    })
+    Err(ClientError::Protocol { address: with.address.to_owned(), cause })
 }
 
 /// The checksum of what was received, while it is warm; `None` for what was not kept.

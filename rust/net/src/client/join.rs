@@ -40,10 +40,7 @@ async fn unless_interrupted<T>(
 /// A runtime for the calling thread.
 pub(super) fn runtime(address: &str) -> Result<Runtime, ClientError> {
     let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    built.map_err(|e| ClientError::Lost {
-        address: address.to_owned(),
-        cause: format!("no runtime: {e}"),
-    })
+    built.map_err(|e| ClientError::Lost { address: address.to_owned(), cause: format!("no runtime: {e}") })
 }
 
 impl Inner {
@@ -52,60 +49,30 @@ impl Inner {
         table: Option<&TensorTable>,
         interrupt: &dyn Interrupt,
     ) -> Result<Self, ClientError> {
-        let ClientConfig {
-            address,
-            worker_id,
-            token,
-            run_id,
-            in_flight,
-            connect_timeout,
-        } = config;
+        let ClientConfig { address, worker_id, token, run_id, in_flight, connect_timeout } = config;
         let wanted = u32::try_from(in_flight).ok().filter(|n| (1..=2).contains(n));
         let Some(wanted) = wanted else {
-            return Err(ClientError::bad_input(format!(
-                "in_flight is {in_flight}: it is 1 or 2"
-            )));
+            return Err(ClientError::bad_input(format!("in_flight is {in_flight}: it is 1 or 2")));
         };
         let runtime = runtime(&address)?;
-        let target = Target {
-            address: address.clone(),
-            token,
-        };
-        let join = Join {
-            worker_id,
-            run_id,
-            table: table.cloned(),
-            host: host(),
-            in_flight: wanted,
-        };
+        let target = Target { address: address.clone(), token };
+        let join = Join { worker_id, run_id, table: table.cloned(), host: host(), in_flight: wanted };
         let (connection, control, joined) = runtime.block_on(unless_interrupted(interrupt, async {
             let begun = Instant::now();
             let (socket, reader, opened) = target.open(&Opening::Data(&join), connect_timeout).await?;
-            let Opened::Data(joined) = opened else {
-                unreachable!("data was asked for")
-            };
+            let Opened::Data(joined) = opened else { unreachable!("data was asked for") };
             if reader.buffered() > 0 {
                 let cause = "it spoke before it was asked".to_owned();
-                return Err(ClientError::Protocol {
-                    address: address.clone(),
-                    cause,
-                });
+                return Err(ClientError::Protocol { address: address.clone(), cause });
             }
             let in_flight = wanted.min(joined.in_flight).max(1) as usize;
             let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
             let connection = Connection::new(address.clone(), socket, keep);
-            let attach = Attach {
-                incarnation: joined.incarnation,
-                secret: joined.secret,
-            };
+            let attach = Attach { incarnation: joined.incarnation, secret: joined.secret };
             let left = connect_timeout.saturating_sub(begun.elapsed());
             let (socket, reader, _) = target.open(&Opening::Control(attach), left).await?;
-            let control = Control::start(
-                socket,
-                reader,
-                Duration::from_millis(joined.heartbeat_ms),
-                &address,
-            )?;
+            let control =
+                Control::start(socket, reader, Duration::from_millis(joined.heartbeat_ms), &address)?;
             Ok((connection, control, joined))
         }))?;
         let mut ticks = {
@@ -113,26 +80,9 @@ impl Inner {
             tokio::time::interval(LOOK)
         };
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let Joined {
-            run_id,
-            worker_id,
-            incarnation,
-            term,
-            version,
-            model,
-            run,
-            ..
-        } = *joined;
-        let session = Session {
-            run_id,
-            worker_id,
-            incarnation,
-            term,
-            version,
-            table: None,
-            blueprint: None,
-            run,
-        };
+        let Joined { run_id, worker_id, incarnation, term, version, model, run, .. } = *joined;
+        let session =
+            Session { run_id, worker_id, incarnation, term, version, table: None, blueprint: None, run };
         let mut inner = Self {
             session,
             connection,

@@ -9,10 +9,7 @@
 //!   bytes are never alive together, whatever overlaps.
 //! - MEM-4 The memories given as `out` of one call do not overlap each other ([`check_disjoint`]), so that several
 //!   may be written in one closure.
-#![expect(
-    unsafe_code,
-    reason = "Python owns this memory; the invariants above are what makes that sound"
-)]
+#![expect(unsafe_code, reason = "Python owns this memory; the invariants above are what makes that sound")]
 
 use std::io::{IoSlice, IoSliceMut};
 use std::marker::PhantomData;
@@ -37,21 +34,13 @@ impl<'a> Memory<'a> {
     #[must_use]
     pub unsafe fn from_raw(start: *mut u8, len: usize) -> Self {
         let start = if len == 0 { std::ptr::dangling_mut() } else { start };
-        Self {
-            start,
-            len,
-            owner: PhantomData,
-        }
+        Self { start, len, owner: PhantomData }
     }
 
     /// Memory that Rust owns: the exclusive borrow upholds MEM-1 and MEM-2.
     #[must_use]
     pub fn of(bytes: &'a mut [u8]) -> Self {
-        Self {
-            start: bytes.as_mut_ptr(),
-            len: bytes.len(),
-            owner: PhantomData,
-        }
+        Self { start: bytes.as_mut_ptr(), len: bytes.len(), owner: PhantomData }
     }
 
     /// Length in bytes.
@@ -83,24 +72,15 @@ impl<'a> Memory<'a> {
     }
 
     fn shared(&self, range: Range<usize>) -> &[u8] {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "a range of this memory"
-        );
+        assert!(range.start <= range.end && range.end <= self.len, "a range of this memory");
         // SAFETY: MEM-1 makes the bytes readable, the assertion keeps the range inside, MEM-2 and MEM-3 exclude a
         // writer while the reference lives (it goes to a closure only).
         unsafe { std::slice::from_raw_parts(self.start.add(range.start), range.len()) }
     }
 
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "private; MEM-3 and MEM-4 say why it is the only reference"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "private; MEM-3 and MEM-4 say why it is the only reference")]
     fn exclusive(&self, range: Range<usize>) -> &mut [u8] {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "a range of this memory"
-        );
+        assert!(range.start <= range.end && range.end <= self.len, "a range of this memory");
         // SAFETY: MEM-1 makes the bytes of an `out` memory writable, the assertion keeps the range inside, MEM-2,
         // MEM-3 and MEM-4 exclude every other reference while this one lives (it goes to a closure only).
         unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.len()) }
@@ -204,11 +184,7 @@ mod tests {
         let tensors = prop::collection::vec(prop::collection::vec(any::<u8>(), 0..50), 1..8);
         tensors.prop_flat_map(|tensors| {
             let sizes: Vec<usize> = tensors.iter().map(Vec::len).collect();
-            let run = (
-                0..sizes.len(),
-                any::<prop::sample::Index>(),
-                any::<prop::sample::Index>(),
-            );
+            let run = (0..sizes.len(), any::<prop::sample::Index>(), any::<prop::sample::Index>());
             let runs = prop::collection::vec(run, 0..MAX_RUNS).prop_map(move |runs| {
                 let mut used: Vec<usize> = vec![0; sizes.len()]; // runs of one tensor follow each other
                 let mut cut = vec![];
@@ -216,10 +192,7 @@ mod tests {
                     let start = used[tensor] + from.index(sizes[tensor] - used[tensor] + 1);
                     let end = start + len.index(sizes[tensor] - start + 1);
                     used[tensor] = end;
-                    cut.push(Run {
-                        tensor,
-                        bytes: start..end,
-                    });
+                    cut.push(Run { tensor, bytes: start..end });
                 }
                 cut
             });
@@ -228,9 +201,7 @@ mod tests {
     }
 
     fn joined(tensors: &[Vec<u8>], runs: &[Run]) -> Vec<u8> {
-        runs.iter()
-            .flat_map(|r| tensors[r.tensor][r.bytes.clone()].to_vec())
-            .collect()
+        runs.iter().flat_map(|r| tensors[r.tensor][r.bytes.clone()].to_vec()).collect()
     }
 
     proptest! {

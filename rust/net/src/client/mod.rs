@@ -88,10 +88,7 @@ impl Client {
         interrupt: &dyn Interrupt,
     ) -> Result<Self, ClientError> {
         let inner = Inner::connect(config, table, interrupt)?;
-        Ok(Self {
-            origin: Origin::here(),
-            inner: Some(Box::new(inner)),
-        })
+        Ok(Self { origin: Origin::here(), inner: Some(Box::new(inner)) })
     }
 
     fn inner(&mut self) -> Result<&mut Inner, ClientError> {
@@ -162,13 +159,7 @@ impl Client {
         interrupt: &dyn Interrupt,
     ) -> Result<RunConfig, ClientError> {
         let inner = self.inner()?;
-        match inner.call(
-            &Call::Configure {
-                contribution,
-                optimizer: optimizer.cloned(),
-            },
-            interrupt,
-        )? {
+        match inner.call(&Call::Configure { contribution, optimizer: optimizer.cloned() }, interrupt)? {
             Reply::Configured { run } => {
                 inner.set_run(run.clone());
                 Ok(run)
@@ -215,8 +206,7 @@ impl Client {
         incremental: bool,
         interrupt: &dyn Interrupt,
     ) -> Result<Option<Receipt>, ClientError> {
-        self.inner()?
-            .push(&input, Some(Destination { out, incremental }), interrupt)
+        self.inner()?.push(&input, Some(Destination { out, incremental }), interrupt)
     }
 
     /// Settles everything in flight: the receipts not yet seen, those of interrupted pushes among them (the newest 64).
@@ -289,10 +279,7 @@ impl Drop for Client {
 /// # Errors
 /// As [`Client::connect`].
 pub fn fetch_status(address: &str, token: Option<&str>, limit: Duration) -> Result<String, ClientError> {
-    let target = Target {
-        address: address.to_owned(),
-        token: token.map(str::to_owned),
-    };
+    let target = Target { address: address.to_owned(), token: token.map(str::to_owned) };
     let runtime = join::runtime(address)?;
     match runtime.block_on(target.open(&Opening::Status, limit))?.2 {
         Opened::Status(json) => Ok(json),

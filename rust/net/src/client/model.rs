@@ -22,17 +22,9 @@ pub(super) struct Model {
 impl Model {
     pub(super) fn new(table: Arc<TensorTable>) -> Self {
         let layout = Layout::of(&table);
-        let all = (
-            Arc::new(Presence::all(table.len())),
-            (0..layout.fragments.len()).collect(),
-        );
+        let all = (Arc::new(Presence::all(table.len())), (0..layout.fragments.len()).collect());
         let has_buffers = table.tensors().iter().any(|t| t.role == Role::Buffer);
-        Self {
-            table,
-            layout,
-            all,
-            has_buffers,
-        }
+        Self { table, layout, all, has_buffers }
     }
 
     /// Which tensors a push brings: what was given, except buffers that nobody has changed; and their fragments.
@@ -67,9 +59,7 @@ impl Model {
 
     pub(super) fn tensor_bytes(&self, tensor: usize) -> usize {
         let t = &self.table.tensors()[tensor];
-        usize::try_from(t.num_elements())
-            .unwrap_or(usize::MAX)
-            .saturating_mul(t.dtype.size())
+        usize::try_from(t.num_elements()).unwrap_or(usize::MAX).saturating_mul(t.dtype.size())
     }
 
     /// The memory of a whole fragment, in order.
@@ -79,10 +69,7 @@ impl Model {
         memories: &'m [Memory<'m>],
     ) -> impl Iterator<Item = (&'m Memory<'m>, Range<usize>)> {
         let fragment = &self.layout.fragments[fragment];
-        fragment
-            .segments
-            .iter()
-            .map(|s| (&memories[s.tensor], bytes_of(fragment, s.offset, s.len)))
+        fragment.segments.iter().map(|s| (&memories[s.tensor], bytes_of(fragment, s.offset, s.len)))
     }
 
     /// The memory of the tensors of a fragment that a push brings, in order.
@@ -115,11 +102,7 @@ impl Model {
         }
         if let Some((a, b)) = check_disjoint(out) {
             let name = |i: usize| &self.table.tensors()[i].name;
-            let message = format!(
-                "out gives the same memory to tensors {:?} and {:?}",
-                name(a),
-                name(b)
-            );
+            let message = format!("out gives the same memory to tensors {:?} and {:?}", name(a), name(b));
             return Err(ClientError::bad_input(message));
         }
         Ok(())
@@ -134,9 +117,7 @@ impl Model {
             }
         }
         if values.iter().all(Option::is_none) {
-            return Err(ClientError::bad_input(
-                "a push without any gradient; call backward() first",
-            ));
+            return Err(ClientError::bad_input("a push without any gradient; call backward() first"));
         }
         Ok(())
     }
@@ -155,9 +136,7 @@ impl Model {
             return Ok(());
         }
         let t = &self.table.tensors()[tensor];
-        Err(ClientError::bad_input(format!(
-            "{what} gives {given} bytes to tensor {t}, which has {due}"
-        )))
+        Err(ClientError::bad_input(format!("{what} gives {given} bytes to tensor {t}, which has {due}")))
     }
 }
 

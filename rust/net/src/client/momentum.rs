@@ -62,17 +62,9 @@ impl Momentum {
         let names: Vec<&str> = model.table.tensors().iter().map(|t| t.name.as_str()).collect();
         let group_of = groups::assign(&optimizer.groups, &names);
         let group = |index: &u16| match optimizer.groups.get(usize::from(*index))?.rule {
-            Rule::Sgd {
-                momentum,
-                weight_decay,
-                maximize,
-                dampening: _,
-                nesterov: _,
-            } => Some(Group {
-                mu: momentum,
-                weight_decay,
-                maximize,
-            }),
+            Rule::Sgd { momentum, weight_decay, maximize, dampening: _, nesterov: _ } => {
+                Some(Group { mu: momentum, weight_decay, maximize })
+            }
             Rule::Adam { .. } | Rule::Adagrad { .. } | Rule::RmsProp { .. } | Rule::Add => None,
         };
         Self {
@@ -125,32 +117,14 @@ impl Momentum {
             };
             let at = segment.start..segment.start + segment.len;
             let first = !self.has[segment.tensor];
-            let Work {
-                grad: grad_work,
-                x_read: x_work,
-            } = &mut self.work;
+            let Work { grad: grad_work, x_read: x_work } = &mut self.work;
             read(segment, group.weight_decay != 0.0, &mut |grad, x_read| {
                 let grad = as_f32(fragment.dtype, grad, grad_work);
                 let x_read = as_f32(fragment.dtype, x_read, x_work);
                 let (v, next) = (&velocity[at.clone()], &mut next[at.clone()]);
-                let Group {
-                    mu,
-                    weight_decay,
-                    maximize,
-                } = group;
+                let Group { mu, weight_decay, maximize } = group;
                 // A result that overflows is refused by the server; the gradient itself was found finite.
-                velocity::correct(
-                    self.isa,
-                    mu,
-                    weight_decay,
-                    maximize,
-                    first,
-                    grad,
-                    x_read,
-                    v,
-                    next,
-                    out,
-                );
+                velocity::correct(self.isa, mu, weight_decay, maximize, first, grad, x_read, v, next, out);
             });
         }
         if self.keep == Keep::Sent {

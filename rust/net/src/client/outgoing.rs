@@ -33,14 +33,7 @@ pub(super) struct Outgoing<'m> {
 impl<'m> Outgoing<'m> {
     /// A call that is one frame: its header, which gets the payload's length and checksum.
     pub(super) fn frame(header: Header, payload: &[u8], workshop: Workshop) -> Self {
-        Self::push(
-            Some(header),
-            payload,
-            header,
-            Arc::from([]),
-            Content::Nothing,
-            workshop,
-        )
+        Self::push(Some(header), payload, header, Arc::from([]), Content::Nothing, workshop)
     }
 
     /// A call whose frame, if it has one, is followed by these fragments.
@@ -52,32 +45,18 @@ impl<'m> Outgoing<'m> {
         content: Content<'m>,
         workshop: Workshop,
     ) -> Self {
-        let Workshop {
-            mut head,
-            payload: mut body,
-        } = workshop;
+        let Workshop { mut head, payload: mut body } = workshop;
         head.clear();
         body.clear();
         if let Some(header) = header {
             head.extend_from_slice(&header.with_payload(payload).encode());
             head.extend_from_slice(payload);
         }
-        Self {
-            content,
-            template,
-            fragments,
-            made: 0,
-            sent: 0,
-            head,
-            payload: body,
-        }
+        Self { content, template, fragments, made: 0, sent: 0, head, payload: body }
     }
 
     pub(super) fn into_workshop(self) -> Workshop {
-        Workshop {
-            head: self.head,
-            payload: self.payload,
-        }
+        Workshop { head: self.head, payload: self.payload }
     }
 
     /// Whether everything has left.
@@ -92,14 +71,8 @@ impl<'m> Outgoing<'m> {
 
     /// Whether the caller's memory of a fragment may be overwritten: it is no part of this, or has left.
     pub(super) fn is_past(&self, fragment: usize) -> bool {
-        let left = if self.is_between() {
-            self.made
-        } else {
-            self.made.saturating_sub(1)
-        };
-        self.fragments
-            .binary_search(&fragment)
-            .map_or(true, |at| at < left)
+        let left = if self.is_between() { self.made } else { self.made.saturating_sub(1) };
+        self.fragments.binary_search(&fragment).map_or(true, |at| at < left)
     }
 
     /// Whether only the first frame has left.
@@ -129,10 +102,7 @@ impl<'m> Outgoing<'m> {
         let head = &self.head[self.sent.min(self.head.len())..];
         let skip = self.sent.saturating_sub(self.head.len());
         self.sent += ready!(socket.poll_write_with(cx, left, |mut stream| {
-            self.payload
-                .with_slices(&self.content, with, head, skip, |slices| {
-                    stream.write_vectored(slices)
-                })
+            self.payload.with_slices(&self.content, with, head, skip, |slices| stream.write_vectored(slices))
         }))?;
         Poll::Ready(Ok(()))
     }
@@ -154,12 +124,11 @@ impl<'m> Outgoing<'m> {
             }
             let head = &self.head[self.sent.min(self.head.len())..];
             let skip = self.sent.saturating_sub(self.head.len());
-            self.payload
-                .with_slices(&self.content, with, head, skip, |slices| {
-                    for slice in slices {
-                        rest.extend_from_slice(slice);
-                    }
-                });
+            self.payload.with_slices(&self.content, with, head, skip, |slices| {
+                for slice in slices {
+                    rest.extend_from_slice(slice);
+                }
+            });
             self.sent = self.head.len() + self.payload.len();
         }
     }
@@ -201,13 +170,5 @@ impl<'m> Outgoing<'m> {
 
 /// A frame with a small payload, as bytes.
 pub(super) fn frame(kind: Kind, request: u32, payload: &[u8]) -> Vec<u8> {
-    Outgoing::frame(
-        Header {
-            request,
-            ..Header::new(kind)
-        },
-        payload,
-        Workshop::default(),
-    )
-    .head
+    Outgoing::frame(Header { request, ..Header::new(kind) }, payload, Workshop::default()).head
 }

@@ -113,13 +113,7 @@ impl Payload {
     /// Finds or makes a fragment's payload.
     pub(super) fn make(&mut self, content: &Content<'_>, fragment: usize, with: &mut Makings<'_>) {
         self.clear();
-        let Makings {
-            model: Some(model),
-            held,
-            momentum,
-            buffers_sent,
-        } = with
-        else {
+        let Makings { model: Some(model), held, momentum, buffers_sent } = with else {
             return;
         };
         match content {
@@ -127,17 +121,11 @@ impl Payload {
             Content::Values(values) => {
                 let layout = &model.layout.fragments[fragment];
                 for s in &layout.segments {
-                    self.bytes
-                        .extend_from_slice(&values[s.tensor][bytes_of(layout, s.offset, s.len)]);
+                    self.bytes.extend_from_slice(&values[s.tensor][bytes_of(layout, s.offset, s.len)]);
                 }
                 (self.place, self.len) = (Place::Bytes, self.bytes.len());
             }
-            Content::Push {
-                values,
-                present,
-                x_read,
-                ..
-            } => match (held, momentum) {
+            Content::Push { values, present, x_read, .. } => match (held, momentum) {
                 (Some(held), _) if model.is_buffers(fragment) => {
                     let sent = self.change(model, fragment, present, values, held);
                     match buffers_sent {
@@ -183,21 +171,17 @@ impl Payload {
             let Some(memory) = &values[s.tensor] else { continue };
             let from = sent.len();
             memory.read(bytes_of(layout, s.offset, s.len), |new| {
-                sent.extend_from_slice(new)
+                sent.extend_from_slice(new);
             });
             self.bytes.extend_from_slice(&sent[from..]);
-            self.bytes
-                .extend_from_slice(&old[bytes_of(layout, s.start, s.len)]);
+            self.bytes.extend_from_slice(&old[bytes_of(layout, s.start, s.len)]);
         }
         (self.place, self.len) = (Place::Bytes, self.bytes.len());
         sent
     }
 
     /// Gradients with this worker's momentum.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one formula's operands; a struct would only rename them"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "one formula's operands; a struct would only rename them")]
     fn correct(
         &mut self,
         model: &Model,

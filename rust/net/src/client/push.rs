@@ -43,26 +43,11 @@ impl Inner {
         held.keep_parameters(&model, copies);
         let have = Some(&held.versions[..]).filter(|_| to.incremental && held.is_whole());
         let mut payload = Vec::new();
-        PullRequest {
-            have: have.map(Versions::Numbers),
-        }
-        .encode(&mut payload);
-        let header = Header {
-            request,
-            term: held.term,
-            version: held.version,
-            ..Header::new(Kind::Pull)
-        };
-        self.connection.flight.begin(Pending {
-            due: model.num_fragments(),
-            ..Pending::new(request)
-        });
+        PullRequest { have: have.map(Versions::Numbers) }.encode(&mut payload);
+        let header = Header { request, term: held.term, version: held.version, ..Header::new(Kind::Pull) };
+        self.connection.flight.begin(Pending { due: model.num_fragments(), ..Pending::new(request) });
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
-        let turn = Turn {
-            out: Some(to.out),
-            target: Some(request),
-            ..Turn::send(request, outgoing)
-        };
+        let turn = Turn { out: Some(to.out), target: Some(request), ..Turn::send(request, outgoing) };
         match self.end_of(request, turn, interrupt)? {
             End::Pulled { term, version } => {
                 self.has_read(term, version);
@@ -106,19 +91,11 @@ impl Inner {
         if self.connection.flight.get(request).is_some_and(|p| p.granted) {
             self.connection.join_first(request, &mut outgoing);
         }
-        let target = if self.connection.keep == Keep::Sent && to.is_some() {
-            before
-        } else {
-            Some(request)
-        };
+        let target = if self.connection.keep == Keep::Sent && to.is_some() { before } else { Some(request) };
         let turn = Turn {
             out: to.map(|to| to.out),
             target,
-            overlaps: if self.reads_parameters() {
-                Overlap::Everything
-            } else {
-                Overlap::Buffers
-            },
+            overlaps: if self.reads_parameters() { Overlap::Everything } else { Overlap::Buffers },
             ..Turn::send(request, outgoing)
         };
         if let Some(target) = target {
@@ -142,11 +119,7 @@ impl Inner {
         }
         self.settle(interrupt)?;
         while let Some(request) = self.connection.flight.oldest_push() {
-            let turn = Turn {
-                out,
-                target: Some(request),
-                ..Turn::wait()
-            };
+            let turn = Turn { out, target: Some(request), ..Turn::wait() };
             let receipt = self.receipt_of(request, turn, true, interrupt)?;
             self.unclaimed.push_back(receipt);
         }
@@ -161,11 +134,7 @@ impl Inner {
         interrupt: &dyn Interrupt,
     ) -> Result<Receipt, ClientError> {
         match self.end_of(request, turn, interrupt) {
-            Ok(End::Receipt {
-                receipt,
-                term,
-                version,
-            }) => {
+            Ok(End::Receipt { receipt, term, version }) => {
                 if reads {
                     self.has_read(term, version);
                 }
@@ -183,10 +152,7 @@ impl Inner {
 
     /// Whether momentum correction asks for the parameters that a gradient was taken at.
     fn reads_parameters(&self) -> bool {
-        self.connection
-            .momentum
-            .as_ref()
-            .is_some_and(Momentum::reads_parameters)
+        self.connection.momentum.as_ref().is_some_and(Momentum::reads_parameters)
     }
 
     /// Where these parameters lie, if it asks; `None`: in our own copy, or nobody asks.
@@ -200,13 +166,7 @@ impl Inner {
         }
         match to {
             Some(to) if to.incremental => Ok(Some(to.out)),
-            Some(_) | None
-                if self
-                    .connection
-                    .held
-                    .as_ref()
-                    .is_some_and(|h| h.has_parameters(model)) =>
-            {
+            Some(_) | None if self.connection.held.as_ref().is_some_and(|h| h.has_parameters(model)) => {
                 Ok(None)
             }
             Some(_) | None => Err(ClientError::bad_input(
@@ -255,23 +215,14 @@ impl Inner {
         let head = PushRequest {
             samples: input.samples,
             norm: None,
-            want: if to.is_some() {
-                Want::Parameters
-            } else {
-                Want::Receipt
-            },
+            want: if to.is_some() { Want::Parameters } else { Want::Receipt },
             present: Some(present.as_bytes()).filter(|_| !model.is_all(&present)),
             have: incremental.then_some(Versions::Numbers(&other)),
         };
         let mut payload = Vec::with_capacity(64);
         head.encode(&mut payload);
-        let header = Header {
-            request,
-            sequence,
-            term: held.term,
-            version: held.version,
-            ..Header::new(Kind::Push)
-        };
+        let header =
+            Header { request, sequence, term: held.term, version: held.version, ..Header::new(Kind::Push) };
         let (of_push, of_content) = (present.clone(), present);
         flight.begin(Pending {
             push: Some(PushPart {
@@ -286,21 +237,10 @@ impl Inner {
             ..Pending::new(request)
         });
         let (values, versions) = (input.values, held.versions.clone());
-        let content = Content::Push {
-            values,
-            present: of_content,
-            versions,
-            x_read,
-        };
-        let template = Header {
-            kind: Kind::Fragment,
-            ..header
-        };
+        let content = Content::Push { values, present: of_content, versions, x_read };
+        let template = Header { kind: Kind::Fragment, ..header };
         let workshop = std::mem::take(&mut self.connection.workshop);
-        (
-            request,
-            Outgoing::push(Some(header), &payload, template, fragments, content, workshop),
-        )
+        (request, Outgoing::push(Some(header), &payload, template, fragments, content, workshop))
     }
 }
 

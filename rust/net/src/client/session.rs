@@ -89,11 +89,7 @@ impl Inner {
 
     fn reset_momentum(&mut self) {
         let keep = self.connection.keep;
-        let RunConfig {
-            momentum_correction,
-            optimizer,
-            ..
-        } = &self.session.run;
+        let RunConfig { momentum_correction, optimizer, .. } = &self.session.run;
         self.connection.momentum = match (&self.connection.model, optimizer) {
             (Some(model), Some(optimizer)) if *momentum_correction => {
                 Some(Momentum::new(model, optimizer, keep))
@@ -140,13 +136,7 @@ impl Inner {
         interrupt: &dyn Interrupt,
         until: &dyn Fn(&Connection, &Turn<'_>) -> bool,
     ) -> Result<(), ClientError> {
-        let Self {
-            runtime,
-            connection,
-            ticks,
-            control,
-            ..
-        } = self;
+        let Self { runtime, connection, ticks, control, .. } = self;
         runtime.block_on(poll_fn(|cx| {
             if let Poll::Ready(result) = connection.poll(cx, turn, until) {
                 return Poll::Ready(result);
@@ -218,14 +208,9 @@ impl Inner {
         encode(call, &mut payload);
         if payload.len() > Kind::Call.cap() as usize {
             let (bytes, cap) = (payload.len(), Kind::Call.cap());
-            return Err(ClientError::bad_input(format!(
-                "a request of {bytes} bytes; at most {cap} fit"
-            )));
+            return Err(ClientError::bad_input(format!("a request of {bytes} bytes; at most {cap} fit")));
         }
-        let header = Header {
-            request,
-            ..Header::new(Kind::Call)
-        };
+        let header = Header { request, ..Header::new(Kind::Call) };
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
         self.connection.flight.begin(Pending::new(request));
         match self.end_of(request, Turn::send(request, outgoing), interrupt)? {
@@ -239,10 +224,7 @@ impl Inner {
     /// What a reply of the wrong kind means.
     pub(super) fn unexpected(&mut self, reply: &Reply) -> ClientError {
         let address = self.connection.address.clone();
-        let error = ClientError::Protocol {
-            address,
-            cause: format!("{reply:?} answers another question"),
-        };
+        let error = ClientError::Protocol { address, cause: format!("{reply:?} answers another question") };
         self.broken = Some(error.clone());
         error
     }
@@ -251,11 +233,7 @@ impl Inner {
     pub(super) fn goodbye(&mut self, finished: bool, interrupt: &dyn Interrupt, limit: Duration) {
         self.abandon();
         // The server reads nothing while it answers a call that was given up, and some wait for other workers.
-        let limit = if self.connection.flight.is_calling() {
-            GRACE
-        } else {
-            limit
-        };
+        let limit = if self.connection.flight.is_calling() { GRACE } else { limit };
         let begun = Instant::now();
         let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
         if self.broken.is_none()
@@ -271,8 +249,7 @@ impl Inner {
             let mut payload = Vec::new();
             encode(&Call::Goodbye { finished: false }, &mut payload);
             let request = self.connection.flight.next_request();
-            self.connection
-                .try_last_word(&frame(Kind::Call, request, &payload));
+            self.connection.try_last_word(&frame(Kind::Call, request, &payload));
         }
     }
 }

@@ -131,7 +131,9 @@ impl ServerConfig {
             }
             // Every interface: both protocols where the machine has both.
             return match bind(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), self.port)) {
-                Err(ServerError::Bind { .. }) => bind(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), self.port)),
+                Err(ServerError::Bind { .. }) => {
+                    bind(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), self.port))
+                }
                 other => other,
             };
         };
@@ -204,7 +206,9 @@ mod tests {
 
     #[test]
     fn another_host_needs_a_token_or_the_word_insecure() {
-        assert!(matches!(listen(Some("0.0.0.0"), false, false), Err(ServerError::Insecure { host }) if host == "0.0.0.0"));
+        assert!(
+            matches!(listen(Some("0.0.0.0"), false, false), Err(ServerError::Insecure { host }) if host == "0.0.0.0")
+        );
         assert!(listen(Some("0.0.0.0"), false, true).unwrap().is_unspecified());
         assert!(listen(Some("0.0.0.0"), true, false).unwrap().is_unspecified());
         assert!(listen(Some("localhost"), false, false).unwrap().is_loopback());
@@ -216,7 +220,9 @@ mod tests {
         let address = first.local_addr().unwrap();
         let config = ServerConfig { port: address.port(), ..ServerConfig::default() };
         let refused = config.listen().unwrap_err();
-        assert!(matches!(&refused, ServerError::AddressInUse { address: named } if *named == address.to_string()));
+        assert!(
+            matches!(&refused, ServerError::AddressInUse { address: named } if *named == address.to_string())
+        );
     }
 
     #[test]

@@ -69,7 +69,10 @@ impl Connection {
     /// Ends the connection from outside: its task finds the stream at its end, and here why. With
     /// [`Shutdown::Read`] the peer can still be told.
     pub(super) fn close(&self, code: RefusalCode, cause: &str, how: Shutdown) {
-        self.end.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| (code, cause.to_owned()));
+        self.end
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_with(|| (code, cause.to_owned()));
         // It may be closed already, which is what is wanted.
         self.socket.shutdown(how).ok();
     }
@@ -87,7 +90,11 @@ impl Connection {
             phase => phase,
         };
         // Whatever the peer still sends does not put off the end.
-        if phase == Phase::Parting { Sight { phase, received: 0, sent: 0 } } else { Sight { phase, received, sent } }
+        if phase == Phase::Parting {
+            Sight { phase, received: 0, sent: 0 }
+        } else {
+            Sight { phase, received, sent }
+        }
     }
 }
 
@@ -119,7 +126,8 @@ impl Watch {
         timeout: Duration,
     ) -> (u64, Option<(String, Shutdown)>) {
         let sight = connection.sight();
-        let moved = sight.received.saturating_sub(self.sight.received) + sight.sent.saturating_sub(self.sight.sent);
+        let moved =
+            sight.received.saturating_sub(self.sight.received) + sight.sent.saturating_sub(self.sight.sent);
         if sight != self.sight {
             *self = Self { sight, since: now };
             return (moved, None);
@@ -131,9 +139,13 @@ impl Watch {
         let seconds = timeout.as_secs_f64();
         let cause = match sight.phase {
             Phase::Idle | Phase::Waiting => None,
-            Phase::Receiving => Some((format!("no byte for {seconds} s in the middle of a frame"), Shutdown::Read)),
+            Phase::Receiving => {
+                Some((format!("no byte for {seconds} s in the middle of a frame"), Shutdown::Read))
+            }
             Phase::Parting => Some((format!("did not close within {seconds} s"), Shutdown::Both)),
-            Phase::Sending => Some((format!("took none of the bytes sent to it for {seconds} s"), Shutdown::Both)),
+            Phase::Sending => {
+                Some((format!("took none of the bytes sent to it for {seconds} s"), Shutdown::Both))
+            }
         };
         (0, cause)
     }
@@ -156,9 +168,13 @@ mod tests {
         let (_peer, connection) = pair();
         let (start, timeout) = (Instant::now(), Duration::from_secs(10));
         let late = start + timeout;
-        for (phase, slow) in
-            [(Phase::Idle, false), (Phase::Waiting, false), (Phase::Receiving, true), (Phase::Sending, true), (Phase::Parting, true)]
-        {
+        for (phase, slow) in [
+            (Phase::Idle, false),
+            (Phase::Waiting, false),
+            (Phase::Receiving, true),
+            (Phase::Sending, true),
+            (Phase::Parting, true),
+        ] {
             connection.enter(phase);
             let mut watch = Watch::new(&connection, start);
             assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));

@@ -2,7 +2,7 @@
 //! heartbeats, answers status, and looks at the clock for everybody.
 
 use super::connection::{Connection, Watch};
-use super::membership::Ticked;
+use super::membership::{Forgotten, Ticked};
 use super::poll;
 use super::session::{self, End};
 use super::shared::{Meter, Shared};
@@ -52,7 +52,9 @@ pub(super) async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener,
                     Ok(socket) => {
                         tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
                     }
-                    Err(error) => tracing::debug!(%peer, %error, "a connection was gone before it was opened"),
+                    Err(error) => {
+                        tracing::debug!(%peer, %error, "a connection was gone before it was opened")
+                    }
                 }
             }
             Err(error) => {
@@ -121,13 +123,18 @@ async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, place: O
 }
 
 /// Serves a worker's control connection to its end.
-async fn control(shared: &Arc<Shared>, connection: &Arc<Connection>, reader: &mut FrameReader) -> Result<(), End> {
+async fn control(
+    shared: &Arc<Shared>,
+    connection: &Arc<Connection>,
+    reader: &mut FrameReader,
+) -> Result<(), End> {
     let socket = &connection.socket;
     let header = reader.header(socket).await?;
     if header.kind != Kind::Attach || header.payload_len > MAX_HANDSHAKE_BYTES {
         return Err(End::out_of_place(&header, "Attach"));
     }
-    let attach: Attach = decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
+    let attach: Attach =
+        decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
     let (tell, mut told) = mpsc::unbounded_channel();
     if shared.is_over() {
         // The receiver is in our hands.
@@ -143,7 +150,9 @@ async fn control(shared: &Arc<Shared>, connection: &Arc<Connection>, reader: &mu
     if let Err(end) = &ended {
         let cause = match (connection.end(), end) {
             (Some((_, cause)), _) => cause,
-            (None, End::Frame(FrameError::Closed { .. })) => "the peer closed the control connection".to_owned(),
+            (None, End::Frame(FrameError::Closed { .. })) => {
+                "the peer closed the control connection".to_owned()
+            }
             (None, End::Frame(error)) => format!("the control connection broke: {error}"),
             (None, End::Refused { refused, .. }) => format!("the control connection was refused: {refused}"),
         };
@@ -185,7 +194,11 @@ async fn converse(
 }
 
 /// Serves a connection that only asks how things are.
-async fn status(shared: &Arc<Shared>, connection: &Arc<Connection>, reader: &mut FrameReader) -> Result<(), End> {
+async fn status(
+    shared: &Arc<Shared>,
+    connection: &Arc<Connection>,
+    reader: &mut FrameReader,
+) -> Result<(), End> {
     let socket = &connection.socket;
     loop {
         connection.idle(reader.buffered());
@@ -193,7 +206,8 @@ async fn status(shared: &Arc<Shared>, connection: &Arc<Connection>, reader: &mut
         if header.kind != Kind::Call || header.payload_len > MAX_HANDSHAKE_BYTES {
             return Err(End::out_of_place(&header, "a Call for status"));
         }
-        let call: Call = decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
+        let call: Call =
+            decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
         if call != Call::Status {
             return Err(End::refused(&header, RefusalCode::State, "this connection may ask for status only"));
         }
@@ -213,7 +227,8 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         ticks.tick().await;
         let now = Instant::now();
         watch(&shared, &mut watches, now);
-        let Ticked { lost, stalled, forgotten } = shared.members().tick(config.lease, config.rejoin_grace, now);
+        let Ticked { lost, stalled, forgotten } =
+            shared.members().tick(config.lease, config.rejoin_grace, now);
         let store = shared.model.get().map(|m| &m.store);
         for (worker, incarnation, key, cause) in &lost {
             tracing::warn!(worker, incarnation, cause, "a worker is lost");
@@ -224,8 +239,17 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         for worker in stalled {
             tracing::warn!(worker, "a worker is alive but makes no progress");
         }
-        if let Some(store) = store {
-            forgotten.into_iter().for_each(|key| store.depart(key));
+        for Forgotten { key, connection, control } in forgotten {
+            if let (Some(key), Some(store)) = (key, store) {
+                store.depart(key);
+            }
+            for connection in [Some(connection), control].into_iter().flatten() {
+                connection.close(
+                    RefusalCode::Timeout,
+                    "the worker was not heard of for too long",
+                    Shutdown::Read,
+                );
+            }
         }
         if !lost.is_empty() {
             shared.notify();

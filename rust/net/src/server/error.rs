@@ -9,7 +9,9 @@ use std::io;
 /// A server that cannot start, or a request of its owner that it cannot do.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    #[error("address {address} is in use: stop what listens there, or choose another port (0 for any free one)")]
+    #[error(
+        "address {address} is in use: stop what listens there, or choose another port (0 for any free one)"
+    )]
     AddressInUse { address: String },
     #[error("cannot listen on {address}: {cause}")]
     Bind { address: String, cause: io::Error },
@@ -39,7 +41,9 @@ pub enum ServerError {
     NoOptimizer,
     #[error("parameter group {group} does not exist; the optimizer has {groups}")]
     Group { group: usize, groups: usize },
-    #[error("this run's optimizers are on the workers: the server has neither an optimizer nor a learning rate to set")]
+    #[error(
+        "this run's optimizers are on the workers: the server has neither an optimizer nor a learning rate to set"
+    )]
     WorkerSide,
     #[error("every worker was lost and none finished: {}", in_words(.causes))]
     AllLost { causes: Vec<(String, String)> },

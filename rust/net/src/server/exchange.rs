@@ -9,9 +9,9 @@ use super::session::{End, Place, Session};
 use offbeat_core::layout::{Fragment, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Admission, FragmentOutcome, PushHead, Reader, Receipt, Root, Submission, Turn};
+use offbeat_core::values;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::message::RefusalCode;
-use offbeat_core::values;
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -60,7 +60,11 @@ impl Session {
             Some(have) if request.present.is_none() && have.is_empty() => Some(Vec::new()),
             Some(have) if have.len() == absent() => Some(numbers(&have)),
             Some(have) => {
-                let message = format!("{} versions came for {} fragments that are not in the push", have.len(), absent());
+                let message = format!(
+                    "{} versions came for {} fragments that are not in the push",
+                    have.len(),
+                    absent()
+                );
                 return Err(End::refused(header, RefusalCode::Malformed, message));
             }
         };
@@ -111,7 +115,8 @@ impl Session {
                 (reader.root(index), asked.has(num_absent - 1))
             };
             if asked.want == Want::Parameters {
-                let to = Addressed { request: header.request, sequence: header.sequence, fragment: index, has };
+                let to =
+                    Addressed { request: header.request, sequence: header.sequence, fragment: index, has };
                 self.outbox.root(to, root);
                 if index + 1 < layout.fragments.len() {
                     self.outbox.flush_some(&connection).await?;
@@ -147,7 +152,9 @@ impl Session {
             }
         }
         let since_start = poll::began().saturating_duration_since(self.shared.started).as_millis();
-        self.traffic.last_push_ms.store(u64::try_from(since_start).unwrap_or(u64::MAX).max(1), Ordering::Relaxed);
+        self.traffic
+            .last_push_ms
+            .store(u64::try_from(since_start).unwrap_or(u64::MAX).max(1), Ordering::Relaxed);
         let answer = Header {
             request: header.request,
             sequence: header.sequence,
@@ -171,7 +178,8 @@ impl Session {
     ) -> Result<Header, End> {
         let frame = self.reader.header(&self.connection.socket).await?;
         let expected = fragment.push_bytes(present);
-        if frame.kind != Kind::Fragment || frame.fragment as usize != index || frame.sequence != push.sequence {
+        if frame.kind != Kind::Fragment || frame.fragment as usize != index || frame.sequence != push.sequence
+        {
             let due = format!("fragment {index} of push {}", push.sequence);
             return Err(End::out_of_place(&frame, &due));
         }
@@ -232,7 +240,8 @@ impl Session {
             None => None,
             Some(have) if have.len() == layout.fragments.len() => Some(numbers(&have)),
             Some(have) => {
-                let message = format!("{} versions came for {} fragments", have.len(), layout.fragments.len());
+                let message =
+                    format!("{} versions came for {} fragments", have.len(), layout.fragments.len());
                 return Err(End::refused(header, RefusalCode::Malformed, message));
             }
         };
@@ -242,7 +251,8 @@ impl Session {
             let has = have.as_ref().map(|have| (header.term, have[index]));
             self.send_root(header, index, has, reader.root(index)).await?;
         }
-        let end = Header { request: header.request, term, version: reader.version(), ..Header::new(Kind::PullEnd) };
+        let end =
+            Header { request: header.request, term, version: reader.version(), ..Header::new(Kind::PullEnd) };
         self.outbox.header(&end);
         self.outbox.flush(&self.connection).await
     }
@@ -256,7 +266,8 @@ impl Session {
     ) -> Result<(), End> {
         // The payload before this one goes now; the last waits for the end of the reply.
         self.outbox.flush_some(&self.connection).await?;
-        self.outbox.root(Addressed { request: header.request, sequence: header.sequence, fragment, has }, root);
+        self.outbox
+            .root(Addressed { request: header.request, sequence: header.sequence, fragment, has }, root);
         poll::breathe().await;
         Ok(())
     }

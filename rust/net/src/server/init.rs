@@ -4,10 +4,10 @@
 use super::session::{End, Session, refused_model};
 use offbeat_core::layout::Layout;
 use offbeat_core::table::TensorTable;
+use offbeat_core::values;
+use offbeat_core::wire::Header;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::message::{RefusalCode, Reply};
-use offbeat_core::values;
-use offbeat_core::wire::{Header};
 use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -63,7 +63,11 @@ impl Session {
         let mut bytes = vec![0; header.payload_len as usize];
         self.reader.payload(&self.connection.socket, &mut bytes).await?;
         if values::crc(&bytes) != header.payload_crc {
-            return Err(End::refused(header, RefusalCode::Checksum, format!("the values of fragment {index} are damaged")));
+            return Err(End::refused(
+                header,
+                RefusalCode::Checksum,
+                format!("the values of fragment {index} are damaged"),
+            ));
         }
         init.values.push(bytes);
         Ok(())

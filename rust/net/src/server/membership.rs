@@ -173,18 +173,19 @@ impl Members {
             key: None,
             forgotten: false,
         };
-        let replaced = self.by_id.insert(id.clone(), member).filter(|old| old.state.is_present()).map(|old| {
-            let cause = "replaced by a newer process with the same worker_id";
-            self.remember(&id, old.incarnation, State::Lost, cause, now);
-            Ended {
-                id: id.clone(),
-                incarnation: old.incarnation,
-                key: old.key,
-                connection: old.connection,
-                control: old.control,
-                news: true,
-            }
-        });
+        let replaced =
+            self.by_id.insert(id.clone(), member).filter(|old| old.state.is_present()).map(|old| {
+                let cause = "replaced by a newer process with the same worker_id";
+                self.remember(&id, old.incarnation, State::Lost, cause, now);
+                Ended {
+                    id: id.clone(),
+                    incarnation: old.incarnation,
+                    key: old.key,
+                    connection: old.connection,
+                    control: old.control,
+                    news: true,
+                }
+            });
         Admitted { id, incarnation: self.last_incarnation, traffic, replaced }
     }
 
@@ -324,7 +325,11 @@ impl Members {
                 }
                 State::Lost if !member.forgotten && now.duration_since(member.since) >= rejoin_grace => {
                     member.forgotten = true;
-                    ticked.forgotten.extend(member.key);
+                    ticked.forgotten.push(Forgotten {
+                        key: member.key,
+                        connection: Arc::clone(&member.connection),
+                        control: member.control.take().map(|(_, connection)| connection),
+                    });
                 }
                 _ => {}
             }
@@ -349,9 +354,14 @@ impl Members {
             let cause = |(id, m): (&String, &Member)| (id.clone(), m.cause.clone().unwrap_or_default());
             return Outcome::AllLost(self.by_id.iter().map(cause).collect());
         }
-        let gone = |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
+        let gone =
+            |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
         let alone = self.by_id.values().map(gone).max().unwrap_or(now);
-        if over || now.saturating_duration_since(alone) >= patience.linger { Outcome::Done } else { Outcome::Waiting }
+        if over || now.saturating_duration_since(alone) >= patience.linger {
+            Outcome::Done
+        } else {
+            Outcome::Waiting
+        }
     }
 
     /// Workers that have ever come.
@@ -382,7 +392,16 @@ pub(super) struct Ticked {
     /// (worker, incarnation, key, cause)
     pub(super) lost: Vec<(String, u32, Option<WorkerKey>, String)>,
     pub(super) stalled: Vec<String>,
-    pub(super) forgotten: Vec<WorkerKey>,
+    pub(super) forgotten: Vec<Forgotten>,
+}
+
+/// A lost worker whose grace has ended: what it held, which may be given away, and its connections, if they still
+/// stand.
+#[derive(Debug)]
+pub(super) struct Forgotten {
+    pub(super) key: Option<WorkerKey>,
+    pub(super) connection: Arc<Connection>,
+    pub(super) control: Option<Arc<Connection>>,
 }
 
 #[cfg(test)]
@@ -392,7 +411,8 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     const LEASE: Duration = Duration::from_secs(10);
-    const PATIENCE: Patience = Patience { linger: Duration::from_secs(10), rejoin_grace: Duration::from_secs(60) };
+    const PATIENCE: Patience =
+        Patience { linger: Duration::from_secs(10), rejoin_grace: Duration::from_secs(60) };
 
     fn connection() -> Arc<Connection> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -480,7 +500,11 @@ mod tests {
         assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
         assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(14)), Outcome::Waiting);
         assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(15)), Outcome::Done);
-        assert_eq!(members.outcome(1, PATIENCE, true, start + seconds(6)), Outcome::Done, "a run that is over");
+        assert_eq!(
+            members.outcome(1, PATIENCE, true, start + seconds(6)),
+            Outcome::Done,
+            "a run that is over"
+        );
     }
 
     #[tokio::test]
@@ -520,7 +544,7 @@ mod tests {
         members.register::<()>(a, |_| Ok(key));
         members.lost(a, "killed", start);
         assert!(members.tick(LEASE, seconds(60), start + seconds(59)).forgotten.is_empty());
-        assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten, [key]);
+        assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten[0].key, Some(key));
         assert!(members.tick(LEASE, seconds(60), start + seconds(61)).forgotten.is_empty());
     }
 }

@@ -49,6 +49,9 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 /// Tasks run before the sockets are asked for news: few, since each may take a millisecond.
 const EVENT_INTERVAL: u32 = 16;
 
+/// A model's table and each tensor's bytes (own dtype, little-endian, C order).
+pub type Tensors = (Arc<TensorTable>, Vec<Vec<u8>>);
+
 /// A running parameter server. Dropped, it stops.
 pub struct Server {
     shared: Arc<Shared>,
@@ -63,7 +66,10 @@ impl Server {
     ///
     /// # Errors
     /// [`ServerError`], before anything is left running.
-    pub fn start(config: ServerConfig, model: Option<(TensorTable, Vec<Vec<u8>>)>) -> Result<Self, ServerError> {
+    pub fn start(
+        config: ServerConfig,
+        model: Option<(TensorTable, Vec<Vec<u8>>)>,
+    ) -> Result<Self, ServerError> {
         config.validate()?;
         if let Some((table, values)) = &model {
             check_values(table, values)?;
@@ -259,7 +265,7 @@ impl Server {
     ///
     /// # Errors
     /// [`ServerError::Forked`].
-    pub fn tensors(&self) -> Result<Option<(Arc<TensorTable>, Vec<Vec<u8>>)>, ServerError> {
+    pub fn tensors(&self) -> Result<Option<Tensors>, ServerError> {
         self.check()?;
         let Some(model) = self.shared.model.get() else { return Ok(None) };
         let store = &model.store;
@@ -361,7 +367,12 @@ fn announce(agreement: &Agreement) {
             _ => "the server",
         };
         let momentum = if config.momentum_correction { "each worker" } else { "the server" };
-        tracing::info!(optimizer = describe(optimizer), runs_on, momentum_in = momentum, "the run's optimizer");
+        tracing::info!(
+            optimizer = describe(optimizer),
+            runs_on,
+            momentum_in = momentum,
+            "the run's optimizer"
+        );
     }
 }
 
@@ -372,9 +383,13 @@ fn start_thread(
     body: impl FnOnce(Runtime) + Send + 'static,
 ) -> Result<(Handle, JoinHandle<()>), ServerError> {
     let mut builder = Builder::new_current_thread();
-    let runtime = drivers(&mut builder).event_interval(EVENT_INTERVAL).build().map_err(ServerError::System)?;
+    let runtime =
+        drivers(&mut builder).event_interval(EVENT_INTERVAL).build().map_err(ServerError::System)?;
     let handle = runtime.handle().clone();
-    let thread = thread::Builder::new().name(name.to_owned()).spawn(move || body(runtime)).map_err(ServerError::System)?;
+    let thread = thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(move || body(runtime))
+        .map_err(ServerError::System)?;
     Ok((handle, thread))
 }
 

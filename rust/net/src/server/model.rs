@@ -69,7 +69,11 @@ pub(super) struct ModelSlot {
 
 impl ModelSlot {
     pub(super) fn new() -> Self {
-        Self { model: OnceLock::new(), ready: watch::Sender::new(false), bringing: Arc::new(Semaphore::new(1)) }
+        Self {
+            model: OnceLock::new(),
+            ready: watch::Sender::new(false),
+            bringing: Arc::new(Semaphore::new(1)),
+        }
     }
 
     pub(super) fn get(&self) -> Option<&Arc<Model>> {

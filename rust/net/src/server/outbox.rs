@@ -71,7 +71,11 @@ impl Outbox {
 
     /// Sends what waits, if a payload does or enough of the rest.
     pub(super) async fn flush_some(&mut self, connection: &Connection) -> Result<(), End> {
-        if self.root.is_some() || self.head.len() > MAX_WAITING_BYTES { self.flush(connection).await } else { Ok(()) }
+        if self.root.is_some() || self.head.len() > MAX_WAITING_BYTES {
+            self.flush(connection).await
+        } else {
+            Ok(())
+        }
     }
 
     /// Sends all that waits.
@@ -90,4 +94,3 @@ impl Outbox {
         Ok(())
     }
 }
-

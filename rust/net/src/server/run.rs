@@ -51,6 +51,13 @@ impl Agreement {
         &self.config
     }
 
+    /// Whether SGD's momentum is on the server, one velocity for all workers.
+    pub(super) fn shares_velocity(&self) -> bool {
+        let heavy = |group: &Group| matches!(group.rule, Rule::Sgd { momentum, .. } if momentum > 0.0);
+        let optimizer = self.config.optimizer.as_ref();
+        !self.config.momentum_correction && optimizer.is_some_and(|o| o.groups.iter().any(heavy))
+    }
+
     /// What the store is to obey; `None` until an optimizer is set.
     pub(super) fn store_spec(&self) -> Option<RunSpec> {
         let mut optimizer = self.config.optimizer.clone()?;
@@ -101,7 +108,9 @@ impl Agreement {
             self.set_optimizer(given).map_err(|e| no(RefusalCode::Optimizer, e.to_string()))?;
             return Ok(true);
         };
-        let rules = |spec: &OptimizerSpec| spec.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect::<Vec<_>>();
+        let rules = |spec: &OptimizerSpec| {
+            spec.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect::<Vec<_>>()
+        };
         let rates = |spec: &OptimizerSpec| spec.groups.iter().map(|g| g.lr).collect::<Vec<_>>();
         if rules(as_set) != rules(&given) {
             let message = format!(
@@ -185,7 +194,9 @@ impl Agreement {
         let groups = optimizer.groups.len();
         match group {
             None => optimizer.groups.iter_mut().for_each(|g| g.lr = lr),
-            Some(group) => optimizer.groups.get_mut(group).ok_or(ServerError::Group { group, groups })?.lr = lr,
+            Some(group) => {
+                optimizer.groups.get_mut(group).ok_or(ServerError::Group { group, groups })?.lr = lr
+            }
         }
         optimizer.validate()?;
         self.config.optimizer = Some(optimizer);
@@ -219,7 +230,9 @@ pub(super) fn describe(spec: &OptimizerSpec) -> String {
         let comma = if text.is_empty() { "" } else { ", " };
         write!(text, "{comma}{}(lr={}", kind(&group.rule), group.lr).expect("a String takes any text");
         if let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(&group.rule) {
-            for (name, value) in fields.iter().filter(|(name, _)| !["name", "decoupled_weight_decay"].contains(&name.as_str())) {
+            for (name, value) in
+                fields.iter().filter(|(name, _)| !["name", "decoupled_weight_decay"].contains(&name.as_str()))
+            {
                 let value = match value {
                     serde_json::Value::Bool(true) => "True".to_owned(),
                     serde_json::Value::Bool(false) => "False".to_owned(),
@@ -239,7 +252,8 @@ mod tests {
     use offbeat_core::spec::ScheduleShape;
 
     fn sgd(lr: f64, momentum: f64) -> OptimizerSpec {
-        let rule = Rule::Sgd { momentum, dampening: 0.0, weight_decay: 0.5, nesterov: false, maximize: false };
+        let rule =
+            Rule::Sgd { momentum, dampening: 0.0, weight_decay: 0.5, nesterov: false, maximize: false };
         OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr, rule }], momentum_correction: false }
     }
 
@@ -252,7 +266,10 @@ mod tests {
             maximize: false,
             decoupled_weight_decay: true,
         };
-        OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 1e-3, rule }], momentum_correction: false }
+        OptimizerSpec {
+            groups: vec![Group { pattern: "*".into(), lr: 1e-3, rule }],
+            momentum_correction: false,
+        }
     }
 
     fn fresh() -> Agreement {
@@ -290,11 +307,16 @@ mod tests {
             optimizer: Some(optimizer),
             ..ServerConfig::default()
         };
-        assert!(Agreement::new(&config(true, adam())).unwrap_err().to_string().contains("momentum_correction"));
+        assert!(
+            Agreement::new(&config(true, adam())).unwrap_err().to_string().contains("momentum_correction")
+        );
         assert!(Agreement::new(&config(true, sgd(0.1, 0.9))).unwrap().config().momentum_correction);
         let run = Agreement::new(&config(false, sgd(0.1, 0.9))).unwrap();
         assert!(!run.config().momentum_correction);
-        assert!(matches!(run.store_spec().unwrap().optimizer.groups[0].rule, Rule::Sgd { momentum: 0.9, .. }));
+        assert!(matches!(
+            run.store_spec().unwrap().optimizer.groups[0].rule,
+            Rule::Sgd { momentum: 0.9, .. }
+        ));
     }
 
     #[test]
@@ -303,7 +325,10 @@ mod tests {
         run.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap();
         let refused = run.join("b", Contribution::Gradient, Some(adam())).unwrap_err();
         assert_eq!(refused.code, RefusalCode::Optimizer);
-        assert!(refused.message.contains("SGD(lr=0.1") && refused.message.contains("AdamW(lr=0.001"), "{refused}");
+        assert!(
+            refused.message.contains("SGD(lr=0.1") && refused.message.contains("AdamW(lr=0.001"),
+            "{refused}"
+        );
         assert!(!refused.fatal);
     }
 
@@ -337,7 +362,8 @@ mod tests {
         let config = ServerConfig { optimizer: Some(adam()), ..ServerConfig::default() };
         let mut run = Agreement::new(&config).unwrap();
         assert_eq!(run.join("a", Contribution::Delta, None).unwrap_err().code, RefusalCode::Contribution);
-        let schedule = Schedule { shape: ScheduleShape::Linear { total: 9, end_factor: 0.0 }, ..Schedule::default() };
+        let schedule =
+            Schedule { shape: ScheduleShape::Linear { total: 9, end_factor: 0.0 }, ..Schedule::default() };
         let mut run = Agreement::new(&ServerConfig { schedule, ..ServerConfig::default() }).unwrap();
         assert!(run.join("a", Contribution::Delta, None).unwrap_err().message.contains("lr_schedule"));
     }

@@ -34,7 +34,10 @@ const HEARTBEATS_A_LEASE: u32 = 10;
 pub(super) enum End {
     Frame(FrameError),
     /// The worker is told, and the connection closed.
-    Refused { request: u32, refused: Refused },
+    Refused {
+        request: u32,
+        refused: Refused,
+    },
 }
 
 impl From<FrameError> for End {
@@ -51,7 +54,10 @@ impl From<io::Error> for End {
 
 impl End {
     pub(super) fn refused(header: &Header, code: RefusalCode, message: impl Into<String>) -> Self {
-        Self::Refused { request: header.request, refused: Refused { code, message: message.into(), fatal: true } }
+        Self::Refused {
+            request: header.request,
+            refused: Refused { code, message: message.into(), fatal: true },
+        }
     }
 
     /// A frame that may not come now.
@@ -93,7 +99,13 @@ pub(super) struct Place {
 }
 
 /// Serves a connection that has proved who it is, to its end.
-pub(super) async fn serve(shared: Arc<Shared>, thread: usize, stream: TcpStream, reader: FrameReader, admitted: OwnedSemaphorePermit) {
+pub(super) async fn serve(
+    shared: Arc<Shared>,
+    thread: usize,
+    stream: TcpStream,
+    reader: FrameReader,
+    admitted: OwnedSemaphorePermit,
+) {
     let socket = match Socket::new(stream) {
         Ok(socket) => socket,
         Err(error) => {
@@ -173,11 +185,13 @@ async fn join(
     if header.kind != Kind::Join || header.payload_len > MAX_TABLE_BYTES {
         return Err(End::out_of_place(&header, "Join"));
     }
-    let join: Join = decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
+    let join: Join =
+        decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
     check_join(shared, &join).map_err(|refused| End::Refused { request: header.request, refused })?;
     let secret = handshake::random()?;
     let host = if join.host.is_empty() { socket.peer().ip().to_canonical().to_string() } else { join.host };
-    let admitted = shared.members().join(join.worker_id, host, secret, Arc::clone(connection), Instant::now());
+    let admitted =
+        shared.members().join(join.worker_id, host, secret, Arc::clone(connection), Instant::now());
     if let Some(replaced) = admitted.replaced {
         shared.fence(replaced);
     }
@@ -234,7 +248,10 @@ fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
     if let Some(id) = &join.worker_id
         && (id.is_empty() || id.len() > super::config::MAX_ID_BYTES || id.chars().any(char::is_control))
     {
-        return refuse(RefusalCode::Malformed, format!("worker_id {id:?} is not 1 to 128 bytes of printable text"));
+        return refuse(
+            RefusalCode::Malformed,
+            format!("worker_id {id:?} is not 1 to 128 bytes of printable text"),
+        );
     }
     if join.host.len() > super::config::MAX_ID_BYTES {
         return refuse(RefusalCode::Malformed, format!("a host name of {} bytes", join.host.len()));
@@ -242,7 +259,10 @@ fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
     if let (Some(model), Some(table)) = (shared.model.get(), &join.table)
         && let Some(difference) = model.store.table().first_difference(table)
     {
-        return refuse(RefusalCode::ModelMismatch, format!("this worker's model is not the server's: {difference}"));
+        return refuse(
+            RefusalCode::ModelMismatch,
+            format!("this worker's model is not the server's: {difference}"),
+        );
     }
     Ok(())
 }
@@ -293,7 +313,8 @@ impl Session {
             self.place = place(&self.shared, self.incarnation, header)?;
         }
         self.place.as_ref().ok_or_else(|| {
-            let message = "there is no model yet: bring one (model=, client.init) or wait for the worker that does";
+            let message =
+                "there is no model yet: bring one (model=, client.init) or wait for the worker that does";
             End::refused(header, RefusalCode::NoModel, message)
         })
     }
@@ -330,7 +351,12 @@ impl Session {
                 self.or_closed(self.shared.model.wait()).await?;
                 let run = self.shared.agreement().config().clone();
                 let model = &self.place(header)?.model;
-                Ok(Reply::Model { model: info(model), run, term: model.store.term(), version: model.store.version() })
+                Ok(Reply::Model {
+                    model: info(model),
+                    run,
+                    term: model.store.term(),
+                    version: model.store.version(),
+                })
             }
             Call::Configure { contribution, optimizer } => {
                 let mut agreement = self.shared.agreement();
@@ -340,6 +366,7 @@ impl Session {
                             self.shared.apply(&agreement);
                             super::announce(&agreement);
                         }
+                        self.shared.warn_of_shared_velocity(&agreement);
                         Ok(Reply::Configured { run: agreement.config().clone() })
                     }
                     Err(refused) => Err(End::Refused { request: header.request, refused }),

@@ -42,6 +42,8 @@ pub(super) struct Shared {
     pub(super) ended: watch::Sender<bool>,
     /// Whether `max_samples` is reached.
     over: AtomicBool,
+    /// Whether it was said that several workers push into one velocity.
+    warned: AtomicBool,
     agreement: Mutex<Agreement>,
     members: Mutex<Members>,
     changed: Condvar,
@@ -71,6 +73,7 @@ impl Shared {
             stopping: watch::Sender::new(false),
             ended: watch::Sender::new(false),
             over: AtomicBool::new(false),
+            warned: AtomicBool::new(false),
             agreement: Mutex::new(Agreement::new(&config)?),
             members: Mutex::new(Members::new()),
             changed: Condvar::new(),
@@ -89,7 +92,11 @@ impl Shared {
     }
 
     /// Waits for something to change in the membership, for at most `time`.
-    pub(super) fn wait_for_change<'a>(&self, members: MutexGuard<'a, Members>, time: Duration) -> MutexGuard<'a, Members> {
+    pub(super) fn wait_for_change<'a>(
+        &self,
+        members: MutexGuard<'a, Members>,
+        time: Duration,
+    ) -> MutexGuard<'a, Members> {
         self.changed.wait_timeout(members, time).unwrap_or_else(PoisonError::into_inner).0
     }
 
@@ -127,6 +134,19 @@ impl Shared {
     pub(super) fn apply(&self, agreement: &Agreement) {
         if let (Some(model), Some(spec)) = (self.model.get(), agreement.store_spec()) {
             model.store.configure(spec);
+        }
+    }
+
+    /// Says, once, that stale gradients make one velocity for several workers diverge.
+    pub(super) fn warn_of_shared_velocity(&self, agreement: &Agreement) {
+        if agreement.shares_velocity()
+            && self.members().num_joined() > 1
+            && !self.warned.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                "several workers push into one velocity on the server, which stale gradients can make diverge: leave \
+                 momentum_correction=False out, and each worker keeps its own"
+            );
         }
     }
 

@@ -11,7 +11,12 @@ use offbeat_core::wire::{Header, Kind, Want};
 use std::sync::Arc;
 
 impl Session {
-    pub(super) async fn push_staged(&mut self, header: &Header, place: &Place, asked: Asked) -> Result<(), End> {
+    pub(super) async fn push_staged(
+        &mut self,
+        header: &Header,
+        place: &Place,
+        asked: Asked,
+    ) -> Result<(), End> {
         let store = &place.model.store;
         let layout = Arc::clone(store.layout());
         let connection = Arc::clone(&self.connection);
@@ -69,7 +74,10 @@ impl Session {
         self.connection.enter(Phase::Waiting);
         let receipt = commit.receipt.await;
         self.connection.enter(Phase::Receiving);
-        receipt.map_err(|_| End::refused(header, RefusalCode::Unknown, "the push was lost inside the server"))
+        // Canceled has nothing to say beyond its name.
+        receipt
+            .ok()
+            .ok_or_else(|| End::refused(header, RefusalCode::Unknown, "the push was lost inside the server"))
     }
 }
 

@@ -151,7 +151,12 @@ pub(super) fn json(shared: &Shared) -> String {
         connections: shared.num_connections(),
         num_data_threads: shared.loads.len(),
         // Relaxed: a statistic.
-        longest_poll_ms: shared.loads.iter().map(|l| l.longest_poll_us.load(Ordering::Relaxed)).max().unwrap_or(0) as f64
+        longest_poll_ms: shared
+            .loads
+            .iter()
+            .map(|l| l.longest_poll_us.load(Ordering::Relaxed))
+            .max()
+            .unwrap_or(0) as f64
             / 1e3,
     };
     serde_json::to_string(&status).expect("every key is a string")
@@ -161,7 +166,8 @@ fn workers(shared: &Shared, store: Option<&StoreStatus>, now: Instant) -> Vec<Wo
     let none = Tally::default();
     let members = shared.members();
     let worker = |(id, member): (&String, &super::membership::Member)| {
-        let tally = store.and_then(|s| s.workers.iter().find(|(name, ..)| name == id)).map_or(&none, |(_, _, t)| t);
+        let tally =
+            store.and_then(|s| s.workers.iter().find(|(name, ..)| name == id)).map_or(&none, |(_, _, t)| t);
         let traffic = &member.traffic;
         // Relaxed: statistics.
         let last_push_ms = Some(traffic.last_push_ms.load(Ordering::Relaxed)).filter(|&ms| ms > 0);
@@ -179,7 +185,11 @@ fn workers(shared: &Shared, store: Option<&StoreStatus>, now: Instant) -> Vec<Wo
             damped: tally.damped,
             rejected: tally.rejected.clone(),
             duplicates: tally.duplicates,
-            mean_staleness: if tally.applied > 0 { tally.staleness_sum as f64 / tally.applied as f64 } else { 0.0 },
+            mean_staleness: if tally.applied > 0 {
+                tally.staleness_sum as f64 / tally.applied as f64
+            } else {
+                0.0
+            },
             max_staleness: tally.staleness_max,
             staleness_histogram: tally.staleness_histogram.clone(),
             last_push_age_s: last_push_ms.map(|ms| (up - ms as f64 / 1e3).max(0.0)),
@@ -210,7 +220,11 @@ fn memory(shared: &Shared, store: Option<&StoreStatus>) -> Memory {
         pinned_bytes: pinned,
         idle_bytes: idle,
         staging_bytes: staging,
-        staging_budget_bytes: if store_is_staged(model.store.transaction()) { model.staging.budget } else { 0 },
+        staging_budget_bytes: if store_is_staged(model.store.transaction()) {
+            model.staging.budget
+        } else {
+            0
+        },
         live_versions: store.live_versions,
     }
 }

@@ -18,10 +18,7 @@ fn start(in_flight: usize) -> (Server, Worker, Worker) {
     let mut values = filled(&model(), 0);
     values[3] = bytes_of(&[f32::NEG_INFINITY, 0.0]);
     let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((model(), values))).unwrap();
-    let (a, b) = (
-        Worker::ready(&server, in_flight),
-        Worker::ready(&server, in_flight),
-    );
+    let (a, b) = (Worker::ready(&server, in_flight), Worker::ready(&server, in_flight));
     (server, a, b)
 }
 
@@ -54,11 +51,7 @@ fn two_workers_changes_add_up() {
     assert_eq!(count(&b), 6);
     a.pull(true).unwrap();
     assert_eq!((a.floats(1), count(&a)), (b.floats(1), 6));
-    assert_eq!(
-        a.floats(3),
-        [f32::NEG_INFINITY, 0.0],
-        "a constant is no part of a push"
-    );
+    assert_eq!(a.floats(3), [f32::NEG_INFINITY, 0.0], "a constant is no part of a push");
     let (_, tensors) = server.tensors().unwrap().unwrap();
     assert_eq!(floats(&tensors[1]), [3.75; 3]);
 }

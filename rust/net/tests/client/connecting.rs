@@ -20,79 +20,50 @@ fn start(config: ServerConfig) -> Server {
 }
 
 fn with_token(token: &str) -> ServerConfig {
-    ServerConfig {
-        token: Some(token.into()),
-        host: Some("127.0.0.1".into()),
-        ..config(sgd(1.0, 0.0, 0.0))
-    }
+    ServerConfig { token: Some(token.into()), host: Some("127.0.0.1".into()), ..config(sgd(1.0, 0.0, 0.0)) }
 }
 
 #[test]
 fn a_token_lets_in_who_holds_it() {
     let server = start(with_token("sesame"));
     let join = |token: Option<&str>| {
-        let config = ClientConfig {
-            token: token.map(str::to_owned),
-            ..client_config(server.address(), 1)
-        };
+        let config = ClientConfig { token: token.map(str::to_owned), ..client_config(server.address(), 1) };
         Client::connect(config, None, &never)
     };
     assert!(join(Some("sesame")).is_ok());
     for wrong in [None, Some("open")] {
         match join(wrong) {
             Err(ClientError::Authentication { message, .. }) => {
-                assert!(message.contains("OFFBEAT_TOKEN"), "{message}")
+                assert!(message.contains("OFFBEAT_TOKEN"), "{message}");
             }
             other => panic!("{other:?}"),
         }
     }
     assert!(
-        fetch_status(
-            &server.address().to_string(),
-            Some("sesame"),
-            Duration::from_secs(5)
-        )
-        .unwrap()
-        .contains("run_id")
+        fetch_status(&server.address().to_string(), Some("sesame"), Duration::from_secs(5))
+            .unwrap()
+            .contains("run_id")
     );
     assert!(fetch_status(&server.address().to_string(), None, Duration::from_secs(5)).is_err());
     let open = start(config(sgd(1.0, 0.0, 0.0)));
-    let config = ClientConfig {
-        token: Some("sesame".into()),
-        ..client_config(open.address(), 1)
-    };
+    let config = ClientConfig { token: Some("sesame".into()), ..client_config(open.address(), 1) };
     let refused = Client::connect(config, None, &never);
-    assert!(
-        matches!(refused, Err(ClientError::Authentication { .. })),
-        "the server must hold it too"
-    );
+    assert!(matches!(refused, Err(ClientError::Authentication { .. })), "the server must hold it too");
 }
 
 #[test]
 fn an_address_where_nobody_listens_says_what_was_tried() {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap(); // free again
     let timeout = Duration::from_millis(300);
-    let config = ClientConfig {
-        connect_timeout: timeout,
-        ..client_config(address, 1)
-    };
+    let config = ClientConfig { connect_timeout: timeout, ..client_config(address, 1) };
     let begun = Instant::now();
     match Client::connect(config, None, &never) {
         Err(error @ ClientError::Unreachable { .. }) => {
-            let ClientError::Unreachable {
-                address: told,
-                attempts,
-                waited,
-                cause,
-            } = &error
-            else {
+            let ClientError::Unreachable { address: told, attempts, waited, cause } = &error else {
                 unreachable!()
             };
             assert_eq!(*told, address.to_string());
-            assert!(
-                *attempts >= 2 && *waited <= begun.elapsed() && cause.contains("refused"),
-                "{error}"
-            );
+            assert!(*attempts >= 2 && *waited <= begun.elapsed() && cause.contains("refused"), "{error}");
             assert!(error.to_string().contains("Is the server started"), "{error}");
         }
         other => panic!("{other:?}"),
@@ -104,10 +75,7 @@ fn a_server_that_starts_late_is_found() {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let config = client_config(address, 1);
     let client = std::thread::spawn(move || Client::connect(config, None, &never).map(|_| ()));
-    let late = ServerConfig {
-        port: address.port(),
-        ..ServerConfig::default()
-    };
+    let late = ServerConfig { port: address.port(), ..ServerConfig::default() };
     let _server = start(late);
     client.join().unwrap().unwrap();
 }
@@ -115,15 +83,9 @@ fn a_server_that_starts_late_is_found() {
 #[test]
 fn what_is_no_address_is_refused_at_once() {
     let refused = Client::connect(client_config("nowhere", 1), None, &never);
-    assert!(
-        matches!(refused, Err(ClientError::BadInput { .. })),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(ClientError::BadInput { .. })), "{refused:?}");
     let refused = Client::connect(client_config("127.0.0.1:1", 3), None, &never);
-    assert!(
-        matches!(refused, Err(ClientError::BadInput { .. })),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(ClientError::BadInput { .. })), "{refused:?}");
 }
 
 #[test]
@@ -133,9 +95,7 @@ fn what_does_not_speak_our_language_is_told_apart() {
     let web = std::thread::spawn(move || {
         use std::io::{Read, Write};
         let (mut stream, _) = listener.accept().unwrap();
-        stream
-            .write_all(&b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(4))
-            .unwrap();
+        stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(4)).unwrap();
         stream.read_to_end(&mut vec![]).ok();
     });
     let refused = Client::connect(client_config(address, 1), None, &never);
@@ -150,10 +110,8 @@ fn what_does_not_speak_our_language_is_told_apart() {
 fn a_server_that_says_nothing_is_told_apart() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let timeout = Duration::from_millis(100);
-    let config = ClientConfig {
-        connect_timeout: timeout,
-        ..client_config(listener.local_addr().unwrap(), 1)
-    };
+    let config =
+        ClientConfig { connect_timeout: timeout, ..client_config(listener.local_addr().unwrap(), 1) };
     let refused = Client::connect(config, None, &never);
     assert!(matches!(refused, Err(ClientError::Timeout { .. })), "{refused:?}");
 }
@@ -173,38 +131,20 @@ fn another_model_or_run_is_refused() {
     let other = table(vec![parameter("w", 10), parameter("b", 3)]);
     match Client::connect(client_config(server.address(), 1), Some(&other), &never) {
         Err(ClientError::ModelMismatch { message }) => {
-            assert!(
-                message.contains("b float32 [2]") && message.contains("b float32 [3]"),
-                "{message}"
-            );
+            assert!(message.contains("b float32 [2]") && message.contains("b float32 [3]"), "{message}");
         }
         result => panic!("{result:?}"),
     }
-    let config = ClientConfig {
-        run_id: Some("another".into()),
-        ..client_config(server.address(), 1)
-    };
+    let config = ClientConfig { run_id: Some("another".into()), ..client_config(server.address(), 1) };
     let refused = Client::connect(config, None, &never);
-    assert!(
-        matches!(
-            refused,
-            Err(ClientError::Refused {
-                code: RefusalCode::RunId,
-                ..
-            })
-        ),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(ClientError::Refused { code: RefusalCode::RunId, .. })), "{refused:?}");
 }
 
 #[test]
 fn a_client_without_a_model_says_so() {
     let server = Server::start(ServerConfig::default(), None).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
-    assert!(matches!(
-        client.pull(&[], false, &never),
-        Err(ClientError::BadInput { .. })
-    ));
+    assert!(matches!(client.pull(&[], false, &never), Err(ClientError::BadInput { .. })));
     let status: serde_json::Value = serde_json::from_str(&client.status(&never).unwrap()).unwrap();
     assert_eq!(status["run_id"], client.session().unwrap().run_id.as_str());
 }
@@ -215,12 +155,7 @@ fn closing_is_final_and_may_be_repeated() {
     let states = |server: &Server| {
         let status: serde_json::Value = serde_json::from_str(&server.status_json().unwrap()).unwrap();
         let state = |w: &serde_json::Value| w["state"].as_str().unwrap().to_owned();
-        status["workers"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(state)
-            .collect::<Vec<_>>()
+        status["workers"].as_array().unwrap().iter().map(state).collect::<Vec<_>>()
     };
     let mut worker = Worker::ready(&server, 1);
     worker.client.close(true, &never).unwrap();
@@ -232,41 +167,20 @@ fn closing_is_final_and_may_be_repeated() {
 
 #[test]
 fn heartbeats_carry_progress_and_events_arrive() {
-    let (address, server) = serve(
-        model(),
-        crate::script::run(Transaction::Fragment),
-        |data, control| {
-            while control.expect::<Heartbeat>(Kind::Heartbeat).progress < 5 {}
-            control.send(Kind::Event, 0, &Event::Drain);
-            control.send(Kind::Event, 0, &serde_json::json!({"of_tomorrow": {"x": 1}}));
-            control.send(
-                Kind::Event,
-                0,
-                &Event::Finished {
-                    reason: "budget".into(),
-                },
-            );
-            control.send(
-                Kind::Event,
-                0,
-                &Event::Fenced {
-                    detail: "newer".into(),
-                },
-            );
-            drop(data.next(Kind::Call)); // the goodbye of a client that is dropped
-        },
-    );
+    let (address, server) = serve(model(), crate::script::run(Transaction::Fragment), |data, control| {
+        while control.expect::<Heartbeat>(Kind::Heartbeat).progress < 5 {}
+        control.send(Kind::Event, 0, &Event::Drain);
+        control.send(Kind::Event, 0, &serde_json::json!({"of_tomorrow": {"x": 1}}));
+        control.send(Kind::Event, 0, &Event::Finished { reason: "budget".into() });
+        control.send(Kind::Event, 0, &Event::Fenced { detail: "newer".into() });
+        drop(data.next(Kind::Call)); // the goodbye of a client that is dropped
+    });
     let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
     client.set_progress(5).unwrap();
     eventually("the last event", || client.events().unwrap().fenced.is_some());
     let events = client.events().unwrap();
     assert!(events.drain && events.finished.as_deref() == Some("budget"));
-    assert_eq!(
-        client.status(&never),
-        Err(ClientError::Fenced {
-            message: "newer".into()
-        })
-    );
+    assert_eq!(client.status(&never), Err(ClientError::Fenced { message: "newer".into() }));
     drop(client);
     server.join().unwrap();
 }
@@ -278,10 +192,7 @@ fn a_server_that_dies_ends_the_session() {
     });
     let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
     let lost = client.status(&never).unwrap_err();
-    assert!(
-        matches!(&lost, ClientError::Lost { cause, .. } if cause.contains("closed")),
-        "{lost}"
-    );
+    assert!(matches!(&lost, ClientError::Lost { cause, .. } if cause.contains("closed")), "{lost}");
     assert_eq!(client.status(&never), Err(lost));
     server.join().unwrap();
 }

@@ -35,16 +35,7 @@ impl Interrupt for Key {
 
 fn root(peer: &mut Peer, request: u32, fragment: usize, version: u64, payload: &[u8]) {
     let fragment = u32::try_from(fragment).unwrap();
-    peer.frame(
-        Header {
-            request,
-            fragment,
-            version,
-            term: 1,
-            ..Header::new(Kind::Root)
-        },
-        payload,
-    );
+    peer.frame(Header { request, fragment, version, term: 1, ..Header::new(Kind::Root) }, payload);
 }
 
 /// All roots with one value, from `first` on.
@@ -55,15 +46,7 @@ fn roots(peer: &mut Peer, layout: &Layout, request: u32, first: usize, version: 
 }
 
 fn pull_end(peer: &mut Peer, request: u32, version: u64) {
-    peer.frame(
-        Header {
-            request,
-            version,
-            term: 1,
-            ..Header::new(Kind::PullEnd)
-        },
-        &[],
-    );
+    peer.frame(Header { request, version, term: 1, ..Header::new(Kind::PullEnd) }, &[]);
 }
 
 fn receipt(version: u64) -> Receipt {
@@ -83,25 +66,13 @@ fn receipt(version: u64) -> Receipt {
 fn settle(peer: &mut Peer, request: u32, version: u64) {
     let mut bytes = vec![];
     encode(&receipt(version), &mut bytes);
-    peer.frame(
-        Header {
-            request,
-            version,
-            term: 1,
-            ..Header::new(Kind::Receipt)
-        },
-        &bytes,
-    );
+    peer.frame(Header { request, version, term: 1, ..Header::new(Kind::Receipt) }, &bytes);
 }
 
 /// Takes a whole push; the header of its head, and the payloads.
 fn push(peer: &mut Peer, layout: &Layout) -> (Header, Vec<Vec<u8>>) {
     let (head, _) = peer.next(Kind::Push);
-    let fragments = layout
-        .fragments
-        .iter()
-        .map(|_| peer.next(Kind::Fragment).1)
-        .collect();
+    let fragments = layout.fragments.iter().map(|_| peer.next(Kind::Fragment).1).collect();
     (head, fragments)
 }
 
@@ -122,15 +93,7 @@ fn push_pull(
     key: &dyn Interrupt,
 ) -> Result<Option<Receipt>, ClientError> {
     let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
-    client.push_pull(
-        PushInput {
-            values: &memories(gradient),
-            samples: 1,
-        },
-        &out,
-        true,
-        key,
-    )
+    client.push_pull(PushInput { values: &memories(gradient), samples: 1 }, &out, true, key)
 }
 
 fn waits() -> (Sender<()>, Receiver<()>) {
@@ -157,13 +120,7 @@ fn a_pull_can_be_interrupted_and_the_client_goes_on() {
 
             // In the middle of a root: the second one stops after 1000 bytes.
             let (second, _) = peer.next(Kind::Pull);
-            root(
-                peer,
-                second.request,
-                0,
-                4,
-                &bytes_of(&vec![2.0; layout.fragments[0].len]),
-            );
+            root(peer, second.request, 0, 4, &bytes_of(&vec![2.0; layout.fragments[0].len]));
             let payload = bytes_of(&vec![2.0; layout.fragments[1].len]);
             let header = Header {
                 request: second.request,
@@ -182,11 +139,7 @@ fn a_pull_can_be_interrupted_and_the_client_goes_on() {
 
             // What was torn must not be answered by "unchanged".
             let (third, bytes) = peer.next(Kind::Pull);
-            assert_eq!(
-                (third.version, third.term),
-                (3, 1),
-                "the read that was broken off does not count"
-            );
+            assert_eq!((third.version, third.term), (3, 1), "the read that was broken off does not count");
             assert_eq!(PullRequest::decode(&bytes).unwrap().have, None);
             roots(peer, &layout, third.request, 0, 5, 3.0);
             pull_end(peer, third.request, 5);
@@ -200,13 +153,7 @@ fn a_pull_can_be_interrupted_and_the_client_goes_on() {
                     term: 1,
                     ..Header::new(Kind::Root)
                 };
-                peer.frame(
-                    Header {
-                        flags: flags::UNCHANGED,
-                        ..header
-                    },
-                    &[],
-                );
+                peer.frame(Header { flags: flags::UNCHANGED, ..header }, &[]);
             }
             pull_end(peer, fourth.request, 5);
             peer.goodbye();
@@ -216,10 +163,7 @@ fn a_pull_can_be_interrupted_and_the_client_goes_on() {
     let mut params = filled(&table, 0);
     assert_eq!(pull(&mut client, &mut params, false, &key), Ok(3));
     let begun = Instant::now();
-    assert_eq!(
-        pull(&mut client, &mut params, true, &key),
-        Err(ClientError::Interrupted)
-    );
+    assert_eq!(pull(&mut client, &mut params, true, &key), Err(ClientError::Interrupted));
     assert!(begun.elapsed() < Duration::from_secs(5));
     params[0].fill(9); // nobody writes it any more
     on.send(()).unwrap();
@@ -243,13 +187,7 @@ fn a_push_can_be_interrupted_and_arrives_whole() {
             move |peer, _| {
                 let grant = |peer: &mut Peer, request| {
                     if transaction == Transaction::Model {
-                        peer.frame(
-                            Header {
-                                request,
-                                ..Header::new(Kind::Grant)
-                            },
-                            &[],
-                        );
+                        peer.frame(Header { request, ..Header::new(Kind::Grant) }, &[]);
                     }
                 };
                 let (first, _) = peer.next(Kind::Pull);
@@ -263,20 +201,14 @@ fn a_push_can_be_interrupted_and_arrives_whole() {
                 grant(peer, head.request);
                 for fragment in &layout.fragments {
                     let (header, payload) = peer.next(Kind::Fragment);
-                    assert_eq!(
-                        (header.sequence, payload),
-                        (1, bytes_of(&vec![1.5; fragment.len]))
-                    );
+                    assert_eq!((header.sequence, payload), (1, bytes_of(&vec![1.5; fragment.len])));
                 }
                 roots(peer, &layout, head.request, 0, 1, -1.0);
                 settle(peer, head.request, 1);
                 // The next push is the second, based on what was read before.
                 let (head, bytes) = peer.next(Kind::Push);
                 assert_eq!((head.sequence, head.version), (2, 0));
-                assert!(
-                    PushRequest::decode(&bytes).unwrap().have.is_some(),
-                    "nothing was torn"
-                );
+                assert!(PushRequest::decode(&bytes).unwrap().have.is_some(), "nothing was torn");
                 grant(peer, head.request);
                 for _ in &layout.fragments {
                     peer.next(Kind::Fragment);
@@ -290,20 +222,13 @@ fn a_push_can_be_interrupted_and_arrives_whole() {
         let mut params = filled(&table, 0);
         pull(&mut client, &mut params, false, &never).unwrap();
         let mut gradient = vec![Some(bytes_of(&vec![1.5; LARGE]))];
-        assert_eq!(
-            push_pull(&mut client, &mut gradient, &mut params, &key),
-            Err(ClientError::Interrupted)
-        );
+        assert_eq!(push_pull(&mut client, &mut gradient, &mut params, &key), Err(ClientError::Interrupted));
         gradient[0].as_mut().unwrap().fill(0); // the memory is the caller's again
         on.send(()).unwrap();
         let second = push_pull(&mut client, &mut gradient, &mut params, &never).unwrap();
         assert_eq!(second, Some(receipt(2)));
         assert!(floats(&params[0]).iter().all(|&p| p == -2.0));
-        assert_eq!(
-            client.flush(None, &never),
-            Ok(vec![receipt(1)]),
-            "the interrupted push was applied"
-        );
+        assert_eq!(client.flush(None, &never), Ok(vec![receipt(1)]), "the interrupted push was applied");
         client.close(true, &never).unwrap();
         server.join().unwrap();
     }
@@ -323,10 +248,7 @@ fn answers_are_read_while_a_push_is_sent() {
                 pull_end(peer, first.request, 0);
                 for sequence in 1..=3 {
                     let (head, _) = peer.next(Kind::Push);
-                    assert_eq!(
-                        (head.sequence, head.version),
-                        (sequence, sequence - in_flight.min(sequence))
-                    );
+                    assert_eq!((head.sequence, head.version), (sequence, sequence - in_flight.min(sequence)));
                     let half = layout.fragments.len() / 2;
                     for _ in 0..half {
                         peer.next(Kind::Fragment);
@@ -376,22 +298,8 @@ fn a_push_that_is_rejected_by_its_head_sends_no_more() {
             let (head, _) = peer.next(Kind::Push);
             roots(peer, &layout, head.request, 0, 0, 0.0);
             let mut bytes = vec![];
-            encode(
-                &Receipt {
-                    applied: false,
-                    verdict: Fate::Reject,
-                    ..receipt(0)
-                },
-                &mut bytes,
-            );
-            peer.frame(
-                Header {
-                    request: head.request,
-                    term: 1,
-                    ..Header::new(Kind::Receipt)
-                },
-                &bytes,
-            );
+            encode(&Receipt { applied: false, verdict: Fate::Reject, ..receipt(0) }, &mut bytes);
+            peer.frame(Header { request: head.request, term: 1, ..Header::new(Kind::Receipt) }, &bytes);
             peer.goodbye();
         }
     });
@@ -399,12 +307,7 @@ fn a_push_that_is_rejected_by_its_head_sends_no_more() {
     let mut params = filled(&table, 0);
     pull(&mut client, &mut params, false, &never).unwrap();
     let mut gradient = vec![Some(bytes_of(&vec![1.0; LARGE]))];
-    assert!(
-        !push_pull(&mut client, &mut gradient, &mut params, &never)
-            .unwrap()
-            .unwrap()
-            .applied
-    );
+    assert!(!push_pull(&mut client, &mut gradient, &mut params, &never).unwrap().unwrap().applied);
     client.close(true, &never).unwrap();
     server.join().unwrap();
 }
@@ -414,46 +317,25 @@ type Bad = (&'static str, fn(&mut Peer, u32));
 
 #[test]
 fn what_a_server_may_not_send_ends_the_session() {
-    let table = table(vec![
-        parameter("w", 10),
-        tensor("count", 1, Dtype::I64, Role::Buffer),
-    ]);
+    let table = table(vec![parameter("w", 10), tensor("count", 1, Dtype::I64, Role::Buffer)]);
     let cases: [Bad; 7] = [
         ("fits no model", |peer, request| {
-            root(peer, request, 2, 1, &[0; 40])
+            root(peer, request, 2, 1, &[0; 40]);
         }),
         ("fits no model", |peer, request| {
-            root(peer, request, 0, 1, &[0; 36])
+            root(peer, request, 0, 1, &[0; 36]);
         }),
         ("fits no model", |peer, request| {
-            peer.frame(
-                Header {
-                    request,
-                    flags: flags::UNCHANGED,
-                    ..Header::new(Kind::Root)
-                },
-                &[0; 40],
-            );
+            peer.frame(Header { request, flags: flags::UNCHANGED, ..Header::new(Kind::Root) }, &[0; 40]);
         }),
         ("came unasked", |peer, request| {
-            root(peer, request + 1, 0, 1, &[0; 40])
+            root(peer, request + 1, 0, 1, &[0; 40]);
         }),
         ("waits for 2 roots", |peer, request| pull_end(peer, request, 1)),
         ("came unasked", |peer, request| settle(peer, request + 1, 1)),
         ("damaged", |peer, request| {
-            let header = Header {
-                request,
-                term: 1,
-                ..Header::new(Kind::Root)
-            }
-            .with_payload(&[0; 40]);
-            peer.write(
-                &Header {
-                    payload_crc: header.payload_crc ^ 1,
-                    ..header
-                }
-                .encode(),
-            );
+            let header = Header { request, term: 1, ..Header::new(Kind::Root) }.with_payload(&[0; 40]);
+            peer.write(&Header { payload_crc: header.payload_crc ^ 1, ..header }.encode());
             peer.write(&[0; 40]);
         }),
     ];
@@ -477,10 +359,7 @@ fn what_a_server_may_not_send_ends_the_session() {
 #[test]
 fn buffers_that_come_early_wait_until_their_own_are_sent() {
     // Two in flight, one memory for what is sent and what comes: the answer to the push before is already here.
-    let table = table(vec![
-        parameter("w", LARGE),
-        tensor("count", 1, Dtype::I64, Role::Buffer),
-    ]);
+    let table = table(vec![parameter("w", LARGE), tensor("count", 1, Dtype::I64, Role::Buffer)]);
     let layout = Layout::of(&table);
     let last = layout.fragments.len() - 1;
     let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
@@ -496,18 +375,11 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
             answer(peer, first.request, 0, 100);
             pull_end(peer, first.request, 0);
             let (head, sent) = push(peer, &layout);
-            assert_eq!(
-                sent[last],
-                [101_i64.to_le_bytes(), 100_i64.to_le_bytes()].concat()
-            );
+            assert_eq!(sent[last], [101_i64.to_le_bytes(), 100_i64.to_le_bytes()].concat());
             let (next, _) = peer.next(Kind::Push);
             answer(peer, head.request, 1, 500); // before the second push's buffers are taken
             settle(peer, head.request, 1);
-            let sent: Vec<Vec<u8>> = layout
-                .fragments
-                .iter()
-                .map(|_| peer.next(Kind::Fragment).1)
-                .collect();
+            let sent: Vec<Vec<u8>> = layout.fragments.iter().map(|_| peer.next(Kind::Fragment).1).collect();
             let change = [102_i64.to_le_bytes(), 101_i64.to_le_bytes()].concat();
             assert_eq!(sent[last], change, "since the push before, and not 500");
             answer(peer, next.request, 2, 502);
@@ -530,17 +402,8 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
         let mut sent_values = memories(&mut values);
         sent_values[1] = Some(sent);
         let out = [Memory::of(&mut w[0]), out];
-        let got = client
-            .push_pull(
-                PushInput {
-                    values: &sent_values,
-                    samples: 1,
-                },
-                &out,
-                true,
-                &never,
-            )
-            .unwrap();
+        let got =
+            client.push_pull(PushInput { values: &sent_values, samples: 1 }, &out, true, &never).unwrap();
         assert_eq!(got.is_some(), step == 2);
     }
     assert_eq!(params[1], 500_i64.to_le_bytes());
@@ -557,10 +420,7 @@ fn a_goodbye_is_the_last_frame() {
     let (address, server) = serve(table, run(Transaction::Fragment), |peer, _| {
         let (_, bytes) = peer.next(Kind::Call);
         let call: offbeat_core::wire::message::Call = decode(&bytes).unwrap();
-        assert_eq!(
-            call,
-            offbeat_core::wire::message::Call::Goodbye { finished: false }
-        );
+        assert_eq!(call, offbeat_core::wire::message::Call::Goodbye { finished: false });
     });
     drop(Client::connect(client_config(address, 1), None, &never).unwrap());
     server.join().unwrap();

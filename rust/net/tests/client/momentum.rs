@@ -19,17 +19,8 @@ struct Oracle {
 
 impl Oracle {
     fn step(&mut self, grad: &[f32]) {
-        let Self {
-            p,
-            v,
-            momentum,
-            weight_decay,
-        } = self;
-        let d: Vec<f32> = grad
-            .iter()
-            .zip(&*p)
-            .map(|(g, p)| p.mul_add(*weight_decay, *g))
-            .collect();
+        let Self { p, v, momentum, weight_decay } = self;
+        let d: Vec<f32> = grad.iter().zip(&*p).map(|(g, p)| p.mul_add(*weight_decay, *g)).collect();
         let v = match v {
             None => v.insert(d.clone()),
             Some(v) => {
@@ -46,27 +37,16 @@ impl Oracle {
 
 /// Some gradient of its own for every tensor and step.
 fn gradient(len: usize, tensor: usize, step: usize) -> Vec<f32> {
-    (0..len)
-        .map(|i| ((i * 31 + tensor * 7 + step * 13) % 101) as f32 / 50.0 - 1.0)
-        .collect()
+    (0..len).map(|i| ((i * 31 + tensor * 7 + step * 13) % 101) as f32 / 50.0 - 1.0).collect()
 }
 
 fn two_groups() -> OptimizerSpec {
     let group = |pattern: &str, momentum, weight_decay| Group {
         pattern: pattern.into(),
         lr: f64::from(LR),
-        rule: Rule::Sgd {
-            momentum,
-            dampening: 0.0,
-            weight_decay,
-            nesterov: false,
-            maximize: false,
-        },
+        rule: Rule::Sgd { momentum, dampening: 0.0, weight_decay, nesterov: false, maximize: false },
     };
-    OptimizerSpec {
-        groups: vec![group("bias*", 0.5, 0.0), group("*", 0.9, 0.01)],
-        momentum_correction: true,
-    }
+    OptimizerSpec { groups: vec![group("bias*", 0.5, 0.0), group("*", 0.9, 0.01)], momentum_correction: true }
 }
 
 #[test]
@@ -79,51 +59,29 @@ fn one_worker_is_nesterov_bit_for_bit() {
                 parameter("bias", sizes[1]),
                 parameter("late", sizes[2]),
             ]);
-            let start: Vec<Vec<f32>> = sizes
-                .iter()
-                .enumerate()
-                .map(|(t, &n)| gradient(n, t, 99))
-                .collect();
-            let config = ServerConfig {
-                transaction,
-                ..config(two_groups())
-            };
+            let start: Vec<Vec<f32>> = sizes.iter().enumerate().map(|(t, &n)| gradient(n, t, 99)).collect();
+            let config = ServerConfig { transaction, ..config(two_groups()) };
             let values = start.iter().map(|v| bytes_of(v)).collect();
             let server = Server::start(config, Some((table, values))).unwrap();
             let mut worker = Worker::ready(&server, 1);
             let mut oracles: Vec<Oracle> = start
                 .into_iter()
                 .zip([(0.9, 0.01), (0.5, 0.0), (0.9, 0.01)])
-                .map(|(p, (momentum, weight_decay))| Oracle {
-                    p,
-                    v: None,
-                    momentum,
-                    weight_decay,
-                })
+                .map(|(p, (momentum, weight_decay))| Oracle { p, v: None, momentum, weight_decay })
                 .collect();
             for step in 0..6 {
                 // The last tensor has no gradient at first, and none in between.
                 let has = |t: usize| t != 2 || (step != 0 && step != 3);
-                let gradients: Vec<Vec<f32>> = sizes
-                    .iter()
-                    .enumerate()
-                    .map(|(t, &n)| gradient(n, t, step))
-                    .collect();
-                let mut values: Vec<Option<Vec<u8>>> = gradients
-                    .iter()
-                    .enumerate()
-                    .map(|(t, g)| has(t).then(|| bytes_of(g)))
-                    .collect();
+                let gradients: Vec<Vec<f32>> =
+                    sizes.iter().enumerate().map(|(t, &n)| gradient(n, t, step)).collect();
+                let mut values: Vec<Option<Vec<u8>>> =
+                    gradients.iter().enumerate().map(|(t, g)| has(t).then(|| bytes_of(g))).collect();
                 worker.push_pull(&mut values, incremental).unwrap();
                 for (t, oracle) in oracles.iter_mut().enumerate().filter(|(t, _)| has(*t)) {
                     oracle.step(&gradients[t]);
                 }
                 for (t, oracle) in oracles.iter().enumerate() {
-                    assert_eq!(
-                        worker.floats(t),
-                        oracle.p,
-                        "{transaction:?} step {step} tensor {t}"
-                    );
+                    assert_eq!(worker.floats(t), oracle.p, "{transaction:?} step {step} tensor {t}");
                 }
             }
         }
@@ -133,46 +91,21 @@ fn one_worker_is_nesterov_bit_for_bit() {
 #[test]
 fn a_rejected_push_leaves_the_velocity() {
     let table = table(vec![parameter("w", 5)]);
-    let staleness = StalenessSpec {
-        max_staleness: Some(0),
-        ..StalenessSpec::default()
-    };
-    let config = ServerConfig {
-        staleness,
-        ..config(sgd(f64::from(LR), 0.9, 0.0))
-    };
+    let staleness = StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() };
+    let config = ServerConfig { staleness, ..config(sgd(f64::from(LR), 0.9, 0.0)) };
     let server = Server::start(config, Some((table.clone(), filled(&table, 0)))).unwrap();
     let (mut one, mut other) = (Worker::ready(&server, 1), Worker::ready(&server, 1));
-    let mut of_one = Oracle {
-        p: vec![0.0; 5],
-        v: None,
-        momentum: 0.9,
-        weight_decay: 0.0,
-    };
+    let mut of_one = Oracle { p: vec![0.0; 5], v: None, momentum: 0.9, weight_decay: 0.0 };
     let mut of_other = of_one.clone();
     for step in 0..4 {
         let g = gradient(5, 0, step);
-        assert!(
-            one.push_pull(&mut [Some(bytes_of(&g))], true)
-                .unwrap()
-                .unwrap()
-                .applied
-        );
+        assert!(one.push_pull(&mut [Some(bytes_of(&g))], true).unwrap().unwrap().applied);
         of_one.step(&g);
         // Twice: too late, since `one` was faster, and then in time.
-        let stale = other
-            .push_pull(&mut [Some(bytes_of(&gradient(5, 1, step)))], true)
-            .unwrap()
-            .unwrap();
+        let stale = other.push_pull(&mut [Some(bytes_of(&gradient(5, 1, step)))], true).unwrap().unwrap();
         assert!(!stale.applied);
         of_other.p.clone_from(&of_one.p);
-        assert!(
-            other
-                .push_pull(&mut [Some(bytes_of(&g))], true)
-                .unwrap()
-                .unwrap()
-                .applied
-        );
+        assert!(other.push_pull(&mut [Some(bytes_of(&g))], true).unwrap().unwrap().applied);
         of_other.step(&g);
         assert_eq!(other.floats(0), of_other.p, "step {step}");
         one.pull(true).unwrap();
@@ -183,18 +116,11 @@ fn a_rejected_push_leaves_the_velocity() {
 #[test]
 fn two_in_flight_keep_the_velocity_as_they_send() {
     let table = table(vec![parameter("w", 70_000)]);
-    let server = Server::start(
-        config(sgd(f64::from(LR), 0.9, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server =
+        Server::start(config(sgd(f64::from(LR), 0.9, 0.0)), Some((table.clone(), filled(&table, 0))))
+            .unwrap();
     let mut worker = Worker::ready(&server, 2);
-    let mut oracle = Oracle {
-        p: vec![0.0; 70_000],
-        v: None,
-        momentum: 0.9,
-        weight_decay: 0.0,
-    };
+    let mut oracle = Oracle { p: vec![0.0; 70_000], v: None, momentum: 0.9, weight_decay: 0.0 };
     for step in 0..5 {
         let g = gradient(70_000, 0, step);
         worker.push_pull(&mut [Some(bytes_of(&g))], true).unwrap();
@@ -207,11 +133,7 @@ fn two_in_flight_keep_the_velocity_as_they_send() {
 #[test]
 fn half_precision_is_corrected_in_f32_and_rounded_once() {
     let table = table(vec![tensor("h", 3, Dtype::BF16, Role::Parameter)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.5, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.5, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::ready(&server, 1);
     let one = [0x80, 0x3f].repeat(3);
     // d = 1: v = 1, sends 1.5; v = 1.5, sends 1.75.
@@ -227,12 +149,7 @@ fn a_push_alone_finds_the_parameters_it_read() {
     let spec = sgd(f64::from(LR), 0.9, 0.1);
     let server = Server::start(config(spec), Some((table, vec![bytes_of(&[1.0; 10])]))).unwrap();
     let mut worker = Worker::ready(&server, 1);
-    let mut oracle = Oracle {
-        p: vec![1.0; 10],
-        v: None,
-        momentum: 0.9,
-        weight_decay: 0.1,
-    };
+    let mut oracle = Oracle { p: vec![1.0; 10], v: None, momentum: 0.9, weight_decay: 0.1 };
     for step in 0..3 {
         let g = gradient(10, 0, step);
         worker.params[0].fill(0); // not what was read
@@ -242,9 +159,6 @@ fn a_push_alone_finds_the_parameters_it_read() {
         assert_eq!(worker.floats(0), oracle.p);
     }
     worker.pull(true).unwrap();
-    let refused = worker
-        .push(&mut [Some(bytes_of(&[0.0; 10]))])
-        .unwrap_err()
-        .to_string();
+    let refused = worker.push(&mut [Some(bytes_of(&[0.0; 10]))]).unwrap_err().to_string();
     assert!(refused.contains("pull once more"), "{refused}");
 }

@@ -31,33 +31,19 @@ fn a_pull_after_init_equals_what_was_brought() {
     let mut values = filled(&table, 0);
     for (t, value) in values.iter_mut().enumerate() {
         for (i, byte) in value.iter_mut().enumerate() {
-            *byte = if table.tensors()[t].dtype == Dtype::Bool {
-                1
-            } else {
-                ((i * 7 + t) % 59) as u8
-            };
+            *byte = if table.tensors()[t].dtype == Dtype::Bool { 1 } else { ((i * 7 + t) % 59) as u8 };
         }
     }
     let server = Server::start(config(sgd(1.0, 0.0, 0.0)), None).unwrap();
     let mut bringer = Client::connect(client_config(server.address(), 1), Some(&table), &never).unwrap();
     assert_eq!(bringer.session().unwrap().table, None);
     let slices: Vec<&[u8]> = values.iter().map(Vec::as_slice).collect();
-    assert_eq!(
-        bringer.init(&table, &slices, Some("how to build it"), &never),
-        Ok(true)
-    );
+    assert_eq!(bringer.init(&table, &slices, Some("how to build it"), &never), Ok(true));
 
     let mut late = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
     assert_eq!(late.wait_for_model(&never).unwrap().as_ref(), &table);
-    assert_eq!(
-        late.session().unwrap().blueprint.as_deref(),
-        Some("how to build it")
-    );
-    assert_eq!(
-        late.init(&table, &slices, None, &never),
-        Ok(false),
-        "there is one already"
-    );
+    assert_eq!(late.session().unwrap().blueprint.as_deref(), Some("how to build it"));
+    assert_eq!(late.init(&table, &slices, None, &never), Ok(false), "there is one already");
     let mut out = filled(&table, 0xff);
     let out_memories: Vec<Memory<'_>> = out.iter_mut().map(|o| Memory::of(o)).collect();
     assert_eq!(late.pull(&out_memories, false, &never).unwrap().version, 0);
@@ -70,10 +56,7 @@ fn pushes_follow_the_closed_form_under_both_transactions() {
         for in_flight in [1, 2] {
             for incremental in [false, true] {
                 let table = crowded();
-                let config = ServerConfig {
-                    transaction,
-                    ..config(sgd(0.5, 0.0, 0.0))
-                };
+                let config = ServerConfig { transaction, ..config(sgd(0.5, 0.0, 0.0)) };
                 let server = Server::start(config, Some((table.clone(), filled(&table, 0)))).unwrap();
                 let mut worker = Worker::ready(&server, in_flight);
                 for step in 1..=5_u64 {
@@ -99,49 +82,24 @@ fn pushes_follow_the_closed_form_under_both_transactions() {
 #[test]
 fn staleness_counts_own_pushes_in_flight() {
     let table = table(vec![parameter("w", 100)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::ready(&server, 2);
     let mut staleness = vec![];
     for _ in 0..4 {
         let mut gradient = worker.gradient(1.0);
-        staleness.extend(
-            worker
-                .push_pull(&mut gradient, true)
-                .unwrap()
-                .map(|r| r.staleness),
-        );
+        staleness.extend(worker.push_pull(&mut gradient, true).unwrap().map(|r| r.staleness));
     }
     staleness.extend(worker.flush().unwrap().iter().map(|r| r.staleness));
-    assert_eq!(
-        staleness,
-        [0, 1, 1, 1],
-        "the first push is exact, then each is one late"
-    );
+    assert_eq!(staleness, [0, 1, 1, 1], "the first push is exact, then each is one late");
     let mut gradient = worker.gradient(1.0);
-    assert_eq!(
-        worker.push(&mut gradient).unwrap().staleness,
-        0,
-        "a flush has read them all"
-    );
-    assert_eq!(
-        worker.push(&mut gradient).unwrap().staleness,
-        1,
-        "a push alone reads nothing"
-    );
+    assert_eq!(worker.push(&mut gradient).unwrap().staleness, 0, "a flush has read them all");
+    assert_eq!(worker.push(&mut gradient).unwrap().staleness, 1, "a push alone reads nothing");
 }
 
 #[test]
 fn what_other_workers_did_since_the_read_is_staleness() {
     let table = table(vec![parameter("w", 100)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let (mut slow, mut fast) = (Worker::ready(&server, 1), Worker::ready(&server, 1));
     for _ in 0..3 {
         let mut gradient = fast.gradient(1.0);
@@ -155,16 +113,8 @@ fn what_other_workers_did_since_the_read_is_staleness() {
 
 #[test]
 fn an_absent_gradient_leaves_its_tensor() {
-    let table = table(vec![
-        parameter("a", 10),
-        parameter("frozen", 20),
-        parameter("big", 70_000),
-    ]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let table = table(vec![parameter("a", 10), parameter("frozen", 20), parameter("big", 70_000)]);
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     for incremental in [false, true] {
         let mut worker = Worker::ready(&server, 1);
         let before = worker.floats(2)[0];
@@ -176,24 +126,14 @@ fn an_absent_gradient_leaves_its_tensor() {
         assert_eq!(worker.floats(1), [0.0; 20]);
         assert!(worker.floats(2).iter().all(|&p| p == before - 2.0));
         let mut nothing = vec![None, None, None];
-        assert!(matches!(
-            worker.push(&mut nothing),
-            Err(ClientError::BadInput { .. })
-        ));
+        assert!(matches!(worker.push(&mut nothing), Err(ClientError::BadInput { .. })));
     }
 }
 
 #[test]
 fn an_incremental_pull_brings_only_what_changed() {
-    let table = table(vec![
-        parameter("a", 70_000),
-        tensor("h", 5, Dtype::F16, Role::Parameter),
-    ]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let table = table(vec![parameter("a", 70_000), tensor("h", 5, Dtype::F16, Role::Parameter)]);
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let (mut reader, mut writer) = (Worker::ready(&server, 1), Worker::ready(&server, 1));
     let mut gradient = vec![None, Some(vec![0, 0x3c, 0, 0x3c, 0, 0x3c, 0, 0x3c, 0, 0x3c])]; // 1.0 in float16
     writer.push(&mut gradient).unwrap();
@@ -208,11 +148,7 @@ fn an_incremental_pull_brings_only_what_changed() {
 #[test]
 fn a_gradient_that_is_not_finite_is_named_and_nothing_is_sent() {
     let table = table(vec![parameter("a", 10), parameter("b", 70_000)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut bad = worker.gradient(1.0);
     let mut values = vec![1.0; 70_000];
@@ -235,11 +171,7 @@ fn a_gradient_that_is_not_finite_is_named_and_nothing_is_sent() {
 #[test]
 fn memory_that_does_not_fit_is_refused_by_name() {
     let table = table(vec![parameter("a", 10), parameter("b", 20)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::join(&server, 1);
     let text = |error: ClientError| match error {
         ClientError::BadInput { message } => message,
@@ -250,10 +182,7 @@ fn memory_that_does_not_fit_is_refused_by_name() {
     worker.pull(false).unwrap();
     gradient[1] = Some(vec![0; 79]);
     let message = text(worker.push(&mut gradient).unwrap_err());
-    assert!(
-        message.contains("79 bytes to tensor b float32 [20], which has 80"),
-        "{message}"
-    );
+    assert!(message.contains("79 bytes to tensor b float32 [20], which has 80"), "{message}");
     assert!(text(worker.push(&mut [None]).unwrap_err()).contains("1 tensors, the model has 2"));
     let mut one = vec![0; 120];
     let start = one.as_mut_ptr();
@@ -274,42 +203,18 @@ fn a_push_without_an_optimizer_moves_nothing() {
     let receipt = worker.push_pull(&mut gradient, true).unwrap().unwrap();
     assert!(!receipt.applied);
     let spec = sgd(1.0, 0.0, 0.0);
-    worker
-        .client
-        .configure(offbeat_core::spec::Contribution::Gradient, Some(&spec), &never)
-        .unwrap();
-    assert!(
-        worker.push_pull(&mut gradient, true).unwrap().unwrap().applied,
-        "sequence numbers go on"
-    );
+    worker.client.configure(offbeat_core::spec::Contribution::Gradient, Some(&spec), &never).unwrap();
+    assert!(worker.push_pull(&mut gradient, true).unwrap().unwrap().applied, "sequence numbers go on");
     let other = sgd(1.0, 0.0, 0.1);
-    let refused = worker
-        .client
-        .configure(offbeat_core::spec::Contribution::Gradient, Some(&other), &never);
-    assert!(
-        matches!(
-            refused,
-            Err(ClientError::Refused {
-                code: RefusalCode::Optimizer,
-                ..
-            })
-        ),
-        "{refused:?}"
-    );
-    assert!(
-        worker.push_pull(&mut gradient, true).unwrap().unwrap().applied,
-        "a refusal leaves the session"
-    );
+    let refused = worker.client.configure(offbeat_core::spec::Contribution::Gradient, Some(&other), &never);
+    assert!(matches!(refused, Err(ClientError::Refused { code: RefusalCode::Optimizer, .. })), "{refused:?}");
+    assert!(worker.push_pull(&mut gradient, true).unwrap().unwrap().applied, "a refusal leaves the session");
 }
 
 #[test]
 fn a_push_of_a_life_that_is_over_is_rejected_and_brings_the_new_one() {
     let table = table(vec![parameter("w", 10)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::ready(&server, 1);
     server.load_tensors(&[bytes_of(&[5.0; 10])]).unwrap();
     let mut gradient = worker.gradient(1.0);
@@ -319,9 +224,7 @@ fn a_push_of_a_life_that_is_over_is_rejected_and_brings_the_new_one() {
     assert_eq!(worker.floats(0), [5.0; 10]);
     assert!(worker.push_pull(&mut gradient, true).unwrap().unwrap().applied);
     assert_eq!(worker.floats(0), [4.0; 10]);
-    eventually("the new term", || {
-        worker.client.events().unwrap().term == Some(receipt.term)
-    });
+    eventually("the new term", || worker.client.events().unwrap().term == Some(receipt.term));
 }
 
 #[test]
@@ -330,11 +233,7 @@ fn half_precision_travels_as_itself() {
         tensor("h", 70_001, Dtype::F16, Role::Parameter),
         tensor("b", 3, Dtype::BF16, Role::Parameter),
     ]);
-    let server = Server::start(
-        config(sgd(0.5, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(0.5, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut gradient = vec![Some([0, 0x40].repeat(70_001)), Some([0, 0x40].repeat(3))]; // 2.0 in both
     worker.push_pull(&mut gradient, false).unwrap();
@@ -343,21 +242,14 @@ fn half_precision_travels_as_itself() {
     let mut one = worker.gradient(0.0);
     one[1] = Some(vec![0x80, 0x7f, 0, 0, 0, 0]); // infinity in bfloat16
     one[0] = None;
-    assert!(matches!(
-        worker.push(&mut one),
-        Err(ClientError::NonFinite { index: 0, .. })
-    ));
+    assert!(matches!(worker.push(&mut one), Err(ClientError::NonFinite { index: 0, .. })));
 }
 
 #[test]
 fn gradients_may_be_pulled_over() {
     // Whoever needs a gradient no more may have the parameters written where it was.
     let table = table(vec![parameter("big", 200_000), parameter("b", 5)]);
-    let server = Server::start(
-        config(sgd(1.0, 0.0, 0.0)),
-        Some((table.clone(), filled(&table, 0))),
-    )
-    .unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut both = [bytes_of(&vec![1.0; 200_000]), bytes_of(&[1.0; 5])];
     {
@@ -366,21 +258,7 @@ fn gradients_may_be_pulled_over() {
         let memory = |m: &mut Vec<u8>| unsafe { Memory::from_raw(m.as_mut_ptr(), m.len()) };
         let values: Vec<Option<Memory<'_>>> = both.iter_mut().map(|m| Some(memory(m))).collect();
         let out: Vec<Memory<'_>> = both.iter_mut().map(memory).collect();
-        worker
-            .client
-            .push_pull(
-                PushInput {
-                    values: &values,
-                    samples: 1,
-                },
-                &out,
-                false,
-                &never,
-            )
-            .unwrap();
+        worker.client.push_pull(PushInput { values: &values, samples: 1 }, &out, false, &never).unwrap();
     }
-    assert!(
-        both.iter()
-            .all(|m| crate::support::floats(m).iter().all(|&p| p == -1.0))
-    );
+    assert!(both.iter().all(|m| crate::support::floats(m).iter().all(|&p| p == -1.0)));
 }

@@ -29,13 +29,7 @@ impl Peer {
     pub(crate) fn send<T: Serialize>(&mut self, kind: Kind, request: u32, message: &T) {
         let mut bytes = vec![];
         encode(message, &mut bytes);
-        self.frame(
-            Header {
-                request,
-                ..Header::new(kind)
-            },
-            &bytes,
-        );
+        self.frame(Header { request, ..Header::new(kind) }, &bytes);
     }
 
     /// The next frame, which is of this kind.
@@ -62,11 +56,7 @@ impl Peer {
     pub(crate) fn goodbye(&mut self) {
         let (header, bytes) = self.next(Kind::Call);
         assert!(matches!(decode(&bytes), Ok(Call::Goodbye { .. })));
-        self.send(
-            Kind::Reply,
-            header.request,
-            &offbeat_core::wire::message::Reply::Goodbye,
-        );
+        self.send(Kind::Reply, header.request, &offbeat_core::wire::message::Reply::Goodbye);
     }
 
     fn greet(listener: &TcpListener) -> Self {
@@ -76,21 +66,10 @@ impl Peer {
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
         let mut peer = Self(stream);
         let _: Hello = peer.expect(Kind::Hello);
-        let challenge = Challenge {
-            protocol: PROTOCOL,
-            nonce: [1; 32],
-            token_required: false,
-            proof: None,
-        };
+        let challenge = Challenge { protocol: PROTOCOL, nonce: [1; 32], token_required: false, proof: None };
         peer.send(Kind::Challenge, 0, &challenge);
         let _: Authenticate = peer.expect(Kind::Authenticate);
-        peer.send(
-            Kind::Welcome,
-            0,
-            &Welcome {
-                version: "test".into(),
-            },
-        );
+        peer.send(Kind::Welcome, 0, &Welcome { version: "test".into() });
         peer
     }
 }
@@ -128,10 +107,7 @@ pub(crate) fn serve(
             term: 1,
             version: 0,
             durable_version: 0,
-            model: Some(ModelInfo {
-                table,
-                blueprint: None,
-            }),
+            model: Some(ModelInfo { table, blueprint: None }),
             run,
             in_flight: join.in_flight,
             heartbeat_ms: 10,

@@ -28,13 +28,7 @@ pub(crate) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 }
 
 pub(crate) fn tensor(name: &str, len: usize, dtype: Dtype, role: Role) -> TensorSpec {
-    TensorSpec {
-        name: name.into(),
-        aliases: vec![],
-        shape: vec![len as u64],
-        dtype,
-        role,
-    }
+    TensorSpec { name: name.into(), aliases: vec![], shape: vec![len as u64], dtype, role }
 }
 
 pub(crate) fn parameter(name: &str, len: usize) -> TensorSpec {
@@ -50,48 +44,22 @@ pub(crate) fn bytes_of(values: &[f32]) -> Vec<u8> {
 }
 
 pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b))
-        .collect()
+    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
 /// Every tensor filled with one byte.
 pub(crate) fn filled(table: &TensorTable, byte: u8) -> Vec<Vec<u8>> {
-    table
-        .tensors()
-        .iter()
-        .map(|t| vec![byte; t.num_elements() as usize * t.dtype.size()])
-        .collect()
+    table.tensors().iter().map(|t| vec![byte; t.num_elements() as usize * t.dtype.size()]).collect()
 }
 
 pub(crate) fn sgd(lr: f64, momentum: f64, weight_decay: f64) -> OptimizerSpec {
-    let rule = Rule::Sgd {
-        momentum,
-        dampening: 0.0,
-        weight_decay,
-        nesterov: false,
-        maximize: false,
-    };
-    let groups = vec![Group {
-        pattern: "*".into(),
-        lr,
-        rule,
-    }];
-    OptimizerSpec {
-        groups,
-        momentum_correction: momentum != 0.0,
-    }
+    let rule = Rule::Sgd { momentum, dampening: 0.0, weight_decay, nesterov: false, maximize: false };
+    let groups = vec![Group { pattern: "*".into(), lr, rule }];
+    OptimizerSpec { groups, momentum_correction: momentum != 0.0 }
 }
 
 pub(crate) fn config(optimizer: OptimizerSpec) -> ServerConfig {
-    ServerConfig {
-        optimizer: Some(optimizer),
-        num_data_threads: Some(2),
-        ..ServerConfig::default()
-    }
+    ServerConfig { optimizer: Some(optimizer), num_data_threads: Some(2), ..ServerConfig::default() }
 }
 
 pub(crate) fn client_config(address: impl ToString, in_flight: usize) -> ClientConfig {
@@ -115,19 +83,9 @@ pub(crate) struct Worker {
 impl Worker {
     pub(crate) fn join(server: &Server, in_flight: usize) -> Self {
         let client = Client::connect(client_config(server.address(), in_flight), None, &never).unwrap();
-        let table = client
-            .session()
-            .unwrap()
-            .table
-            .as_deref()
-            .expect("the server has a model")
-            .clone();
+        let table = client.session().unwrap().table.as_deref().expect("the server has a model").clone();
         let params = filled(&table, 0xa5);
-        Self {
-            client,
-            table,
-            params,
-        }
+        Self { client, table, params }
     }
 
     /// Joined, and has pulled.
@@ -144,13 +102,7 @@ impl Worker {
 
     pub(crate) fn push(&mut self, values: &mut [Option<Vec<u8>>]) -> Result<Receipt, ClientError> {
         let values = memories(values);
-        self.client.push(
-            PushInput {
-                values: &values,
-                samples: 1,
-            },
-            &never,
-        )
+        self.client.push(PushInput { values: &values, samples: 1 }, &never)
     }
 
     pub(crate) fn push_pull(
@@ -160,15 +112,7 @@ impl Worker {
     ) -> Result<Option<Receipt>, ClientError> {
         let values = memories(values);
         let out: Vec<Memory<'_>> = self.params.iter_mut().map(|p| Memory::of(p)).collect();
-        self.client.push_pull(
-            PushInput {
-                values: &values,
-                samples: 1,
-            },
-            &out,
-            incremental,
-            &never,
-        )
+        self.client.push_pull(PushInput { values: &values, samples: 1 }, &out, incremental, &never)
     }
 
     pub(crate) fn flush(&mut self) -> Result<Vec<Receipt>, ClientError> {
@@ -190,8 +134,5 @@ impl Worker {
 }
 
 pub(crate) fn memories(values: &mut [Option<Vec<u8>>]) -> Vec<Option<Memory<'_>>> {
-    values
-        .iter_mut()
-        .map(|v| v.as_mut().map(|v| Memory::of(v)))
-        .collect()
+    values.iter_mut().map(|v| v.as_mut().map(|v| Memory::of(v))).collect()
 }

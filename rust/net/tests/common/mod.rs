@@ -1,5 +1,5 @@
 //! A server with a small model, and a worker that speaks frames by hand: it can send what no client would.
-#![allow(dead_code, reason = "every test crate uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "every test crate uses its part")]
 
 use offbeat_core::dtype::Dtype;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule};
@@ -7,7 +7,8 @@ use offbeat_core::store::Receipt;
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use offbeat_core::wire::auth::{Side, prove};
 use offbeat_core::wire::message::{
-    Attach, Authenticate, Call, Challenge, Event, Heartbeat, Hello, Join, Joined, Purpose, Refused, Reply, Welcome,
+    Attach, Authenticate, Call, Challenge, Event, Heartbeat, Hello, Join, Joined, Purpose, Refused, Reply,
+    Welcome,
 };
 use offbeat_core::wire::{
     HEADER_BYTES, Header, Kind, PROTOCOL, PullRequest, PushRequest, Versions, Want, decode, encode, flags,
@@ -50,7 +51,8 @@ pub fn floats(len: usize, value: f32) -> Vec<u8> {
 
 /// p ← p − g, exactly for small whole numbers.
 pub fn plain_sgd() -> OptimizerSpec {
-    let rule = Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
+    let rule =
+        Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
     OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 1.0, rule }], momentum_correction: false }
 }
 
@@ -161,7 +163,9 @@ impl Raw {
         let mut head = [0; HEADER_BYTES];
         match self.stream.read_exact(&mut head) {
             Ok(()) => {}
-            Err(e) if [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset].contains(&e.kind()) => return None,
+            Err(e) if [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset].contains(&e.kind()) => {
+                return None;
+            }
             Err(e) => panic!("no frame came: {e}"),
         }
         let header = Header::decode(&head).unwrap();
@@ -173,10 +177,7 @@ impl Raw {
 
     pub fn expect<T: DeserializeOwned>(&mut self, kind: Kind) -> T {
         let (header, bytes) = self.next().expect("a frame, not the end");
-        if header.kind == Kind::Refused && kind != Kind::Refused {
-            panic!("refused: {:?}", decode::<Refused>(&bytes));
-        }
-        assert_eq!(header.kind, kind);
+        assert_eq!(header.kind, kind, "{:?}", decode::<Refused>(&bytes));
         decode(&bytes).unwrap()
     }
 
@@ -234,7 +235,10 @@ impl Raw {
         let mut bytes = vec![];
         request.encode(&mut bytes);
         let request = u32::try_from(sequence).unwrap();
-        self.frame(Header { request, sequence, term: at.0, version: at.1, ..Header::new(Kind::Push) }, &bytes);
+        self.frame(
+            Header { request, sequence, term: at.0, version: at.1, ..Header::new(Kind::Push) },
+            &bytes,
+        );
     }
 
     /// One fragment of a push whose worker had read `base` of it.

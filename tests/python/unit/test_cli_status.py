@@ -1,0 +1,118 @@
+"""`offbeat status` for people: everything that matters is there, and says what it is."""
+
+import pytest
+
+from offbeat.cli.status import columns, report
+
+
+def status(**changes):
+    whole = {
+        "run_id": "r1",
+        "address": "10.0.0.1:5000",
+        "state": "running",
+        "uptime_s": 3723.0,
+        "term": 1,
+        "version": 1234,
+        "samples": 39_488,
+        "max_samples": 100_000,
+        "transaction": "fragment",
+        "optimizer": {"summary": "SGD(lr=0.1)", "runs_on": "server"},
+        "momentum_correction": True,
+        "staleness": {
+            "weights": [{"name": "constant"}, {"name": "hinge", "a": 10.0, "b": 4}],
+            "max_staleness": 8,
+            "max_norm": None,
+        },
+        "schedule": {"factor": 0.5, "lr": [0.05]},
+        "workers": [
+            {
+                "id": "amy",
+                "state": "joined",
+                "host": "north",
+                "samples": 39_488,
+                "samples_per_s": 1520.4,
+                "pushes": 1236,
+                "damped": 12,
+                "rejected": {"stale": 2, "nonfinite": 0},
+                "mean_staleness": 1.24,
+                "max_staleness": 9,
+                "last_push_age_s": 0.04,
+            },
+            {
+                "id": "bob",
+                "state": "lost",
+                "host": "south",
+                "samples": 0,
+                "samples_per_s": 0.0,
+                "pushes": 0,
+                "damped": 0,
+                "rejected": {},
+                "mean_staleness": 0.0,
+                "max_staleness": 0,
+                "last_push_age_s": None,
+            },
+        ],
+        "departures": [{"worker": "bob", "state": "lost", "age_s": 75.0, "cause": "no heartbeat for 10 s"}],
+        "tickets": {"applied": 1234, "partial": 1, "dropped": 0},
+        "rejected": {"stale": 2},
+        "memory": {
+            "formula": "roots + pinned + idle + staging",
+            "total_bytes": 3 << 20,
+            "roots_bytes": 2 << 20,
+            "pinned_bytes": 0,
+            "idle_bytes": 1 << 20,
+            "staging_bytes": 0,
+        },
+        "longest_poll_ms": 0.61,
+    }
+    return whole | changes
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "r1 on 10.0.0.1:5000, running, up 1 h 2 min",
+        "version 1,234, 39,488 of 100,000 samples, term 1",
+        "SGD(lr=0.1), on the server, momentum in the workers",
+        "0.05 (schedule's factor 0.5)",
+        "constant, hinge(a=10, b=4), max_staleness 8",
+        "1,234 applied, 1 partial, 0 dropped, 2 (2 stale) rejected",
+        "no heartbeat for 10 s",
+        "1 min 15 s ago",
+        "memory 3.0 MiB = roots + pinned + idle + staging = 2.0 + 0.0 + 1.0 + 0.0",
+        "0.6 ms",
+    ],
+)
+def test_the_report_says(said):
+    assert said in report(status())
+
+
+def test_each_worker_has_a_row_below_its_headings():
+    lines = report(status()).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("worker "))
+    amy = " ".join(lines[head + 1].split())
+    assert amy == "amy joined north 39,488 1,520 1,236 12 2 (2 stale) 1.2 9 0.0 s ago"
+    assert lines[head + 2].split()[-1] == "-"
+    assert len({len(line) for line in lines[head : head + 2]}) == 1, "columns are set right"
+
+
+def test_a_server_without_a_model_or_workers_has_a_report_too():
+    empty = {"formula": "", **{f"{n}_bytes": 0 for n in ("total", "roots", "pinned", "idle", "staging")}}
+    text = report(
+        status(
+            state="waiting_for_model",
+            optimizer=None,
+            workers=[],
+            departures=[],
+            memory=empty,
+            schedule={"factor": 1.0, "lr": []},
+        )
+    )
+    assert "waiting for model" in text
+    assert "no worker has joined yet" in text
+    assert "none yet" in text
+
+
+def test_columns():
+    assert columns([["a", "1"], ["long", "100"]], left=1) == "a       1\nlong  100"
+    assert columns([], left=0) == ""
