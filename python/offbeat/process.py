@@ -114,14 +114,15 @@ def _hook_multiprocessing() -> None:
     global _hooked_into_multiprocessing  # noqa: PLW0603
     util = sys.modules.get("multiprocessing.util")
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
-    in_a_child = util is not None and parent is not None and parent() is not None
-    if in_a_child and not _hooked_into_multiprocessing:
+    if util is None or parent is None or parent() is None:
+        return  # not one of these
+    if not _hooked_into_multiprocessing:
         _hooked_into_multiprocessing = True
         util.Finalize(None, _say_goodbye, exitpriority=100)
 
 
 def _after_fork() -> None:
-    global _lock, _live, _pump
+    global _lock, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
     from offbeat import _offbeat
 
     _offbeat.forget_after_fork()

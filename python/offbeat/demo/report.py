@@ -111,5 +111,6 @@ def _draw_staleness(axes: "Axes", workers: Sequence[WorkerResult]) -> None:
         shown: dict[str, Any] = {"width": 0.9, "label": label}
         axes.bar(range(top + 1), counts[: top + 1], bottom=below[: top + 1], **shown)
         below = [a + b for a, b in zip(below, counts, strict=True)]
-    axes.set(xlabel="staleness, updates", ylabel="pushes")
+    beyond = " (the last bar: that and above)" if top == longest - 1 else ""
+    axes.set(xlabel=f"staleness, updates{beyond}", ylabel="pushes")
     axes.legend()

@@ -37,7 +37,18 @@ class Slot:
     """
 
     __slots__ = (
-        *("address", "dirty", "is_parameter", "key", "nbytes", "other_places", "owner", "spare", "spec"),
+        *(
+            "address",
+            "dirty",
+            "dtype",
+            "is_parameter",
+            "key",
+            "nbytes",
+            "other_places",
+            "owner",
+            "spare",
+            "spec",
+        ),
         *("tensor", "version"),
     )
 
@@ -57,6 +68,7 @@ class Slot:
     def hold(self, tensor: torch.Tensor) -> None:
         """Take another tensor for this entry, at the same place."""
         self.tensor = tensor
+        self.dtype = tensor.dtype
         self.address = tensor.data_ptr()
         self.version = -1
 
@@ -164,17 +176,15 @@ class Binding:
         for i, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):
             if tensor is None:
                 continue
-            if tensor.layout is not torch.strided:
+            if tensor.dtype is slot.dtype and is_direct(tensor):
+                found[i] = (tensor, tensor.data_ptr(), slot.nbytes)
+            elif tensor.layout is torch.strided:
+                elsewhere.append((i, tensor.to(slot.dtype)))
+            else:
                 raise UnsupportedTensorError(
                     f"the gradient of {slot.spec['name']!r} is {str(tensor.layout).removeprefix('torch.')}: "
                     f"build its layer without sparse=True"
                 )
-            if tensor.dtype is not slot.tensor.dtype:
-                elsewhere.append((i, tensor.to(slot.tensor.dtype)))
-            elif is_direct(tensor):
-                found[i] = (tensor, tensor.data_ptr(), slot.nbytes)
-            else:
-                elsewhere.append((i, tensor))
         if elsewhere:
             copies = self._copies.fetch([tensor for _, tensor in elsewhere])
             for (i, _), copy in zip(elsewhere, copies, strict=True):

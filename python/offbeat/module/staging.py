@@ -10,10 +10,12 @@ import torch
 
 __all__ = ["HostCopies", "host_like", "is_direct"]
 
+_STRIDED = torch.strided  # asked for with each tensor of each step
+
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Tell whether the extension can use a tensor's own memory: on the host, dense, in C order."""
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous()
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from offbeat.metrics import Meter
 from offbeat.worker.batches import count, moved, split
-from offbeat.worker.contribution import LossReduction
+from offbeat.worker.gradients import LossReduction
 from offbeat.worker.train import LossFunction
 
 __all__ = ["measure"]

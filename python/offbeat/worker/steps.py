@@ -1,34 +1,106 @@
-"""A worker's step: count batches, and push every so often."""
+"""A worker's step: count batches, push every so often, for whichever optimizer there is."""
+
+import json
+import logging
+from collections.abc import Callable
+
+import torch
 
 from offbeat.errors import ConfigError
+from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
-from offbeat.worker.contribution import Contribution
+from offbeat.worker import words
+from offbeat.worker.contribution import Contribution, Kind
+from offbeat.worker.gradients import Gradients, LossReduction
 from offbeat.worker.link import Link
+from offbeat.worker.live import LiveOptimizer
 
-__all__ = ["Steps"]
+__all__ = ["Optimizer", "Steps"]
+
+#: A spec, what becomes one (a class, a `functools.partial`), or a live optimizer.
+Optimizer = OptimizerSpec | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+
+_log = logging.getLogger("offbeat")
 
 
 class Steps:
     """Gathers batches in a contribution and pushes it on every `update_frequency`-th.
 
     Attributes:
-        contribution: What pushes carry.
         batches: Batches gathered and not pushed.
     """
 
-    def __init__(self, link: Link, contribution: Contribution, update_frequency: int) -> None:
-        self.contribution = contribution
+    def __init__(self, link: Link, *, update_frequency: int, reduction: LossReduction) -> None:
         self.batches = 0
         self._samples = 0
         self._link = link
         self._update_frequency = update_frequency
+        self._reduction: LossReduction = reduction
+        self._contribution_or_none: Contribution | None = None
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Take an optimizer: a live one under our own hands, any other to the server.
+
+        Raises:
+            ConfigError: If the run has another one, or this one does not fit the model.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            self._link.session.configure("gradient", json.dumps(as_spec(optimizer).spec()))
+            if not isinstance(self._contribution_or_none, Gradients):
+                self._begin(Gradients(self._link.binding, self._reduction))
+        elif optimizer is not self.live:
+            self.push_rest()
+            live = LiveOptimizer(self._link.binding, optimizer)
+            try:
+                self._link.session.configure(live.kind, None)
+                self._link.pull()
+            except BaseException:
+                live.close()
+                raise
+            self._begin(live)
+        _log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
+
+    def require_optimizer(self) -> None:
+        """See that there is an optimizer, on either side.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        run = json.loads(self._link.session.configure(self.kind, None))
+        if self.kind == "gradient" and run["optimizer"] is None:
+            raise ConfigError(
+                "there is no optimizer: give train(optimizer=offbeat.optim.SGD(lr=...)), or the server one"
+            )
+
+    @property
+    def live(self) -> torch.optim.Optimizer | None:
+        """The optimizer that runs here, if one does."""
+        contribution = self._contribution_or_none
+        return contribution.optimizer if isinstance(contribution, LiveOptimizer) else None
+
+    @property
+    def kind(self) -> Kind:
+        """What pushes carry."""
+        return self._contribution.kind
+
+    @property
+    def words(self) -> str:
+        """Which optimizer runs where."""
+        if self.live is None:
+            return words.of_run(self._link.session.run)
+        return words.of_live(self.live, self._update_frequency)
+
+    # ------------------------------------------------------------------ stepping
 
     def step(self, samples: int) -> list[Receipt]:
         """Take one batch; push if it is time to. Returns the receipts that came in."""
         if samples < 1:
             raise ConfigError(f"samples is {samples}: a batch has at least one")
+        contribution = self._contribution
         self._link.binding.refresh()
-        self.contribution.add(samples)
+        contribution.add(samples)
         self.batches += 1
         self._samples += samples
         return self._push() if self.batches >= self._update_frequency else []
@@ -46,19 +118,40 @@ class Steps:
 
     def drop(self) -> None:
         """Forget what was not pushed, and what was pushed and not answered."""
-        self.contribution.drop()
+        self._contribution.drop()
         self.batches = self._samples = 0
 
+    def close(self) -> None:
+        """Let go of what belongs to the user."""
+        if self._contribution_or_none is not None:
+            self._contribution_or_none.close()
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _contribution(self) -> Contribution:
+        """What pushes carry: where nothing was said, gradients for the server's optimizer."""
+        if self._contribution_or_none is None:
+            self._link.session.configure("gradient", None)
+            return self._begin(Gradients(self._link.binding, self._reduction))
+        return self._contribution_or_none
+
+    def _begin(self, contribution: Contribution) -> Contribution:
+        self.close()
+        self._contribution_or_none = contribution
+        return contribution
+
     def _push(self) -> list[Receipt]:
-        values, samples = self.contribution.take(), self._samples
+        contribution = self._contribution
+        values, samples = contribution.take(), self._samples
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
         except BaseException:
-            self.contribution.drop()
+            contribution.drop()
             raise
         return [] if receipt is None else [self._settled(receipt)]
 
     def _settled(self, receipt: Receipt) -> Receipt:
-        self.contribution.settled(receipt)
+        self._contribution.settled(receipt)
         return receipt

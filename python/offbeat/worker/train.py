@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from offbeat.history import History, Record
 from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
 from offbeat.worker.batches import Epochs, Given, count, moved, split
-from offbeat.worker.contribution import LossReduction
+from offbeat.worker.gradients import LossReduction
 from offbeat.worker.link import Link
 from offbeat.worker.progress import Progress
 from offbeat.worker.steps import Steps
@@ -50,6 +51,13 @@ class TrainPlan:
     reduction: LossReduction
     meters: list[Meter]
     log_frequency: int
+
+    def num_batches(self, per_step: int) -> int | None:
+        """Count the batches that there will be at most, if anyone knows."""
+        limits = [] if self.max_steps is None else [self.max_steps * per_step]
+        with suppress(TypeError):  # a loader over an iterable dataset
+            limits.append(len(self.source) * self.epochs)
+        return min(limits, default=None)
 
 
 def run(
@@ -154,7 +162,7 @@ class _Loop:
         gathered = self._steps.batches
         receipts = act()
         pushed = self._steps.batches < gathered + batches
-        history.steps += batches if self._steps.contribution.kind == "delta" else int(pushed)
+        history.steps += batches if self._steps.kind == "delta" else int(pushed)
         self._note(receipts)
         if history.steps >= self._logged_step + self._plan.log_frequency:
             self._log()

@@ -1,9 +1,8 @@
 """`AsyncWorker`: what users hold. Its parts do the work; this file says what they promise together."""
 
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -16,28 +15,22 @@ from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLos
 from offbeat.history import History
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords, unknown
-from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
-from offbeat.worker import words
 from offbeat.worker.batches import Epochs, Given
-from offbeat.worker.contribution import Gradients, LiveOptimizer, LossReduction
 from offbeat.worker.evaluate import measure
 from offbeat.worker.facade import WorkerOptimizer
+from offbeat.worker.gradients import LossReduction
 from offbeat.worker.join import Buffers, JoinConfig, join
 from offbeat.worker.progress import progress_for
-from offbeat.worker.steps import Steps
+from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import LossFunction, TrainPlan, run
 
 if TYPE_CHECKING:
-    from offbeat._offbeat import Session
     from offbeat.worker.link import Link
 
 __all__ = ["AsyncWorker"]
 
 _log = logging.getLogger("offbeat")
-
-#: A spec, what becomes one (a class, a `functools.partial`), or a live optimizer.
-Optimizer = OptimizerSpec | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 
 
 class AsyncWorker(process.Live):
@@ -114,7 +107,6 @@ class AsyncWorker(process.Live):
         self._epochs_begun = 0
         self._history = History()
         self._loss_fn: LossFunction | None = None
-        self._steps_or_none: Steps | None = None
         self._facade: WorkerOptimizer | None = None
         config = JoinConfig(
             address=_address(server_address),
@@ -126,11 +118,12 @@ class AsyncWorker(process.Live):
             connect_timeout_s=connect_timeout_s,
         )
         self._link: Link = join(config, model)
+        self._steps = Steps(self._link, update_frequency=self.update_frequency, reduction=loss_reduction)
         self._closed = False
         process.register(self)
         try:
             if optimizer is not None:
-                self._use(optimizer)
+                self._steps.use(optimizer)
         except BaseException:
             self.close()
             raise
@@ -155,7 +148,8 @@ class AsyncWorker(process.Live):
     @property
     def version(self) -> int:
         """The model's version, as last heard."""
-        return self._session.version
+        self._usable()
+        return self._link.session.version
 
     @property
     def history(self) -> History:
@@ -165,7 +159,7 @@ class AsyncWorker(process.Live):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """A `torch.optim.Optimizer` whose `step()` is `worker.step()`, for GradScaler and its like."""
-        self._steps()
+        self._usable()
         return self._followed_facade()
 
     # ------------------------------------------------------------------ a loop of one's own
@@ -187,7 +181,7 @@ class AsyncWorker(process.Live):
             StateError: If no parameter has a gradient.
             NonFiniteError: If a gradient is NaN or infinite; nothing was sent.
         """
-        receipts = self._steps().step(self.local_batch_size if samples is None else samples)
+        receipts = self._usable().step(self.local_batch_size if samples is None else samples)
         if self._facade is not None:
             self._followed_facade()
         return receipts[-1] if receipts else None
@@ -198,7 +192,7 @@ class AsyncWorker(process.Live):
         Returns:
             The receipts that came in, oldest first.
         """
-        steps = self._steps()
+        steps = self._usable()
         return [*steps.push_rest(), *steps.settle()]
 
     # ------------------------------------------------------------------ a loop of ours
@@ -250,9 +244,10 @@ class AsyncWorker(process.Live):
         if max_steps is not None:
             _at_least_one("max_steps", max_steps)
         measured = meters(metrics)
+        steps = self._usable()
         if optimizer is not None:
-            self._use(optimizer)
-        steps = self._steps_with_optimizer()
+            steps.use(optimizer)
+        steps.require_optimizer()
         plan = TrainPlan(
             source=source,
             epochs=epochs,
@@ -264,12 +259,13 @@ class AsyncWorker(process.Live):
             log_frequency=log_frequency,
         )
         self._loss_fn = loss_fn
-        self._history = history = History(optimizer=self._optimizer_words())
+        self._history = history = History(optimizer=steps.words)
         self._link.binding.rescan()
         self.flush()
         self._link.pull()
         try:
-            shown = progress_for(asked=progress, total=self._num_batches(plan), name=self.id)
+            total = plan.num_batches(1 if steps.live else self.update_frequency)
+            shown = progress_for(asked=progress, total=total, name=self.id)
             run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
         finally:
             self._epochs_begun += history.epochs + (history.stopped != "epochs")
@@ -329,9 +325,8 @@ class AsyncWorker(process.Live):
 
     # ------------------------------------------------------------------ inside
 
-    @property
-    def _session(self) -> "Session":
-        """The connection, if it may be used."""
+    def _usable(self) -> Steps:
+        """The step counter, if this worker may be used here and now."""
         if os.getpid() != self._pid:
             raise ForkedError(
                 "this AsyncWorker was made before a fork and is used in the child: make it after the fork, "
@@ -339,30 +334,11 @@ class AsyncWorker(process.Live):
             )
         if self._closed:
             raise ClosedError("this AsyncWorker is closed: make a new one")
-        return self._link.session
-
-    def _steps(self) -> Steps:
-        """The step counter; without an optimizer given, pushes are gradients for the server's."""
-        session = self._session
-        if self._steps_or_none is None:
-            session.configure("gradient", None)
-            self._begin(Gradients(self._link.binding, self._reduction))
-        assert self._steps_or_none is not None  # noqa: S101  _begin has just set it
-        return self._steps_or_none
-
-    def _steps_with_optimizer(self) -> Steps:
-        """The step counter, if there is an optimizer on either side."""
-        steps = self._steps()
-        config = json.loads(self._session.configure(steps.contribution.kind, None))
-        if steps.contribution.kind == "gradient" and config["optimizer"] is None:
-            raise ConfigError(
-                "there is no optimizer: give train(optimizer=offbeat.optim.SGD(lr=...)), or the server one"
-            )
-        return steps
+        return self._steps
 
     def _source(self, dataset: Dataset[Any] | None, dataloader: Iterable[Any] | None) -> Epochs | Given:
         """Where `train`'s batches come from."""
-        session = self._session
+        self._usable()
         if (dataset is None) == (dataloader is None):
             given = "neither" if dataset is None else "both"
             raise ConfigError(f"train takes a dataset= or a dataloader=, one of the two, and got {given}")
@@ -370,74 +346,23 @@ class AsyncWorker(process.Live):
             return Given(dataloader or ())
         order = f"seed {self._seed}"
         if self._seed is None:
-            order = f"run {session.run_id} worker {session.worker_id}"
+            order = f"run {self.run_id} worker {self.id}"
         pinned = self.device.type == "cuda"
         return Epochs(dataset, self.local_batch_size, order, pin_memory=pinned)
-
-    def _use(self, optimizer: Optimizer) -> None:
-        """Take an optimizer: to the server, or under our own hands."""
-        session = self._session
-        if isinstance(optimizer, torch.optim.Optimizer):
-            steps = self._steps_or_none
-            if steps and getattr(steps.contribution, "optimizer", None) is optimizer:
-                return
-            live = LiveOptimizer(self._link.binding, optimizer)
-            try:
-                session.configure(live.kind, None)
-                self._link.pull()
-            except BaseException:
-                live.close()
-                raise
-            self._begin(live)
-        else:
-            spec = as_spec(optimizer)
-            session.configure("gradient", json.dumps(spec.spec()))
-            if self._steps_or_none is None:
-                self._begin(Gradients(self._link.binding, self._reduction))
-        _log.info("worker %s: optimizer %s", self.id, self._optimizer_words())
-
-    def _begin(self, contribution: Gradients | LiveOptimizer) -> None:
-        if self._steps_or_none is not None:
-            self._steps_or_none.contribution.close()
-        self._steps_or_none = Steps(self._link, contribution, self.update_frequency)
 
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
             self._facade = WorkerOptimizer(self, parameters)
-        self._facade.follow(parameters, self._live())
+        self._facade.follow(parameters, self._steps.live)
         return self._facade
 
-    def _live(self) -> torch.optim.Optimizer | None:
-        contribution = self._steps_or_none.contribution if self._steps_or_none else None
-        return contribution.optimizer if isinstance(contribution, LiveOptimizer) else None
-
-    def _optimizer_words(self) -> str:
-        live = self._live()
-        if live is None:
-            return words.of_run(self._session.run)
-        return words.of_live(live, self.update_frequency)
-
-    def _num_batches(self, plan: TrainPlan) -> int | None:
-        """Count the batches that `train` will go through, if anyone knows."""
-        limit = (
-            None
-            if plan.max_steps is None
-            else plan.max_steps * (1 if self._live() else self.update_frequency)
-        )
-        length = len(plan.source) * plan.epochs if _has_length(plan.source) else None
-        return min((n for n in (limit, length) if n is not None), default=None)
-
     def _pull_newest(self) -> None:
-        session = self._session
-        if self._steps_or_none is not None:
-            if self._steps_or_none.batches:
-                _log.info(
-                    "worker %s measures its model as it is: batches wait to be pushed", session.worker_id
-                )
-                return
-            self.flush()
+        if self._usable().batches:
+            _log.info("worker %s measures its model as it is: batches wait to be pushed", self.id)
+            return
         try:
+            self._steps.settle()
             self._link.pull()
         except (ConnectError, ConnectionLostError) as error:
             _log.warning("the parameters last pulled are measured, for the server cannot be asked: %s", error)
@@ -446,8 +371,7 @@ class AsyncWorker(process.Live):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._steps_or_none is not None:
-            self._steps_or_none.contribution.close()
+        self._steps.close()
         self._link.session.close(finished)
         process.release(self)
 
@@ -475,10 +399,3 @@ def _at_least_one(name: str, value: int) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(f"{name} is {value!r}: give a whole number, 1 or more")
     return value
-
-
-def _has_length(source: object) -> bool:
-    try:
-        return isinstance(source, Sized) and len(source) >= 0
-    except TypeError:  # a loader over an iterable dataset
-        return False

@@ -5,6 +5,7 @@ import pytest
 
 import offbeat
 from offbeat import optim, staleness
+from offbeat.errors import ConfigError
 
 MODEL = {"w": np.zeros(4, np.float32), "b": np.zeros((), np.float32)}
 ZERO = {name: np.zeros_like(a) for name, a in MODEL.items()}
@@ -117,3 +118,13 @@ def test_momentum_correction_of_one_client_is_torchs_nesterov_bit_for_bit(host):
             theirs.step()
             assert client.push_pull({"w": gradient}, out=ours).applied
     assert np.array_equal(ours["w"], parameter.detach().numpy())
+
+
+def test_client_that_learns_of_the_momentum_after_its_pull_is_told_to_pull_again(host):
+    with host.serving(MODEL) as server, offbeat.Client(server.address) as client:
+        client.pull()
+        client.set_optimizer(optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1))
+        with pytest.raises(ConfigError, match="pull once more"):
+            client.push(ONE)
+        client.pull()
+        assert client.push(ONE).applied

@@ -15,7 +15,8 @@ from offbeat.demo.run import QUICK_SAMPLES
 from offbeat.errors import StateError
 from support.command import command
 
-pytestmark = pytest.mark.timeout(150)  # of which most is torch being imported by five processes
+# Most of the time is torch being imported by five processes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")

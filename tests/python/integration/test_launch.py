@@ -88,8 +88,8 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
     train = script(
         """
         import threading
-        print("ready")
         try:
+            print("ready")
             threading.Event().wait()
         except KeyboardInterrupt:
             print("interrupted, cleaning up")
@@ -100,11 +100,11 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
             launch.line("ready")
         launch.signal(signal.SIGINT)
         assert launch.ends() == 130
-    assert sum("interrupted, cleaning up" in line for line in launch.out) == 2
+    assert sum("interrupted, cleaning up" in line for line in launch.out) == 2, launch.said
     assert "Traceback" not in launch.said
 
 
-def test_a_worker_that_does_not_listen_is_killed(script, monkeypatch):
+def test_a_worker_that_does_not_listen_is_killed(script):
     train = script(
         """
         import signal, threading

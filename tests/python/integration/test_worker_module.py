@@ -304,6 +304,27 @@ def test_what_is_frozen_here_and_trained_elsewhere_arrives(serve, join):
     assert not torch.equal(one.model.conv.weight, net().conv.weight)
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_what_is_frozen_is_shipped_once(serve, join, in_flight):
+    def model():
+        built = nn.Sequential(nn.Linear(8, 8), nn.Linear(1000, 1000))
+        built[1].requires_grad_(False)
+        return built
+
+    server = serve(model())
+    worker = join(server, model(), optimizer=SPEC, in_flight=in_flight)
+    for _ in range(20):
+        worker.model[0](torch.ones(2, 8)).sum().backward()
+        worker.step()
+    worker.flush()
+    (seen,) = server.status()["workers"]
+    assert seen["pushes"] == 20
+    frozen = 4 * (1000 * 1000 + 1000)
+    fragment = 4 * 65536  # the trained tensors share one with the head of a frozen one
+    assert frozen <= seen["bytes_sent"] < frozen + 21 * fragment
+    assert seen["bytes_received"] < 0.1 * frozen
+
+
 def test_a_none_gradient_leaves_value_and_state_as_torch_does(serve, join):
     spec = offbeat.optim.AdamW(lr=0.05, weight_decay=0.1)
     twin = net()

@@ -189,7 +189,7 @@ def test_a_live_optimizer_with_two_in_flight_ends_at_the_server_s_model(serve, j
     server = serve(net())
     model = net()
     worker = join(server, model, in_flight=2, optimizer=None)
-    worker._use(torch.optim.Adam(model.parameters(), lr=0.01))
+    worker._steps.use(torch.optim.Adam(model.parameters(), lr=0.01))
     for number in range(5):
         backward(worker.model, number)
         worker.step()
@@ -227,14 +227,14 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     backward(slow.model, 0)
     assert slow.step().applied
     state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()] or [
-        s["exp_avg"].clone() for s in slow._live().state.values()
+        s["exp_avg"].clone() for s in slow._steps.live.state.values()
     ]
     fast.evaluate([])
     backward(fast.model, 1)
     assert fast.step().applied
     backward(slow.model, 2)
     assert slow.step().reason is not None
-    assert same([s["exp_avg"] for s in slow._live().state.values()], state)
+    assert same([s["exp_avg"] for s in slow._steps.live.state.values()], state)
     assert same(values(slow.model), server.state_dict().values())
 
 

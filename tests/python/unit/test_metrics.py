@@ -124,3 +124,9 @@ def test_loss_without_a_loss_function_is_refused():
     (meter,) = meters("loss")
     with pytest.raises(ConfigError, match="needs a loss function"):
         meter.update(None, None, None, 1)
+
+
+def test_measuring_a_batch_never_waits_for_the_device():
+    outputs, targets = torch.empty(4, 3, device="meta"), torch.empty(4, device="meta", dtype=torch.long)
+    for meter in meters(["loss", "accuracy", lambda outputs, targets: outputs.mean()]):
+        meter.update(outputs, targets, torch.empty((), device="meta"), 4)  # reading a meta tensor would raise

@@ -9,7 +9,8 @@ from torch import nn
 from offbeat.errors import ConfigError, NonFiniteError, StateError, UnsupportedTensorError
 from offbeat.module import Binding, describe
 from offbeat.receipt import Receipt
-from offbeat.worker.contribution import Gradients, LiveOptimizer
+from offbeat.worker.gradients import Gradients
+from offbeat.worker.live import LiveOptimizer
 
 APPLIED = Receipt(1, 1, 0, 1.0, "admit", applied=True, duplicate=False)
 REJECTED = Receipt(1, 1, 9, 0.0, "reject", applied=False, duplicate=False, reason="too_stale")

@@ -170,7 +170,8 @@ impl Inner {
                 Ok(None)
             }
             Some(_) | None => Err(ClientError::bad_input(
-                "momentum correction with weight_decay needs the parameters that were read, and no copy of them was                  kept; pull once more, or push and pull into the same memory",
+                "momentum correction with weight_decay needs the parameters that were read, and no copy of them was \
+                 kept; pull once more, or push and pull into the same memory",
             )),
         }
     }

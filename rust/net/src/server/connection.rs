@@ -173,13 +173,22 @@ mod tests {
             (Phase::Waiting, false),
             (Phase::Receiving, true),
             (Phase::Sending, true),
-            (Phase::Parting, true),
         ] {
             connection.enter(phase);
             let mut watch = Watch::new(&connection, start);
             assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));
             assert_eq!(watch.look(&connection, late, timeout).1.is_some(), slow, "{phase:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_was_told_to_go_has_a_moment() {
+        let (_peer, connection) = pair();
+        let start = Instant::now();
+        connection.enter(Phase::Parting);
+        let mut watch = Watch::new(&connection, start);
+        assert_eq!(watch.look(&connection, start + FAREWELL / 2, FAREWELL * 9), (0, None));
+        assert!(watch.look(&connection, start + FAREWELL, FAREWELL * 9).1.is_some());
     }
 
     #[tokio::test]

@@ -6,7 +6,7 @@ use super::error::ServerError;
 use super::membership::Traffic;
 use super::model::Model;
 use super::outbox::Outbox;
-use super::shared::{Enrolled, Meter, Shared};
+use super::shared::{Meter, Shared};
 use super::{init, poll};
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal};
@@ -85,8 +85,6 @@ pub(super) struct Session {
     /// The newest version that holds a push of ours.
     pub(super) own_version: u64,
     goodbye: bool,
-    _enrolled: Enrolled,
-    _admitted: OwnedSemaphorePermit,
 }
 
 /// A session's place in the store.
@@ -104,7 +102,7 @@ pub(super) async fn serve(
     thread: usize,
     stream: TcpStream,
     reader: FrameReader,
-    admitted: OwnedSemaphorePermit,
+    _admitted: OwnedSemaphorePermit,
 ) {
     let socket = match Socket::new(stream) {
         Ok(socket) => socket,
@@ -115,7 +113,7 @@ pub(super) async fn serve(
         }
     };
     let connection = Arc::new(Connection::new(socket, Some(thread)));
-    let enrolled = shared.enrol(&connection);
+    let _watched = shared.enrol(&connection); // to the last word
     let (mut reader, peer) = (reader, connection.socket.peer());
     let joined = join(&shared, &connection, &mut reader).await;
     let (worker_id, incarnation, traffic) = match joined {
@@ -132,8 +130,6 @@ pub(super) async fn serve(
         init: None,
         own_version: 0,
         goodbye: false,
-        _enrolled: enrolled,
-        _admitted: admitted,
         shared,
         connection,
         reader,
