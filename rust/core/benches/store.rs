@@ -150,14 +150,20 @@ fn four_on_one_fragment() {
         assert!(role.drain().is_none(), "all four in one drain");
         let took = start.elapsed();
         drop(trigger.settle());
-        queue.waiting.lock().unwrap().drain(..).for_each(|p| drop(p.settle()));
+        for push in queue.waiting.lock().unwrap().drain(..) {
+            drop(push.settle());
+        }
 
         let pushes: Vec<OpenPush> = workers.iter().map(|&w| open(&store, w, 2 * round + 2)).collect();
         let start = Instant::now();
-        pushes[..4].iter().for_each(|push| submit(&store, push, 0));
+        for push in &pushes[..4] {
+            submit(&store, push, 0);
+        }
         let one_by_one = start.elapsed();
         submit(&store, &pushes[4], 0);
-        pushes.into_iter().for_each(|p| drop(p.settle()));
+        for push in pushes {
+            drop(push.settle());
+        }
         if round > 100 {
             combined.push(took.as_secs_f64() * 1e6);
             separate.push(one_by_one.as_secs_f64() * 1e6);

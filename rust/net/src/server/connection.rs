@@ -168,12 +168,9 @@ mod tests {
         let (_peer, connection) = pair();
         let (start, timeout) = (Instant::now(), Duration::from_secs(10));
         let late = start + timeout;
-        for (phase, slow) in [
-            (Phase::Idle, false),
-            (Phase::Waiting, false),
-            (Phase::Receiving, true),
-            (Phase::Sending, true),
-        ] {
+        for (phase, slow) in
+            [(Phase::Idle, false), (Phase::Waiting, false), (Phase::Receiving, true), (Phase::Sending, true)]
+        {
             connection.enter(phase);
             let mut watch = Watch::new(&connection, start);
             assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));

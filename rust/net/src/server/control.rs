@@ -53,7 +53,7 @@ pub(super) async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener,
                         tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
                     }
                     Err(error) => {
-                        tracing::debug!(%peer, %error, "a connection was gone before it was opened")
+                        tracing::debug!(%peer, %error, "a connection was gone before it was opened");
                     }
                 }
             }

@@ -195,7 +195,7 @@ impl Agreement {
         match group {
             None => optimizer.groups.iter_mut().for_each(|g| g.lr = lr),
             Some(group) => {
-                optimizer.groups.get_mut(group).ok_or(ServerError::Group { group, groups })?.lr = lr
+                optimizer.groups.get_mut(group).ok_or(ServerError::Group { group, groups })?.lr = lr;
             }
         }
         optimizer.validate()?;
