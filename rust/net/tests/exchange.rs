@@ -304,7 +304,7 @@ fn values_that_are_loaded_reject_what_was_computed_before_them() {
 
 #[test]
 fn a_copy_of_the_model_holds_each_push_whole_or_not_at_all() {
-    let server = start(config());
+    let server = start(ServerConfig { cut_deadline: common::DEADLINE, ..config() });
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let (mut raw, joined) = Raw::joined(&server, "a");

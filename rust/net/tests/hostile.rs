@@ -14,7 +14,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 fn impatient() -> ServerConfig {
-    let time = Duration::from_millis(200);
+    let time = Duration::from_millis(400);
     ServerConfig { handshake_timeout: time, progress_timeout: time, max_pending: 2, ..config() }
 }
 

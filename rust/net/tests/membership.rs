@@ -15,8 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 fn quick() -> ServerConfig {
-    let (lease, grace) = (Duration::from_millis(300), Duration::from_millis(300));
-    ServerConfig { lease, linger: Duration::ZERO, rejoin_grace: grace, ..config() }
+    ServerConfig { linger: Duration::ZERO, rejoin_grace: Duration::from_millis(300), ..config() }
 }
 
 fn goodbye(raw: &mut Raw, finished: bool) {
@@ -46,10 +45,10 @@ fn the_end_of_the_control_connection_ends_the_session() {
 
 #[test]
 fn silence_for_the_lease_is_a_loss_and_not_the_end() {
-    let server = start(quick());
+    let server = start(ServerConfig { lease: Duration::from_secs(1), ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");
     let mut control = Raw::attached(&server, &joined);
-    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.3 s");
+    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 1 s");
     // It had only slept: heard again, it is back, but what it had read before is too old.
     let beating = AtomicBool::new(true);
     std::thread::scope(|scope| {
@@ -75,7 +74,7 @@ fn silence_for_the_lease_is_a_loss_and_not_the_end() {
 
 #[test]
 fn heartbeats_without_progress_show_a_stall() {
-    let server = start(quick());
+    let server = start(ServerConfig { lease: Duration::from_millis(500), ..config() });
     let (_raw, joined) = Raw::joined(&server, "a");
     let mut control = Raw::attached(&server, &joined);
     eventually(&server, "a stalled", |s| {
@@ -287,4 +286,14 @@ fn status_says_what_there_is_to_know() {
         worker["bytes_received"].as_u64().unwrap() > 4 * W as u64
             && worker["bytes_sent"].as_u64().unwrap() > 4 * W as u64
     });
+}
+
+#[test]
+fn a_worker_that_is_silent_beyond_its_grace_is_disconnected() {
+    let short = Duration::from_millis(200);
+    let server = start(ServerConfig { lease: short, rejoin_grace: short, ..config() });
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    let _control = Raw::attached(&server, &joined);
+    assert_eq!(raw.refused().code, RefusalCode::Timeout);
+    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.2 s");
 }

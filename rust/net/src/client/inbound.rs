@@ -16,6 +16,8 @@ use std::task::{Context, Poll, ready};
 
 /// A few headers and a receipt. More would only be copied twice.
 const AHEAD_BYTES: usize = 1024;
+/// An answer of at most this much is read ahead whole: a copy inside the cache costs less than a second system call.
+const SMALL_ANSWER_BYTES: usize = 64 << 10;
 /// A message grows by at most this much before its next bytes have arrived.
 const MESSAGE_STEP_BYTES: usize = 64 << 10;
 
@@ -58,7 +60,8 @@ pub(super) struct Surroundings<'a> {
 /// The receiving half of a connection.
 #[derive(Debug)]
 pub(super) struct Inbound {
-    ahead: Box<[u8; AHEAD_BYTES]>,
+    /// Read ahead; more than [`AHEAD_BYTES`] only where small answers are expected.
+    ahead: Vec<u8>,
     start: usize,
     end: usize,
     state: State,
@@ -68,12 +71,20 @@ pub(super) struct Inbound {
 
 impl Default for Inbound {
     fn default() -> Self {
-        let ahead = Box::new([0; AHEAD_BYTES]);
+        let ahead = vec![0; AHEAD_BYTES];
         Self { ahead, start: 0, end: 0, state: State::Head, message: Vec::new(), sink: Vec::new() }
     }
 }
 
 impl Inbound {
+    /// Roots of a model come from now on, so many bytes in all.
+    pub(super) fn expect(&mut self, model: &Model) {
+        let bytes: usize = model.layout.fragments.iter().map(|f| f.wire_bytes() + HEADER_BYTES).sum();
+        if bytes + AHEAD_BYTES <= SMALL_ANSWER_BYTES {
+            self.ahead.resize(bytes + AHEAD_BYTES, 0);
+        }
+    }
+
     /// The payload of the frame that arrived last, if it was no root.
     pub(super) fn message(&self) -> &[u8] {
         &self.message
@@ -176,7 +187,7 @@ impl Inbound {
             let rest = (len - from).min(MESSAGE_STEP_BYTES);
             self.message.resize(from + rest, 0);
             let target = &mut self.message[from..];
-            let tail = &mut self.ahead[..];
+            let tail = &mut self.ahead[..AHEAD_BYTES];
             let read = socket.poll_read_with(cx, rest + tail.len(), |stream| read_two(stream, target, tail));
             let n = match read {
                 Poll::Ready(Ok(n)) => n,
@@ -202,7 +213,7 @@ impl Inbound {
             let ahead = self.take_ahead(left);
             let State::Root { place, .. } = &mut self.state else { unreachable!("a root is being read") };
             let read = if ahead.is_empty() {
-                let tail = &mut self.ahead[..];
+                let tail = &mut self.ahead[..AHEAD_BYTES];
                 let (socket, room) = (with.socket, left + tail.len());
                 let total = match place {
                     Place::Own(bytes) => ready!(socket.poll_read_with(cx, room, |stream| read_two(

@@ -73,6 +73,7 @@ impl Inner {
         self.session.table = Some(model.table.clone());
         self.session.blueprint = blueprint;
         self.connection.held = Some(Held::new(&model));
+        self.connection.inbound.expect(&model);
         self.connection.model = Some(model);
         self.reset_momentum();
     }

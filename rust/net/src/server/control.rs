@@ -239,17 +239,11 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         for worker in stalled {
             tracing::warn!(worker, "a worker is alive but makes no progress");
         }
-        for Forgotten { key, connection, control } in forgotten {
+        for Forgotten { key, connections } in forgotten {
             if let (Some(key), Some(store)) = (key, store) {
                 store.depart(key);
             }
-            for connection in [Some(connection), control].into_iter().flatten() {
-                connection.close(
-                    RefusalCode::Timeout,
-                    "the worker was not heard of for too long",
-                    Shutdown::Read,
-                );
-            }
+            connections.close(RefusalCode::Timeout, "the worker was not heard of for too long", None);
         }
         if !lost.is_empty() {
             shared.notify();

@@ -5,11 +5,12 @@
 
 use super::connection::Connection;
 use offbeat_core::store::WorkerKey;
-use offbeat_core::wire::message::Event;
+use offbeat_core::wire::message::{Event, RefusalCode};
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -75,8 +76,9 @@ pub(super) struct Member {
     pub(super) traffic: Arc<Traffic>,
     /// (when, samples) over the last window, oldest first.
     history: VecDeque<(Instant, u64)>,
-    connection: Arc<Connection>,
-    control: Option<(UnboundedSender<Event>, Arc<Connection>)>,
+    /// Weak, so that a connection is closed when its task ends.
+    connection: Weak<Connection>,
+    control: Option<(UnboundedSender<Event>, Weak<Connection>)>,
     key: Option<WorkerKey>,
     forgotten: bool,
 }
@@ -109,10 +111,32 @@ pub(super) struct Ended {
     pub(super) id: String,
     pub(super) incarnation: u32,
     pub(super) key: Option<WorkerKey>,
-    pub(super) connection: Arc<Connection>,
-    pub(super) control: Option<(UnboundedSender<Event>, Arc<Connection>)>,
+    pub(super) connections: Connections,
+    pub(super) control: Option<UnboundedSender<Event>>,
     /// Whether this is the first that is heard of it.
     pub(super) news: bool,
+}
+
+/// A worker's connections, as far as they still stand.
+#[derive(Debug)]
+pub(super) struct Connections {
+    pub(super) data: Option<Arc<Connection>>,
+    pub(super) control: Option<Arc<Connection>>,
+}
+
+impl Connections {
+    fn of(data: &Weak<Connection>, control: Option<&(UnboundedSender<Event>, Weak<Connection>)>) -> Self {
+        Self { data: data.upgrade(), control: control.and_then(|(_, connection)| connection.upgrade()) }
+    }
+
+    /// Ends them, but for one that has ended already.
+    pub(super) fn close(&self, code: RefusalCode, cause: &str, but: Option<&Arc<Connection>>) {
+        for connection in [&self.data, &self.control].into_iter().flatten() {
+            if !but.is_some_and(|ended| Arc::ptr_eq(ended, connection)) {
+                connection.close(code, cause, Shutdown::Read);
+            }
+        }
+    }
 }
 
 /// What became of waiting for the workers.
@@ -168,7 +192,7 @@ impl Members {
             moved: now,
             traffic: Arc::clone(&traffic),
             history: VecDeque::new(),
-            connection,
+            connection: Arc::downgrade(&connection),
             control: None,
             key: None,
             forgotten: false,
@@ -181,8 +205,8 @@ impl Members {
                     id: id.clone(),
                     incarnation: old.incarnation,
                     key: old.key,
-                    connection: old.connection,
-                    control: old.control,
+                    connections: Connections::of(&old.connection, old.control.as_ref()),
+                    control: old.control.map(|(tell, _)| tell),
                     news: true,
                 }
             });
@@ -214,7 +238,7 @@ impl Members {
         if differs != 0 || !member.state.is_present() {
             return None;
         }
-        member.control = Some(control);
+        member.control = Some((control.0, Arc::downgrade(&control.1)));
         member.heard = now;
         Some(id)
     }
@@ -285,8 +309,8 @@ impl Members {
             id: id.clone(),
             incarnation,
             key: member.key,
-            connection: Arc::clone(&member.connection),
-            control: member.control.take(),
+            connections: Connections::of(&member.connection, member.control.as_ref()),
+            control: member.control.take().map(|(tell, _)| tell),
             news,
         };
         if news {
@@ -327,8 +351,7 @@ impl Members {
                     member.forgotten = true;
                     ticked.forgotten.push(Forgotten {
                         key: member.key,
-                        connection: Arc::clone(&member.connection),
-                        control: member.control.take().map(|(_, connection)| connection),
+                        connections: Connections::of(&member.connection, member.control.as_ref()),
                     });
                 }
                 _ => {}
@@ -400,8 +423,7 @@ pub(super) struct Ticked {
 #[derive(Debug)]
 pub(super) struct Forgotten {
     pub(super) key: Option<WorkerKey>,
-    pub(super) connection: Arc<Connection>,
-    pub(super) control: Option<Arc<Connection>>,
+    pub(super) connections: Connections,
 }
 
 #[cfg(test)]

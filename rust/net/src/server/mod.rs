@@ -46,8 +46,6 @@ use tokio::sync::watch;
 const INTERRUPT_POLL: Duration = Duration::from_millis(100);
 /// How long a stopping server waits for its connections to end.
 const STOP_GRACE: Duration = Duration::from_secs(2);
-/// Tasks run before the sockets are asked for news: few, since each may take a millisecond.
-const EVENT_INTERVAL: u32 = 16;
 
 /// A model's table and each tensor's bytes (own dtype, little-endian, C order).
 pub type Tensors = (Arc<TensorTable>, Vec<Vec<u8>>);
@@ -383,8 +381,7 @@ fn start_thread(
     body: impl FnOnce(Runtime) + Send + 'static,
 ) -> Result<(Handle, JoinHandle<()>), ServerError> {
     let mut builder = Builder::new_current_thread();
-    let runtime =
-        drivers(&mut builder).event_interval(EVENT_INTERVAL).build().map_err(ServerError::System)?;
+    let runtime = drivers(&mut builder).build().map_err(ServerError::System)?;
     let handle = runtime.handle().clone();
     let thread = thread::Builder::new()
         .name(name.to_owned())

@@ -196,7 +196,7 @@ impl Shared {
         if ended.news {
             tracing::warn!(worker = ended.id, incarnation, cause, "a worker is lost");
         }
-        self.clean_up(ended, cause, ended_one);
+        self.clean_up(&ended, cause, ended_one);
     }
 
     /// A worker said goodbye.
@@ -217,24 +217,23 @@ impl Shared {
             ended.id
         );
         tracing::warn!(worker = ended.id, incarnation = ended.incarnation, "a worker is fenced off");
-        if let Some((control, _)) = &ended.control {
+        if let Some(control) = &ended.control {
+            // Its task may just have ended.
             control.send(Event::Fenced { detail: detail.clone() }).ok();
         }
-        ended.connection.close(RefusalCode::Fenced, &detail, Shutdown::Read);
+        // The control connection ends when it has said so.
+        if let Some(data) = &ended.connections.data {
+            data.close(RefusalCode::Fenced, &detail, Shutdown::Read);
+        }
         self.notify();
     }
 
-    fn clean_up(&self, ended: Ended, cause: &str, ended_one: &Arc<Connection>) {
+    fn clean_up(&self, ended: &Ended, cause: &str, ended_one: &Arc<Connection>) {
         if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
             model.store.lost(key);
         }
-        let control = ended.control.map(|(_, connection)| connection);
-        for connection in [Some(ended.connection), control].into_iter().flatten() {
-            // The one that has ended is told why by its own task.
-            if !Arc::ptr_eq(&connection, ended_one) {
-                connection.close(RefusalCode::Lost, cause, Shutdown::Read);
-            }
-        }
+        // The one that has ended is told why by its own task.
+        ended.connections.close(RefusalCode::Lost, cause, Some(ended_one));
         self.notify();
     }
 }
