@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from support.command import TIMEOUT_S, command
+from support.command import command
 
 
 @pytest.fixture
@@ -143,8 +143,9 @@ def test_workers_join_a_server_that_is_named(script):
 
 
 def test_only_the_first_worker_has_a_terminal_and_its_bar_stays_below_the_lines_of_others(script, tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
+    drawn, written = tmp_path / "drawn", tmp_path / "written"
+    os.mkfifo(drawn)
+    os.mkfifo(written)
     train = script(
         f"""
         import os, sys
@@ -153,23 +154,28 @@ def test_only_the_first_worker_has_a_terminal_and_its_bar_stays_below_the_lines_
         if rank == "0":
             sys.stderr.write("\\r 50%")
             sys.stderr.flush()
-            open({str(fifo)!r}, "w").close()
-            open({str(fifo)!r}).close()
+            open({str(written)!r}).close()
             print(file=sys.stderr)
         else:
-            open({str(fifo)!r}).close()
+            open({str(drawn)!r}).close()
             print("hello from one", file=sys.stderr, flush=True)
-            open({str(fifo)!r}, "w").close()
         """
     )
-    said = _in_a_terminal(sys.executable, "-m", "offbeat.cli.main", "launch", "--workers", "2", train)
+    # Each goes on when what the other wrote has reached the terminal, not when it was written.
+    steps = [(b"50%", drawn), (b"hello from one", written)]
+    launch = [sys.executable, "-m", "offbeat.cli.main", "launch", "--workers", "2", train]
+    said = _in_a_terminal(*launch, steps=steps)
     assert "[0] 0 True" in said
     assert "[1] 1 False" in said
     assert re.search(r"\r\[0\]  50%.*\r\x1b\[K\[1\] hello from one\r?\n\r\[0\]  50%", said, re.DOTALL)
 
 
-def _in_a_terminal(*arguments):
-    """Run a command with a terminal for all its streams, and return everything it wrote there."""
+def _in_a_terminal(*arguments, steps):
+    """Run a command with a terminal for all its streams, and return everything it wrote there.
+
+    Each of ``steps`` is a text and a fifo: when the text has appeared, whoever reads the fifo may go on.
+    """
+    steps = list(steps)
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(arguments[0], arguments)  # noqa: S606  no shell
@@ -182,8 +188,9 @@ def _in_a_terminal(*arguments):
         if not chunk:
             break
         written += chunk
+        while steps and steps[0][0] in written:
+            steps.pop(0)[1].open("w").close()
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, written.decode()
-    assert TIMEOUT_S
     return written.decode()
