@@ -54,6 +54,7 @@ lint: $(STAMPS)/tools ## Formats, lints, types and layers; builds no wheel
 	@$(STAGE) "Python lints (ruff)" $(VENV)/bin/ruff check .
 	@PYTHONPATH=python $(STAGE) "Python layers (import-linter)" $(VENV)/bin/lint-imports --no-cache --no-logo
 	@$(STAGE) "types of the package (mypy)" $(VENV)/bin/mypy
+	@$(STAGE) "types of the examples (mypy)" $(VENV)/bin/mypy examples
 	@$(STAGE) "types of the examples (pyright)" $(VENV)/bin/basedpyright
 	@$(STAGE) "Rust lints (clippy)" cargo clippy $(LOCKED) --workspace --all-targets -- -D warnings
 

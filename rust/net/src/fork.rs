@@ -68,6 +68,12 @@ impl Origin {
         Self(std::process::id())
     }
 
+    /// Another process, for tests of what a child may do.
+    #[cfg(test)]
+    pub(crate) fn elsewhere() -> Self {
+        Self(0)
+    }
+
     /// Whether this is another process than the one that made it: a forked child.
     pub(crate) fn is_elsewhere(self) -> bool {
         self != Self::here()

@@ -123,7 +123,8 @@ impl Client {
         Ok(self.look()?.control.events())
     }
 
-    /// Waits until the server has a model.
+    /// Waits until the server has a model. After an interrupt the server still waits: this call or [`Self::close`] goes
+    /// on, any other waits for the model too.
     ///
     /// # Errors
     /// [`ClientError::Interrupted`], [`ClientError::Lost`], [`ClientError::Protocol`], [`ClientError::Refused`]; and
@@ -284,5 +285,49 @@ pub fn fetch_status(address: &str, token: Option<&str>, limit: Duration) -> Resu
     match runtime.block_on(target.open(&Opening::Status, limit))?.2 {
         Opened::Status(json) => Ok(json),
         Opened::Data(_) | Opened::Control => unreachable!("a status was asked for"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server::{Server, ServerConfig};
+
+    #[test]
+    fn a_client_may_move_to_another_thread() {
+        fn is_send<T: Send>() {}
+        is_send::<Client>();
+        is_send::<Memory<'_>>();
+    }
+
+    #[test]
+    fn in_a_forked_child_nothing_works_and_nothing_is_touched() {
+        let never = || false;
+        let server = Server::start(ServerConfig::default(), None).unwrap();
+        let config = ClientConfig {
+            address: server.address().to_string(),
+            worker_id: Some("parent".into()),
+            token: None,
+            run_id: None,
+            in_flight: 1,
+            connect_timeout: GOODBYE,
+        };
+        let mut client = Client::connect(config, None, &never).unwrap();
+        client.origin = Origin::elsewhere();
+        let input = || PushInput { values: &[], samples: 1 };
+        assert_eq!(client.wait_for_model(&never).unwrap_err(), ClientError::Forked);
+        assert_eq!(client.pull(&[], false, &never), Err(ClientError::Forked));
+        assert_eq!(client.push(input(), &never), Err(ClientError::Forked));
+        assert_eq!(client.push_pull(input(), &[], false, &never), Err(ClientError::Forked));
+        assert_eq!(client.flush(None, &never), Err(ClientError::Forked));
+        assert_eq!(client.status(&never), Err(ClientError::Forked));
+        assert_eq!(client.configure(Contribution::Gradient, None, &never), Err(ClientError::Forked));
+        assert_eq!(client.close(true, &never), Err(ClientError::Forked));
+        assert_eq!(client.set_progress(1), Err(ClientError::Forked));
+        assert_eq!(client.session().unwrap_err(), ClientError::Forked);
+        assert_eq!(client.events().unwrap_err(), ClientError::Forked);
+        drop(client);
+        let status = server.status_json().unwrap();
+        assert!(status.contains("\"joined\"") && !status.contains("\"left\""), "{status}");
     }
 }

@@ -166,6 +166,31 @@ fn closing_is_final_and_may_be_repeated() {
 }
 
 #[test]
+fn a_server_that_stops_says_so() {
+    let server = start(config(sgd(1.0, 0.0, 0.0)));
+    let mut worker = Worker::ready(&server, 1);
+    server.stop();
+    let refused = worker.pull(true).unwrap_err();
+    assert!(matches!(refused, ClientError::Refused { code: RefusalCode::Finished, .. }), "{refused:?}");
+    assert_eq!(worker.client.events().unwrap().finished.as_deref(), Some("stopped"));
+    worker.client.close(true, &never).unwrap();
+}
+
+#[test]
+fn a_replaced_worker_must_stop() {
+    let server = start(config(sgd(1.0, 0.0, 0.0)));
+    let join = || {
+        let config = ClientConfig { worker_id: Some("twin".into()), ..client_config(server.address(), 1) };
+        Client::connect(config, None, &never).unwrap()
+    };
+    let mut older = join();
+    let mut newer = join();
+    assert!(newer.session().unwrap().incarnation > older.session().unwrap().incarnation);
+    assert!(matches!(older.status(&never), Err(ClientError::Fenced { .. })));
+    assert!(newer.status(&never).is_ok());
+}
+
+#[test]
 fn heartbeats_carry_progress_and_events_arrive() {
     let (address, server) = serve(model(), crate::script::run(Transaction::Fragment), |data, control| {
         while control.expect::<Heartbeat>(Kind::Heartbeat).progress < 5 {}

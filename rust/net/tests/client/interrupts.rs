@@ -9,6 +9,7 @@ use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, decode, encode, flags};
 use offbeat_net::client::{Client, ClientError, Interrupt, Memory, PushInput};
+use offbeat_net::server::{Server, ServerConfig};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -412,6 +413,17 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
     assert_eq!(params[1], 502_i64.to_le_bytes());
     client.close(true, &never).unwrap();
     server.join().unwrap();
+}
+
+#[test]
+fn waiting_for_a_model_can_be_given_up() {
+    let server = Server::start(ServerConfig::default(), None).unwrap();
+    let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
+    let begun = Instant::now();
+    assert_eq!(client.wait_for_model(&|| true).unwrap_err(), ClientError::Interrupted);
+    assert_eq!(client.wait_for_model(&|| true).unwrap_err(), ClientError::Interrupted);
+    client.close(false, &never).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(5), "closing does not wait for others");
 }
 
 #[test]
