@@ -31,6 +31,7 @@ from offbeat.errors import (
     OffbeatError,
     StateError,
 )
+from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
 from offbeat.receipt import Receipt
 
@@ -66,6 +67,7 @@ class Client(process.Live):
 
     _instead = "it is one connection; make another one where it is needed, with the server's address"
 
+    @known_keywords
     def __init__(
         self,
         address: str | None = None,

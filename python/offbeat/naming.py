@@ -8,10 +8,11 @@ from typing import ParamSpec, TypeVar
 
 from offbeat.errors import ConfigError
 
-__all__ = ["known_keywords", "nearest", "unknown"]
+__all__ = ["known_keywords", "nearest", "strict_keywords", "unknown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
@@ -25,7 +26,7 @@ def unknown(kind: str, name: object, known: Collection[str]) -> str:
     """Word the refusal of a name: ``unknown metric 'acuracy'; did you mean 'accuracy'? Known: …``."""
     near = nearest(name, known) if isinstance(name, str) else None
     hint = f"did you mean {near!r}? " if near is not None else ""
-    return f"unknown {kind} {name!r}; {hint}Known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {hint}Known: {', '.join(known) or 'none'}"
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,3 +45,9 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **keywords)
 
     return checked
+
+
+def strict_keywords(cls: C) -> C:
+    """Let a dataclass refuse an unknown keyword with the nearest known one, as `known_keywords` does."""
+    cls.__init__ = known_keywords(cls.__init__)  # type: ignore[misc]  # of just this class
+    return cls

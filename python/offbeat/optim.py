@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, dataclass_transform, overload
 
@@ -417,4 +417,9 @@ def _class_of(made_by: object) -> type[OptimizerSpec]:
 def _make(cls: type[OptimizerSpec], args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
     if not args:
         return object.__new__(cls)
+    if not isinstance(args[0], Iterable):
+        raise ConfigError(
+            f"{cls.__name__}({args[0]!r}): give keywords by name, as {cls.__name__}(lr=0.1); before them "
+            f"comes nothing, or for a live optimizer model.parameters()"
+        )
     return getattr(importlib.import_module("torch.optim"), cls.__name__)(*args, **keywords)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from offbeat.errors import ConfigError
-from offbeat.naming import unknown
+from offbeat.naming import strict_keywords, unknown
 
 __all__ = ["Constant", "Cosine", "Linear", "Schedule", "Step", "resolve"]
 
 Unit = Literal["version", "samples"]
 
 
+@strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """What the schedules share: a warm-up before the shape, and what is counted.
@@ -57,6 +58,7 @@ class Schedule:
         return {}
 
 
+@strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
     """Factor 1 after the warm-up."""
@@ -64,6 +66,7 @@ class Constant(Schedule):
     name = "constant"
 
 
+@strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class Step(Schedule):
     """Factor gamma^⌊x / step_size⌋.
@@ -86,6 +89,7 @@ class Step(Schedule):
         return {"step_size": self.step_size, "gamma": float(self.gamma)}
 
 
+@strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class _Decay(Schedule):
     """From 1 to `end_factor` over `total` units; `end_factor` from there on.
@@ -107,6 +111,7 @@ class _Decay(Schedule):
         return {"total": self.total, "end_factor": float(self.end_factor)}
 
 
+@strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class Cosine(_Decay):
     """Half a cosine from 1 to `end_factor` over `total` units; `end_factor` from there on."""
@@ -114,6 +119,7 @@ class Cosine(_Decay):
     name = "cosine"
 
 
+@strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class Linear(_Decay):
     """A straight line from 1 to `end_factor` over `total` units; `end_factor` from there on."""

@@ -23,6 +23,7 @@ from offbeat.arrays import (
     read_table,
 )
 from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
+from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
 from offbeat.settings import THIS_MACHINE, Settings
 
@@ -76,6 +77,7 @@ class ParameterServer(process.Live):
 
     _instead = "hand server.address to others, and take the parameters with server.state_dict()"
 
+    @known_keywords
     def __init__(
         self,
         model: "torch.nn.Module | Mapping[str, object] | None" = None,

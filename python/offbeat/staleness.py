@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from offbeat.errors import ConfigError
-from offbeat.naming import unknown
+from offbeat.naming import strict_keywords, unknown
 
 __all__ = [
     "AdaptiveLR",
@@ -54,6 +54,7 @@ class StalenessPolicy:
         return None
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class Constant(StalenessPolicy):
     """Every push counts in full, however late: weight 1."""
@@ -64,6 +65,7 @@ class Constant(StalenessPolicy):
         return {"name": self.name}
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class AdaptiveLR(StalenessPolicy):
     """Weight factor^τ: each update missed takes off the same share.
@@ -85,6 +87,7 @@ class AdaptiveLR(StalenessPolicy):
         return {"name": self.name, "factor": float(self.factor)}
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class Inverse(StalenessPolicy):
     """Weight 1 / (1 + τ)."""
@@ -95,6 +98,7 @@ class Inverse(StalenessPolicy):
         return {"name": self.name}
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class Polynomial(StalenessPolicy):
     """Weight (1 + τ)^−a.
@@ -115,6 +119,7 @@ class Polynomial(StalenessPolicy):
         return {"name": self.name, "a": float(self.a)}
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class Hinge(StalenessPolicy):
     """Weight 1 up to τ = b, then 1 / (a (τ − b) + 1).
@@ -138,6 +143,7 @@ class Hinge(StalenessPolicy):
         return {"name": self.name, "a": float(self.a), "b": self.b}
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class GradientFiltering(StalenessPolicy):
     """Rejects a push that is too late, and on request one that is too large; weighs nothing.
@@ -159,6 +165,7 @@ class GradientFiltering(StalenessPolicy):
         )
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class MomentumCorrection(StalenessPolicy):
     """SGD's momentum lives in the workers, where stale pushes cannot make it diverge: the default, said.

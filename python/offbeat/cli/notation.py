@@ -5,7 +5,6 @@ Read, not run: the name is looked up among those known, and the values are liter
 
 import ast
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from offbeat.errors import ConfigError
@@ -32,10 +31,6 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
     cls = {_folded(key): cls for key, cls in known.items()}.get(_folded(name))
     if cls is None:
         raise ConfigError(unknown(option, name, list(known)))
-    if is_dataclass(cls) and "__init__" in vars(cls):
-        names = [field.name for field in fields(cls) if field.init]
-        if wrong := [keyword for keyword in keywords if keyword not in names]:
-            raise ConfigError(unknown(f"keyword of {cls.__name__}", wrong[0], names))
     try:
         return cls(**keywords)
     except TypeError as error:  # a keyword is missing

@@ -18,7 +18,6 @@ from offbeat.errors import (
     ConnectError,
     ModelMismatchError,
     NonFiniteError,
-    OffbeatError,
     StateError,
     UnsupportedTensorError,
 )
@@ -255,6 +254,19 @@ def test_bfloat16_is_pulled_into_ml_dtypes_and_named_in_dtypes(host):
         assert client.pull(out=pulled)["h"].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_is_held_in_float32(host, dtype):
+    small = float(ml_dtypes.finfo(dtype).eps) / 8  # of 1; added to 1 in this dtype it would be lost each time
+    with (
+        host.serving({"h": np.ones(2, dtype)}, optimizer=optim.SGD(lr=1.0)) as server,
+        offbeat.Client(server.address) as client,
+    ):
+        client.pull()
+        for _ in range(32):
+            client.push({"h": np.full(2, -small, dtype)})
+        assert client.pull()["h"].tolist() == [1 + 32 * small] * 2
+
+
 def test_bfloat16_without_ml_dtypes_is_pulled_as_uint16(host, run_python):
     with host.serving({"h": np.ones(2, ml_dtypes.bfloat16)}, optimizer=optim.SGD(lr=0.5)) as server:
         told = run_python(
@@ -382,15 +394,24 @@ def test_token_of_a_server_that_has_none_is_refused(server):
 
 
 def test_server_that_cannot_be_reached_is_told_with_what_was_tried():
-    with pytest.raises(ConnectError, match=r"(?s)127\.0\.0\.1:1\b.*attempt.* s\b.*refused") as failed:
+    with pytest.raises(
+        ConnectError, match=r"(?s)127\.0\.0\.1:1\b.*attempt.* s\b.*refused.*Is the server started"
+    ) as failed:
         offbeat.Client("127.0.0.1:1", connect_timeout_s=0.5)
     assert isinstance(failed.value, ConnectionError)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", "127.0.0.1:x", ":5000"])
 def test_address_without_host_or_port_is_refused(address):
-    with pytest.raises(OffbeatError, match="HOST:PORT"):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
         offbeat.Client(address, connect_timeout_s=0.2)
+
+
+def test_unknown_keyword_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"unknown keyword of Client 'in_fligth'; did you mean 'in_flight'\?"
+    ):
+        offbeat.Client("127.0.0.1:1", in_fligth=2)
 
 
 @pytest.mark.parametrize("in_flight", [0, 3, "1"])

@@ -76,6 +76,12 @@ def test_parameters_make_it_the_live_optimizer_of_torch(spec):
     assert live.param_groups[0]["params"][0] is model.weight
 
 
+@by_name
+def test_a_value_without_its_keyword_is_refused_with_how_to_write_it(spec):
+    with pytest.raises(ConfigError, match=rf"{spec.__name__}\(0\.5\): .*{spec.__name__}\(lr=0\.1\)"):
+        spec(0.5)
+
+
 def test_live_optimizer_is_recognised_without_importing_torch(run_python):
     told = run_python(
         "import sys\n"

@@ -56,6 +56,11 @@ def test_name_that_says_too_little_or_nothing_is_refused(given, said):
         schedule.resolve(given)
 
 
+def test_unknown_keyword_names_the_nearest():
+    with pytest.raises(ConfigError, match="keyword of Linear 'warm_up'; did you mean 'warmup'"):
+        schedule.Linear(total=10, warm_up=2)
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [

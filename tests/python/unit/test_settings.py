@@ -99,8 +99,9 @@ def test_setting_that_cannot_be_used_is_refused_naming_value_and_remedy(keywords
         made(**keywords)
 
 
-def test_unknown_keyword_is_a_type_error():
-    with pytest.raises(TypeError, match="staleness_polciy"):
+def test_unknown_keyword_names_the_nearest():
+    said = r"unknown keyword of ParameterServer 'staleness_polciy'; did you mean 'staleness_policy'\?"
+    with pytest.raises(ConfigError, match=said):
         made(staleness_polciy="constant")
 
 

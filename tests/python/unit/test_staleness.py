@@ -111,6 +111,19 @@ def test_unknown_policy_names_the_nearest(given, said):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
+        (lambda: staleness.AdaptiveLR(factr=0.9), "keyword of AdaptiveLR 'factr'; did you mean 'factor'"),
+        (lambda: staleness.GradientFiltering(max_staleness=3, maxnorm=1), "did you mean 'max_norm'"),
+        (lambda: staleness.Inverse(a=1), "keyword of Inverse 'a'; Known: none"),
+    ],
+)
+def test_unknown_keyword_names_the_nearest(made, said):
+    with pytest.raises(ConfigError, match=said):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
         (lambda: staleness.AdaptiveLR(0), "factor is 0"),
         (lambda: staleness.AdaptiveLR(1.1), r"factor is 1\.1"),
         (lambda: staleness.AdaptiveLR(factor=2, max_staleness=-1), "factor is 2.*max_staleness is -1"),
