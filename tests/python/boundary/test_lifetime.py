@@ -135,6 +135,21 @@ def test_dropping_what_was_inherited_says_nothing_to_the_other_side(server):
     client.close()
 
 
+def test_dropping_an_inherited_server_ends_nothing():
+    server = offbeat.ParameterServer(MODEL, optimizer=optim.SGD(lr=1.0))
+    server.start()
+
+    def drop():
+        nonlocal server
+        del server
+        return "dropped"
+
+    assert in_child(drop) == "dropped"
+    with server, offbeat.Client(server.address) as client:
+        client.pull()
+        assert client.push(MODEL).applied
+
+
 def test_child_may_make_its_own(server):
     with offbeat.Client(server.address, worker_id="parent") as client:
 

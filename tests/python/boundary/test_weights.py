@@ -120,6 +120,47 @@ def test_momentum_correction_of_one_client_is_torchs_nesterov_bit_for_bit(host):
     assert np.array_equal(ours["w"], parameter.detach().numpy())
 
 
+CORRECTED = optim.SGD(lr=1.0, momentum=0.5)
+"""The first gradient of 1 is sent as 1 + 0.5 · 1, the next as 1 + 0.5 · 1.5, where the velocity was kept."""
+
+
+def test_new_incarnation_begins_without_velocity(host):
+    with host.serving(MODEL, optimizer=CORRECTED) as server:
+        for _ in range(2):
+            with offbeat.Client(server.address, worker_id="same") as client:
+                moved = []
+                for _ in range(2):
+                    before = client.pull()["w"]
+                    client.push(ONE)
+                    moved.append(float((before - client.pull()["w"])[0]))
+            assert moved == [1.5, 1.75]
+
+
+def test_corrected_momentum_takes_no_memory_on_the_server(host):
+    def held(**keywords):
+        with host.serving(MODEL, optimizer=CORRECTED, **keywords) as server:
+            with offbeat.Client(server.address) as client:
+                client.pull()
+                assert client.push(ONE).applied
+            return server.status()["memory"]["roots_bytes"]
+
+    values = sum(a.nbytes for a in MODEL.values())
+    assert (held(), held(momentum_correction=False)) == (values, 2 * values)
+
+
+def test_velocity_of_a_push_that_was_applied_in_part_is_kept(host):
+    large = np.zeros(65_536, np.float32)  # a fragment of its own
+    start = {"a": large, "b": np.full_like(large, 3e38)}
+    with host.serving(start, optimizer=CORRECTED) as server, offbeat.Client(server.address) as client:
+        client.pull()
+        receipt = client.push({"a": large + 1, "b": large - 2e38})  # b would overflow
+        assert (receipt.applied, receipt.reason) == (True, "nonfinite_result")
+        after = client.pull()
+        assert (after["a"][0], after["b"][0]) == (-1.5, np.float32(3e38))
+        assert client.push({"a": large}).applied
+        assert client.pull()["a"][0] == -1.5 - 0.25
+
+
 def test_client_that_learns_of_the_momentum_after_its_pull_is_told_to_pull_again(host):
     with host.serving(MODEL) as server, offbeat.Client(server.address) as client:
         client.pull()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.errors import ClosedError, ForkedError
+from offbeat.errors import ClosedError
 from support.worker import train_in_a_process
 
 SPEC = offbeat.optim.SGD(lr=0.1)
@@ -95,6 +95,17 @@ def test_a_with_block_finishes_and_an_exception_in_it_only_leaves(serve):
     assert last_departure(other)["state"] == "left"
 
 
+def test_train_does_not_leave_and_close_does(serve, join):
+    server = serve(net(), linger_s=0.05)
+    worker = join(server, net(), optimizer=SPEC)
+    batch = (torch.ones(3, 4), torch.zeros(3, dtype=torch.long))
+    worker.train(dataloader=[batch], loss_fn=nn.CrossEntropyLoss(), progress=False)
+    assert server.wait_for_workers(timeout_s=0.5) is False
+    assert states(server) == ["joined"]
+    worker.close()
+    assert server.wait_for_workers(timeout_s=20) is True
+
+
 def test_a_worker_that_goes_out_of_scope_finishes(serve):
     server = serve(net())
 
@@ -171,14 +182,14 @@ def test_history_model_and_specs_pickle(serve, join):
 
 
 def in_a_fork(act):
-    """Run in a forked child, and give back what it raised: the name of the class, or ''."""
+    """Run in a forked child, and give back what it raised: the class and the message, or ''."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         raised = ""
         try:
             act()
         except BaseException as error:  # noqa: BLE001  whatever it is goes to the parent
-            raised = type(error).__name__
+            raised = f"{type(error).__name__}: {error}"
         os.write(writer, raised.encode())
         os._exit(0)
     os.close(writer)
@@ -194,7 +205,9 @@ def test_a_fork_is_allowed_and_only_using_the_worker_in_the_child_raises(serve, 
     assert in_a_fork(lambda: None) == ""
     assert in_a_fork(lambda: worker.model(torch.ones(1, 4))) == ""
     for use in (step, lambda w: w.evaluate([]), lambda w: w.flush(), lambda w: w.version):
-        assert in_a_fork(lambda use=use: use(worker)) == ForkedError.__name__
+        raised = in_a_fork(lambda use=use: use(worker))
+        assert raised.startswith("ForkedError: "), raised
+        assert 'make it after the fork, or start processes with the "spawn" method' in raised
     assert step(worker).applied
 
 

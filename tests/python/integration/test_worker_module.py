@@ -162,6 +162,39 @@ def test_channels_last_chosen_in_mid_run(pair):
     is_the_server_s(worker, server)
 
 
+def test_a_transposed_parameter_goes_through_staging_with_the_same_bits(pair):
+    def transposed(model):
+        model.out.weight = nn.Parameter(model.out.weight.detach().t().contiguous().t())
+        return model
+
+    server, worker, twin, optimizer = pair(transposed)
+    assert not worker.model.out.weight.is_contiguous()
+    run(worker, twin, optimizer)
+    is_the_server_s(worker, server)
+
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_model_is_moved_to_its_device_and_trained_there(serve, join, device):
+    server, twin = serve(net()), net().to(device)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    worker = join(server, net(seed=1), device=device, optimizer=SPEC)
+    assert {tensor.device.type for tensor in worker.model.state_dict().values()} == {device}
+    for number in range(4):
+        x, y = (tensor.to(device) for tensor in batch(number))
+        for model in (worker.model, twin):
+            functional.cross_entropy(model(x), y).backward()
+        worker.step(samples=8)
+        optimizer.step()
+        optimizer.zero_grad()
+        for mine, theirs in zip(worker.model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    for name, tensor in worker.model.state_dict().items():
+        assert torch.equal(tensor.cpu(), server.state_dict()[name]), name
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_load_state_dict_between_steps_is_undone_by_the_next_step(pair, in_flight):
     server, worker, _, _ = pair(in_flight=in_flight)
@@ -304,6 +337,23 @@ def test_what_is_frozen_here_and_trained_elsewhere_arrives(serve, join):
     assert not torch.equal(one.model.conv.weight, net().conv.weight)
 
 
+def test_each_side_freezes_for_itself_and_that_makes_no_other_model(serve, join):
+    frozen = net()
+    frozen.conv.requires_grad_(False)
+    server = serve(frozen)
+    trains, does_not = net(), net()
+    does_not.out.requires_grad_(False)
+    for model, moved in ((trains, {"conv", "out"}), (does_not, {"conv"})):
+        worker = join(server, model, optimizer=SPEC)
+        before = server.state_dict()
+        loss_of(worker.model, 0).backward()
+        assert worker.step(samples=8).applied
+        after = server.state_dict()
+        assert {
+            n for n in ("conv", "out") if not torch.equal(after[f"{n}.weight"], before[f"{n}.weight"])
+        } == moved
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_what_is_frozen_is_shipped_once(serve, join, in_flight):
     def model():
@@ -346,8 +396,9 @@ def test_a_none_gradient_leaves_value_and_state_as_torch_does(serve, join):
         twin.load_state_dict(worker.model.state_dict())
 
 
-def test_a_stale_graph_raises_instead_of_giving_wrong_gradients(pair):
-    _, worker, _, _ = pair()
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_stale_graph_raises_instead_of_giving_wrong_gradients(pair, in_flight):
+    _, worker, _, _ = pair(in_flight=in_flight)
     stale = loss_of(worker.model, 0)
     loss_of(worker.model, 1).backward()
     worker.step()

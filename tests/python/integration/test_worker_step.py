@@ -185,6 +185,19 @@ def test_with_two_in_flight_each_step_brings_the_receipt_of_the_one_before(serve
     assert same(values(worker.model), server.state_dict().values())
 
 
+def test_the_gradients_of_a_push_are_held_until_it_is_answered(serve, join):
+    worker = join(serve(net()), net(), in_flight=2, optimizer=SPEC)
+    backward(worker.model)
+    gradients = [weakref.ref(p.grad) for p in worker.model.parameters()]
+    assert worker.step() is None
+    gc.collect()
+    assert all(p.grad is None for p in worker.model.parameters())
+    assert all(gradient() is not None for gradient in gradients)
+    assert len(worker.flush()) == 1
+    gc.collect()
+    assert all(gradient() is None for gradient in gradients)
+
+
 def test_a_live_optimizer_with_two_in_flight_ends_at_the_server_s_model(serve, join):
     server = serve(net())
     model = net()
@@ -267,12 +280,43 @@ def test_a_live_optimizer_is_refused_together_with_the_server_s(serve, join, set
     optimizer.step()  # it is the user's again
 
 
+def test_with_live_optimizers_the_server_has_neither_a_learning_rate_nor_an_optimizer_to_set(serve, join):
+    server, model = serve(net()), net()
+    worker = join(server, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for use in (lambda: server.set_lr(0.5), lambda: server.set_optimizer(SPEC)):
+        with pytest.raises(StateError, match="this run's optimizers are on the workers"):
+            use()
+    assert server.status()["optimizer"]["runs_on"] == "worker"
+    backward(worker.model)
+    assert worker.step().applied
+
+
 def test_gradients_and_differences_do_not_mix_in_one_run(serve, join):
     server = serve(net())
     model = net()
     join(server, net(), optimizer=SPEC)
     with pytest.raises(ConfigError, match="gradient"):
         join(server, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# ---------------------------------------------------------------------------------------- another term
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_what_was_computed_before_values_were_loaded_is_rejected_and_the_worker_goes_on(serve, join, live):
+    server, model = serve(net()), net()
+    worker = join(server, model, optimizer=torch.optim.Adam(model.parameters()) if live else SPEC)
+    backward(worker.model)
+    assert worker.step().applied
+    server.load_state_dict(net(7).state_dict())
+    backward(worker.model)
+    receipt = worker.step()
+    assert (receipt.applied, receipt.reason) == (False, "server_rolled_back")
+    assert same(values(worker.model), values(net(7)))
+    backward(worker.model)
+    assert worker.step().applied
+    assert not same(values(worker.model), values(net(7)))
+    assert same(values(worker.model), server.state_dict().values())
 
 
 # ---------------------------------------------------------------------------------------- specs

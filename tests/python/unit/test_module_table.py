@@ -120,6 +120,19 @@ def test_a_tensor_that_cannot_be_held_is_refused_by_name(kind):
     assert said in str(caught.value)
 
 
+def test_a_real_dtensor_is_refused_by_name(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(UnsupportedTensorError, match=r"'1\.odd' is a DTensor \(FSDP"):
+            describe(with_parameter(distribute_tensor(torch.zeros(2), mesh)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_quantized_tensor_is_refused_by_name():
     with pytest.warns(UserWarning, match=r"quantiz|TypedStorage|deprecated"):
         quantized = torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)

@@ -73,6 +73,27 @@ def test_one_batch_keeps_its_bits():
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_one_batch_is_pushed_from_where_autograd_left_it():
+    model = mlp()
+    binding = bound(model)
+    backward(model, 5)
+    where = [p.grad.data_ptr() for p in model.parameters()]
+    contribution = Gradients(binding, "mean")
+    add(contribution, binding, 5)
+    memories = binding.memories(contribution.take())
+    of = {id(slot.tensor): memory[1] for slot, memory in zip(binding.slots, memories, strict=True)}
+    assert [of[id(p)] for p in model.parameters()] == where
+
+
+def test_a_pull_writes_into_the_tensors_own_memory():
+    model = mlp()
+    binding = bound(model)
+    assert [m[1] for m in binding.out()] == [slot.tensor.data_ptr() for slot in binding.slots]
+    assert {id(slot.tensor) for slot in binding.slots} == set(
+        map(id, (*model.parameters(), *model.buffers()))
+    )
+
+
 def test_batches_are_weighted_by_their_size_and_divided_once():
     model = mlp()
     binding = bound(model)
