@@ -1,0 +1,58 @@
+"""The README's Python runs as it stands, one process serving, one training; only port and folder differ."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+README = Path(__file__).parents[3] / "README.md"
+TIMEOUT_S = 100
+
+# The server's block waits ten seconds for more workers after the last has left.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def with_port(code, port):
+    """Put another port in the place of the page's; fails where the page does not name one."""
+    changed, count = re.subn(r"(?<=port=)5000\b|(?<=127\.0\.0\.1:)5000\b", str(port), code)
+    assert count == 1, code
+    return changed
+
+
+def test_the_code_of_the_readme_runs(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    serving, training = blocks  # a third one needs a test too
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        running = []
+        for code in (serving, training):
+            process = subprocess.Popen(
+                [sys.executable, "-c", with_port(code, port)],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            running.append(process)
+        for process in reversed(running):
+            said, _ = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, said
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

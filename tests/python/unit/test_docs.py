@@ -1,0 +1,176 @@
+"""The pages are true: tests they name exist, links lead somewhere, tables say what signatures say."""
+
+import ast
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import offbeat
+from offbeat import optim, schedule, staleness
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def tables(text):
+    """Give the rows of each table as lists of cells, under the heading that it stands below."""
+    found, heading = {}, ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ").strip("`")
+        elif line.startswith("|") and not line.startswith("| ---"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            found.setdefault(heading, []).append(cells)
+    return {heading: rows[1:] for heading, rows in found.items()}  # without their headings
+
+
+# ---------------------------------------------------------------------------------------- rules.md
+
+RULES = [
+    (heading, *row)
+    for heading, rows in tables((ROOT / "docs/rules.md").read_text("utf-8")).items()
+    for row in rows
+]
+NAMED = re.compile(r"`([\w./-]+\.(?:py|rs))::(\w+)`")
+
+
+@functools.cache
+def declared_in(path):
+    """Name the tests of a file; of Rust's, also those inside `proptest!`."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        tree = ast.parse(text)
+        return {
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        }
+    return set(re.findall(r"#\[test\]\s*(?:#\[[^\]]*\]\s*|//[^\n]*\n\s*)*fn (\w+)\(", text))
+
+
+def test_every_test_that_a_rule_names_exists():
+    named = [(file, test) for rule in RULES for file, test in NAMED.findall(rule[-1])]
+    assert len(named) > 200
+    for file, test in named:
+        path = ROOT / file if file.startswith("rust/") else ROOT / "tests/python" / file
+        assert path.is_file(), file
+        assert test in declared_in(path), f"{file}::{test}"
+
+
+def test_every_rule_has_a_test_and_every_cell_of_tests_holds_nothing_else():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert len(RULES) > 100
+    for heading, *rule, tests in RULES:
+        assert all(rule), (heading, rule)
+        for test in tests.split("<br>"):
+            command = re.fullmatch(r"`make (\w+)`", test)
+            assert NAMED.fullmatch(test) or (command and command[1] in targets), (rule, test)
+
+
+def test_no_rule_is_listed_twice():
+    rules = [rule[:-1] for rule in RULES]
+    assert len(set(rules)) == len(rules)
+
+
+# ---------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path) if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text("utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in reached or not page.is_file() or page.suffix != ".md":
+            continue
+        reached.add(page)
+        links = re.findall(r"\]\(([^)\s#:]+)\)", page.read_text("utf-8"))
+        todo += [(page.parent / link).resolve() for link in links]
+    assert len(reached) >= 5
+    assert {page.resolve() for page in PAGES} <= reached
+
+
+# ---------------------------------------------------------------------------------------- keywords.md
+
+KEYWORDS = tables((ROOT / "docs/keywords.md").read_text("utf-8"))
+
+
+def defaults_of(function):
+    """Give a signature's keywords in order, and their defaults; of what has none, the word."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: "required" if p.default is p.empty else p.default for p in parameters if p.name != "self"}
+
+
+def read(cell):
+    return cell if cell == "required" else ast.literal_eval(cell.strip("`"))
+
+
+@pytest.mark.parametrize("name", ["ParameterServer", "Client", "AsyncWorker", "AsyncWorker.train"])
+def test_table_of_keywords_is_the_signature_in_its_order(name):
+    shown = {keyword.strip("`"): read(default) for keyword, default, _, _ in KEYWORDS[name]}
+    signature = defaults_of(functools.reduce(getattr, name.split("."), offbeat))
+    assert list(shown.items()) == list(signature.items())
+
+
+def test_optimizers_table_is_that_of_the_signatures():
+    names = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"]
+    specs = {n for n in optim.__all__ if isinstance(getattr(optim, n), type)} - {"OptimizerSpec"}
+    assert set(names) == specs
+    columns = list(zip(*KEYWORDS["Optimizers"], strict=True))
+    keywords = [cell.strip("`") for cell in columns[0]]
+    assert len(set(keywords)) == len(keywords)
+    for name, column in zip(names, columns[1:], strict=True):
+        shown = {keyword: cell for keyword, cell in zip(keywords, column, strict=True) if cell}
+        implemented = {keyword: read(cell) for keyword, cell in shown.items() if cell != "ignored"}
+        assert implemented == defaults_of(getattr(optim, name))
+        torchs = inspect.signature(getattr(torch.optim, name)).parameters.keys() - {"params"}
+        assert shown.keys() == torchs | {"groups"}
+        assert shown.keys() - implemented.keys() == torchs & optim.IGNORED
+
+
+def classes_of(module, base):
+    """Give a module's public classes of a kind, by name."""
+    found = {name: getattr(module, name) for name in module.__all__}
+    return {n: c for n, c in found.items() if isinstance(c, type) and issubclass(c, base) and c is not base}
+
+
+def test_staleness_table_is_that_of_the_signatures():
+    shown = {}
+    for cls, name, keyword, default, *_ in KEYWORDS["Staleness policies"]:
+        keywords = shown.setdefault((cls.strip("`"), read(name)), {})
+        if keyword:
+            keywords[keyword.strip("`")] = read(default)
+    policies = classes_of(staleness, staleness.StalenessPolicy)
+    assert len(policies) == 7
+    assert shown == {(cls, policy.name): defaults_of(policy) for cls, policy in policies.items()}
+
+
+def test_schedules_table_is_that_of_the_signatures():
+    shown = {}
+    for cls, keyword, default, *_ in KEYWORDS["Schedules"]:
+        keywords = shown.setdefault(cls.strip("`"), {})
+        if keyword:
+            keywords[keyword.strip("`")] = read(default)
+    of_all = shown.pop("all")
+    schedules = classes_of(schedule, schedule.Schedule)
+    assert len(schedules) == 4
+    assert {cls: of_all | own for cls, own in shown.items()} == {
+        c: defaults_of(s) for c, s in schedules.items()
+    }
