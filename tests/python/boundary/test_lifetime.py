@@ -163,6 +163,20 @@ def test_child_may_make_its_own(server):
         assert client.pull()["w"].tolist() == [0, 0, 0]
 
 
+def test_queue_of_the_log_is_there_before_its_thread_so_that_no_fork_falls_in_between(run_python):
+    told = run_python(
+        "import threading, offbeat\n"
+        "from offbeat import _offbeat\n"
+        "readers, read = [], _offbeat.next_log_records\n"
+        "def noted(timeout_s):\n"
+        "    readers.append(threading.current_thread() is threading.main_thread())\n"
+        "    return read(timeout_s)\n"
+        "_offbeat.next_log_records = noted\n"
+        "with offbeat.ParameterServer(): print(readers[0])"
+    )
+    assert told.splitlines() == ["True"]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_multiprocessing_process_is_a_worker_that_says_goodbye(server, method):
     process = multiprocessing.get_context(method).Process(target=push_once, args=(server.address, method))
