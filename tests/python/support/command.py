@@ -1,4 +1,4 @@
-"""The command line as a process of its own, with its output watched line by line."""
+"""The command line, or another program, as a process of its own, with its output watched line by line."""
 
 import os
 import queue
@@ -9,16 +9,17 @@ import threading
 from contextlib import contextmanager
 
 TIMEOUT_S = 40
+OFFBEAT = (sys.executable, "-m", "offbeat.cli.main")
 
 
 class Command:
-    """A running `offbeat …`."""
+    """A running `offbeat …`, or another program."""
 
-    def __init__(self, *arguments, cwd=None, **environment):
+    def __init__(self, *arguments, program=OFFBEAT, stdin=subprocess.DEVNULL, cwd=None, **environment):
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "offbeat.cli.main", *arguments],
-            stdin=subprocess.DEVNULL,
+            [*program, *arguments],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,14 +68,20 @@ class Command:
 
 
 @contextmanager
+def running(command):
+    """Leave nothing of a command behind."""
+    process = command.process
+    try:
+        yield command
+    finally:
+        if process.poll() is None:
+            process.kill()
+        command.ends()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
 def command(*arguments, **keywords):
     """Run a command, and leave nothing of it behind."""
-    running = Command(*arguments, **keywords)
-    try:
-        yield running
-    finally:
-        if running.process.poll() is None:
-            running.process.kill()
-        running.ends()
-        running.process.stdout.close()
-        running.process.stderr.close()
+    return running(Command(*arguments, **keywords))
