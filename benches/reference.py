@@ -21,6 +21,7 @@ def build(target: Path) -> None:
     Raises:
         BenchError: If there is no gcc, or it fails.
     """
+    target.mkdir(parents=True, exist_ok=True)
     _compile("gcc", "-O3", "-march=native", "-pthread", str(SOURCES / "sock.c"), "-o", str(target / "sock"))
 
 

@@ -3,15 +3,16 @@
 Settings and tables cross as JSON, tensors as memory. What waits releases the GIL and answers Ctrl-C.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
+import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Buffer
 
 from offbeat.receipt import Receipt
 
 __all__ = [
+    "ArrayTable",
     "Server",
     "Session",
     "build_info",
@@ -21,16 +22,30 @@ __all__ = [
     "set_log_level",
 ]
 
-_Buffer: TypeAlias = Buffer | NDArray[Any]  # numpy's stubs have `__buffer__` from Python 3.12 on only
-_Memory: TypeAlias = _Buffer | tuple[object, int, int]
-"""A C-contiguous buffer, or (owner, address, number of bytes) of memory that `owner` keeps alive."""
+_Memory: TypeAlias = NDArray[Any] | tuple[object, int, int]
+"""A C-contiguous array, or (owner, address, number of bytes) of memory that `owner` keeps alive."""
+
+@final
+class ArrayTable:
+    """The tensor table as numpy knows it: puts named arrays into its order."""
+
+    def __new__(cls, tensors: Sequence[tuple[Sequence[str], Sequence[int], np.dtype[Any]]]) -> ArrayTable: ...
+    def values(
+        self, given: dict[str, object], adapt: Callable[[str, object], NDArray[Any]]
+    ) -> list[NDArray[Any] | None]:
+        """Give a push's arrays, None where there is none; `adapt` makes one of others, or raises."""
+
+    def memories(
+        self, given: dict[str, NDArray[Any]], adapt: Callable[[str, object], NDArray[Any]]
+    ) -> list[NDArray[Any]]:
+        """Give the arrays to be written; `adapt` makes one of what is not plain or None, or raises."""
 
 @final
 class Server:
     address: str
     """Where it listens, "HOST:PORT"."""
 
-    def __new__(cls, config: str, model: tuple[str, Sequence[_Buffer]] | None) -> Server:
+    def __new__(cls, config: str, model: tuple[str, Sequence[NDArray[Any]]] | None) -> Server:
         """Bind and serve. `config` is `ServerConfig` as JSON, `model` a table as JSON and its bytes."""
 
     def wait_for_workers(self, n: int, timeout_s: float | None) -> bool: ...
@@ -41,7 +56,7 @@ class Server:
     def tensors(self) -> tuple[str, list[bytearray]] | None:
         """Copy the model: its table as JSON, and the bytes of each tensor; None as long as there is none."""
 
-    def load_tensors(self, values: Sequence[_Buffer]) -> None: ...
+    def load_tensors(self, values: Sequence[NDArray[Any]]) -> None: ...
     def stop(self) -> None: ...
 
 @final

@@ -21,7 +21,6 @@ __all__ = [
     "Array",
     "Entry",
     "as_array",
-    "bits",
     "by_name",
     "contiguous",
     "describe",
@@ -150,19 +149,13 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def bits(array: Array) -> Array:
-    """View an array as something that the extension can take: neither bfloat16 nor without any dimension."""
-    flat = array.reshape(1) if array.ndim == 0 else array
-    return flat.view(np.uint16) if flat.dtype == dtype_of("bf16") else flat
-
-
 def contiguous(array: Array) -> Array:
     """Give the array in C order, copied once if it is not."""
     return array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape)
 
 
 def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
-    """Make a tensor table of named arrays, in their order, and give the arrays as bits in C order.
+    """Make a tensor table of named arrays, in their order, and give the arrays in C order.
 
     float32, float16 and bfloat16 are parameters; integers, booleans and BatchNorm's statistics, known by
     their names, are buffers.
@@ -191,7 +184,7 @@ def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
             is_statistic = name.rpartition(".")[2] in _STATISTICS
             role: Role = "parameter" if code in _TRAINABLE and not is_statistic else "buffer"
             table.append(Entry(name, (), array.shape, code, role, dtype_of(code)).json())
-            arrays.append(bits(contiguous(array)))
+            arrays.append(contiguous(array))
     if faults:
         raise UnsupportedTensorError("; ".join(faults))
     return json.dumps(table), arrays

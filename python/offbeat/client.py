@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from offbeat.arrays import (
     Array,
     Entry,
     as_array,
-    bits,
     by_name,
     contiguous,
     describe,
@@ -88,7 +87,7 @@ class Client(process.Live):
         self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
         self._table: list[Entry] = []
         self._names: dict[str, Entry] = {}
-        self._position: dict[str, int] = {}
+        self._arrays: _offbeat.ArrayTable
         self._own: dict[str, Array] | None = None
         self._configured = False
         self._has_read = False
@@ -291,52 +290,35 @@ class Client(process.Live):
         return session
 
     def _learn(self, table: str) -> None:
+        from offbeat._offbeat import ArrayTable
+
         self._table = read_table(table)
         self._names = by_name(self._table)
-        self._position = {name: i for i, e in enumerate(self._table) for name in (e.name, *e.aliases)}
+        self._arrays = ArrayTable([((e.name, *e.aliases), e.shape, e.dtype) for e in self._table])
 
     def _empty(self) -> dict[str, Array]:
         return {entry.name: np.empty(entry.shape, entry.dtype) for entry in self._table}
 
     def _memories(self, out: Mapping[str, Array]) -> list[Array]:
-        for name in out:
-            if name not in self._names:
-                raise no_such_tensor(name, self._names, "out")
-        memories = []
-        for entry in self._table:
-            array = out.get(entry.name)
-            if array is None:
-                raise ModelMismatchError(f"out has no {entry}: give an array for every tensor of the model")
-            if not (_is_plain(array, entry) and array.flags.writeable):
-                array = writable(entry.name, array, entry)
-            memories.append(bits(array))
-        return memories
+        return self._arrays.memories(out if type(out) is dict else dict(out), self._adapt_out)
 
     def _values(self, gradients: Mapping[str, object]) -> list[Array | None]:
-        values: list[Array | None] = [None] * len(self._table)
-        for name, value in gradients.items():
-            position = self._position.get(name)
-            if position is None:
-                raise no_such_tensor(name, self._names, "the push")
-            if value is None:
-                continue
-            entry = self._table[position]
-            if _is_plain(value, entry):
-                values[position] = bits(value)
-            else:
-                array, code = as_array(name, value)
-                values[position] = bits(contiguous(entry.check(array, code, "the push")))
-        return values
+        return self._arrays.values(gradients if type(gradients) is dict else dict(gradients), self._adapt)
 
+    def _adapt(self, name: str, value: object) -> Array:
+        entry = self._names.get(name)
+        if entry is None:
+            raise no_such_tensor(name, self._names, "the push")
+        array, code = as_array(name, value)
+        return contiguous(entry.check(array, code, "the push"))
 
-def _is_plain(value: object, entry: Entry) -> TypeGuard[Array]:
-    """Whether this is just the array that is wanted: the short way for what comes with every step."""
-    return (
-        type(value) is np.ndarray
-        and value.dtype == entry.dtype
-        and value.shape == entry.shape
-        and value.flags.c_contiguous
-    )
+    def _adapt_out(self, name: str, value: object) -> Array:
+        entry = self._names.get(name)
+        if entry is None:
+            raise no_such_tensor(name, self._names, "out")
+        if value is None:
+            raise ModelMismatchError(f"out has no {entry}: give an array for every tensor of the model")
+        return writable(name, value, entry)
 
 
 def _count(samples: int) -> int:

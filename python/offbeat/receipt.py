@@ -1,16 +1,16 @@
 """The answer to one push."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = ["Receipt", "Verdict"]
 
 Verdict = Literal["admit", "damp", "reject"]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """What became of a push. A rejection is a receipt, not an exception; only a fault raises.
+
+    One is made with every push, and a named tuple is made in a quarter of a frozen dataclass's time.
 
     Attributes:
         term: The life of the store that answered; versions compare only within one.

@@ -14,7 +14,6 @@ from offbeat import process, schedule, staleness
 from offbeat.arrays import (
     Array,
     as_array,
-    bits,
     by_name,
     contiguous,
     describe,
@@ -245,7 +244,7 @@ class ParameterServer(process.Live):
             if entry.name not in state:
                 raise ModelMismatchError(f"the state has no {entry}")
             array, code = as_array(entry.name, state[entry.name])
-            values.append(bits(contiguous(entry.check(array, code, "the state"))))
+            values.append(contiguous(entry.check(array, code, "the state")))
         server.load_tensors(values)
 
     def set_lr(self, lr: float, group: int | None = None) -> None:

@@ -74,8 +74,8 @@ fn submit(store: &Arc<Store>, push: &OpenPush, fragment: usize) -> bool {
     let base = store.reader().root(fragment).version();
     let mut block = store.staging(store.layout().fragments[fragment].wire_bytes());
     block.floats_mut().fill(1.0);
-    let crc = values::crc(block.bytes());
-    let mut submission = store.submit(push, fragment, base, block, crc);
+    let checksum = values::checksum(block.bytes());
+    let mut submission = store.submit(push, fragment, base, block, checksum);
     submission.outcome.try_recv().unwrap().unwrap().applied
 }
 
@@ -142,8 +142,8 @@ fn the_same_sequence_with_other_bytes_is_refused() {
     let retry = open(&store, &head(&store, worker, 1));
     let mut other = store.staging(store.layout().fragments[0].wire_bytes());
     other.floats_mut().fill(2.0);
-    let crc = values::crc(other.bytes());
-    let outcome = store.submit(&retry, 0, 0, other, crc).outcome.try_recv().unwrap().unwrap();
+    let checksum = values::checksum(other.bytes());
+    let outcome = store.submit(&retry, 0, 0, other, checksum).outcome.try_recv().unwrap().unwrap();
     assert_eq!((outcome.applied, outcome.reason), (false, Some(Reason::Fenced)));
     assert_eq!(value(&store, 0).to_bits(), (-1.0_f32).to_bits());
 }
@@ -273,9 +273,9 @@ fn stage(store: &Arc<Store>, fill: f32) -> Vec<StagedFragment> {
         .map(|fragment| {
             let mut payload = store.staging(store.layout().fragments[fragment].wire_bytes());
             payload.floats_mut().fill(fill);
-            let crc = values::crc(payload.bytes());
+            let checksum = values::checksum(payload.bytes());
             let base = store.reader().root(fragment).version();
-            StagedFragment { fragment, base, payload, crc }
+            StagedFragment { fragment, base, payload, checksum }
         })
         .collect()
 }

@@ -151,8 +151,8 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
                 .map(|f| {
                     let mut block = store.staging(layout.fragments[f].push_bytes(&present));
                     fill(layout.fragments[f].dtype, seed(key, head.sequence, f), block.bytes_mut());
-                    let crc = values::crc(block.bytes());
-                    StagedFragment { fragment: f, base: base(f), payload: block, crc }
+                    let checksum = values::checksum(block.bytes());
+                    StagedFragment { fragment: f, base: base(f), payload: block, checksum }
                 })
                 .collect();
             let commit = store.commit(head, staged);
@@ -169,7 +169,7 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
             let bytes = payload(&layout.fragments[f], f, push.record());
             let mut block = store.staging(bytes.len());
             block.bytes_mut().copy_from_slice(&bytes);
-            let submission = store.submit(&push, f, base(f), block, values::crc(&bytes));
+            let submission = store.submit(&push, f, base(f), block, values::checksum(&bytes));
             let mut role = submission.role;
             while let Some(turn) = role {
                 role = turn.drain();

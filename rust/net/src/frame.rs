@@ -13,7 +13,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::Poll;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 
@@ -150,56 +150,12 @@ impl Socket {
         Ok(())
     }
 
-    /// Has `read` take bytes from the stream once there are some; it has room for `wanted`. For a caller whose memory
-    /// may not be borrowed across a wait. One task may poll at a time.
+    /// Whether a read would find something, as far as the runtime knows by now.
     ///
-    /// # Errors
-    /// What the operating system says.
-    pub fn poll_read_with(
-        &self,
-        cx: &mut Context<'_>,
-        wanted: usize,
-        mut read: impl FnMut(&socket2::Socket) -> io::Result<usize>,
-    ) -> Poll<io::Result<usize>> {
-        loop {
-            ready!(self.stream.poll_read_ready(cx))?;
-            if let Some(n) = self.attempt(Interest::READABLE, wanted, &mut read)? {
-                self.received.fetch_add(n as u64, Ordering::Relaxed);
-                return Poll::Ready(Ok(n));
-            }
-        }
-    }
-
-    /// Has `write` give `wanted` bytes to the stream, or as many as it takes, once it takes some. One task may poll at
-    /// a time.
-    ///
-    /// # Errors
-    /// What the operating system says.
-    pub fn poll_write_with(
-        &self,
-        cx: &mut Context<'_>,
-        wanted: usize,
-        mut write: impl FnMut(&socket2::Socket) -> io::Result<usize>,
-    ) -> Poll<io::Result<usize>> {
-        loop {
-            ready!(self.stream.poll_write_ready(cx))?;
-            match self.attempt(Interest::WRITABLE, wanted, &mut write)? {
-                Some(0) if wanted > 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                Some(n) => {
-                    self.sent.fetch_add(n as u64, Ordering::Relaxed);
-                    return Poll::Ready(Ok(n));
-                }
-                None => {}
-            }
-        }
-    }
-
-    /// Sends what the stream takes at once, without waiting; whether that was all.
-    ///
-    /// # Errors
-    /// What the operating system says.
-    pub fn try_write_all(&self, bytes: &[u8]) -> io::Result<bool> {
-        Ok(self.attempt(Interest::WRITABLE, bytes.len(), |mut s| s.write(bytes))? == Some(bytes.len()))
+    /// # Cancel safety
+    /// Safe: nothing is taken off the stream.
+    pub(crate) async fn is_readable(&self) -> bool {
+        poll_fn(|cx| Poll::Ready(self.stream.poll_read_ready(cx).is_ready())).await
     }
 
     /// Resolves when the peer has closed the connection, if it has sent nothing before that.
@@ -346,9 +302,9 @@ impl FrameReader {
             self.message = message;
             &self.message[..]
         };
-        let computed = values::crc(bytes);
-        if computed != header.payload_crc {
-            return Err(FrameError::Checksum { kind: header.kind, found: header.payload_crc, computed });
+        let computed = values::checksum(bytes);
+        if computed != header.payload_checksum {
+            return Err(FrameError::Checksum { kind: header.kind, found: header.payload_checksum, computed });
         }
         Ok(bytes)
     }
@@ -589,8 +545,8 @@ mod tests {
     fn another_protocol_is_named() {
         let mut bytes = Header::new(Kind::Hello).encode();
         bytes[4..6].copy_from_slice(&(PROTOCOL + 1).to_le_bytes());
-        let crc = values::crc(&bytes[..60]);
-        bytes[60..].copy_from_slice(&crc.to_le_bytes());
+        let checksum = values::checksum(&bytes[..60]);
+        bytes[60..].copy_from_slice(&checksum.to_le_bytes());
         assert_eq!(Header::decode(&bytes), Err(HeaderError::Protocol(PROTOCOL + 1)));
     }
 }

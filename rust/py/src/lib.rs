@@ -2,6 +2,7 @@
 //! arguments, runs without the GIL through [`interrupt::wait`], and wraps what comes back; what it means is decided
 //! elsewhere, in the crates below or in `python/offbeat`.
 
+mod arrays;
 mod build_info;
 mod error;
 mod interrupt;
@@ -17,6 +18,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _offbeat {
+    #[pymodule_export]
+    use super::arrays::ArrayTable;
     #[pymodule_export]
     use super::build_info::build_info;
     #[pymodule_export]

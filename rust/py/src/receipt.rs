@@ -5,7 +5,7 @@ use offbeat_core::store::Receipt;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
-/// Builds the dataclass.
+/// Builds the named tuple.
 pub(crate) fn to_python<'py>(py: Python<'py>, receipt: &Receipt) -> PyResult<Bound<'py, PyAny>> {
     static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let class = CLASS.import(py, "offbeat.receipt", "Receipt")?;

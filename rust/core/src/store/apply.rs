@@ -24,7 +24,7 @@ pub(super) struct Arrival<'a> {
     /// The fragment's version that the worker had read.
     pub(super) base: u64,
     pub(super) payload: &'a [u8],
-    pub(super) crc: u32,
+    pub(super) checksum: u32,
 }
 
 /// What became of an arrival.
@@ -60,7 +60,7 @@ pub(super) fn apply(
         let version = root.version + moving.len() as u64;
         let decision = decide(root, version, &ledger, arrival);
         if let Decision::Applied { weight, .. } = decision {
-            ledger::record(&mut ledger, arrival.record.worker, arrival.record.sequence, arrival.crc);
+            ledger::record(&mut ledger, arrival.record.worker, arrival.record.sequence, arrival.checksum);
             moving.push(Moving { arrival, weight });
         }
         decisions.push(decision);
@@ -98,7 +98,7 @@ fn decide(root: &Root, version: u64, ledger: &[LedgerEntry], arrival: &Arrival<'
             format!("the push was admitted in term {}, the store is in term {}", ticket.term, root.term);
         return Decision::Refused(Reason::ServerRolledBack, detail);
     }
-    match ledger::seen(ledger, record.worker, record.sequence, arrival.crc) {
+    match ledger::seen(ledger, record.worker, record.sequence, arrival.checksum) {
         Seen::New => {}
         Seen::Before => return Decision::Before,
         Seen::Conflict => {

@@ -33,7 +33,7 @@ pub(super) struct Queued {
     record: Arc<PushRecord>,
     base: u64,
     payload: Block,
-    crc: u32,
+    checksum: u32,
     done: oneshot::Sender<FragmentOutcome>,
 }
 
@@ -93,9 +93,9 @@ impl Store {
         fragment: usize,
         base: u64,
         payload: Block,
-        crc: u32,
+        checksum: u32,
     ) -> Submission {
-        self.submit_record(Arc::clone(push.record()), fragment, base, payload, crc)
+        self.submit_record(Arc::clone(push.record()), fragment, base, payload, checksum)
     }
 
     pub(super) fn submit_record(
@@ -104,11 +104,16 @@ impl Store {
         fragment: usize,
         base: u64,
         payload: Block,
-        crc: u32,
+        checksum: u32,
     ) -> Submission {
         let (done, outcome) = oneshot::channel();
-        let turn =
-            self.cells[fragment].combiner.enqueue(Entry::Push(Queued { record, base, payload, crc, done }));
+        let turn = self.cells[fragment].combiner.enqueue(Entry::Push(Queued {
+            record,
+            base,
+            payload,
+            checksum,
+            done,
+        }));
         Submission { outcome, role: turn.then(|| self.role(fragment).drain()).flatten() }
     }
 
@@ -147,7 +152,12 @@ impl Store {
         let place = Place { fragment: &self.layout.fragments[fragment], pool: &self.pool, isa: self.isa };
         let arrivals: Vec<Arrival<'_>> = batch
             .iter()
-            .map(|q| Arrival { record: &q.record, base: q.base, payload: q.payload.bytes(), crc: q.crc })
+            .map(|q| Arrival {
+                record: &q.record,
+                base: q.base,
+                payload: q.payload.bytes(),
+                checksum: q.checksum,
+            })
             .collect();
         // A panic in a kernel is a bug of ours; it must cost these pushes, not the fragment.
         let applied = catch_unwind(AssertUnwindSafe(|| apply::apply(place, &old, &arrivals)));

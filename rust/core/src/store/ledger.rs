@@ -25,7 +25,7 @@ pub struct WorkerKey {
 pub struct LedgerEntry {
     pub sequence: u64,
     pub incarnation: u32,
-    pub payload_crc: u32,
+    pub payload_checksum: u32,
 }
 
 /// What a fragment's ledger says of an arriving push.
@@ -39,23 +39,23 @@ pub(super) enum Seen {
 }
 
 /// Looks a push up in a fragment's ledger. In one incarnation sequence numbers only grow.
-pub(super) fn seen(ledger: &[LedgerEntry], worker: WorkerKey, sequence: u64, crc: u32) -> Seen {
+pub(super) fn seen(ledger: &[LedgerEntry], worker: WorkerKey, sequence: u64, checksum: u32) -> Seen {
     match ledger.get(worker.slot as usize) {
         Some(entry) if entry.incarnation > worker.incarnation => Seen::Conflict,
         Some(entry) if entry.incarnation < worker.incarnation || entry.sequence < sequence => Seen::New,
-        Some(entry) if entry.sequence == sequence && entry.payload_crc != crc => Seen::Conflict,
+        Some(entry) if entry.sequence == sequence && entry.payload_checksum != checksum => Seen::Conflict,
         Some(_) => Seen::Before,
         None => Seen::New,
     }
 }
 
 /// Writes a push into a fragment's ledger, growing it to the worker's slot.
-pub(super) fn record(ledger: &mut Vec<LedgerEntry>, worker: WorkerKey, sequence: u64, payload_crc: u32) {
+pub(super) fn record(ledger: &mut Vec<LedgerEntry>, worker: WorkerKey, sequence: u64, payload_checksum: u32) {
     let slot = worker.slot as usize;
     if ledger.len() <= slot {
         ledger.resize(slot + 1, LedgerEntry::default());
     }
-    ledger[slot] = LedgerEntry { sequence, incarnation: worker.incarnation, payload_crc };
+    ledger[slot] = LedgerEntry { sequence, incarnation: worker.incarnation, payload_checksum };
 }
 
 /// One of a worker's last pushes.

@@ -29,7 +29,7 @@ pub struct StagedFragment {
     pub base: u64,
     /// Wire bytes, checksum verified.
     pub payload: Block,
-    pub crc: u32,
+    pub checksum: u32,
 }
 
 /// A whole push waiting for its commit.
@@ -203,7 +203,8 @@ fn apply_one(
 ) -> Result<(Root, u64, f64), (crate::pipeline::Reason, String)> {
     let place =
         Place { fragment: &store.layout.fragments[staged.fragment], pool: &store.pool, isa: store.isa };
-    let arrival = Arrival { record, base: staged.base, payload: staged.payload.bytes(), crc: staged.crc };
+    let arrival =
+        Arrival { record, base: staged.base, payload: staged.payload.bytes(), checksum: staged.checksum };
     let (root, decisions) = apply::apply(place, &roots[staged.fragment], std::slice::from_ref(&arrival));
     match (root, decisions.into_iter().next()) {
         (Some(root), Some(Decision::Applied { tau, weight })) => Ok((root, tau, weight)),

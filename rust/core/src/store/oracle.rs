@@ -124,7 +124,7 @@ impl FragmentStore for Arc<Store> {
         let mut staged = self.staging(payload.len());
         staged.bytes_mut().copy_from_slice(payload);
         // Dropping the submission drains whatever turn came with it.
-        drop(self.submit_record(Arc::clone(push), fragment, base, staged, values::crc(payload)));
+        drop(self.submit_record(Arc::clone(push), fragment, base, staged, values::checksum(payload)));
     }
 
     fn state(&self, fragment: usize) -> FragmentState {

@@ -29,7 +29,7 @@ pub struct Root {
     pub(super) data: Block,
     pub(super) state: Option<OptimizerState>,
     pub(super) ledger: Box<[LedgerEntry]>,
-    crc: OnceLock<u32>,
+    checksum: OnceLock<u32>,
 }
 
 impl Root {
@@ -48,7 +48,7 @@ impl Root {
             data,
             state,
             ledger,
-            crc: OnceLock::new(),
+            checksum: OnceLock::new(),
         }
     }
 
@@ -97,8 +97,8 @@ impl Root {
 
     /// Checksum of [`Self::payload`], taken once for all the pulls of this version.
     #[must_use]
-    pub fn payload_crc(&self, scratch: &mut Vec<u8>) -> u32 {
-        *self.crc.get_or_init(|| values::crc(self.payload(scratch)))
+    pub fn payload_checksum(&self, scratch: &mut Vec<u8>) -> u32 {
+        *self.checksum.get_or_init(|| values::checksum(self.payload(scratch)))
     }
 
     /// The parameters' f32 masters, or the buffers' raw bytes, as held.

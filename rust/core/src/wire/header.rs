@@ -1,16 +1,16 @@
-//! The one header of every frame: 64 bytes, little-endian, closed by its own CRC.
+//! The one header of every frame: 64 bytes, little-endian, closed by its own checksum.
 //!
 //! ```text
 //!  0 magic u32        4 protocol u16    6 kind u8     7 flags u8
 //!  8 request u32     12 payload_len u32
 //! 16 term u64        24 sequence u64
 //! 32 version u64     40 fragment u32   44 codec u16  46 reserved u16
-//! 48 payload_crc u32 52 reserved [u8; 8]             60 header_crc u32
+//! 48 payload_checksum u32 52 reserved [u8; 8]             60 header_checksum u32
 //! ```
-//! Magic, protocol and the CRC keep their place in every later protocol, so two builds that cannot talk can
+//! Magic, protocol and the checksum keep their place in every later protocol, so two builds that cannot talk can
 //! still say so. Reserved bytes are 0; they are room for routing between several servers and a standby.
 
-use crate::values::crc as crc32;
+use crate::values::checksum;
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 64;
@@ -193,7 +193,7 @@ pub struct Header {
     pub fragment: u32,
     pub codec: u16,
     /// Of the payload, in every kind that has one; 0 without.
-    pub payload_crc: u32,
+    pub payload_checksum: u32,
 }
 
 impl Header {
@@ -210,7 +210,7 @@ impl Header {
             version: 0,
             fragment: 0,
             codec: CODEC_RAW,
-            payload_crc: 0,
+            payload_checksum: 0,
         }
     }
 
@@ -219,7 +219,7 @@ impl Header {
     pub fn with_payload(mut self, payload: &[u8]) -> Self {
         debug_assert!(payload.len() <= self.kind.cap() as usize);
         self.payload_len = u32::try_from(payload.len()).unwrap_or(u32::MAX);
-        self.payload_crc = crc32(payload);
+        self.payload_checksum = checksum(payload);
         self
     }
 
@@ -238,9 +238,9 @@ impl Header {
         b[32..40].copy_from_slice(&self.version.to_le_bytes());
         b[40..44].copy_from_slice(&self.fragment.to_le_bytes());
         b[44..46].copy_from_slice(&self.codec.to_le_bytes());
-        b[48..52].copy_from_slice(&self.payload_crc.to_le_bytes());
-        let crc = crc32(&b[..60]);
-        b[60..64].copy_from_slice(&crc.to_le_bytes());
+        b[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
+        let checksum = checksum(&b[..60]);
+        b[60..64].copy_from_slice(&checksum.to_le_bytes());
         b
     }
 
@@ -255,7 +255,7 @@ impl Header {
         if u32_at(0) != MAGIC {
             return Err(HeaderError::Magic(u32_at(0)));
         }
-        let (found, computed) = (u32_at(60), crc32(&b[..60]));
+        let (found, computed) = (u32_at(60), checksum(&b[..60]));
         if found != computed {
             return Err(HeaderError::Checksum { found, computed });
         }
@@ -280,7 +280,7 @@ impl Header {
             version: u64_at(32),
             fragment: u32_at(40),
             codec: u16_at(44),
-            payload_crc: u32_at(48),
+            payload_checksum: u32_at(48),
         })
     }
 }
@@ -297,7 +297,10 @@ pub(crate) mod tests {
             (any::<u64>(), any::<u64>(), any::<u64>(), any::<u32>(), any::<u16>(), any::<u32>()),
         )
             .prop_map(
-                |((kind, flags, request, len), (term, sequence, version, fragment, codec, payload_crc))| {
+                |(
+                    (kind, flags, request, len),
+                    (term, sequence, version, fragment, codec, payload_checksum),
+                )| {
                     let payload_len = len % (kind.cap() + 1);
                     Header {
                         kind,
@@ -309,7 +312,7 @@ pub(crate) mod tests {
                         version,
                         fragment,
                         codec,
-                        payload_crc,
+                        payload_checksum,
                     }
                 },
             )
@@ -340,8 +343,8 @@ pub(crate) mod tests {
             // The same with what lets a header through to the later checks.
             all[0..4].copy_from_slice(&MAGIC.to_le_bytes());
             all[4..6].copy_from_slice(&PROTOCOL.to_le_bytes());
-            let crc = crc32(&all[..60]);
-            all[60..64].copy_from_slice(&crc.to_le_bytes());
+            let checksum = checksum(&all[..60]);
+            all[60..64].copy_from_slice(&checksum.to_le_bytes());
             if let Ok(header) = Header::decode(&all) {
                 prop_assert!(header.payload_len <= header.kind.cap());
             }
@@ -378,7 +381,7 @@ pub(crate) mod tests {
             version: 11,
             fragment: 12,
             codec: 0,
-            payload_crc: 0x0d0e_0f10,
+            payload_checksum: 0x0d0e_0f10,
         };
         let b = header.encode();
         let golden: [u8; 52] = [

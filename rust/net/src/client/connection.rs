@@ -10,11 +10,11 @@ use super::model::Model;
 use super::momentum::{Keep, Momentum};
 use super::outgoing::{Outgoing, Workshop};
 use super::payload::Makings;
-use crate::frame::{FrameError, Socket};
-use std::io::Write;
-use std::net::Shutdown;
+use super::stream::Stream;
+use crate::frame::FrameError;
+use std::io::IoSlice;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Poll, ready};
 
 /// Frames that a call that was broken off still owes to the server.
 #[derive(Debug, Default)]
@@ -65,11 +65,18 @@ impl<'m> Turn<'m> {
     }
 }
 
+/// How far a turn has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Done,
+    More,
+}
+
 /// The data connection and everything that is known through it.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) address: String,
-    pub(super) socket: Socket,
+    pub(super) stream: Stream,
     pub(super) inbound: Inbound,
     pub(super) flight: Flight,
     /// When a push counts.
@@ -86,10 +93,10 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn new(address: String, socket: Socket, keep: Keep) -> Self {
+    pub(super) fn new(address: String, stream: Stream, keep: Keep) -> Self {
         Self {
             address,
-            socket,
+            stream,
             inbound: Inbound::default(),
             flight: Flight::default(),
             keep,
@@ -127,52 +134,46 @@ impl Connection {
 
     /// Ends the connection; the server notices.
     pub(super) fn hang_up(&self) {
-        if let Err(error) = self.socket.shutdown(Shutdown::Both) {
+        if let Err(error) = self.stream.shutdown() {
             tracing::debug!(address = self.address, %error, "the connection had ended already");
         }
     }
 
-    /// Goes on with a turn until `until` says it is enough.
+    /// Goes on with a turn, by a frame or two. Pending: the stream has neither bytes nor room.
     ///
     /// # Cancel safety
-    /// Safe if [`Self::break_off`] follows while the turn's memory is still there.
-    pub(super) fn poll(
+    /// A turn may be given up between two steps, if [`Self::break_off`] follows while its memory is still there.
+    pub(super) fn step(
         &mut self,
-        cx: &mut Context<'_>,
         turn: &mut Turn<'_>,
         until: &dyn Fn(&Self, &Turn<'_>) -> bool,
-    ) -> Poll<Result<(), ClientError>> {
-        loop {
-            if until(self, turn) {
-                return Poll::Ready(Ok(()));
-            }
-            let mut progress = false;
-            if self.unsendable.is_none() {
-                match self.poll_send(cx, turn) {
-                    Poll::Ready(Ok(some)) => progress |= some,
-                    Poll::Ready(Err(error)) => {
-                        self.unsendable =
-                            Some(ClientError::from_frame(&self.address, &FrameError::Io(error)));
-                    }
-                    Poll::Pending => {}
+    ) -> Poll<Result<Step, ClientError>> {
+        if until(self, turn) {
+            return Poll::Ready(Ok(Step::Done));
+        }
+        let mut progress = false;
+        if self.unsendable.is_none() {
+            match self.poll_send(turn) {
+                Poll::Ready(Ok(some)) => progress |= some,
+                Poll::Ready(Err(error)) => {
+                    self.unsendable = Some(ClientError::from_frame(&self.address, &FrameError::Io(error)));
                 }
-            }
-            progress |= self.deliver_early(turn);
-            if until(self, turn) {
-                return Poll::Ready(Ok(()));
-            }
-            match self.poll_receive(cx, turn) {
-                Poll::Ready(Ok(())) => progress = true,
-                Poll::Ready(Err(error @ ClientError::Lost { .. })) => {
-                    return Poll::Ready(Err(self.unsendable.take().unwrap_or(error)));
-                }
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                 Poll::Pending => {}
             }
-            if !progress {
-                return Poll::Pending;
-            }
         }
+        progress |= self.deliver_early(turn);
+        if until(self, turn) {
+            return Poll::Ready(Ok(Step::Done));
+        }
+        match self.poll_receive(turn) {
+            Poll::Ready(Ok(())) => progress = true,
+            Poll::Ready(Err(error @ ClientError::Lost { .. })) => {
+                return Poll::Ready(Err(self.unsendable.take().unwrap_or(error)));
+            }
+            Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+            Poll::Pending => {}
+        }
+        if progress { Poll::Ready(Ok(Step::More)) } else { Poll::Pending }
     }
 
     /// The caller goes, and its memory with it: what must still be sent is copied, what comes is dropped.
@@ -190,13 +191,13 @@ impl Connection {
     /// Sends a frame if the socket takes it whole at once, and waits for nothing: the last word of a client that is
     /// dropped.
     pub(super) fn try_last_word(&self, frame: &[u8]) {
-        if self.owed.is_none() && !matches!(self.socket.try_write_all(frame), Ok(true)) {
+        if self.owed.is_none() && !matches!(self.stream.try_write_all(frame), Ok(true)) {
             tracing::debug!(address = self.address, "the server did not hear the goodbye");
         }
     }
 
     /// What a request's fragments are made with, and the socket they leave by.
-    fn makings(&mut self, request: u32) -> (&Socket, Makings<'_>) {
+    fn makings(&mut self, request: u32) -> (&Stream, Makings<'_>) {
         let push = self.flight.get_mut(request).and_then(|p| p.push.as_mut());
         let makings = Makings {
             model: self.model.as_deref(),
@@ -204,11 +205,11 @@ impl Connection {
             momentum: self.momentum.as_mut(),
             buffers_sent: push.map(|push| &mut push.buffers_sent).filter(|_| self.keep == Keep::Settled),
         };
-        (&self.socket, makings)
+        (&self.stream, makings)
     }
 
     /// Sends a part of what is owed or of what the turn sends. Ready(false): there is nothing, or it may not leave yet.
-    fn poll_send(&mut self, cx: &mut Context<'_>, turn: &mut Turn<'_>) -> Poll<std::io::Result<bool>> {
+    fn poll_send(&mut self, turn: &mut Turn<'_>) -> Poll<std::io::Result<bool>> {
         if let Some(owed) = &mut self.owed {
             let pending = self.flight.get(owed.request);
             let part = if owed.first.is_empty() {
@@ -225,9 +226,7 @@ impl Connection {
                 &mut owed.first
             };
             let left = &part[owed.sent..];
-            owed.sent += std::task::ready!(
-                self.socket.poll_write_with(cx, left.len(), |mut stream| stream.write(left))
-            )?;
+            owed.sent += ready!(self.stream.write(&[IoSlice::new(left)]))?;
             if owed.sent == part.len() {
                 (*part, owed.sent) = (Vec::new(), 0);
             }
@@ -248,8 +247,8 @@ impl Connection {
             }
             return Poll::Ready(Ok(false));
         }
-        let (socket, mut with) = self.makings(*request);
-        std::task::ready!(outgoing.poll(cx, socket, &mut with))?;
+        let (stream, mut with) = self.makings(*request);
+        ready!(outgoing.poll(stream, &mut with))?;
         Poll::Ready(Ok(true))
     }
 }

@@ -9,7 +9,7 @@ use super::memory::Memory;
 use super::model::Model;
 use offbeat_core::wire::message::Refused;
 use offbeat_core::wire::{Header, Kind, MessageError, decode};
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 impl Connection {
     /// Writes one fragment that came early, if its place is free now.
@@ -52,20 +52,16 @@ impl Connection {
     }
 
     /// Receives at most one frame.
-    pub(super) fn poll_receive(
-        &mut self,
-        cx: &mut Context<'_>,
-        turn: &Turn<'_>,
-    ) -> Poll<Result<(), ClientError>> {
+    pub(super) fn poll_receive(&mut self, turn: &Turn<'_>) -> Poll<Result<(), ClientError>> {
         let model = self.model.clone();
         let with = Surroundings {
             address: &self.address,
-            socket: &self.socket,
+            stream: &self.stream,
             model: model.as_deref(),
             out: turn.out,
         };
         let (flight, held, pool) = (&self.flight, self.held.as_ref(), &mut self.pool);
-        let arrived = std::task::ready!(self.inbound.poll_frame(cx, with, &mut |header| {
+        let arrived = std::task::ready!(self.inbound.poll_frame(with, &mut |header| {
             let (Some(model), Some(held)) = (&model, held) else {
                 return Place::Nowhere;
             };

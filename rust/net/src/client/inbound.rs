@@ -5,14 +5,15 @@
 //! little read-ahead behind it for the next header.
 
 use super::error::ClientError;
-use super::memory::{MAX_RUNS, Memory, with_slices_mut};
+use super::memory::{MAX_RUNS, Memory, checksum_of, with_slices_mut};
 use super::model::Model;
-use crate::frame::{FrameError, Socket};
-use offbeat_core::values::{Crc, crc};
+use super::stream::Stream;
+use crate::frame::FrameError;
+use offbeat_core::values::checksum;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::{HEADER_BYTES, Header, Kind, flags};
-use std::io::{self, IoSliceMut, Read};
-use std::task::{Context, Poll, ready};
+use std::io::IoSliceMut;
+use std::task::{Poll, ready};
 
 /// A few headers and a receipt. More would only be copied twice.
 const AHEAD_BYTES: usize = 1024;
@@ -51,7 +52,7 @@ enum State {
 #[derive(Clone, Copy)]
 pub(super) struct Surroundings<'a> {
     pub(super) address: &'a str,
-    pub(super) socket: &'a Socket,
+    pub(super) stream: &'a Stream,
     /// `None` until the server has a model.
     pub(super) model: Option<&'a Model>,
     pub(super) out: Option<&'a [Memory<'a>]>,
@@ -104,7 +105,6 @@ impl Inbound {
     /// Reads on, at most to the end of one frame. `place` says where a root goes that the worker does not have.
     pub(super) fn poll_frame(
         &mut self,
-        cx: &mut Context<'_>,
         with: Surroundings<'_>,
         place: &mut dyn FnMut(&Header) -> Place,
     ) -> Poll<Result<Arrived, ClientError>> {
@@ -112,7 +112,7 @@ impl Inbound {
         loop {
             match &mut self.state {
                 State::Head => {
-                    let header = ready!(self.poll_header(cx, with.socket)).map_err(failed)?;
+                    let header = ready!(self.poll_header(with.stream)).map_err(failed)?;
                     self.state = if header.kind == Kind::Root {
                         check_root(with, &header)?;
                         if header.flags & flags::UNCHANGED != 0 {
@@ -126,24 +126,24 @@ impl Inbound {
                 }
                 State::Message { header } => {
                     let header = *header;
-                    ready!(self.poll_message(cx, with.socket, &header)).map_err(failed)?;
+                    ready!(self.poll_message(with.stream, &header)).map_err(failed)?;
                     self.state = State::Head;
-                    let computed = crc(&self.message);
-                    if computed != header.payload_crc {
-                        let (kind, found) = (header.kind, header.payload_crc);
+                    let computed = checksum(&self.message);
+                    if computed != header.payload_checksum {
+                        let (kind, found) = (header.kind, header.payload_checksum);
                         return Poll::Ready(Err(failed(FrameError::Checksum { kind, found, computed })));
                     }
                     return Poll::Ready(Ok(Arrived::Other(header)));
                 }
                 State::Root { header, .. } => {
                     let header = *header;
-                    ready!(self.poll_root(cx, with)).map_err(failed)?;
+                    ready!(self.poll_root(with)).map_err(failed)?;
                     let State::Root { place, .. } = std::mem::replace(&mut self.state, State::Head) else {
                         unreachable!("a root was read")
                     };
-                    let computed = checksum(with, &header, &place);
-                    if let Some(computed) = computed.filter(|&c| c != header.payload_crc) {
-                        let (kind, found) = (header.kind, header.payload_crc);
+                    let computed = checksum_at(with, &header, &place);
+                    if let Some(computed) = computed.filter(|&c| c != header.payload_checksum) {
+                        let (kind, found) = (header.kind, header.payload_checksum);
                         return Poll::Ready(Err(failed(FrameError::Checksum { kind, found, computed })));
                     }
                     return Poll::Ready(Ok(Arrived::Root(header, Some(place))));
@@ -152,13 +152,12 @@ impl Inbound {
         }
     }
 
-    fn poll_header(&mut self, cx: &mut Context<'_>, socket: &Socket) -> Poll<Result<Header, FrameError>> {
+    fn poll_header(&mut self, stream: &Stream) -> Poll<Result<Header, FrameError>> {
         if self.end - self.start < HEADER_BYTES {
             self.ahead.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
             while self.end < HEADER_BYTES {
-                let room = &mut self.ahead[self.end..];
-                let n = ready!(socket.poll_read_with(cx, room.len(), |mut stream| stream.read(room)))?;
+                let n = ready!(stream.read(&mut [IoSliceMut::new(&mut self.ahead[self.end..])]))?;
                 if n == 0 {
                     return Poll::Ready(Err(FrameError::Closed { inside: self.end > 0 }));
                 }
@@ -170,12 +169,7 @@ impl Inbound {
         Poll::Ready(Ok(Header::decode(bytes)?))
     }
 
-    fn poll_message(
-        &mut self,
-        cx: &mut Context<'_>,
-        socket: &Socket,
-        header: &Header,
-    ) -> Poll<Result<(), FrameError>> {
+    fn poll_message(&mut self, stream: &Stream, header: &Header) -> Poll<Result<(), FrameError>> {
         let len = header.payload_len as usize;
         while self.message.len() < len {
             let ahead = self.take_ahead(len - self.message.len());
@@ -188,7 +182,7 @@ impl Inbound {
             self.message.resize(from + rest, 0);
             let target = &mut self.message[from..];
             let tail = &mut self.ahead[..AHEAD_BYTES];
-            let read = socket.poll_read_with(cx, rest + tail.len(), |stream| read_two(stream, target, tail));
+            let read = stream.read(&mut [IoSliceMut::new(target), IoSliceMut::new(tail)]);
             let n = match read {
                 Poll::Ready(Ok(n)) => n,
                 Poll::Ready(Err(_)) | Poll::Pending => 0,
@@ -202,7 +196,7 @@ impl Inbound {
         Poll::Ready(Ok(()))
     }
 
-    fn poll_root(&mut self, cx: &mut Context<'_>, with: Surroundings<'_>) -> Poll<Result<(), FrameError>> {
+    fn poll_root(&mut self, with: Surroundings<'_>) -> Poll<Result<(), FrameError>> {
         loop {
             let State::Root { header, got, .. } = &self.state else { unreachable!("a root is being read") };
             let (fragment, got) = (header.fragment as usize, *got);
@@ -214,24 +208,21 @@ impl Inbound {
             let State::Root { place, .. } = &mut self.state else { unreachable!("a root is being read") };
             let read = if ahead.is_empty() {
                 let tail = &mut self.ahead[..AHEAD_BYTES];
-                let (socket, room) = (with.socket, left + tail.len());
+                let stream = with.stream;
                 let total = match place {
-                    Place::Own(bytes) => ready!(socket.poll_read_with(cx, room, |stream| read_two(
-                        stream,
-                        &mut bytes[got..],
-                        tail
-                    )))?,
+                    Place::Own(bytes) => {
+                        let room = &mut [IoSliceMut::new(&mut bytes[got..]), IoSliceMut::new(tail)];
+                        ready!(stream.read(room))?
+                    }
                     Place::Nowhere => {
                         self.sink.resize(MESSAGE_STEP_BYTES, 0);
                         let sink = &mut self.sink[..left.min(MESSAGE_STEP_BYTES)];
-                        ready!(socket.poll_read_with(cx, sink.len(), |mut stream| stream.read(sink)))?
+                        ready!(stream.read(&mut [IoSliceMut::new(sink)]))?
                     }
                     Place::Out => {
                         let (model, out) = with.of_out();
-                        ready!(socket.poll_read_with(cx, room, |mut stream| {
-                            let runs = model.runs(fragment, out);
-                            with_slices_mut(runs, got, tail, |slices| stream.read_vectored(slices))
-                        }))?
+                        let runs = model.runs(fragment, out);
+                        ready!(with_slices_mut(runs, got, tail, |slices| stream.read(slices)))?
                     }
                 };
                 if total == 0 {
@@ -283,10 +274,6 @@ pub(super) fn fits_runs(model: &Model, fragment: usize) -> bool {
     model.layout.fragments[fragment].segments.len() <= MAX_RUNS
 }
 
-fn read_two(mut stream: &socket2::Socket, target: &mut [u8], tail: &mut [u8]) -> io::Result<usize> {
-    stream.read_vectored(&mut [IoSliceMut::new(target), IoSliceMut::new(tail)])
-}
-
 /// A root's length follows from the model; what the header says must be that.
 fn check_root(with: Surroundings<'_>, header: &Header) -> Result<(), ClientError> {
     let fragment = with.model.and_then(|m| m.layout.fragments.get(header.fragment as usize));
@@ -305,17 +292,13 @@ fn check_root(with: Surroundings<'_>, header: &Header) -> Result<(), ClientError
 }
 
 /// The checksum of what was received, while it is warm; `None` for what was not kept.
-fn checksum(with: Surroundings<'_>, header: &Header, place: &Place) -> Option<u32> {
+fn checksum_at(with: Surroundings<'_>, header: &Header, place: &Place) -> Option<u32> {
     match place {
-        Place::Own(bytes) => Some(crc(bytes)),
+        Place::Own(bytes) => Some(checksum(bytes)),
         Place::Nowhere => None,
         Place::Out => {
             let (model, out) = with.of_out();
-            let mut crc = Crc::default();
-            for (memory, range) in model.runs(header.fragment as usize, out) {
-                memory.read(range, |bytes| crc.update(bytes));
-            }
-            Some(crc.finish())
+            Some(checksum_of(model.runs(header.fragment as usize, out)))
         }
     }
 }

@@ -7,6 +7,9 @@ use super::control::Control;
 use super::error::ClientError;
 use super::momentum::Keep;
 use super::session::{Inner, LOOK};
+use super::stream::Stream;
+use crate::frame::FrameError;
+use crate::linger::Linger;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{Attach, Join, Joined};
@@ -15,7 +18,6 @@ use std::future::Future;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
-use tokio::time::MissedTickBehavior;
 
 /// Waits for `future` and looks up every now and then.
 async fn unless_interrupted<T>(
@@ -67,7 +69,9 @@ impl Inner {
             }
             let in_flight = wanted.min(joined.in_flight).max(1) as usize;
             let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
-            let connection = Connection::new(address.clone(), socket, keep);
+            let stream = Stream::new(socket);
+            let stream = stream.map_err(|e| ClientError::from_frame(&address, &FrameError::Io(e)))?;
+            let connection = Connection::new(address.clone(), stream, keep);
             let attach = Attach { incarnation: joined.incarnation, secret: joined.secret };
             let left = connect_timeout.saturating_sub(begun.elapsed());
             let (socket, reader, _) = target.open(&Opening::Control(attach), left).await?;
@@ -75,11 +79,6 @@ impl Inner {
                 Control::start(socket, reader, Duration::from_millis(joined.heartbeat_ms), &address)?;
             Ok((connection, control, joined))
         }))?;
-        let mut ticks = {
-            let _inside = runtime.enter();
-            tokio::time::interval(LOOK)
-        };
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let Joined { run_id, worker_id, incarnation, term, version, model, run, .. } = *joined;
         let session =
             Session { run_id, worker_id, incarnation, term, version, table: None, blueprint: None, run };
@@ -90,8 +89,7 @@ impl Inner {
             isa: Isa::detect(),
             unclaimed: VecDeque::new(),
             broken: None,
-            ticks,
-            runtime,
+            linger: Linger::default(),
         };
         if let Some(model) = model {
             inner.adopt(model);

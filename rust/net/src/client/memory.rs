@@ -11,6 +11,7 @@
 //!   may be written in one closure.
 #![expect(unsafe_code, reason = "Python owns this memory; the invariants above are what makes that sound")]
 
+use offbeat_core::values::{self, Checksum};
 use std::io::{IoSlice, IoSliceMut};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -91,6 +92,19 @@ impl<'a> Memory<'a> {
 pub(crate) const MAX_RUNS: usize = 16;
 /// Room for what goes before and after the runs: two heads and a read-ahead.
 const MAX_SLICES: usize = MAX_RUNS + 3;
+
+/// The checksum of what the runs hold, taken one after another.
+pub(crate) fn checksum_of<'m>(mut runs: impl Iterator<Item = (&'m Memory<'m>, Range<usize>)>) -> u32 {
+    let (first, second) = (runs.next(), runs.next());
+    if let (Some((memory, range)), None) = (&first, &second) {
+        return memory.read(range.clone(), values::checksum); // all at once, which needs no state
+    }
+    let mut checksum = Checksum::default();
+    for (memory, range) in first.into_iter().chain(second).chain(runs) {
+        memory.read(range, |bytes| checksum.update(bytes));
+    }
+    checksum.finish()
+}
 
 /// Runs `f` on `head` followed by what the runs hold from their byte `skip` on, as slices for one vectored write.
 ///

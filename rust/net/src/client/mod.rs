@@ -1,11 +1,12 @@
 //! A worker's side of a session.
 //!
-//! A [`Client`] is driven by the thread that calls it: every call runs a little runtime of its own until it has what it
-//! waits for, sends and receives at once, and answers Ctrl-C. One idea a file:
+//! A [`Client`] is driven by the thread that calls it: every call sends and receives at once until it has what it waits
+//! for, and answers Ctrl-C. Only opening a connection, and the control thread, run an event loop. One idea a file:
 //!
 //! - [`memory`](Memory): tensors that belong to the caller, sent and received in place
 //! - `connect`, `join`: address, handshake, who we are; `control`: heartbeats and what the server has to say
-//! - `outgoing` with `payload`, `inbound`: the two directions of the data connection, with their half-done frames
+//! - `stream`: the data connection's descriptor, and the wait for it; `outgoing` with `payload`, `inbound`: its two
+//!   directions, with their half-done frames
 //! - `connection`: one call's turn on both at once; `deliver`: where what arrives goes; `flight`: what was asked for
 //!   and has not ended
 //! - `held`: what was read, so what a push is based on; `momentum`: this worker's velocity
@@ -42,6 +43,7 @@ mod outgoing;
 mod payload;
 mod push;
 mod session;
+mod stream;
 
 pub use config::{ClientConfig, Interrupt, Pulled, PushInput, Session};
 pub use control::Events;
@@ -267,7 +269,7 @@ impl Drop for Client {
             return;
         };
         if self.origin.is_elsewhere() {
-            // Its runtime, sockets and thread are the parent's; `forget_after_fork` has closed what must be closed.
+            // Its sockets and thread are the parent's; `forget_after_fork` has closed what must be closed.
             Box::leak(inner);
         } else {
             inner.last_word();

@@ -2,11 +2,11 @@
 //! caller's memory when the socket has room, and never before.
 
 use super::payload::{Content, Makings, Payload};
-use crate::frame::Socket;
+use super::stream::Stream;
 use offbeat_core::wire::{Header, Kind};
-use std::io::{self, Write};
+use std::io;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Poll, ready};
 
 /// Memory that one call after another uses.
 #[derive(Debug, Default)]
@@ -89,21 +89,15 @@ impl<'m> Outgoing<'m> {
 
     /// Sends a part: the rest of a frame, or the next one. Ready if something has left; then [`Self::is_done`] says
     /// whether it was all.
-    pub(super) fn poll(
-        &mut self,
-        cx: &mut Context<'_>,
-        socket: &Socket,
-        with: &mut Makings<'_>,
-    ) -> Poll<io::Result<()>> {
+    pub(super) fn poll(&mut self, stream: &Stream, with: &mut Makings<'_>) -> Poll<io::Result<()>> {
         if self.is_between() {
             self.next(with);
         }
-        let left = self.head.len() + self.payload.len() - self.sent;
         let head = &self.head[self.sent.min(self.head.len())..];
         let skip = self.sent.saturating_sub(self.head.len());
-        self.sent += ready!(socket.poll_write_with(cx, left, |mut stream| {
-            self.payload.with_slices(&self.content, with, head, skip, |slices| stream.write_vectored(slices))
-        }))?;
+        let written =
+            self.payload.with_slices(&self.content, with, head, skip, |slices| stream.write(slices));
+        self.sent += ready!(written)?;
         Poll::Ready(Ok(()))
     }
 
@@ -156,7 +150,7 @@ impl<'m> Outgoing<'m> {
             version,
             fragment: u32::try_from(fragment).unwrap_or(u32::MAX),
             payload_len: u32::try_from(self.payload.len()).unwrap_or(u32::MAX),
-            payload_crc: self.payload.crc(&self.content, with),
+            payload_checksum: self.payload.checksum(&self.content, with),
             ..self.template
         };
         self.head.extend_from_slice(&header.encode());

@@ -1,13 +1,13 @@
 //! The payload of one fragment: found where it lies, or made, in the moment before it leaves.
 
 use super::held::Held;
-use super::memory::{MAX_RUNS, Memory, with_slices};
+use super::memory::{MAX_RUNS, Memory, checksum_of, with_slices};
 use super::model::{Model, bytes_of};
 use super::momentum::Momentum;
 use bytemuck::cast_slice;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::{Presence, Segment};
-use offbeat_core::values::{Crc, crc, narrow};
+use offbeat_core::values::{checksum, narrow};
 use std::io::IoSlice;
 use std::sync::Arc;
 
@@ -76,17 +76,13 @@ impl Payload {
     }
 
     /// The checksum, while what was made is warm.
-    pub(super) fn crc(&self, content: &Content<'_>, with: &Makings<'_>) -> u32 {
+    pub(super) fn checksum(&self, content: &Content<'_>, with: &Makings<'_>) -> u32 {
         match (self.place, content, with.model) {
             (Place::Runs { fragment }, Content::Push { values, present, .. }, Some(model)) => {
-                let mut crc = Crc::default();
-                for (memory, range) in model.present_runs(fragment, present, values) {
-                    memory.read(range, |bytes| crc.update(bytes));
-                }
-                crc.finish()
+                checksum_of(model.present_runs(fragment, present, values))
             }
-            (Place::Wide, _, _) => crc(cast_slice(&self.wide)),
-            (Place::Nowhere | Place::Runs { .. } | Place::Bytes, _, _) => crc(&self.bytes),
+            (Place::Wide, _, _) => checksum(cast_slice(&self.wide)),
+            (Place::Nowhere | Place::Runs { .. } | Place::Bytes, _, _) => checksum(&self.bytes),
         }
     }
 

@@ -1,7 +1,7 @@
-//! A session from the inside: one runtime on the calling thread, one turn on the connection after another.
+//! A session from the inside: one turn on the connection after another, driven by the thread that calls.
 
 use super::config::{Interrupt, Session};
-use super::connection::{Connection, Turn};
+use super::connection::{Connection, Step, Turn};
 use super::control::Control;
 use super::error::ClientError;
 use super::flight::{End, Pending};
@@ -9,17 +9,16 @@ use super::held::Held;
 use super::model::Model;
 use super::momentum::Momentum;
 use super::outgoing::{Outgoing, frame};
+use crate::frame::FrameError;
+use crate::linger::Linger;
 use offbeat_core::optim::Isa;
 use offbeat_core::store::Receipt;
 use offbeat_core::wire::message::{Call, ModelInfo, Reply, RunConfig};
 use offbeat_core::wire::{Header, Kind, encode};
 use std::collections::VecDeque;
-use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
-use tokio::runtime::Runtime;
-use tokio::time::Interval;
 
 /// How often a waiting call looks up: at the caller's interrupt and at what the control thread has heard.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
@@ -41,8 +40,7 @@ pub(super) struct Inner {
     pub(super) unclaimed: VecDeque<Receipt>,
     /// Why the session is over.
     pub(super) broken: Option<ClientError>,
-    pub(super) ticks: Interval,
-    pub(super) runtime: Runtime, // last: the sockets above are registered with it
+    pub(super) linger: Linger,
 }
 
 impl Inner {
@@ -137,24 +135,39 @@ impl Inner {
         interrupt: &dyn Interrupt,
         until: &dyn Fn(&Connection, &Turn<'_>) -> bool,
     ) -> Result<(), ClientError> {
-        let Self { runtime, connection, ticks, control, .. } = self;
-        runtime.block_on(poll_fn(|cx| {
-            if let Poll::Ready(result) = connection.poll(cx, turn, until) {
-                return Poll::Ready(result);
+        let Self { connection, linger, control, .. } = self;
+        let mut looked = Instant::now();
+        linger.begin();
+        loop {
+            let stuck = match connection.step(turn, until) {
+                Poll::Ready(Ok(Step::Done)) => {
+                    linger.end();
+                    return Ok(());
+                }
+                Poll::Ready(Ok(Step::More)) => false,
+                Poll::Ready(Err(error)) => return Err(error),
+                Poll::Pending => true,
+            };
+            if stuck && linger.again() {
+                std::thread::yield_now(); // the peer may be waiting for this core
+                connection.stream.retry();
+            } else if stuck {
+                let lost = |error| ClientError::from_frame(&connection.address, &FrameError::Io(error));
+                connection.stream.wait().map_err(lost)?;
             }
-            while ticks.poll_tick(cx).is_ready() {
+            if connection.stream.take_nudge() || looked.elapsed() >= LOOK {
+                looked = Instant::now();
                 if interrupt.interrupted() {
-                    return Poll::Ready(Err(ClientError::Interrupted));
+                    return Err(ClientError::Interrupted);
                 }
                 let lost = control.look(|e| e.lost.clone().filter(|(when, _)| when.elapsed() > LAST_WORDS));
                 if let Some((_, cause)) = lost {
                     let address = connection.address.clone();
                     let cause = format!("heartbeats failed: {cause}");
-                    return Poll::Ready(Err(ClientError::Lost { address, cause }));
+                    return Err(ClientError::Lost { address, cause });
                 }
             }
-            Poll::Pending
-        }))
+        }
     }
 
     /// Finishes what calls that were broken off have left behind.

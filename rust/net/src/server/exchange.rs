@@ -100,7 +100,8 @@ impl Session {
                             // An error says that the cut is gone, which is as good.
                             paused.await.ok();
                         }
-                        let submission = store.submit(push, index, frame.version, payload, frame.payload_crc);
+                        let submission =
+                            store.submit(push, index, frame.version, payload, frame.payload_checksum);
                         let outcome = self.outcome(submission).await;
                         outcome.map_or_else(|| reader.root(index), |outcome| outcome.root)
                     }
@@ -196,8 +197,8 @@ impl Session {
     /// Takes its payload and holds it against its checksum.
     pub(super) async fn fragment_payload(&mut self, frame: &Header, to: &mut [u8]) -> Result<(), End> {
         self.reader.payload(&self.connection.socket, to).await?;
-        let computed = values::crc(to);
-        if computed != frame.payload_crc {
+        let computed = values::checksum(to);
+        if computed != frame.payload_checksum {
             let message = format!(
                 "fragment {} of push {} was damaged on its way, or its gradient changed while it was sent",
                 frame.fragment, frame.sequence

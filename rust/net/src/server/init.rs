@@ -62,7 +62,7 @@ impl Session {
         }
         let mut bytes = vec![0; header.payload_len as usize];
         self.reader.payload(&self.connection.socket, &mut bytes).await?;
-        if values::crc(&bytes) != header.payload_crc {
+        if values::checksum(&bytes) != header.payload_checksum {
             return Err(End::refused(
                 header,
                 RefusalCode::Checksum,

@@ -50,7 +50,7 @@ impl Outbox {
             return;
         }
         header.payload_len = u32::try_from(root.payload(&mut self.scratch).len()).unwrap_or(u32::MAX);
-        header.payload_crc = root.payload_crc(&mut self.scratch);
+        header.payload_checksum = root.payload_checksum(&mut self.scratch);
         self.head.extend_from_slice(&header.encode());
         self.root = Some(root);
     }

@@ -36,7 +36,12 @@ impl Session {
             let mut payload = store.staging(frame.payload_len as usize);
             self.fragment_payload(&frame, payload.bytes_mut()).await?;
             bases.push(frame.version);
-            fragments.push(StagedFragment { fragment, base: frame.version, payload, crc: frame.payload_crc });
+            fragments.push(StagedFragment {
+                fragment,
+                base: frame.version,
+                payload,
+                checksum: frame.payload_checksum,
+            });
             poll::breathe().await;
         }
         let receipt = self.commit(header, place, &asked, fragments).await?;

@@ -336,7 +336,7 @@ fn what_a_server_may_not_send_ends_the_session() {
         ("came unasked", |peer, request| settle(peer, request + 1, 1)),
         ("damaged", |peer, request| {
             let header = Header { request, term: 1, ..Header::new(Kind::Root) }.with_payload(&[0; 40]);
-            peer.write(&Header { payload_crc: header.payload_crc ^ 1, ..header }.encode());
+            peer.write(&Header { payload_checksum: header.payload_checksum ^ 1, ..header }.encode());
             peer.write(&[0; 40]);
         }),
     ];

@@ -1,0 +1,143 @@
+//! The data connection's stream, as the thread that calls drives it. Reads and writes never wait, except for the one
+//! read that [`Stream::wait`] announces. There is one descriptor and one thread, so an event loop would only cost time;
+//! and the socket's own time limit costs less than that of `poll`, which sets a timer of high resolution.
+
+use super::session::LOOK;
+use crate::fork::Registered;
+use crate::frame::Socket;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown};
+use std::cell::Cell;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::TcpStream;
+use std::task::Poll;
+
+/// A connected stream, closed in forked children.
+#[derive(Debug)]
+pub(super) struct Stream {
+    _registered: Registered,
+    socket: TcpStream,
+    /// A read found less than it had room for, so that the next one would find nothing.
+    drained: Cell<bool>,
+    /// A write left something over.
+    full: Cell<bool>,
+    /// The next read may wait.
+    patient: Cell<bool>,
+    /// A wait has ended without the stream's doing: a signal came, or the time is up.
+    nudged: Cell<bool>,
+}
+
+impl Stream {
+    /// Takes a stream that has shaken hands.
+    pub(super) fn new(socket: Socket) -> io::Result<Self> {
+        let stream = socket.into_std()?;
+        stream.set_nonblocking(false)?; // every call says for itself whether it waits
+        set_socket_timeout(&stream, Timeout::Recv, Some(LOOK))?;
+        Ok(Self {
+            _registered: Registered::new(&stream),
+            socket: stream,
+            drained: Cell::new(false),
+            full: Cell::new(false),
+            patient: Cell::new(false),
+            nudged: Cell::new(false),
+        })
+    }
+
+    /// Takes what has arrived, as far as there is room. Pending: nothing.
+    pub(super) fn read(&self, room: &mut [IoSliceMut<'_>]) -> Poll<io::Result<usize>> {
+        let wanted = room.iter().map(|r| r.len()).sum();
+        let patient = self.patient.take();
+        let flags = if patient { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
+        let call = || {
+            let mut nothing = RecvAncillaryBuffer::default();
+            Ok(rustix::net::recvmsg(&self.socket, room, &mut nothing, flags)?.bytes)
+        };
+        let done = attempt(&self.drained, wanted, call);
+        self.nudged.set(patient && done.is_pending());
+        done
+    }
+
+    /// Gives what there is room for.
+    pub(super) fn write(&self, slices: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let wanted = slices.iter().map(|s| s.len()).sum();
+        let call = || {
+            let mut nothing = SendAncillaryBuffer::default();
+            rustix::net::sendmsg(
+                &self.socket,
+                slices,
+                &mut nothing,
+                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+            )
+        };
+        match attempt(&self.full, wanted, call) {
+            Poll::Ready(Ok(0)) if wanted > 0 => Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+            done => done,
+        }
+    }
+
+    /// Sends what the stream takes at once; whether that was all.
+    pub(super) fn try_write_all(&self, bytes: &[u8]) -> io::Result<bool> {
+        match self.write(&[IoSlice::new(bytes)]) {
+            Poll::Ready(sent) => Ok(sent? == bytes.len()),
+            Poll::Pending => Ok(false),
+        }
+    }
+
+    /// Lets reads and writes try again.
+    pub(super) fn retry(&self) {
+        self.drained.set(false);
+        self.full.set(false);
+    }
+
+    /// Sleeps until there are bytes, or room where a write has found none, or a signal, for at most [`LOOK`]: here, or
+    /// in the next read.
+    pub(super) fn wait(&self) -> io::Result<()> {
+        if !self.full.get() {
+            self.drained.set(false);
+            self.patient.set(true);
+            return Ok(());
+        }
+        let limit = Timespec::try_from(LOOK).ok();
+        match poll(&mut [PollFd::new(&self.socket, PollFlags::IN | PollFlags::OUT)], limit.as_ref()) {
+            Ok(0) | Err(Errno::INTR) => self.nudged.set(true),
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        self.retry();
+        Ok(())
+    }
+
+    /// Whether a wait has ended because a signal came or the time was up; asked once.
+    pub(super) fn take_nudge(&self) -> bool {
+        self.nudged.take()
+    }
+
+    /// Ends the connection.
+    pub(super) fn shutdown(&self) -> io::Result<()> {
+        Ok(rustix::net::shutdown(&self.socket, Shutdown::Both)?)
+    }
+}
+
+/// One call of the system, unless it is known to be in vain.
+fn attempt(
+    stuck: &Cell<bool>,
+    wanted: usize,
+    call: impl FnOnce() -> Result<usize, Errno>,
+) -> Poll<io::Result<usize>> {
+    if stuck.get() {
+        return Poll::Pending;
+    }
+    match call() {
+        Ok(n) => {
+            stuck.set(0 < n && n < wanted);
+            Poll::Ready(Ok(n))
+        }
+        Err(Errno::AGAIN | Errno::INTR) => {
+            stuck.set(true);
+            Poll::Pending
+        }
+        Err(error) => Poll::Ready(Err(error.into())),
+    }
+}
