@@ -15,6 +15,7 @@ __all__ = [
     "ArrayTable",
     "Server",
     "Session",
+    "Snapshot",
     "build_info",
     "fetch_status",
     "forget_after_fork",
@@ -41,12 +42,18 @@ class ArrayTable:
         """Give the arrays to be written; `adapt` makes one of what is not plain or None, or raises."""
 
 @final
+class Snapshot:
+    """A model's values, copied; the server that it is given to takes them."""
+
+    def __new__(cls, table: str, values: Sequence[NDArray[Any]]) -> Snapshot: ...
+
+@final
 class Server:
     address: str
     """Where it listens, "HOST:PORT"."""
 
-    def __new__(cls, config: str, model: tuple[str, Sequence[NDArray[Any]]] | None) -> Server:
-        """Bind and serve. `config` is `ServerConfig` as JSON, `model` a table as JSON and its bytes."""
+    def __new__(cls, config: str, model: Snapshot | None) -> Server:
+        """Bind and serve. `config` is `ServerConfig` as JSON; a snapshot serves one server."""
 
     def wait_for_workers(self, n: int, timeout_s: float | None) -> bool: ...
     def wait_until_joined(self, n: int, timeout_s: float | None) -> bool: ...

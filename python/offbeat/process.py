@@ -48,9 +48,6 @@ _hooked_into_multiprocessing = False
 def register(thing: Live) -> None:
     """From now on look after an object that has been opened."""
     global _pump, _hooked  # noqa: PLW0603  there is one process
-    # Rust makes the log's queue at its first use. Were that on the log's thread, a fork could come in between
-    # and leave the child waiting for a thread that it does not have.
-    _log_waiting(0.0)
     with _lock:
         if not _hooked:
             _hooked = True

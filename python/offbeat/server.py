@@ -284,7 +284,7 @@ class ParameterServer(process.Live):
         return self._server
 
 
-def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> tuple[str, list[Array]] | None:
+def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbeat.Snapshot | None":
     """Copy a model's values, so that what its owner does to it later is nothing to the server."""
     if model is None:
         return None
@@ -299,7 +299,9 @@ def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> tuple[s
         raise ConfigError(
             f"model is a {type(model).__name__}: give an nn.Module, a dict of named arrays, or None"
         )
-    return table, [array.copy() for array in arrays]
+    from offbeat._offbeat import Snapshot
+
+    return Snapshot(table, arrays)
 
 
 def _blueprint(model: object) -> str | None:

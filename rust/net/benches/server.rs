@@ -7,7 +7,7 @@ use offbeat_core::dtype::Dtype;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Transaction};
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use offbeat_net::client::{Client, ClientConfig, Memory, PushInput};
-use offbeat_net::server::{Server, ServerConfig};
+use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use std::hint::black_box;
 use std::time::Duration;
 
@@ -34,8 +34,11 @@ fn push_pull(c: &mut Criterion) {
         [(Transaction::Fragment, 10_000), (Transaction::Fragment, 1_000_000), (Transaction::Model, 1_000_000)]
     {
         let config = ServerConfig { optimizer: Some(sgd()), transaction, ..ServerConfig::default() };
-        let server =
-            Server::start(config, Some((table(elements), vec![vec![0; elements * 4]]))).expect("it starts");
+        let server = Server::with_model(
+            config,
+            Snapshot::of(table(elements), &[vec![0; elements * 4]]).expect("it is the table's"),
+        )
+        .expect("it starts");
         let config = ClientConfig {
             address: format!("127.0.0.1:{}", server.address().port()),
             worker_id: None,

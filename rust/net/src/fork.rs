@@ -9,14 +9,14 @@
 //! - FORK-1 A number in the chain is a descriptor that a live object of this process owns; it is entered after the
 //!   object has been made and taken out before the object is dropped ([`Registered`] is declared before the socket).
 //! - FORK-2 In the child no object closes a descriptor of the parent's, so closing by number closes it once.
+//! - FORK-3 A place lives for ever: it is leaked before its address is stored, and nobody frees one.
 #![expect(
     unsafe_code,
-    reason = "in the child, a descriptor is closed without the object that owns it (FORK-2)"
+    reason = "in the child, a descriptor is closed without the object that owns it (FORK-2); places are leaked (FORK-3)"
 )]
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 /// No descriptor.
 const FREE: RawFd = -1;
@@ -25,12 +25,35 @@ const FREE: RawFd = -1;
 /// lock.
 struct Place {
     fd: AtomicI32,
-    next: OnceLock<&'static Place>,
+    /// Null, or a place that lives for ever. Not a `OnceLock`: what another thread was setting at the fork would be
+    /// waited for without end in the child.
+    next: AtomicPtr<Place>,
 }
 
 impl Place {
     const fn new() -> Self {
-        Self { fd: AtomicI32::new(FREE), next: OnceLock::new() }
+        Self { fd: AtomicI32::new(FREE), next: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    fn next(&self) -> Option<&'static Self> {
+        let next = self.next.load(Ordering::Acquire); // pairs with `next_or_new`
+        // SAFETY: FORK-3.
+        (!next.is_null()).then(|| unsafe { &*next })
+    }
+
+    fn next_or_new(&self) -> &'static Self {
+        if let Some(next) = self.next() {
+            return next;
+        }
+        let new: *mut Self = Box::leak(Box::new(Self::new()));
+        // Release: whoever finds the place finds it made. One that comes second is leaked, all 16 bytes of it.
+        let null = std::ptr::null_mut();
+        match self.next.compare_exchange(null, new, Ordering::Release, Ordering::Acquire) {
+            // SAFETY: FORK-3, of the one that is in the chain now.
+            Ok(_) => unsafe { &*new },
+            // SAFETY: FORK-3.
+            Err(found) => unsafe { &*found },
+        }
     }
 }
 
@@ -47,7 +70,7 @@ impl Registered {
         // Relaxed throughout: a fork copies memory as its own thread sees it, and that thread made the number's
         // object or was handed it.
         while place.fd.compare_exchange(FREE, fd, Ordering::Relaxed, Ordering::Relaxed).is_err() {
-            place = place.next.get_or_init(|| Box::leak(Box::new(Place::new())));
+            place = place.next_or_new();
         }
         Self(&place.fd)
     }
@@ -90,7 +113,7 @@ pub fn forget_after_fork() {
             // SAFETY: FORK-1 makes it a descriptor that is open, FORK-2 that nobody else in this process closes it.
             drop(unsafe { OwnedFd::from_raw_fd(fd) });
         }
-        place = here.next.get().copied();
+        place = here.next();
     }
 }
 

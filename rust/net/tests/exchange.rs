@@ -13,7 +13,7 @@ use offbeat_core::store::Fate;
 use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
 use offbeat_core::wire::{Kind, Want};
 use offbeat_net::client::{Memory, PushInput};
-use offbeat_net::server::{Server, ServerConfig, ServerError};
+use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
 use std::time::Duration;
 
 const TRANSACTIONS: [Transaction; 2] = [Transaction::Fragment, Transaction::Model];
@@ -134,7 +134,8 @@ fn under_model_nothing_of_a_broken_push_is_applied_and_its_staging_is_free_again
 #[test]
 fn a_model_larger_than_the_staging_budget_is_refused_at_the_start() {
     let config = ServerConfig { staging_budget: Some(1000), ..with(Transaction::Model) };
-    let refused = Server::start(config, Some((common::table(), values(0.0)))).unwrap_err();
+    let refused =
+        Server::with_model(config, Snapshot::of(common::table(), &values(0.0)).unwrap()).unwrap_err();
     assert!(matches!(refused, ServerError::StagingBudget { needed: 400_040, budget: 1000 }), "{refused}");
 }
 

@@ -153,7 +153,7 @@ fn status_needs_the_token_and_no_membership() {
 fn a_port_in_use_is_an_error_that_names_it() {
     let server = start(config());
     let address = server.address();
-    let again = offbeat_net::server::Server::start(ServerConfig { port: address.port(), ..config() }, None);
+    let again = offbeat_net::server::Server::start(ServerConfig { port: address.port(), ..config() });
     assert!(
         matches!(again, Err(ServerError::AddressInUse { address: named }) if named == address.to_string())
     );

@@ -163,7 +163,7 @@ fn begin(raw: &mut Raw) {
 
 #[test]
 fn the_first_worker_brings_the_model_and_others_wait_for_it() {
-    let server = Server::start(config(), None).unwrap();
+    let server = Server::start(config()).unwrap();
     assert_eq!(status(&server)["state"], "waiting_for_model");
     let (mut a, joined) = Raw::joined(&server, "a");
     assert_eq!(joined.model, None);
@@ -185,7 +185,7 @@ fn the_first_worker_brings_the_model_and_others_wait_for_it() {
 
 #[test]
 fn a_worker_that_dies_while_it_brings_the_model_leaves_none() {
-    let server = Server::start(config(), None).unwrap();
+    let server = Server::start(config()).unwrap();
     let (mut a, _) = Raw::joined(&server, "a");
     begin(&mut a);
     assert_eq!(a.reply(), Reply::Init { taken: true });
@@ -202,7 +202,7 @@ fn a_worker_that_dies_while_it_brings_the_model_leaves_none() {
 
 #[test]
 fn a_model_is_taken_whole_or_refused() {
-    let server = Server::start(config(), None).unwrap();
+    let server = Server::start(config()).unwrap();
     let (mut a, _) = Raw::joined(&server, "a");
     begin(&mut a);
     a.reply();

@@ -85,6 +85,7 @@ impl IntoPyErr for ClientError {
             Self::Forked => Class::Forked,
             Self::Closed => Class::Closed,
             Self::BadInput { .. } => Class::Config,
+            Self::OutOfOrder { .. } => Class::State,
         };
         raise(py, class, self.to_string())
     }

@@ -25,7 +25,7 @@ mod _offbeat {
     #[pymodule_export]
     use super::log::{next_log_records, set_log_level};
     #[pymodule_export]
-    use super::server::Server;
+    use super::server::{Server, Snapshot};
     #[pymodule_export]
     use super::session::{Session, fetch_status, forget_after_fork};
 }

@@ -110,6 +110,8 @@ fn put(record: Record) {
 pub(crate) fn install() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
+        // Made here, under the GIL: a fork while another thread makes it would leave the child waiting for that thread.
+        LazyLock::force(&QUEUE);
         let first = tracing::subscriber::set_global_default(Forward);
         debug_assert!(first.is_ok(), "set once, here");
     });

@@ -83,6 +83,15 @@ pub(crate) fn take_values(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Option<Hel
     given.iter().map(|g| if g.is_none() { Ok(None) } else { Held::take(g, Access::Read).map(Some) }).collect()
 }
 
+/// Takes hold of a model's tensors, to be read.
+pub(crate) fn take_tensors(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Held>> {
+    given.iter().map(|g| Held::take(g, Access::Read)).collect()
+}
+
+pub(crate) fn tensors(held: &[Held]) -> Vec<&[u8]> {
+    held.iter().map(Held::bytes).collect()
+}
+
 /// Takes hold of tensors to be written.
 pub(crate) fn take_out(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Held>> {
     given.iter().map(|g| Held::take(g, Access::Write)).collect()

@@ -1,17 +1,19 @@
 //! The parameter server as a Python class.
 
+use crate::error::{Class, raise};
 use crate::interrupt::{Signals, seconds, wait};
 use crate::log;
-use crate::memory::{Access, Held};
+use crate::memory::{take_tensors, tensors};
 use crate::owned::Owned;
 use crate::text::{json, parse};
 use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use offbeat_core::table::TensorTable;
 use offbeat_net::client::Interrupt;
-use offbeat_net::server::{Server as NetServer, ServerConfig, ServerError};
+use offbeat_net::server::{self, Server as NetServer, ServerConfig, ServerError};
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 use serde::Deserialize;
+use std::sync::Mutex;
 
 /// What `offbeat/settings.py` writes.
 #[derive(Deserialize)]
@@ -57,6 +59,22 @@ impl Settings {
     }
 }
 
+/// A model's values, copied, for the server that it is given to.
+#[pyclass(frozen, module = "offbeat._offbeat")]
+pub(crate) struct Snapshot(Mutex<Option<server::Snapshot>>);
+
+#[pymethods]
+impl Snapshot {
+    #[new]
+    fn new(py: Python<'_>, table: &str, values: Vec<Bound<'_, PyAny>>) -> PyResult<Self> {
+        let table: TensorTable = parse(py, "the model", table)?;
+        let held = take_tensors(&values)?;
+        let values = tensors(&held);
+        let snapshot = wait(py, |_| server::Snapshot::of(table, &values))?;
+        Ok(Self(Mutex::new(Some(snapshot))))
+    }
+}
+
 /// Rust's server; `offbeat.ParameterServer` is what users hold.
 #[pyclass(frozen, module = "offbeat._offbeat")]
 pub(crate) struct Server(Owned<NetServer>);
@@ -74,16 +92,20 @@ impl Server {
 #[pymethods]
 impl Server {
     #[new]
-    fn new(py: Python<'_>, config: &str, model: Option<(String, Vec<Bound<'_, PyAny>>)>) -> PyResult<Self> {
+    fn new(py: Python<'_>, config: &str, model: Option<&Snapshot>) -> PyResult<Self> {
         log::install();
         let config = parse::<Settings>(py, "the configuration", config)?.config();
-        let model = model.map(|(table, values)| {
-            let table = parse::<TensorTable>(py, "the model", &table)?;
-            let copy = |value| Ok(Held::take(value, Access::Read)?.bytes().to_vec());
-            Ok::<_, PyErr>((table, values.iter().map(copy).collect::<PyResult<_>>()?))
-        });
-        let model = model.transpose()?;
-        wait(py, |_| NetServer::start(config, model)).map(|server| Self(Owned::new(server)))
+        let server = match model {
+            Some(model) => {
+                let model = model.0.lock().map_or(None, |mut model| model.take());
+                let Some(model) = model else {
+                    return Err(raise(py, Class::State, "this snapshot was given to a server before"));
+                };
+                wait(py, |_| NetServer::with_model(config, model))?
+            }
+            None => wait(py, |_| NetServer::start(config))?,
+        };
+        Ok(Self(Owned::new(server)))
     }
 
     #[getter]
@@ -126,8 +148,8 @@ impl Server {
     }
 
     fn load_tensors(&self, py: Python<'_>, values: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
-        let copy = |value| Ok(Held::take(value, Access::Read)?.bytes().to_vec());
-        let values = values.iter().map(copy).collect::<PyResult<Vec<_>>>()?;
+        let held = take_tensors(&values)?;
+        let values = tensors(&held);
         self.call(py, |server, _| server.load_tensors(&values))
     }
 

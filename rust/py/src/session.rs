@@ -2,7 +2,7 @@
 
 use crate::error::{Class, IntoPyErr, raise};
 use crate::interrupt::{Signals, seconds, wait};
-use crate::memory::{Access, Held, memories, optional_memories, take_out, take_values};
+use crate::memory::{memories, optional_memories, take_out, take_tensors, take_values, tensors};
 use crate::owned::Owned;
 use crate::text::{json, parse};
 use crate::{log, receipt};
@@ -148,8 +148,8 @@ impl Session {
         blueprint: Option<&str>,
     ) -> PyResult<bool> {
         let table: TensorTable = parse(py, "the model", table)?;
-        let held = values.iter().map(|v| Held::take(v, Access::Read)).collect::<PyResult<Vec<_>>>()?;
-        let bytes: Vec<&[u8]> = held.iter().map(Held::bytes).collect();
+        let held = take_tensors(&values)?;
+        let bytes = tensors(&held);
         self.call(py, |client, signals| client.init(&table, &bytes, blueprint, signals))
     }
 

@@ -5,7 +5,7 @@ import pytest
 
 import offbeat
 from offbeat import optim, staleness
-from offbeat.errors import ConfigError
+from offbeat.errors import StateError
 
 MODEL = {"w": np.zeros(4, np.float32), "b": np.zeros((), np.float32)}
 ZERO = {name: np.zeros_like(a) for name, a in MODEL.items()}
@@ -165,7 +165,7 @@ def test_client_that_learns_of_the_momentum_after_its_pull_is_told_to_pull_again
     with host.serving(MODEL) as server, offbeat.Client(server.address) as client:
         client.pull()
         client.set_optimizer(optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1))
-        with pytest.raises(ConfigError, match="pull once more"):
+        with pytest.raises(StateError, match="pull once more"):
             client.push(ONE)
         client.pull()
         assert client.push(ONE).applied

@@ -43,14 +43,21 @@ pub enum ClientError {
     Forked,
     #[error("this client is closed")]
     Closed,
-    /// An argument that does not fit the model or the order of calls; nothing was sent.
+    /// An argument that does not fit the model; nothing was sent.
     #[error("{message}")]
     BadInput { message: String },
+    /// A call that another one must come before; nothing was sent.
+    #[error("{message}")]
+    OutOfOrder { message: String },
 }
 
 impl ClientError {
     pub(super) fn bad_input(message: impl Into<String>) -> Self {
         Self::BadInput { message: message.into() }
+    }
+
+    pub(super) fn out_of_order(message: impl Into<String>) -> Self {
+        Self::OutOfOrder { message: message.into() }
     }
 
     /// What a failed connection means to the caller.

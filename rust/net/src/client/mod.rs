@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn in_a_forked_child_nothing_works_and_nothing_is_touched() {
         let never = || false;
-        let server = Server::start(ServerConfig::default(), None).unwrap();
+        let server = Server::start(ServerConfig::default()).unwrap();
         let config = ClientConfig {
             address: server.address().to_string(),
             worker_id: Some("parent".into()),

@@ -73,7 +73,7 @@ impl Inner {
         self.settle(interrupt)?;
         let Some(held) = self.connection.held.as_ref().filter(|held| held.ready) else {
             let message = "pull before the first push: a gradient belongs to parameters that were read";
-            return Err(ClientError::bad_input(message));
+            return Err(ClientError::out_of_order(message));
         };
         let (present, fragments) = model.presence(input.values, held);
         finite::check(self.isa, &model, &present, input.values)?;
@@ -169,7 +169,7 @@ impl Inner {
             Some(_) | None if self.connection.held.as_ref().is_some_and(|h| h.has_parameters(model)) => {
                 Ok(None)
             }
-            Some(_) | None => Err(ClientError::bad_input(
+            Some(_) | None => Err(ClientError::out_of_order(
                 "momentum correction with weight_decay needs the parameters that were read, and no copy of them was \
                  kept; pull once more, or push and pull into the same memory",
             )),
@@ -181,7 +181,7 @@ impl Inner {
         let before = before.and_then(|request| self.connection.flight.get(request));
         if before.is_some_and(|p| p.incremental) && to.is_some_and(|to| !to.incremental) {
             let message = "the push in flight asked for changes to the memory of the call before; give the same, or flush";
-            return Err(ClientError::bad_input(message));
+            return Err(ClientError::out_of_order(message));
         }
         Ok(())
     }

@@ -57,7 +57,7 @@ impl Inner {
 
     pub(super) fn model(&self) -> Result<Arc<Model>, ClientError> {
         let none =
-            || ClientError::bad_input("the server has no model yet; bring one with init, or wait for it");
+            || ClientError::out_of_order("the server has no model yet; bring one with init, or wait for it");
         self.connection.model.clone().ok_or_else(none)
     }
 

@@ -2,6 +2,7 @@
 //! all of it has come; whoever else wants to bring one waits, and is told when it is not needed any more.
 
 use super::session::{End, Session, refused_model};
+use super::snapshot::Snapshot;
 use offbeat_core::layout::Layout;
 use offbeat_core::table::TensorTable;
 use offbeat_core::values;
@@ -77,10 +78,11 @@ impl Session {
         let Some(init) = self.init.take_if(|init| init.values.len() == init.layout.fragments.len()) else {
             return Err(End::refused(header, RefusalCode::State, "the model's values have not all come"));
         };
-        let Init { table, blueprint, layout: _, mut values, _right } = init;
+        let Init { table, blueprint, layout: _, values, _right } = init;
         let shared = Arc::clone(&self.shared);
-        let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut values[i]));
-        shared.set_model(table, blueprint, fill).map_err(|e| refused_model(header, &e))?;
+        shared
+            .set_model(Snapshot { table, fragments: values }, blueprint)
+            .map_err(|e| refused_model(header, &e))?;
         tracing::info!(worker = self.worker_id, "the worker brought the model");
         self.place(header)?;
         Ok(Reply::Init { taken: true })

@@ -17,25 +17,26 @@ mod poll;
 mod run;
 mod session;
 mod shared;
+mod snapshot;
 mod staged;
 mod status;
 
 pub use config::ServerConfig;
 pub use error::ServerError;
+pub use snapshot::Snapshot;
 
 use crate::fork::Origin;
 use crate::handshake::random;
 use membership::{Outcome, Patience};
-use model::{check_values, gather, scatter};
-use offbeat_core::layout::Layout;
 use offbeat_core::spec::{OptimizerSpec, Transaction};
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::Event;
 use run::{Agreement, describe};
 use shared::Shared;
+use snapshot::{check_values, gather, scatter};
 use std::fmt::Write as _;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -59,41 +60,35 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server. It listens when this returns. `model` is the table and each tensor's bytes (own dtype,
-    /// little-endian, C order); without one the first worker brings it.
+    /// Starts a server; the first worker brings the model. It listens when this returns.
     ///
     /// # Errors
     /// [`ServerError`], before anything is left running.
-    pub fn start(
-        config: ServerConfig,
-        model: Option<(TensorTable, Vec<Vec<u8>>)>,
-    ) -> Result<Self, ServerError> {
+    pub fn start(config: ServerConfig) -> Result<Self, ServerError> {
         config.validate()?;
-        if let Some((table, values)) = &model {
-            check_values(table, values)?;
-        }
-        let listener = config.listen()?;
-        let address = listener.local_addr().map_err(ServerError::System)?;
-        let run_id = match &config.run_id {
-            Some(id) => id.clone(),
-            None => hex(random::<8>().map_err(ServerError::System)?),
-        };
-        let processors = thread::available_parallelism().map_or(1, usize::from);
-        let num_data_threads = config.num_data_threads.unwrap_or(processors);
-        let blueprint = config.blueprint.clone();
-        let shared = Arc::new(Shared::new(config, address, run_id, num_data_threads)?);
-        if let Some((table, values)) = model {
-            let layout = Layout::of(&table);
-            let fill = &mut |i: usize, to: &mut [u8]| gather(&layout, &values, i, to);
-            shared.set_model(table, blueprint, fill)?;
-        }
+        let (shared, listener) = open(config)?;
+        Self::listening(shared, listener)
+    }
+
+    /// Starts a server with a model.
+    ///
+    /// # Errors
+    /// [`ServerError`], before anything is left running.
+    pub fn with_model(config: ServerConfig, model: Snapshot) -> Result<Self, ServerError> {
+        config.validate()?;
+        let (shared, listener) = open(config)?;
+        shared.set_model(model, shared.config.blueprint.clone())?;
+        Self::listening(shared, listener)
+    }
+
+    fn listening(shared: Arc<Shared>, listener: TcpListener) -> Result<Self, ServerError> {
         let server = Self::spawn(shared, listener)?;
         tracing::info!(address = %server.address(), run_id = server.shared.run_id, "the server listens");
         announce(&server.shared.agreement());
         Ok(server)
     }
 
-    fn spawn(shared: Arc<Shared>, listener: std::net::TcpListener) -> Result<Self, ServerError> {
+    fn spawn(shared: Arc<Shared>, listener: TcpListener) -> Result<Self, ServerError> {
         let mut threads = Vec::new();
         let mut data = Vec::new();
         for number in 0..shared.loads.len() {
@@ -308,7 +303,7 @@ impl Server {
     ///
     /// # Errors
     /// [`ServerError`] if there is no model yet, or the bytes are not those of its tensors.
-    pub fn load_tensors(&self, tensors: &[Vec<u8>]) -> Result<(), ServerError> {
+    pub fn load_tensors(&self, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
         self.check()?;
         let store = &self.shared.model.get().ok_or(ServerError::NoModel)?.store;
         check_values(store.table(), tensors)?;
@@ -342,6 +337,19 @@ impl Server {
             }
         }
     }
+}
+
+/// Binds the port and makes what all threads share.
+fn open(config: ServerConfig) -> Result<(Arc<Shared>, TcpListener), ServerError> {
+    let listener = config.listen()?;
+    let address = listener.local_addr().map_err(ServerError::System)?;
+    let run_id = match &config.run_id {
+        Some(id) => id.clone(),
+        None => hex(random::<8>().map_err(ServerError::System)?),
+    };
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let num_data_threads = config.num_data_threads.unwrap_or(processors);
+    Ok((Arc::new(Shared::new(config, address, run_id, num_data_threads)?), listener))
 }
 
 impl Drop for Server {

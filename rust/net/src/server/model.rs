@@ -2,10 +2,10 @@
 
 use super::config::ServerConfig;
 use super::error::ServerError;
+use super::snapshot::Snapshot;
 use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{RunSpec, Store, StoreConfig};
-use offbeat_core::table::TensorTable;
 use std::sync::{Arc, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -96,16 +96,15 @@ impl ModelSlot {
         Arc::clone(&self.bringing).acquire_owned().await.expect("the semaphore is never closed")
     }
 
-    /// Puts the model there, unless there is one. `run` is in force before anybody sees it; `fill` writes each
-    /// fragment's values as they travel.
+    /// Puts the model there, unless there is one. `run` is in force before anybody sees it.
     pub(super) fn set(
         &self,
         config: &ServerConfig,
-        table: TensorTable,
+        snapshot: Snapshot,
         blueprint: Option<String>,
         run: Option<RunSpec>,
-        fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Result<&Arc<Model>, ServerError> {
+        let Snapshot { table, mut fragments } = snapshot;
         let staging = Staging::new(config, &Layout::of(&table))?;
         let store_config = StoreConfig {
             transaction: config.transaction(),
@@ -113,6 +112,7 @@ impl ModelSlot {
             max_live_versions: config.max_live_versions,
             ..StoreConfig::default()
         };
+        let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut fragments[i]));
         let store = Store::new(Arc::new(table), store_config, FIRST_TERM, fill);
         if let Some(run) = run {
             store.configure(run);
@@ -121,38 +121,4 @@ impl ModelSlot {
         self.ready.send_replace(true);
         Ok(model)
     }
-}
-
-/// Copies tensors into the payload of fragment `index`.
-pub(super) fn gather(layout: &Layout, tensors: &[Vec<u8>], index: usize, payload: &mut [u8]) {
-    let fragment = &layout.fragments[index];
-    let size = fragment.dtype.size();
-    for s in &fragment.segments {
-        let from = &tensors[s.tensor][s.offset * size..][..s.len * size];
-        payload[s.start * size..][..s.len * size].copy_from_slice(from);
-    }
-}
-
-/// Copies the payload of fragment `index` into tensors.
-pub(super) fn scatter(layout: &Layout, index: usize, payload: &[u8], tensors: &mut [Vec<u8>]) {
-    let fragment = &layout.fragments[index];
-    let size = fragment.dtype.size();
-    for s in &fragment.segments {
-        let to = &mut tensors[s.tensor][s.offset * size..][..s.len * size];
-        to.copy_from_slice(&payload[s.start * size..][..s.len * size]);
-    }
-}
-
-/// Whether each tensor was given as many bytes as its shape and dtype make.
-pub(super) fn check_values(table: &TensorTable, tensors: &[Vec<u8>]) -> Result<(), ServerError> {
-    if tensors.len() != table.len() {
-        return Err(ServerError::NumTensors { expected: table.len(), found: tensors.len() });
-    }
-    for (spec, bytes) in table.tensors().iter().zip(tensors) {
-        let (expected, found) = (spec.num_elements() * spec.dtype.size() as u64, bytes.len() as u64);
-        if expected != found {
-            return Err(ServerError::Values { name: spec.name.clone(), expected, found });
-        }
-    }
-    Ok(())
 }

@@ -7,9 +7,9 @@ use super::error::ServerError;
 use super::membership::{Ended, Members};
 use super::model::{Model, ModelSlot};
 use super::run::Agreement;
+use super::snapshot::Snapshot;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::store::Receipt;
-use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
@@ -115,12 +115,11 @@ impl Shared {
     /// Puts the model in place with what has been agreed on.
     pub(super) fn set_model(
         &self,
-        table: TensorTable,
+        snapshot: Snapshot,
         blueprint: Option<String>,
-        fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Result<&Arc<Model>, ServerError> {
         let agreement = self.agreement();
-        let model = self.model.set(&self.config, table, blueprint, agreement.store_spec(), fill)?;
+        let model = self.model.set(&self.config, snapshot, blueprint, agreement.store_spec())?;
         tracing::info!(
             tensors = model.store.table().len(),
             fragments = model.store.layout().fragments.len(),

@@ -3,7 +3,7 @@
 use crate::support::{Worker, bytes_of, config, filled, floats, parameter, sgd, table, tensor};
 use offbeat_core::dtype::Dtype;
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_net::server::Server;
+use offbeat_net::server::{Server, Snapshot};
 
 fn model() -> TensorTable {
     table(vec![
@@ -17,7 +17,8 @@ fn model() -> TensorTable {
 fn start(in_flight: usize) -> (Server, Worker, Worker) {
     let mut values = filled(&model(), 0);
     values[3] = bytes_of(&[f32::NEG_INFINITY, 0.0]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((model(), values))).unwrap();
+    let server =
+        Server::with_model(config(sgd(1.0, 0.0, 0.0)), Snapshot::of(model(), &values).unwrap()).unwrap();
     let (a, b) = (Worker::ready(&server, in_flight), Worker::ready(&server, in_flight));
     (server, a, b)
 }

@@ -7,7 +7,7 @@ use offbeat_core::table::TensorTable;
 use offbeat_core::wire::Kind;
 use offbeat_core::wire::message::{Event, Heartbeat, RefusalCode};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, fetch_status};
-use offbeat_net::server::{Server, ServerConfig};
+use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ fn model() -> TensorTable {
 }
 
 fn start(config: ServerConfig) -> Server {
-    Server::start(config, Some((model(), filled(&model(), 0)))).unwrap()
+    Server::with_model(config, Snapshot::of(model(), &filled(&model(), 0)).unwrap()).unwrap()
 }
 
 fn with_token(token: &str) -> ServerConfig {
@@ -142,9 +142,9 @@ fn another_model_or_run_is_refused() {
 
 #[test]
 fn a_client_without_a_model_says_so() {
-    let server = Server::start(ServerConfig::default(), None).unwrap();
+    let server = Server::start(ServerConfig::default()).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
-    assert!(matches!(client.pull(&[], false, &never), Err(ClientError::BadInput { .. })));
+    assert!(matches!(client.pull(&[], false, &never), Err(ClientError::OutOfOrder { .. })));
     let status: serde_json::Value = serde_json::from_str(&client.status(&never).unwrap()).unwrap();
     assert_eq!(status["run_id"], client.session().unwrap().run_id.as_str());
 }

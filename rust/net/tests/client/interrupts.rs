@@ -417,7 +417,7 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
 
 #[test]
 fn waiting_for_a_model_can_be_given_up() {
-    let server = Server::start(ServerConfig::default(), None).unwrap();
+    let server = Server::start(ServerConfig::default()).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
     let begun = Instant::now();
     assert_eq!(client.wait_for_model(&|| true).unwrap_err(), ClientError::Interrupted);

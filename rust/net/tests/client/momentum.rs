@@ -4,7 +4,7 @@ use crate::support::{Worker, bytes_of, config, filled, parameter, sgd, table, te
 use offbeat_core::dtype::Dtype;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, StalenessSpec, Transaction};
 use offbeat_core::table::Role;
-use offbeat_net::server::{Server, ServerConfig};
+use offbeat_net::server::{Server, ServerConfig, Snapshot};
 
 const LR: f32 = 0.1;
 
@@ -61,8 +61,8 @@ fn one_worker_is_nesterov_bit_for_bit() {
             ]);
             let start: Vec<Vec<f32>> = sizes.iter().enumerate().map(|(t, &n)| gradient(n, t, 99)).collect();
             let config = ServerConfig { transaction, ..config(two_groups()) };
-            let values = start.iter().map(|v| bytes_of(v)).collect();
-            let server = Server::start(config, Some((table, values))).unwrap();
+            let values: Vec<_> = start.iter().map(|v| bytes_of(v)).collect();
+            let server = Server::with_model(config, Snapshot::of(table, &values).unwrap()).unwrap();
             let mut worker = Worker::ready(&server, 1);
             let mut oracles: Vec<Oracle> = start
                 .into_iter()
@@ -93,7 +93,8 @@ fn a_rejected_push_leaves_the_velocity() {
     let table = table(vec![parameter("w", 5)]);
     let staleness = StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() };
     let config = ServerConfig { staleness, ..config(sgd(f64::from(LR), 0.9, 0.0)) };
-    let server = Server::start(config, Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server =
+        Server::with_model(config, Snapshot::of(table.clone(), &filled(&table, 0)).unwrap()).unwrap();
     let (mut one, mut other) = (Worker::ready(&server, 1), Worker::ready(&server, 1));
     let mut of_one = Oracle { p: vec![0.0; 5], v: None, momentum: 0.9, weight_decay: 0.0 };
     let mut of_other = of_one.clone();
@@ -116,9 +117,11 @@ fn a_rejected_push_leaves_the_velocity() {
 #[test]
 fn two_in_flight_keep_the_velocity_as_they_send() {
     let table = table(vec![parameter("w", 70_000)]);
-    let server =
-        Server::start(config(sgd(f64::from(LR), 0.9, 0.0)), Some((table.clone(), filled(&table, 0))))
-            .unwrap();
+    let server = Server::with_model(
+        config(sgd(f64::from(LR), 0.9, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 2);
     let mut oracle = Oracle { p: vec![0.0; 70_000], v: None, momentum: 0.9, weight_decay: 0.0 };
     for step in 0..5 {
@@ -133,7 +136,11 @@ fn two_in_flight_keep_the_velocity_as_they_send() {
 #[test]
 fn half_precision_is_corrected_in_f32_and_rounded_once() {
     let table = table(vec![tensor("h", 3, Dtype::BF16, Role::Parameter)]);
-    let server = Server::start(config(sgd(1.0, 0.5, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.5, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 1);
     let one = [0x80, 0x3f].repeat(3);
     // d = 1: v = 1, sends 1.5; v = 1.5, sends 1.75.
@@ -147,7 +154,8 @@ fn half_precision_is_corrected_in_f32_and_rounded_once() {
 fn a_push_alone_finds_the_parameters_it_read() {
     let table = table(vec![parameter("w", 10)]);
     let spec = sgd(f64::from(LR), 0.9, 0.1);
-    let server = Server::start(config(spec), Some((table, vec![bytes_of(&[1.0; 10])]))).unwrap();
+    let server =
+        Server::with_model(config(spec), Snapshot::of(table, &[bytes_of(&[1.0; 10])]).unwrap()).unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut oracle = Oracle { p: vec![1.0; 10], v: None, momentum: 0.9, weight_decay: 0.1 };
     for step in 0..3 {

@@ -9,7 +9,7 @@ use offbeat_core::spec::Transaction;
 use offbeat_core::table::Role;
 use offbeat_core::wire::message::RefusalCode;
 use offbeat_net::client::{Client, ClientError, Memory, PushInput};
-use offbeat_net::server::{Server, ServerConfig};
+use offbeat_net::server::{Server, ServerConfig, Snapshot};
 
 /// Large enough for two fragments, and a crowd of small tensors that no vectored call takes at once.
 fn crowded() -> offbeat_core::table::TensorTable {
@@ -34,7 +34,7 @@ fn a_pull_after_init_equals_what_was_brought() {
             *byte = if table.tensors()[t].dtype == Dtype::Bool { 1 } else { ((i * 7 + t) % 59) as u8 };
         }
     }
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), None).unwrap();
+    let server = Server::start(config(sgd(1.0, 0.0, 0.0))).unwrap();
     let mut bringer = Client::connect(client_config(server.address(), 1), Some(&table), &never).unwrap();
     assert_eq!(bringer.session().unwrap().table, None);
     let slices: Vec<&[u8]> = values.iter().map(Vec::as_slice).collect();
@@ -57,7 +57,9 @@ fn pushes_follow_the_closed_form_under_both_transactions() {
             for incremental in [false, true] {
                 let table = crowded();
                 let config = ServerConfig { transaction, ..config(sgd(0.5, 0.0, 0.0)) };
-                let server = Server::start(config, Some((table.clone(), filled(&table, 0)))).unwrap();
+                let server =
+                    Server::with_model(config, Snapshot::of(table.clone(), &filled(&table, 0)).unwrap())
+                        .unwrap();
                 let mut worker = Worker::ready(&server, in_flight);
                 for step in 1..=5_u64 {
                     let mut gradient = worker.gradient(2.0);
@@ -82,7 +84,11 @@ fn pushes_follow_the_closed_form_under_both_transactions() {
 #[test]
 fn staleness_counts_own_pushes_in_flight() {
     let table = table(vec![parameter("w", 100)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 2);
     let mut staleness = vec![];
     for _ in 0..4 {
@@ -99,7 +105,11 @@ fn staleness_counts_own_pushes_in_flight() {
 #[test]
 fn what_other_workers_did_since_the_read_is_staleness() {
     let table = table(vec![parameter("w", 100)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let (mut slow, mut fast) = (Worker::ready(&server, 1), Worker::ready(&server, 1));
     for _ in 0..3 {
         let mut gradient = fast.gradient(1.0);
@@ -114,7 +124,11 @@ fn what_other_workers_did_since_the_read_is_staleness() {
 #[test]
 fn an_absent_gradient_leaves_its_tensor() {
     let table = table(vec![parameter("a", 10), parameter("frozen", 20), parameter("big", 70_000)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     for incremental in [false, true] {
         let mut worker = Worker::ready(&server, 1);
         let before = worker.floats(2)[0];
@@ -133,7 +147,11 @@ fn an_absent_gradient_leaves_its_tensor() {
 #[test]
 fn an_incremental_pull_brings_only_what_changed() {
     let table = table(vec![parameter("a", 70_000), tensor("h", 5, Dtype::F16, Role::Parameter)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let (mut reader, mut writer) = (Worker::ready(&server, 1), Worker::ready(&server, 1));
     let mut gradient = vec![None, Some(vec![0, 0x3c, 0, 0x3c, 0, 0x3c, 0, 0x3c, 0, 0x3c])]; // 1.0 in float16
     writer.push(&mut gradient).unwrap();
@@ -148,7 +166,11 @@ fn an_incremental_pull_brings_only_what_changed() {
 #[test]
 fn a_gradient_that_is_not_finite_is_named_and_nothing_is_sent() {
     let table = table(vec![parameter("a", 10), parameter("b", 70_000)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut bad = worker.gradient(1.0);
     let mut values = vec![1.0; 70_000];
@@ -171,10 +193,14 @@ fn a_gradient_that_is_not_finite_is_named_and_nothing_is_sent() {
 #[test]
 fn memory_that_does_not_fit_is_refused_by_name() {
     let table = table(vec![parameter("a", 10), parameter("b", 20)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::join(&server, 1);
     let text = |error: ClientError| match error {
-        ClientError::BadInput { message } => message,
+        ClientError::BadInput { message } | ClientError::OutOfOrder { message } => message,
         other => panic!("{other:?}"),
     };
     let mut gradient = worker.gradient(1.0);
@@ -197,7 +223,9 @@ fn memory_that_does_not_fit_is_refused_by_name() {
 #[test]
 fn a_push_without_an_optimizer_moves_nothing() {
     let table = table(vec![parameter("w", 10)]);
-    let server = Server::start(ServerConfig::default(), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server =
+        Server::with_model(ServerConfig::default(), Snapshot::of(table.clone(), &filled(&table, 0)).unwrap())
+            .unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut gradient = worker.gradient(1.0);
     let receipt = worker.push_pull(&mut gradient, true).unwrap().unwrap();
@@ -214,7 +242,11 @@ fn a_push_without_an_optimizer_moves_nothing() {
 #[test]
 fn a_push_of_a_life_that_is_over_is_rejected_and_brings_the_new_one() {
     let table = table(vec![parameter("w", 10)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 1);
     server.load_tensors(&[bytes_of(&[5.0; 10])]).unwrap();
     let mut gradient = worker.gradient(1.0);
@@ -233,7 +265,11 @@ fn half_precision_travels_as_itself() {
         tensor("h", 70_001, Dtype::F16, Role::Parameter),
         tensor("b", 3, Dtype::BF16, Role::Parameter),
     ]);
-    let server = Server::start(config(sgd(0.5, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(0.5, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut gradient = vec![Some([0, 0x40].repeat(70_001)), Some([0, 0x40].repeat(3))]; // 2.0 in both
     worker.push_pull(&mut gradient, false).unwrap();
@@ -249,7 +285,11 @@ fn half_precision_travels_as_itself() {
 fn gradients_may_be_pulled_over() {
     // Whoever needs a gradient no more may have the parameters written where it was.
     let table = table(vec![parameter("big", 200_000), parameter("b", 5)]);
-    let server = Server::start(config(sgd(1.0, 0.0, 0.0)), Some((table.clone(), filled(&table, 0)))).unwrap();
+    let server = Server::with_model(
+        config(sgd(1.0, 0.0, 0.0)),
+        Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    )
+    .unwrap();
     let mut worker = Worker::ready(&server, 1);
     let mut both = [bytes_of(&vec![1.0; 200_000]), bytes_of(&[1.0; 5])];
     {

@@ -14,7 +14,7 @@ use offbeat_core::wire::{
     HEADER_BYTES, Header, Kind, PROTOCOL, PullRequest, PushRequest, Versions, Want, decode, encode, flags,
 };
 use offbeat_net::client::{Client, ClientConfig, ClientError};
-use offbeat_net::server::{Server, ServerConfig};
+use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -61,7 +61,7 @@ pub fn config() -> ServerConfig {
 }
 
 pub fn start(config: ServerConfig) -> Server {
-    Server::start(config, Some((table(), values(0.0)))).unwrap()
+    Server::with_model(config, Snapshot::of(table(), &values(0.0)).unwrap()).unwrap()
 }
 
 pub fn status(server: &Server) -> Value {

@@ -1,0 +1,65 @@
+//! A model's values between whoever has them as tensors and the store, which holds fragments.
+
+use super::error::ServerError;
+use offbeat_core::layout::Layout;
+use offbeat_core::table::TensorTable;
+
+/// A model at rest: its table and its values, fragment by fragment as they travel, so that the store can take them over
+/// one at a time and both together need little more than one model.
+#[derive(Debug)]
+pub struct Snapshot {
+    pub(super) table: TensorTable,
+    pub(super) fragments: Vec<Vec<u8>>,
+}
+
+impl Snapshot {
+    /// Copies tensors, each given as its bytes (own dtype, little-endian, C order).
+    ///
+    /// # Errors
+    /// [`ServerError::NumTensors`], [`ServerError::Values`]: these are not the table's.
+    pub fn of(table: TensorTable, tensors: &[impl AsRef<[u8]>]) -> Result<Self, ServerError> {
+        check_values(&table, tensors)?;
+        let layout = Layout::of(&table);
+        let fragment = |(i, f): (usize, &offbeat_core::layout::Fragment)| {
+            let mut payload = vec![0; f.wire_bytes()];
+            gather(&layout, tensors, i, &mut payload);
+            payload
+        };
+        let fragments = layout.fragments.iter().enumerate().map(fragment).collect();
+        Ok(Self { table, fragments })
+    }
+}
+
+/// Copies tensors into the payload of fragment `index`.
+pub(super) fn gather(layout: &Layout, tensors: &[impl AsRef<[u8]>], index: usize, payload: &mut [u8]) {
+    let fragment = &layout.fragments[index];
+    let size = fragment.dtype.size();
+    for s in &fragment.segments {
+        let from = &tensors[s.tensor].as_ref()[s.offset * size..][..s.len * size];
+        payload[s.start * size..][..s.len * size].copy_from_slice(from);
+    }
+}
+
+/// Copies the payload of fragment `index` into tensors.
+pub(super) fn scatter(layout: &Layout, index: usize, payload: &[u8], tensors: &mut [Vec<u8>]) {
+    let fragment = &layout.fragments[index];
+    let size = fragment.dtype.size();
+    for s in &fragment.segments {
+        let to = &mut tensors[s.tensor][s.offset * size..][..s.len * size];
+        to.copy_from_slice(&payload[s.start * size..][..s.len * size]);
+    }
+}
+
+/// Whether each tensor was given as many bytes as its shape and dtype make.
+pub(super) fn check_values(table: &TensorTable, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
+    if tensors.len() != table.len() {
+        return Err(ServerError::NumTensors { expected: table.len(), found: tensors.len() });
+    }
+    for (spec, bytes) in table.tensors().iter().zip(tensors) {
+        let (expected, found) = (spec.num_elements() * spec.dtype.size() as u64, bytes.as_ref().len() as u64);
+        if expected != found {
+            return Err(ServerError::Values { name: spec.name.clone(), expected, found });
+        }
+    }
+    Ok(())
+}
