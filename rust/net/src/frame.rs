@@ -13,7 +13,6 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::Poll;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 
@@ -148,14 +147,6 @@ impl Socket {
             }
         }
         Ok(())
-    }
-
-    /// Whether a read would find something, as far as the runtime knows by now.
-    ///
-    /// # Cancel safety
-    /// Safe: nothing is taken off the stream.
-    pub(crate) async fn is_readable(&self) -> bool {
-        poll_fn(|cx| Poll::Ready(self.stream.poll_read_ready(cx).is_ready())).await
     }
 
     /// Resolves when the peer has closed the connection, if it has sent nothing before that.

@@ -5,7 +5,6 @@ pub mod client;
 pub mod fork;
 pub mod frame;
 pub mod handshake;
-mod linger;
 pub mod server;
 
 pub use fork::forget_after_fork;

@@ -9,7 +9,6 @@ use super::momentum::Keep;
 use super::session::{Inner, LOOK};
 use super::stream::Stream;
 use crate::frame::FrameError;
-use crate::linger::Linger;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{Attach, Join, Joined};
@@ -89,7 +88,6 @@ impl Inner {
             isa: Isa::detect(),
             unclaimed: VecDeque::new(),
             broken: None,
-            linger: Linger::default(),
         };
         if let Some(model) = model {
             inner.adopt(model);

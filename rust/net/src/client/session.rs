@@ -10,7 +10,6 @@ use super::model::Model;
 use super::momentum::Momentum;
 use super::outgoing::{Outgoing, frame};
 use crate::frame::FrameError;
-use crate::linger::Linger;
 use offbeat_core::optim::Isa;
 use offbeat_core::store::Receipt;
 use offbeat_core::wire::message::{Call, ModelInfo, Reply, RunConfig};
@@ -40,7 +39,6 @@ pub(super) struct Inner {
     pub(super) unclaimed: VecDeque<Receipt>,
     /// Why the session is over.
     pub(super) broken: Option<ClientError>,
-    pub(super) linger: Linger,
 }
 
 impl Inner {
@@ -135,23 +133,16 @@ impl Inner {
         interrupt: &dyn Interrupt,
         until: &dyn Fn(&Connection, &Turn<'_>) -> bool,
     ) -> Result<(), ClientError> {
-        let Self { connection, linger, control, .. } = self;
+        let Self { connection, control, .. } = self;
         let mut looked = Instant::now();
-        linger.begin();
         loop {
             let stuck = match connection.step(turn, until) {
-                Poll::Ready(Ok(Step::Done)) => {
-                    linger.end();
-                    return Ok(());
-                }
+                Poll::Ready(Ok(Step::Done)) => return Ok(()),
                 Poll::Ready(Ok(Step::More)) => false,
                 Poll::Ready(Err(error)) => return Err(error),
                 Poll::Pending => true,
             };
-            if stuck && linger.again() {
-                std::thread::yield_now(); // the peer may be waiting for this core
-                connection.stream.retry();
-            } else if stuck {
+            if stuck {
                 let lost = |error| ClientError::from_frame(&connection.address, &FrameError::Io(error));
                 connection.stream.wait().map_err(lost)?;
             }

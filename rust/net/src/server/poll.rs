@@ -1,8 +1,6 @@
 //! How long one turn of a task holds its data thread. The longest is a metric; a task that has held it for a while
-//! lets the others run. And how long a task whose peer answers at once keeps the thread awake.
+//! lets the others run.
 
-use crate::frame::Socket;
-use crate::linger::Linger;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::pin::pin;
@@ -46,25 +44,6 @@ pub(super) async fn timed<T>(longest_us: impl AsRef<AtomicU64>, task: impl Futur
 /// Safe.
 pub(super) async fn breathe() {
     if BEGAN.get().is_some_and(|began| began.elapsed() >= TURN) {
-        tokio::task::yield_now().await;
-    }
-}
-
-/// Waits for the peer, awake for a moment where that is likely to be enough; other tasks run meanwhile.
-///
-/// # Cancel safety
-/// Safe.
-pub(super) async fn linger(socket: &Socket, habit: &mut Linger) {
-    habit.begin();
-    loop {
-        if socket.is_readable().await {
-            habit.end();
-            return;
-        }
-        if !habit.again() {
-            return;
-        }
-        std::thread::yield_now(); // the peer may be waiting for this core
         tokio::task::yield_now().await;
     }
 }

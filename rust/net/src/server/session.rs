@@ -10,7 +10,6 @@ use super::shared::{Meter, Shared};
 use super::{init, poll};
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal};
-use crate::linger::Linger;
 use offbeat_core::layout::Presence;
 use offbeat_core::store::WorkerKey;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
@@ -286,14 +285,10 @@ impl Session {
         let count = |total: &AtomicU64, before: u64, now: u64| total.store(before + now, Ordering::Relaxed);
         let traffic = Arc::clone(&self.traffic);
         let before = (traffic.received.load(Ordering::Relaxed), traffic.sent.load(Ordering::Relaxed));
-        let mut linger = Linger::default();
         while !self.goodbye {
             count(&traffic.received, before.0, socket.received());
             count(&traffic.sent, before.1, socket.sent());
             connection.idle(self.reader.buffered());
-            if self.reader.buffered() == 0 {
-                poll::linger(socket, &mut linger).await;
-            }
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
             match header.kind {
