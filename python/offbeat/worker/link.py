@@ -54,8 +54,8 @@ class Link:
         memories = binding.memories(values)
         is_written = any(slot.dirty for slot in binding.parameters)
         # What was pushed and applied comes back. What else the module's owner wrote to would stay.
-        left_out = is_written and any(s.dirty and v is None for s, v in zip(binding.slots, values, strict=True))
-        stays = self._unsure or left_out
+        slots = zip(binding.slots, values, strict=True)
+        stays = self._unsure or (is_written and any(s.dirty and v is None for s, v in slots))
         with self._in_order():
             if self._broken_off:
                 self._forget()

@@ -83,6 +83,29 @@ def test_push_pull_without_out_writes_the_clients_own_arrays(client):
     assert mine["b"].tolist() == [-1.0, -1.0, -1.0]
 
 
+def test_parameters_are_not_there_before_something_was_written_to_them(server):
+    with offbeat.Client(server.address) as one:
+        one.pull()
+        with pytest.raises(NonFiniteError):
+            one.push_pull(gradient(float("nan")))
+        with pytest.raises(StateError, match="without out="):
+            _ = one.parameters
+    with offbeat.Client(server.address, in_flight=2) as two:
+        two.pull()
+        assert two.push_pull(gradient()) is None
+        with pytest.raises(StateError, match="without out="):
+            _ = two.parameters
+        assert two.push_pull(gradient()).applied
+        assert two.parameters["b"].tolist() == [-0.5, -0.5, -0.5]
+        assert len(two.flush()) == 1
+        assert two.parameters["b"].tolist() == [-1.0, -1.0, -1.0]
+    with offbeat.Client(server.address, in_flight=2) as other:
+        other.pull()
+        assert other.push_pull(gradient()) is None
+        assert len(other.flush()) == 1
+        assert other.parameters["b"].tolist() == [-1.5, -1.5, -1.5]
+
+
 @pytest.mark.parametrize(
     ("out", "said"),
     [

@@ -7,6 +7,7 @@ import pickle  # noqa: TID251  that it does not pickle is the claim
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 
 import offbeat
 from offbeat import optim
+from offbeat.errors import StateError
+from support.relay import Relay
 from support.targets import push_once
 
 MODEL = {"w": np.zeros(3, np.float32)}
@@ -237,6 +240,27 @@ def test_server_left_running_does_not_keep_the_process_from_ending(run_python):
         timeout_s=20,
     )
     assert told == "[0.0, 0.0, 0.0]\n"
+
+
+def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards():
+    wide = {"w": np.zeros(400_000, np.float32)}
+    with (
+        offbeat.ParameterServer(wide, optimizer=optim.SGD(lr=1.0)) as server,
+        Relay(server.address, 300_000) as relay,
+    ):
+        client = offbeat.Client(relay.address, worker_id="it")
+        client.pull()
+        thread = threading.Thread(target=client.push, args=(wide,))
+        thread.start()
+        try:
+            assert relay.reached.wait(20)
+            with pytest.raises(StateError, match="another thread is in a call"):
+                client.close()
+        finally:
+            relay.go_on()
+            thread.join()
+        client.close()
+        wait_for_state(server, "it", "finished", timeout_s=5)
 
 
 # -- signals
