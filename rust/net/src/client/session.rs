@@ -138,6 +138,7 @@ impl Inner {
         let Self { connection, linger, control, .. } = self;
         let mut looked = Instant::now();
         linger.begin();
+        connection.stream.hurry(); // a call that was broken off may have announced a wait
         loop {
             let stuck = match connection.step(turn, until) {
                 Poll::Ready(Ok(Step::Done)) => {
