@@ -271,15 +271,18 @@ WAITS = {
     "wait_until_joined": "server.wait_until_joined(1)",
     "connect": "offbeat.Client('192.0.2.1:9', connect_timeout_s=60)",
     "pull": "offbeat.Client(server.address).pull()",
+    "status": "_offbeat.fetch_status(f'127.0.0.1:{quiet.getsockname()[1]}', None, 60.0)",
 }
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_every_wait(wait):
     program = started(
-        "import offbeat\n"
+        "import socket, offbeat\n"
+        "from offbeat import _offbeat\n"
         "server = offbeat.ParameterServer()\n"
         "server.start()\n"
+        "quiet = socket.create_server(('127.0.0.1', 0))\n"
         "try:\n"
         "    print('ready', flush=True)\n"
         f"    {WAITS[wait]}\n"
