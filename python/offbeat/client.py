@@ -27,7 +27,6 @@ from offbeat.errors import (
     ConfigError,
     ForkedError,
     ModelMismatchError,
-    OffbeatError,
     StateError,
 )
 from offbeat.naming import known_keywords
@@ -89,6 +88,8 @@ class Client(process.Live):
         self._names: dict[str, Entry] = {}
         self._arrays: _offbeat.ArrayTable
         self._own: dict[str, Array] | None = None
+        self._own_is_written = False
+        self._is_answer_due = False  # a push in flight brings parameters with the next call
         self._configured = False
         self._has_read = False
         if self._session.table is not None:
@@ -158,6 +159,7 @@ class Client(process.Live):
         if not self._table:
             self._learn(session.wait_for_model())
         out = out if out is not None else self._empty()
+        self._is_answer_due = False
         session.pull(self._memories(out), False)  # noqa: FBT003  the extension takes no keywords here
         self._has_read = True
         return out
@@ -178,6 +180,7 @@ class Client(process.Live):
             NonFiniteError: If there is a NaN or an infinity in it; nothing was sent.
         """
         session = self._ready()
+        self._is_answer_due = False
         return session.push(self._values(gradients), _count(samples))
 
     def push_pull(
@@ -194,19 +197,32 @@ class Client(process.Live):
             This push's receipt; with two in flight that of the push before, None at the first.
         """
         session = self._ready()
+        is_own = out is None
         if out is None:
             out = self._own = self._own or self._empty()
-        return session.push_pull(self._values(gradients), _count(samples), self._memories(out), False)  # noqa: FBT003
+        values, memories = self._values(gradients), self._memories(out)
+        was_due, self._is_answer_due = self._is_answer_due, False
+        receipt = session.push_pull(values, _count(samples), memories, False)  # noqa: FBT003
+        self._own_is_written |= is_own and receipt is not None
+        self._is_answer_due = was_due or receipt is None
+        return receipt
 
     def flush(self) -> list[Receipt]:
         """Wait for the pushes in flight and return their receipts."""
         session = self._open()
-        return session.flush(self._memories(self._own) if self._own is not None else None)
+        was_due, self._is_answer_due = self._is_answer_due, False
+        receipts = session.flush(self._memories(self._own) if self._own is not None else None)
+        self._own_is_written |= was_due and self._own is not None
+        return receipts
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """What `push_pull` without `out` wrote last; the arrays stay this client's."""
-        if self._own is None:
+        """What `push_pull` without `out` wrote last; the arrays stay this client's.
+
+        Raises:
+            StateError: If it wrote nothing yet, as the first of two in flight does.
+        """
+        if self._own is None or not self._own_is_written:
             raise StateError("client.parameters holds what push_pull() without out= wrote; use pull() before")
         return self._own
 
@@ -238,11 +254,14 @@ class Client(process.Live):
 
         Args:
             finished: Whether this worker's work is done, or it only leaves.
+
+        Raises:
+            StateError: If another thread is in a call of this client, which then stays as it is.
         """
-        session, self._session = self._session, None
-        if session is not None:
+        if (session := self._session) is not None:
             with suppress(ForkedError):  # in a child there is nothing to say: the connection is the parent's
                 session.close(finished)
+            self._session = None
             process.release(self)
 
     def __enter__(self) -> Self:
@@ -263,8 +282,7 @@ class Client(process.Live):
     # -- inside
 
     def _at_exit(self, *, failed: bool) -> None:
-        with suppress(OffbeatError):  # another thread may be in a call
-            self.close(finished=not failed)
+        self.close(finished=not failed)
 
     def _open(self) -> "_offbeat.Session":
         if self._session is None:

@@ -69,7 +69,8 @@ class ConnectError(OffbeatError, ConnectionError):
 class ConnectionLostError(OffbeatError, ConnectionError):
     """A connection that stood has broken, and the call could not be finished.
 
-    A push that ends so is unsettled: whether the server applied it is found out by the next call.
+    The session is over: every later call raises this too, and whether the server applied the last push stays
+    unknown. Make a new client or worker.
     """
 
 

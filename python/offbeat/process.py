@@ -14,7 +14,10 @@ import os
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
+
+from offbeat.errors import OffbeatError
 
 __all__ = ["Live", "announce", "register", "release"]
 
@@ -98,7 +101,8 @@ def _log_waiting(timeout_s: float) -> None:
 
 def _say_goodbye() -> None:
     for thing in list(_live):
-        thing._at_exit(failed=_is_failing())  # noqa: SLF001  for this module alone
+        with suppress(OffbeatError):  # another thread may be in a call of it; the others are to be heard
+            thing._at_exit(failed=_is_failing())  # noqa: SLF001  for this module alone
 
 
 def _is_failing() -> bool:

@@ -214,12 +214,22 @@ class Binding:
             slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
 
     def lost(self) -> None:
-        """A pull broke off: `out()` may hold some of it. What has to come again, the client knows."""
+        """A pull broke off: `out()` may hold some of it. What has to come again, the client knows.
+
+        The next push is based on what came so far, and the parameters hold that from now on.
+        """
         if self._direct:
             increment_version(self._direct)
+        self.restore()
         for slot in self.slots:
             slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
         self._broken = True
+
+    def restore(self) -> None:
+        """Let parameters that were changed beside their spares hold what was read."""
+        slots = [slot for slot in self._staged if slot.is_parameter] if self.filled else []
+        if slots:
+            self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
 
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""

@@ -1,7 +1,8 @@
 """The session and the module together: what goes out, what comes in, and what is known after a failure."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,17 +28,19 @@ class Link:
         """With two pushes in flight, pulls land in spare memory, from which the module is set."""
         self.session = session
         self.binding = binding
-        # The memory of a push is kept until it is answered: should the connection break, it is sent again.
+        # The memory of a push is kept until it is answered.
         self._unsettled: deque[Sequence[Memory | None]] = deque()
         self._in_flight = in_flight
+        self._broken_off = False  # a call was, so that the session may have more in flight than is known here
+        self._unsure = False  # and the module may hold what no pull has brought
+        self._orphans: list[Receipt] = []
         if in_flight > 1:
             binding.use_spares()
 
     def pull(self) -> None:
         """Bring the newest model into the module."""
         self.binding.refresh()
-        binding = self.binding
-        self._pull(incremental=binding.filled and not any(slot.dirty for slot in binding.parameters))
+        self._pull()
 
     def push_pull(self, values: Sequence[torch.Tensor | None], samples: int) -> Receipt | None:
         """Push one tensor or None per slot and bring the model that answers into the module.
@@ -49,40 +52,73 @@ class Link:
         """
         binding = self.binding
         memories = binding.memories(values)
-        # What is in the push comes back whole. What its owner wrote to besides would stay as it is.
-        stays = any(
-            s.dirty and s.is_parameter and v is None for s, v in zip(binding.slots, values, strict=True)
-        )
-        self._unsettled.append(memories)
-        try:
+        is_written = any(slot.dirty for slot in binding.parameters)
+        # What was pushed and applied comes back. What else the module's owner wrote to would stay.
+        slots = zip(binding.slots, values, strict=True)
+        stays = self._unsure or (is_written and any(s.dirty and v is None for s, v in slots))
+        with self._in_order():
+            if self._broken_off:
+                self._forget()
+            self._broken_off = True
+            self._unsure |= is_written
+            self._unsettled.append(memories)
             receipt = self.session.push_pull(memories, samples, binding.out(), binding.filled)
-        except BaseException:
-            self.binding.lost()
-            raise
-        while len(self._unsettled) >= self._in_flight:
-            self._unsettled.popleft()
-        binding.landed()
-        if stays:
-            self._pull(incremental=False)
+            while len(self._unsettled) >= self._in_flight:
+                self._unsettled.popleft()
+            self._broken_off = False
+            binding.landed()
+            answered = receipt if self._in_flight == 1 else None
+            if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
+                self._fetch(incremental=False)
+            self._unsure = False
         return receipt
 
-    def settle(self) -> list[Receipt]:
-        """Wait for what is in flight, and bring the model that answers it into the module."""
-        out = self.binding.out()
-        try:
-            receipts = self.session.flush(out)
-        except BaseException:
-            self.binding.lost()
-            raise
-        self._unsettled.clear()
-        if receipts:
-            self.binding.landed()
-        return receipts
+    def settle(self) -> tuple[list[Receipt], list[Receipt]]:
+        """Wait for what is in flight, and bring the model that answers it into the module.
 
-    def _pull(self, *, incremental: bool) -> None:
+        Returns:
+            The receipts of pushes whose call was broken off, and those of what was in flight.
+        """
+        with self._in_order():
+            if self._broken_off:
+                self._forget()
+            in_flight = len(self._unsettled)
+            self._broken_off = in_flight > 0
+            receipts = self.session.flush(self.binding.out())
+            self._unsettled.clear()
+            self._broken_off = False
+            if in_flight:
+                self._unsure |= any(slot.dirty for slot in self.binding.parameters)
+                self.binding.landed()
+        orphans, self._orphans = self._orphans, []
+        known = len(receipts) - in_flight
+        return [*orphans, *receipts[:known]], receipts[known:]
+
+    def _pull(self) -> None:
+        written = self._unsure or any(slot.dirty for slot in self.binding.parameters)
+        with self._in_order():
+            self._fetch(incremental=self.binding.filled and not written)
+            self._unsure = False
+
+    def _fetch(self, *, incremental: bool) -> None:
+        # Nobody takes the parameters of what is in flight any more; the receipts come with the next flush.
+        self._broken_off = True
+        self.session.pull(self.binding.out(), incremental)
+        self._unsettled.clear()
+        self._broken_off = False
+        self.binding.landed()
+
+    def _forget(self) -> None:
+        """Let what was broken off end, whose parameters nobody takes any more."""
+        self._orphans += self.session.flush(None)
+        self._unsettled.clear()
+        self._broken_off = False
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Whatever breaks off in here (Ctrl-C comes at any line), the module then holds what was read."""
         try:
-            self.session.pull(self.binding.out(), incremental)
+            yield
         except BaseException:
             self.binding.lost()
             raise
-        self.binding.landed()

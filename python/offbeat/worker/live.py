@@ -79,10 +79,11 @@ class LiveOptimizer:
             self._restore(before)
 
     def drop(self) -> None:
-        """Take back the local steps that were not pushed, as far as the optimizer's state goes."""
+        """Take back the local steps that were not pushed, in the optimizer's state and in the model."""
         if self._before is not None:
             self._restore(self._before)
             self._before = None
+            self._binding.restore()
         self._stepped.clear()
         self._in_flight.clear()
 

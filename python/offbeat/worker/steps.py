@@ -113,8 +113,9 @@ class Steps:
         return self._push()
 
     def settle(self) -> list[Receipt]:
-        """Wait for what is in flight. Returns its receipts."""
-        return [self._settled(receipt) for receipt in self._link.settle()]
+        """Wait for what is in flight. Returns its receipts, after those of pushes that were broken off."""
+        broken_off, receipts = self._link.settle()
+        return [*broken_off, *map(self._settled, receipts)]
 
     def drop(self) -> None:
         """Forget what was not pushed, and what was pushed and not answered."""

@@ -132,6 +132,7 @@ class _Loop:
                 if self._out_of_budget:
                     return
                 if plan.max_steps is not None and history.steps >= plan.max_steps:
+                    self._count(self._steps.push_rest, 0)
                     history.stopped = "max_steps"
                     return
             self._count(self._steps.push_rest, 0)

@@ -307,7 +307,11 @@ class AsyncWorker(process.Live):
     # ------------------------------------------------------------------ an end
 
     def close(self) -> None:
-        """Say goodbye to the server. May be called twice; the model stays usable."""
+        """Say goodbye to the server. May be called twice; the model stays usable.
+
+        Raises:
+            StateError: If another thread is in a call of this worker, which then stays as it is.
+        """
         self._end(finished=True)
 
     def __enter__(self) -> Self:
@@ -370,9 +374,9 @@ class AsyncWorker(process.Live):
     def _end(self, *, finished: bool) -> None:
         if self._closed or os.getpid() != self._pid:
             return
+        self._link.session.close(finished)  # raises where another thread is in a call: then nothing is closed
         self._closed = True
         self._steps.close()
-        self._link.session.close(finished)
         process.release(self)
 
     def _at_exit(self, *, failed: bool) -> None:

@@ -142,11 +142,14 @@ fn status_needs_the_token_and_no_membership() {
     let server = start(with_token());
     let address = format!("127.0.0.1:{}", server.address().port());
     let limit = common::DEADLINE;
-    let json = fetch_status(&address, Some("secret"), limit).unwrap();
+    let json = fetch_status(&address, Some("secret"), limit, &|| false).unwrap();
     let status: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(status["state"], "running");
     assert_eq!(status["workers"].as_array().unwrap().len(), 0);
-    assert!(matches!(fetch_status(&address, None, limit), Err(ClientError::Authentication { .. })));
+    assert!(matches!(
+        fetch_status(&address, None, limit, &|| false),
+        Err(ClientError::Authentication { .. })
+    ));
 }
 
 #[test]

@@ -71,6 +71,10 @@ impl ArrayTable {
             if value.is_none() {
                 continue;
             }
+            if values[position].is_some() {
+                self.refuse_twice(given, &name, adapt, "the push")?;
+                continue;
+            }
             let is_plain = self.entries[position].is_plain(&value);
             values[position] = Some(if is_plain { value } else { adapt.call1((name, value))? });
         }
@@ -87,11 +91,11 @@ impl ArrayTable {
     ) -> PyResult<Bound<'py, PyList>> {
         if given.len() > self.entries.len() {
             for (name, value) in given {
-                let known = name
-                    .cast::<PyString>()
-                    .is_ok_and(|n| n.to_str().is_ok_and(|n| self.positions.contains_key(n)));
-                if !known {
-                    adapt.call1((name, value))?;
+                let known = name.cast::<PyString>().ok().and_then(|n| self.positions.get(n.to_str().ok()?));
+                match known {
+                    None => drop(adapt.call1((name, value))?),
+                    Some(&position) if name.eq(&self.entries[position].name)? => {}
+                    Some(_) => self.refuse_twice(given, &name, adapt, "out")?,
                 }
             }
         }
@@ -103,6 +107,37 @@ impl ArrayTable {
             }
         };
         PyList::new(py, self.entries.iter().map(memory).collect::<PyResult<Vec<_>>>()?)
+    }
+}
+
+impl ArrayTable {
+    /// A tensor is to come once: under a second of its names only where that is the same memory.
+    fn refuse_twice(
+        &self,
+        given: &Bound<'_, PyDict>,
+        name: &Bound<'_, PyAny>,
+        adapt: &Bound<'_, PyAny>,
+        place: &str,
+    ) -> PyResult<()> {
+        let of =
+            |n: &Bound<'_, PyAny>| self.positions.get(n.cast::<PyString>().ok()?.to_str().ok()?).copied();
+        let begin = |n: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>| -> PyResult<usize> {
+            let array = adapt.call1((n, value))?;
+            array.getattr("ctypes")?.getattr("data")?.extract()
+        };
+        let Some(mine) = given.get_item(name)? else { return Ok(()) };
+        for (other, theirs) in given {
+            let is_other = of(&other) == of(name) && !theirs.is_none() && !theirs.is(&mine);
+            if is_other && begin(&other, &theirs)? != begin(name, &mine)? {
+                let (first, second) = (other.repr()?, name.repr()?);
+                let message = format!(
+                    "{place} has {first} and {second}, which are two names of one tensor, with an array each: \
+                     give it once"
+                );
+                return Err(raise(name.py(), Class::ModelMismatch, message));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -231,7 +231,7 @@ pub(crate) fn fetch_status(
     token: Option<&str>,
     timeout_s: f64,
 ) -> PyResult<String> {
-    wait(py, |_| client::fetch_status(address, token, seconds(timeout_s)))
+    wait(py, |signals| client::fetch_status(address, token, seconds(timeout_s), signals))
 }
 
 /// In a forked child, first thing: closes what was inherited, without a word to the other side.

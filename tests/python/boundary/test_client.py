@@ -1,8 +1,11 @@
 """`offbeat.Client` and a real server in another process: what goes in, comes out, and is refused."""
 
 import array
+import os
+import socket
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -81,6 +84,74 @@ def test_push_pull_without_out_writes_the_clients_own_arrays(client):
     client.push_pull(gradient(1.0))
     assert client.parameters is mine
     assert mine["b"].tolist() == [-1.0, -1.0, -1.0]
+
+
+@pytest.fixture
+def tied():
+    module = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
+    module[1].weight = module[0].weight
+    with (
+        offbeat.ParameterServer(module, optimizer=optim.SGD(lr=0.5)) as server,
+        offbeat.Client(server.address) as client,
+    ):
+        yield client
+
+
+def test_tensor_given_under_two_of_its_names_is_one_array_or_refused_naming_both(tied):
+    out = tied.pull()
+    one, other = (np.full((3, 3), value, np.float32) for value in (1, 2))
+    both = "'0.weight' and '1.weight', which are two names of one tensor"
+    with pytest.raises(ModelMismatchError, match=f"the push has {both}"):
+        tied.push({"0.weight": one, "1.weight": other})
+    transposed = one.T
+    assert tied.push({"0.weight": transposed, "1.weight": transposed}).applied
+    assert tied.push({"0.weight": None, "1.weight": one.T}).applied
+    with pytest.raises(ModelMismatchError, match=f"out has {both}"):
+        tied.pull(out={**out, "1.weight": other})
+    before = out["0.weight"].copy()
+    tied.pull(out={**out, "1.weight": out["0.weight"][:]})  # the same memory
+    np.testing.assert_allclose(out["0.weight"], before - 1, atol=1e-6)
+
+
+def options_of_connections_to(address):
+    """TCP_USER_TIMEOUT of this process's connections, in ms."""
+    host, _, port = address.rpartition(":")
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(link.name))) as found:
+            if found.getpeername() == (host, int(port)):
+                yield found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
+def test_server_whose_host_vanished_is_given_up_after_20_seconds_and_one_that_stands_still_is_not(
+    server, client
+):
+    # A link cannot be cut without privileges: the option is what the system acts by. On the connection of the
+    # pushes it would also count the time in which a server that stands still has no room.
+    assert client.pull()
+    assert sorted(options_of_connections_to(server.address)) == [0, 20_000]
+
+
+def test_parameters_are_not_there_before_something_was_written_to_them(server):
+    with offbeat.Client(server.address) as one:
+        one.pull()
+        with pytest.raises(NonFiniteError):
+            one.push_pull(gradient(float("nan")))
+        with pytest.raises(StateError, match="without out="):
+            _ = one.parameters
+    with offbeat.Client(server.address, in_flight=2) as two:
+        two.pull()
+        assert two.push_pull(gradient()) is None
+        with pytest.raises(StateError, match="without out="):
+            _ = two.parameters
+        assert two.push_pull(gradient()).applied
+        assert two.parameters["b"].tolist() == [-0.5, -0.5, -0.5]
+        assert len(two.flush()) == 1
+        assert two.parameters["b"].tolist() == [-1.0, -1.0, -1.0]
+    with offbeat.Client(server.address, in_flight=2) as other:
+        other.pull()
+        assert other.push_pull(gradient()) is None
+        assert len(other.flush()) == 1
+        assert other.parameters["b"].tolist() == [-1.5, -1.5, -1.5]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pickle  # noqa: TID251  that it does not pickle is the claim
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 
 import offbeat
 from offbeat import optim
+from offbeat.errors import StateError
+from support.relay import Relay
 from support.targets import push_once
 
 MODEL = {"w": np.zeros(3, np.float32)}
@@ -239,6 +242,27 @@ def test_server_left_running_does_not_keep_the_process_from_ending(run_python):
     assert told == "[0.0, 0.0, 0.0]\n"
 
 
+def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards():
+    wide = {"w": np.zeros(400_000, np.float32)}
+    with (
+        offbeat.ParameterServer(wide, optimizer=optim.SGD(lr=1.0)) as server,
+        Relay(server.address, 300_000) as relay,
+    ):
+        client = offbeat.Client(relay.address, worker_id="it")
+        client.pull()
+        thread = threading.Thread(target=client.push, args=(wide,))
+        thread.start()
+        try:
+            assert relay.reached.wait(20)
+            with pytest.raises(StateError, match="another thread is in a call"):
+                client.close()
+        finally:
+            relay.go_on()
+            thread.join()
+        client.close()
+        wait_for_state(server, "it", "finished", timeout_s=5)
+
+
 # -- signals
 
 
@@ -247,15 +271,18 @@ WAITS = {
     "wait_until_joined": "server.wait_until_joined(1)",
     "connect": "offbeat.Client('192.0.2.1:9', connect_timeout_s=60)",
     "pull": "offbeat.Client(server.address).pull()",
+    "status": "_offbeat.fetch_status(f'127.0.0.1:{quiet.getsockname()[1]}', None, 60.0)",
 }
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_every_wait(wait):
     program = started(
-        "import offbeat\n"
+        "import socket, offbeat\n"
+        "from offbeat import _offbeat\n"
         "server = offbeat.ParameterServer()\n"
         "server.start()\n"
+        "quiet = socket.create_server(('127.0.0.1', 0))\n"
         "try:\n"
         "    print('ready', flush=True)\n"
         f"    {WAITS[wait]}\n"

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.errors import ClosedError
+from offbeat.errors import ClosedError, StateError
+from support.relay import Relay
 from support.worker import train_in_a_process
 
 SPEC = offbeat.optim.SGD(lr=0.1)
@@ -63,6 +64,52 @@ def test_close_says_finished_may_be_called_twice_and_the_model_stays_usable(serv
     assert last_departure(server)["state"] == "finished"
     assert worker.model(torch.ones(1, 4)).shape == (1, 2)
     assert worker.history.steps == 0
+
+
+def busy(worker, relay):
+    """A thread that stays in a step of the worker until the relay goes on."""
+    worker.model.weight.sum().backward()
+    thread = threading.Thread(target=worker.step)
+    thread.start()
+    assert relay.reached.wait(20)
+    return thread
+
+
+def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards(serve, join):
+    server = serve(nn.Linear(4, 100_000))
+    with Relay(server.address, 300_000) as relay:
+        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC)
+        thread = busy(worker, relay)
+        try:
+            with pytest.raises(StateError, match="another thread is in a call"):
+                worker.close()
+        finally:
+            relay.go_on()
+            thread.join()
+        assert states(server) == ["joined"]
+        worker.close()
+        assert last_departure(server)["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_one_that_cannot_say_goodbye_at_the_end_of_the_process_keeps_no_other_from_it(serve):
+    server = serve(nn.Linear(4, 100_000))
+    script = textwrap.dedent("""
+        import sys, threading, torch, offbeat
+        worker = offbeat.AsyncWorker(sys.argv[2], worker_id="busy", optimizer=offbeat.optim.SGD(lr=0.1))
+        worker.model.weight.sum().backward()
+        others = [offbeat.Client(sys.argv[1], worker_id=f"idle {n}") for n in range(8)]
+        threading.Thread(target=worker.step, daemon=True).start()
+        sys.stdin.readline()
+    """)
+    with Relay(server.address, 300_000) as relay:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, server.address, relay.address], stdin=subprocess.PIPE
+        )
+        assert relay.reached.wait(40)
+        process.communicate(b"\n", timeout=40)
+        idle = {w["id"]: w["state"] for w in server.status()["workers"] if w["id"] != "busy"}
+        assert idle == {f"idle {n}": "finished" for n in range(8)}
 
 
 @pytest.mark.parametrize(

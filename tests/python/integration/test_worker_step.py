@@ -2,6 +2,9 @@
 
 import gc
 import logging
+import os
+import signal
+import threading
 import weakref
 
 import pytest
@@ -11,6 +14,7 @@ from torch.nn import functional
 
 import offbeat
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from support.relay import Relay
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 
@@ -297,6 +301,79 @@ def test_gradients_and_differences_do_not_mix_in_one_run(serve, join):
     join(server, net(), optimizer=SPEC)
     with pytest.raises(ConfigError, match="gradient"):
         join(server, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# ---------------------------------------------------------------------------------------- broken off
+
+WIDE = 1_000_000  # more than a socket holds
+MIDDLE_OF_THE_PUSH = 300_000  # bytes, of 16 MB
+
+
+def wide():
+    return nn.Linear(4, WIDE, bias=False)
+
+
+def broken_off_step(worker, relay):
+    """Press Ctrl-C while the push is under way; what is left of it goes on to the server afterwards."""
+
+    def press():
+        assert relay.reached.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.step()
+    pressing.join()
+    relay.go_on()
+
+
+def square(model):
+    """Gradients with which a learning rate of 0.25 halves all parameters."""
+    (model.weight**2).sum().backward()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_live_optimizer_s_step_that_was_broken_off_is_applied_once(serve, join, in_flight):
+    server, model = serve(wide()), wide()
+    with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        worker = join(relay.address, model, optimizer=optimizer, in_flight=in_flight)
+        read = values(model)[0]
+        square(model)
+        broken_off_step(worker, relay)
+        halved = values(model)[0] == read / 2  # where the server's answer had come
+        assert torch.equal(values(model)[0][~halved], read[~halved])
+        assert not halved.all()
+        square(model)
+        receipt = worker.step()
+        receipts = worker.flush()
+        assert [r.version for r in receipts] + ([receipt.version] if receipt else []) == [1, 2]
+    assert torch.equal(values(model)[0], server.state_dict()["weight"])
+    torch.testing.assert_close(values(model)[0], torch.where(halved, read / 4, 0.0))
+
+
+def test_what_was_written_to_the_module_after_a_push_was_broken_off_is_undone_by_the_next_pull(serve, join):
+    server, model = serve(nn.Linear(4, WIDE)), nn.Linear(4, WIDE)
+    with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
+        worker = join(relay.address, model, optimizer=SPEC)
+        square(model)  # of the weight alone: the bias stays what it is on the server
+        broken_off_step(worker, relay)
+        with torch.no_grad():
+            model.bias.zero_()
+        assert [r.applied for r in worker.flush()] == [True]
+        worker.evaluate([])
+    assert same(values(model), server.state_dict().values())
+
+
+def test_what_was_written_to_the_module_is_undone_by_a_step_that_is_rejected_too(serve, join):
+    server = serve(net())
+    worker = join(server, net())
+    backward(worker.model)
+    with torch.no_grad():
+        worker.model[0].weight.add_(1)
+    assert worker.step().reason == "no_optimizer"
+    assert same(values(worker.model), server.state_dict().values())
 
 
 # ---------------------------------------------------------------------------------------- another term

@@ -42,6 +42,11 @@ class Recorder(nn.Module):
         return self.net(x)
 
 
+def same_parameters(model, server):
+    held = server.state_dict()
+    return all(torch.equal(p, held[name]) for name, p in model.named_parameters())
+
+
 def flat(lists):
     return [value for one in lists for value in one]
 
@@ -287,6 +292,10 @@ def test_max_steps_counts_the_steps_of_a_live_optimizer(serve, join):
         dataset=dataset(100), epochs=9, max_steps=7, loss_fn=LOSS, optimizer=optimizer, progress=False
     )
     assert (history.steps, history.stopped) == (7, "max_steps")
+    status = server.status()
+    assert status["version"] == 4
+    assert status["samples"] == history.samples == 70
+    assert same_parameters(model, server)
     assert "SGD(lr=0.1) on the worker" in history.optimizer
 
 
@@ -439,9 +448,10 @@ def test_ctrl_c_keeps_the_worker_joined_and_the_history_and_the_next_train_works
     assert server.status()["workers"][0]["state"] == "joined"
 
 
-def test_ctrl_c_gives_a_live_optimizer_its_state_back(serve, join):
+def test_ctrl_c_gives_a_live_optimizer_its_state_back_and_takes_its_steps_back(serve, join):
     model = net()
-    worker = join(serve(net()), model, 10, 4)
+    server = serve(net())
+    worker = join(server, model, 10, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def loss(outputs, targets):
@@ -454,6 +464,7 @@ def test_ctrl_c_gives_a_live_optimizer_its_state_back(serve, join):
     with pytest.raises(KeyboardInterrupt):
         worker.train(dataset=dataset(), loss_fn=loss, optimizer=optimizer, progress=False)
     assert not optimizer.state
+    assert same_parameters(model, server)
     history = worker.train(dataset=dataset(), loss_fn=LOSS, optimizer=optimizer, progress=False)
     assert history.stopped == "epochs"
 

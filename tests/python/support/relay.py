@@ -11,14 +11,14 @@ TIMEOUT_S = 20
 class Relay:
     """Passes TCP connections on to a server. One that sends more than `limit` bytes is held there.
 
-    `reached` is set when just so many bytes have gone on to the server. After `lose_the_rest()` what the
-    worker still sends is thrown away, and its end is passed on.
+    `reached` is set when just so many bytes have gone on to the server. After `go_on()` the rest follows;
+    after `lose_the_rest()` what the worker still sends is thrown away, and its end is passed on.
     """
 
     def __init__(self, server, limit):
         host, _, port = server.rpartition(":")
         self._server, self._limit = (host, int(port)), limit
-        self.reached, self._losing = threading.Event(), threading.Event()
+        self.reached, self._losing, self._released = (threading.Event() for _ in range(3))
         self._listener = socket.create_server(("127.0.0.1", 0))
         # Little room, inherited by what is accepted: the worker is to be held in its push, not behind it.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
@@ -27,12 +27,16 @@ class Relay:
         self._acceptor = threading.Thread(target=self._accept)
         self._acceptor.start()
 
+    def go_on(self):
+        self._released.set()
+
     def lose_the_rest(self):
         self._losing.set()
+        self._released.set()
 
     def close(self):
         """End every connection that still stands."""
-        self._losing.set()
+        self.lose_the_rest()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(TIMEOUT_S)
         _end(*self._sockets)
@@ -66,10 +70,12 @@ class Relay:
                 passed += len(chunk)
                 if passed == limit:
                     self.reached.set()
-                    self._losing.wait()
-                    while source.recv(CHUNK_BYTES):
-                        pass
-                    break
+                    self._released.wait()
+                    limit = None
+                    if self._losing.is_set():
+                        while source.recv(CHUNK_BYTES):
+                            pass
+                        break
             target.shutdown(socket.SHUT_WR)
         except OSError:  # one of the two has gone: the other is told
             _end(source, target)

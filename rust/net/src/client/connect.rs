@@ -17,11 +17,15 @@ use tokio::time::timeout;
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// Pauses between attempts grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// A peer that vanished without a word is noticed after idle + retries × interval.
+/// A peer that vanished without a word is noticed after idle + retries × interval, where nothing is on its way to it.
 const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
     .with_time(Duration::from_secs(10))
     .with_interval(Duration::from_secs(3))
     .with_retries(3);
+/// While something is on its way nothing is probed, and the system goes on sending for a quarter of an hour: that long
+/// heartbeats may stay without an acknowledgement. On the control connection alone: a server that only stands still
+/// (stopped, moved to another host) acknowledges heartbeats, but has no room for a push, which would count too.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(20);
 
 /// What a connection begins with, after the handshake.
 #[derive(Debug)]
@@ -71,7 +75,7 @@ impl Target {
         loop {
             attempts += 1;
             let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
-            let failure = match self.attempt(opening, left.min(ATTEMPT)).await {
+            let failure = match self.attempt(opening, left).await {
                 Ok(opened) => return Ok(opened),
                 Err(Failure::Final(error)) => return Err(error),
                 Err(failure) => failure,
@@ -95,10 +99,12 @@ impl Target {
     async fn attempt(
         &self,
         opening: &Opening<'_>,
-        limit: Duration,
+        left: Duration,
     ) -> Result<(Socket, FrameReader, Opened), Failure> {
         let mut cause = String::from("the name has no address");
-        for address in self.resolve().await? {
+        let addresses = resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?;
+        let limit = left.min(ATTEMPT);
+        for address in addresses {
             let stream = match timeout(limit, TcpStream::connect(address)).await {
                 Ok(Ok(stream)) => stream,
                 Ok(Err(error)) => {
@@ -122,37 +128,15 @@ impl Target {
         Err(Failure::Again(cause))
     }
 
-    /// The addresses of a name, looked up on a thread of its own: the system's resolver cannot be interrupted.
-    async fn resolve(&self) -> Result<Vec<SocketAddr>, Failure> {
-        if let Ok(address) = self.address.parse() {
-            return Ok(vec![address]);
-        }
-        let (found, finding) = oneshot::channel();
-        let name = self.address.clone();
-        let thread = std::thread::Builder::new().name("offbeat-resolve".into()).spawn(move || {
-            let addresses = name.to_socket_addrs().map(Vec::from_iter);
-            drop(found.send(addresses)); // whoever asked may have gone
-        });
-        thread.map_err(|e| Failure::Again(e.to_string()))?;
-        match finding.await {
-            Ok(Ok(addresses)) => Ok(addresses),
-            Ok(Err(error))
-                if error.kind() == std::io::ErrorKind::InvalidInput || self.address.starts_with(':') =>
-            {
-                let message = format!("{:?} is not an address; give HOST:PORT", self.address);
-                Err(Failure::Final(ClientError::bad_input(message)))
-            }
-            Ok(Err(error)) => Err(Failure::Again(error.to_string())),
-            Err(_) => Err(Failure::Again("the name could not be looked up".into())),
-        }
-    }
-
     async fn greet(
         &self,
         stream: TcpStream,
         opening: &Opening<'_>,
     ) -> Result<(Socket, FrameReader, Opened), HandshakeError> {
         SockRef::from(&stream).set_tcp_keepalive(&KEEPALIVE)?;
+        if matches!(opening, Opening::Control(_)) {
+            SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
+        }
         let socket = Socket::new(stream.into_std()?)?;
         let mut reader = FrameReader::default();
         let purpose = match opening {
@@ -190,6 +174,37 @@ impl Target {
     }
 }
 
+/// The addresses of a name, looked up on a thread of its own: the system's resolver can neither be interrupted nor
+/// given a limit, and whoever waits for it has both.
+async fn resolve(
+    name: &str,
+    limit: Duration,
+    look_up: impl FnOnce(&str) -> std::io::Result<Vec<SocketAddr>> + Send + 'static,
+) -> Result<Vec<SocketAddr>, Failure> {
+    if let Ok(address) = name.parse() {
+        return Ok(vec![address]);
+    }
+    let (found, finding) = oneshot::channel();
+    let of_thread = name.to_owned();
+    let thread = std::thread::Builder::new().name("offbeat-resolve".into()).spawn(move || {
+        drop(found.send(look_up(&of_thread))); // whoever asked may have gone
+    });
+    thread.map_err(|e| Failure::Again(e.to_string()))?;
+    match timeout(limit, finding).await {
+        Ok(Ok(Ok(addresses))) => Ok(addresses),
+        Ok(Ok(Err(error))) if error.kind() == std::io::ErrorKind::InvalidInput || name.starts_with(':') => {
+            let message = format!("{name:?} is not an address; give HOST:PORT");
+            Err(Failure::Final(ClientError::bad_input(message)))
+        }
+        Ok(Ok(Err(error))) => Err(Failure::Again(error.to_string())),
+        Ok(Err(_)) => Err(Failure::Again("the name could not be looked up".into())),
+        Err(_) => {
+            let seconds = limit.as_secs_f64();
+            Err(Failure::Again(format!("looking up the name gave no answer within {seconds:.1} s")))
+        }
+    }
+}
+
 /// What a frame says that is not the one that was due.
 async fn unexpected(
     socket: &Socket,
@@ -212,4 +227,26 @@ pub(super) fn host() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname")
         .map(|name| name.trim().to_owned())
         .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn a_name_that_nobody_answers_for_is_waited_for_within_the_limit() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let (answer, answered) = mpsc::channel();
+        let limit = Duration::from_millis(50);
+        let look_up = move |_: &str| {
+            let _: Result<(), _> = answered.recv(); // a name server that is silent until the test is over
+            Ok(Vec::new())
+        };
+        match runtime.block_on(resolve("somewhere.invalid:1", limit, look_up)) {
+            Err(Failure::Again(cause)) => assert!(cause.contains("no answer within 0.1 s"), "{cause}"),
+            Err(Failure::Silent | Failure::Final(_)) | Ok(_) => panic!("it did not wait for the name"),
+        }
+        drop(answer);
+    }
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 
 /// Waits for `future` and looks up every now and then.
-async fn unless_interrupted<T>(
+pub(super) async fn unless_interrupted<T>(
     interrupt: &dyn Interrupt,
     future: impl Future<Output = Result<T, ClientError>>,
 ) -> Result<T, ClientError> {

@@ -188,8 +188,8 @@ impl Client {
     /// Sends a contribution and waits for its receipt. What was in flight is settled before; its parameters are dropped.
     ///
     /// # Errors
-    /// [`ClientError::NonFinite`], [`ClientError::BadInput`]: nothing was sent. [`ClientError::Refused`] if there is
-    /// no optimizer, or the run is over. Else as [`Self::wait_for_model`].
+    /// [`ClientError::NonFinite`], [`ClientError::BadInput`]: nothing was sent. Else as
+    /// [`Self::wait_for_model`]. That there is no optimizer, or that the run is over, is a receipt and no error.
     pub fn push(&mut self, input: PushInput<'_>, interrupt: &dyn Interrupt) -> Result<Receipt, ClientError> {
         match self.inner()?.push(&input, None, interrupt)? {
             Some(receipt) => Ok(receipt),
@@ -281,10 +281,16 @@ impl Drop for Client {
 ///
 /// # Errors
 /// As [`Client::connect`].
-pub fn fetch_status(address: &str, token: Option<&str>, limit: Duration) -> Result<String, ClientError> {
+pub fn fetch_status(
+    address: &str,
+    token: Option<&str>,
+    limit: Duration,
+    interrupt: &dyn Interrupt,
+) -> Result<String, ClientError> {
     let target = Target { address: address.to_owned(), token: token.map(str::to_owned) };
     let runtime = join::runtime(address)?;
-    match runtime.block_on(target.open(&Opening::Status, limit))?.2 {
+    let opened = join::unless_interrupted(interrupt, target.open(&Opening::Status, limit));
+    match runtime.block_on(opened)?.2 {
         Opened::Status(json) => Ok(json),
         Opened::Data(_) | Opened::Control => unreachable!("a status was asked for"),
     }

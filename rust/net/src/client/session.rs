@@ -135,6 +135,7 @@ impl Inner {
     ) -> Result<(), ClientError> {
         let Self { connection, control, .. } = self;
         let mut looked = Instant::now();
+        connection.stream.hurry(); // a call that was broken off may have announced a wait
         loop {
             let stuck = match connection.step(turn, until) {
                 Poll::Ready(Ok(Step::Done)) => return Ok(()),

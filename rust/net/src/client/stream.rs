@@ -109,6 +109,11 @@ impl Stream {
         Ok(())
     }
 
+    /// The wait that was announced is over: whoever reads next has not asked for it.
+    pub(super) fn hurry(&self) {
+        self.patient.set(false);
+    }
+
     /// Whether a wait has ended because a signal came or the time was up; asked once.
     pub(super) fn take_nudge(&self) -> bool {
         self.nudged.take()
@@ -139,5 +144,28 @@ fn attempt(
             Poll::Pending
         }
         Err(error) => Poll::Ready(Err(error.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_wait_that_was_broken_off_does_not_hold_up_the_next_read() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let stream = runtime.block_on(async { Stream::new(Socket::new(socket).unwrap()).unwrap() });
+        let mut room = [0; 1];
+        let mut read = || stream.read(&mut [IoSliceMut::new(&mut room)]);
+        stream.wait().unwrap();
+        assert!(read().is_pending());
+        assert!(stream.take_nudge(), "that read has waited");
+        stream.wait().unwrap();
+        stream.hurry();
+        assert!(read().is_pending());
+        assert!(!stream.take_nudge(), "this one has not");
     }
 }

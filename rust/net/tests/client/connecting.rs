@@ -40,11 +40,11 @@ fn a_token_lets_in_who_holds_it() {
         }
     }
     assert!(
-        fetch_status(&server.address().to_string(), Some("sesame"), Duration::from_secs(5))
+        fetch_status(&server.address().to_string(), Some("sesame"), Duration::from_secs(5), &never)
             .unwrap()
             .contains("run_id")
     );
-    assert!(fetch_status(&server.address().to_string(), None, Duration::from_secs(5)).is_err());
+    assert!(fetch_status(&server.address().to_string(), None, Duration::from_secs(5), &never).is_err());
     let open = start(config(sgd(1.0, 0.0, 0.0)));
     let config = ClientConfig { token: Some("sesame".into()), ..client_config(open.address(), 1) };
     let refused = Client::connect(config, None, &never);
@@ -123,6 +123,14 @@ fn connecting_can_be_interrupted() {
     let refused = Client::connect(client_config(listener.local_addr().unwrap(), 1), None, &|| true);
     assert_eq!(refused.unwrap_err(), ClientError::Interrupted);
     assert!(begun.elapsed() < Duration::from_secs(2));
+}
+
+#[test]
+fn asking_for_the_status_can_be_interrupted() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap(); // as above
+    let address = listener.local_addr().unwrap().to_string();
+    let refused = fetch_status(&address, None, Duration::from_secs(20), &|| true);
+    assert_eq!(refused, Err(ClientError::Interrupted));
 }
 
 #[test]
