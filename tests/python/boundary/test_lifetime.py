@@ -212,6 +212,51 @@ def test_worker_killed_with_forked_children_is_noticed_at_once(server):
         program.communicate(timeout=20)
 
 
+SOCKETS_OF_CHILDREN = """
+import os, sys, warnings, numpy as np, offbeat
+warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what is tested
+def sockets():
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            what = os.readlink("/proc/self/fd/" + number)
+        except FileNotFoundError:  # the folder's own
+            continue
+        if what.startswith("socket:"):
+            found.append(what[8:-1])
+    tables = "".join(open("/proc/self/net/" + name).read() for name in ("tcp", "tcp6"))
+    return [line for line in tables.splitlines() if line.split()[9] in found]
+def in_child():
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(theirs, "\\n".join(sockets()).encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours) as told:
+        told = told.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return told
+"""
+
+
+def test_child_forked_right_after_start_has_no_socket_of_the_servers(run_python):
+    # Were the listening socket left in it, the port would be taken after the server's end.
+    told = run_python(
+        SOCKETS_OF_CHILDREN + "model = {'w': np.zeros(3, np.float32)}\n"
+        "inherited = []\n"
+        "for _ in range(100):\n"
+        "    server = offbeat.ParameterServer(model)\n"
+        "    server.start()\n"
+        "    inherited.append(in_child())\n"
+        "    assert sockets()\n"
+        "    server.stop()\n"
+        "print(sum(map(bool, inherited)), *inherited)",
+        timeout_s=50,
+    )
+    assert told.split() == ["0"], told
+
+
 # -- the end of the process
 
 

@@ -1,15 +1,17 @@
 //! Opening a connection: find the address, try until the time is up, shake hands, say who we are.
 
 use super::error::ClientError;
+use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{HandshakeError, expect, greet, random, send};
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
 use offbeat_core::wire::{Kind, decode};
 use socket2::{SockRef, TcpKeepalive};
+use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
@@ -99,7 +101,7 @@ impl Target {
     ) -> Result<(Socket, FrameReader, Opened), Failure> {
         let mut cause = String::from("the name has no address");
         for address in self.resolve().await? {
-            let stream = match timeout(limit, TcpStream::connect(address)).await {
+            let stream = match timeout(limit, reach(address)).await {
                 Ok(Ok(stream)) => stream,
                 Ok(Err(error)) => {
                     cause = format!("{address}: {error}");
@@ -137,7 +139,7 @@ impl Target {
         match finding.await {
             Ok(Ok(addresses)) => Ok(addresses),
             Ok(Err(error))
-                if error.kind() == std::io::ErrorKind::InvalidInput || self.address.starts_with(':') =>
+                if error.kind() == io::ErrorKind::InvalidInput || self.address.starts_with(':') =>
             {
                 let message = format!("{:?} is not an address; give HOST:PORT", self.address);
                 Err(Failure::Final(ClientError::bad_input(message)))
@@ -149,11 +151,11 @@ impl Target {
 
     async fn greet(
         &self,
-        stream: TcpStream,
+        stream: ClosedInChildren<TcpStream>,
         opening: &Opening<'_>,
     ) -> Result<(Socket, FrameReader, Opened), HandshakeError> {
-        SockRef::from(&stream).set_tcp_keepalive(&KEEPALIVE)?;
-        let socket = Socket::new(stream.into_std()?)?;
+        SockRef::from(&*stream).set_tcp_keepalive(&KEEPALIVE)?;
+        let socket = Socket::of(stream)?;
         let mut reader = FrameReader::default();
         let purpose = match opening {
             Opening::Data(_) => Purpose::Data,
@@ -188,6 +190,12 @@ impl Target {
         };
         Ok((socket, reader, opened))
     }
+}
+
+/// Connects; closed in children that are forked meanwhile too.
+async fn reach(address: SocketAddr) -> io::Result<ClosedInChildren<TcpStream>> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    ClosedInChildren::new(socket).try_map_async(|socket| socket.connect(address)).await
 }
 
 /// What a frame says that is not the one that was due.
