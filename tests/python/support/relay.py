@@ -1,4 +1,4 @@
-"""A stretch of network between a worker and its server, which loses the rest of what the worker sends."""
+"""A stretch of network between a worker and its server, which holds or loses what the worker sends."""
 
 import contextlib
 import socket
@@ -12,13 +12,14 @@ class Relay:
     """Passes TCP connections on to a server. One that sends more than `limit` bytes is held there.
 
     `reached` is set when just so many bytes have gone on to the server. After `lose_the_rest()` what the
-    worker still sends is thrown away, and its end is passed on.
+    worker still sends is thrown away, and its end is passed on; after `pass_the_rest()` it goes on too.
     """
 
     def __init__(self, server, limit):
         host, _, port = server.rpartition(":")
         self._server, self._limit = (host, int(port)), limit
-        self.reached, self._losing = threading.Event(), threading.Event()
+        self.reached, self._decided = threading.Event(), threading.Event()
+        self._losing = True
         self._listener = socket.create_server(("127.0.0.1", 0))
         # Little room, inherited by what is accepted: the worker is to be held in its push, not behind it.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
@@ -28,11 +29,15 @@ class Relay:
         self._acceptor.start()
 
     def lose_the_rest(self):
-        self._losing.set()
+        self._decided.set()
+
+    def pass_the_rest(self):
+        self._losing = False
+        self._decided.set()
 
     def close(self):
         """End every connection that still stands."""
-        self._losing.set()
+        self._decided.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(TIMEOUT_S)
         _end(*self._sockets)
@@ -66,9 +71,10 @@ class Relay:
                 passed += len(chunk)
                 if passed == limit:
                     self.reached.set()
-                    self._losing.wait()
-                    while source.recv(CHUNK_BYTES):
-                        pass
+                    self._decided.wait()
+                    while rest := source.recv(CHUNK_BYTES):
+                        if not self._losing:
+                            target.sendall(rest)
                     break
             target.shutdown(socket.SHUT_WR)
         except OSError:  # one of the two has gone: the other is told
