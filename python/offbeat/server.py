@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from offbeat import _offbeat
 
-__all__ = ["ParameterServer"]
+__all__ = ["ParameterServer", "stop_and_take"]
 
 EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
 
@@ -211,13 +211,7 @@ class ParameterServer(process.Live):
         Raises:
             StateError: If nobody has brought a model yet.
         """
-        held = self._open().tensors()
-        if held is None:
-            raise StateError("the server has no model yet: no worker has brought one")
-        entries = read_table(held[0])
-        with_torch = sys.modules.get("torch") is not None
-        arrays = {e: from_bytes(e, data, tensor=with_torch) for e, data in zip(entries, held[1], strict=True)}
-        return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
+        return _state(self._open())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Replace the model's values, in a new term: pushes on what was before are rejected.
@@ -282,6 +276,28 @@ class ParameterServer(process.Live):
         if self._server is None:
             raise StateError("this server has not been started: call server.start(), or use a with statement")
         return self._server
+
+
+def stop_and_take(server: ParameterServer) -> "dict[str, torch.Tensor] | dict[str, Array]":
+    """Stop a server and copy its model afterwards, so that every push that was acknowledged is in the copy.
+
+    Raises:
+        StateError: If nobody has brought a model.
+        ClosedError: If it was stopped before.
+    """
+    held = server._open()  # noqa: SLF001  of this module
+    server.stop()
+    return _state(held)
+
+
+def _state(server: "_offbeat.Server") -> "dict[str, torch.Tensor] | dict[str, Array]":
+    held = server.tensors()
+    if held is None:
+        raise StateError("the server has no model yet: no worker has brought one")
+    entries = read_table(held[0])
+    with_torch = sys.modules.get("torch") is not None
+    arrays = {e: from_bytes(e, data, tensor=with_torch) for e, data in zip(entries, held[1], strict=True)}
+    return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
 
 
 def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbeat.Snapshot | None":

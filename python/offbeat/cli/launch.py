@@ -20,7 +20,7 @@ from offbeat.cli.serving import (
     add_run_options,
     log_to_stderr,
     make_server,
-    save,
+    stop,
     stopping_on_signals,
 )
 from offbeat.errors import ConfigError
@@ -130,8 +130,10 @@ def _server(arguments: Namespace) -> Iterator[dict[str, str]]:
     handler.setLevel(logging.WARNING)  # nobody has to be told how to join
     with server:
         handler.setLevel(logging.NOTSET)
-        yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token}
-        save(server, arguments.save)
+        try:
+            yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token}
+        finally:
+            stop(server, arguments.save)
 
 
 def _words(ended: Ended) -> str:

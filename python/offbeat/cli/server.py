@@ -15,7 +15,7 @@ from offbeat.cli.serving import (
     join_lines,
     log_to_stderr,
     make_server,
-    save,
+    stop,
     stopping_on_signals,
 )
 from offbeat.errors import ConfigError
@@ -81,7 +81,7 @@ def run(arguments: Namespace) -> int:
                     threading.Event().wait()
                 server.wait_for_workers(arguments.workers)
             finally:
-                save(server, arguments.save)
+                stop(server, arguments.save)
     except Stopped as signal:
         _log.info("stopped by %s", signal)
     return ExitCode.OK

@@ -14,6 +14,7 @@ from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.errors import StateError
+from offbeat.server import stop_and_take
 
 __all__ = [
     "Stopped",
@@ -21,7 +22,7 @@ __all__ = [
     "join_lines",
     "log_to_stderr",
     "make_server",
-    "save",
+    "stop",
     "stopping_on_signals",
 ]
 
@@ -142,12 +143,13 @@ def _schedule(text: str | None) -> schedule.Schedule | str | None:
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
 
 
-def save(server: ParameterServer, path: Path | None) -> None:
-    """Write the server's model to a file, if one was asked for and there is a model."""
+def stop(server: ParameterServer, path: Path | None) -> None:
+    """Stop a server, then write its model to a file, if one was asked for and there is a model."""
     if path is None:
+        server.stop()
         return
     try:
-        state = server.state_dict()
+        state = stop_and_take(server)
     except StateError as error:
         print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
         return
@@ -186,13 +188,13 @@ def log_to_stderr(prefix: str = "") -> logging.Handler:
 def stopping_on_signals() -> Iterator[None]:
     """Turn SIGINT and SIGTERM into `Stopped`; a second one ends what the first one began."""
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
+    def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
         del frame
         raise Stopped(signal.Signals(number).name)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
-        signal.signal(number, stop)
+        signal.signal(number, raise_stopped)
     try:
         yield
     finally:

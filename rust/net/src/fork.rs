@@ -6,8 +6,9 @@
 //! closes: a `shutdown` or a goodbye would end the parent's connection too. The objects that believe they own these
 //! sockets are never used or dropped in the child: they compare [`Origin`] first.
 //!
-//! - FORK-1 A number in the chain is a descriptor that a live object of this process owns; it is entered after the
-//!   object has been made and taken out before the object is dropped ([`Registered`] is declared before the socket).
+//! - FORK-1 A number in the chain is a descriptor that a live object of this process owns: it is entered after the
+//!   object has been made, stays while the descriptor goes from one object to the next, and is taken out before the
+//!   object is dropped, or at once after an object that did not become the next ([`ClosedInChildren`]).
 //! - FORK-2 In the child no object closes a descriptor of the parent's, so closing by number closes it once.
 //! - FORK-3 A place lives for ever: it is leaked before its address is stored, and nobody frees one.
 #![expect(
@@ -15,6 +16,8 @@
     reason = "in the child, a descriptor is closed without the object that owns it (FORK-2); places are leaked (FORK-3)"
 )]
 
+use std::io;
+use std::ops::Deref;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
@@ -59,12 +62,58 @@ impl Place {
 
 static FIRST: Place = Place::new();
 
+/// A socket that is closed in children which are forked while this lives.
+#[derive(Debug)]
+pub(crate) struct ClosedInChildren<T> {
+    registered: Registered, // before the socket: FORK-1
+    socket: T,
+}
+
+impl<T: AsRawFd> ClosedInChildren<T> {
+    pub(crate) fn new(socket: T) -> Self {
+        Self { registered: Registered::new(&socket), socket }
+    }
+
+    /// Turns the socket into another object with the same descriptor, for instance to hand it to another thread's
+    /// runtime. It is closed in children all the way.
+    pub(crate) fn try_map<U: AsRawFd>(
+        self,
+        turn: impl FnOnce(T) -> io::Result<U>,
+    ) -> io::Result<ClosedInChildren<U>> {
+        let Self { registered, socket } = self;
+        let number = registered.0.load(Ordering::Relaxed);
+        let socket = turn(socket)?;
+        debug_assert_eq!(socket.as_raw_fd(), number, "the same descriptor");
+        Ok(ClosedInChildren { registered, socket })
+    }
+
+    /// [`Self::try_map`] with something that takes its time, such as connecting.
+    ///
+    /// # Cancel safety
+    /// Safe; the socket is closed.
+    pub(crate) async fn try_map_async<U, F: Future<Output = io::Result<U>>>(
+        self,
+        turn: impl FnOnce(T) -> F,
+    ) -> io::Result<ClosedInChildren<U>> {
+        let Self { registered, socket } = self;
+        Ok(ClosedInChildren { socket: turn(socket).await?, registered })
+    }
+}
+
+impl<T> Deref for ClosedInChildren<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.socket
+    }
+}
+
 /// A descriptor is closed in children that are forked while this lives.
 #[derive(Debug)]
-pub(crate) struct Registered(&'static AtomicI32);
+struct Registered(&'static AtomicI32);
 
 impl Registered {
-    pub(crate) fn new(socket: &impl AsRawFd) -> Self {
+    fn new(socket: &impl AsRawFd) -> Self {
         let fd = socket.as_raw_fd();
         let mut place = &FIRST;
         // Relaxed throughout: a fork copies memory as its own thread sees it, and that thread made the number's
@@ -124,6 +173,14 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::IntoRawFd;
 
+    struct Number(RawFd);
+
+    impl AsRawFd for Number {
+        fn as_raw_fd(&self) -> RawFd {
+            self.0
+        }
+    }
+
     #[test]
     fn only_what_is_registered_is_closed() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -136,17 +193,21 @@ mod tests {
             peers.iter().find(|p| p.peer_addr().unwrap().port() == port).unwrap()
         };
         drop(Registered::new(&let_go));
-        let registered = Registered::new(&closed);
         let mut peer = peer_of(&closed);
-        let _number = closed.into_raw_fd(); // as if its owner were in the child's dead memory
-        forget_after_fork();
-        assert_eq!(peer.read(&mut [0]).unwrap(), 0, "the end of the registered one");
+        let handed_on = ClosedInChildren::new(closed);
+        // As if its owner were in the child's dead memory.
+        let as_number = |stream: TcpStream| {
+            let number = Number(stream.into_raw_fd());
+            forget_after_fork();
+            assert_eq!(peer.read(&mut [0]).unwrap(), 0, "closed while it is handed on");
+            Ok(number)
+        };
+        drop(handed_on.try_map(as_number).unwrap());
         for open in [&kept, &let_go] {
             let mut peer = peer_of(open);
             peer.set_nonblocking(true).unwrap();
-            assert_eq!(peer.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+            assert_eq!(peer.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
         }
-        drop(registered);
         assert!(!Origin::here().is_elsewhere());
     }
 }

@@ -4,7 +4,7 @@
 //! the rest of a payload *and* the next header at once (`readv`), a write sends headers and payloads from where they
 //! lie (`writev`). Reading and writing take `&Socket`, so one task can do both at the same time.
 
-use crate::fork::Registered;
+use crate::fork::ClosedInChildren;
 use offbeat_core::values;
 use offbeat_core::wire::{HEADER_BYTES, Header, HeaderError, Kind, MessageError};
 use socket2::SockRef;
@@ -42,8 +42,7 @@ pub enum FrameError {
 /// A non-blocking TCP stream on the runtime of the thread that made it; closed in forked children.
 #[derive(Debug)]
 pub struct Socket {
-    registered: Registered,
-    stream: TcpStream,
+    stream: ClosedInChildren<TcpStream>,
     peer: SocketAddr,
     received: AtomicU64,
     sent: AtomicU64,
@@ -58,17 +57,25 @@ impl Socket {
     /// # Panics
     /// Outside a tokio runtime.
     pub fn new(stream: std::net::TcpStream) -> io::Result<Self> {
+        Self::from_std(ClosedInChildren::new(stream))
+    }
+
+    /// [`Self::new`] for a stream that another runtime has given back.
+    pub(crate) fn from_std(stream: ClosedInChildren<std::net::TcpStream>) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
+        Self::of(stream.try_map(TcpStream::from_std)?)
+    }
+
+    /// Takes a stream of the current runtime.
+    pub(crate) fn of(stream: ClosedInChildren<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         let peer = stream.peer_addr()?;
         if peer.ip().to_canonical().is_loopback() {
-            let socket = SockRef::from(&stream);
+            let socket = SockRef::from(&*stream);
             socket.set_send_buffer_size(LOOPBACK_BUFFER_BYTES)?;
             socket.set_recv_buffer_size(LOOPBACK_BUFFER_BYTES)?;
         }
-        let registered = Registered::new(&stream);
-        let stream = TcpStream::from_std(stream)?;
-        Ok(Self { registered, stream, peer, received: AtomicU64::new(0), sent: AtomicU64::new(0) })
+        Ok(Self { stream, peer, received: AtomicU64::new(0), sent: AtomicU64::new(0) })
     }
 
     #[must_use]
@@ -76,14 +83,9 @@ impl Socket {
         self.peer
     }
 
-    /// Gives the stream back, to be registered with another runtime.
-    ///
-    /// # Errors
-    /// What the operating system says.
-    pub fn into_std(self) -> io::Result<std::net::TcpStream> {
-        let Self { registered, stream, peer: _, received: _, sent: _ } = self;
-        drop(registered);
-        stream.into_std()
+    /// Gives the stream back, for another runtime or for none.
+    pub(crate) fn into_std(self) -> io::Result<ClosedInChildren<std::net::TcpStream>> {
+        self.stream.try_map(TcpStream::into_std)
     }
 
     /// Ends one or both directions for everybody who holds the stream; may be called from any thread.
@@ -91,7 +93,7 @@ impl Socket {
     /// # Errors
     /// What the operating system says, for instance that the peer has ended it already.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        SockRef::from(&self.stream).shutdown(how)
+        SockRef::from(&*self.stream).shutdown(how)
     }
 
     /// Bytes received so far; grows whenever the peer makes progress.
@@ -177,7 +179,7 @@ impl Socket {
     ) -> io::Result<Option<usize>> {
         let mut done = None;
         let tried = self.stream.try_io(interest, || {
-            let n = call(&SockRef::from(&self.stream))?;
+            let n = call(&SockRef::from(&*self.stream))?;
             done = Some(n);
             // Less than asked for means that the kernel's buffer is empty (or full). Saying so here makes the next
             // attempt wait for an event at once, instead of making a call that would only find that out.

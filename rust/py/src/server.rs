@@ -95,17 +95,19 @@ impl Server {
     fn new(py: Python<'_>, config: &str, model: Option<&Snapshot>) -> PyResult<Self> {
         log::install();
         let config = parse::<Settings>(py, "the configuration", config)?.config();
-        let server = match model {
-            Some(model) => {
-                let model = model.0.lock().map_or(None, |mut model| model.take());
-                let Some(model) = model else {
+        // The port first: a start that fails leaves the snapshot for the next.
+        let bound = wait(py, |_| NetServer::bind(config))?;
+        let model = match model {
+            None => None,
+            Some(model) => match model.0.lock().map_or(None, |mut model| model.take()) {
+                None => {
+                    py.detach(|| drop(bound));
                     return Err(raise(py, Class::State, "this snapshot was given to a server before"));
-                };
-                wait(py, |_| NetServer::with_model(config, model))?
-            }
-            None => wait(py, |_| NetServer::start(config))?,
+                }
+                some => some,
+            },
         };
-        Ok(Self(Owned::new(server)))
+        Ok(Self(Owned::new(wait(py, |_| bound.serve(model))?)))
     }
 
     #[getter]

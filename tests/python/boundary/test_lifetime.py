@@ -53,18 +53,17 @@ def started(code, *arguments):
     return program
 
 
-def end_by(program, number):
-    """Send a signal until the program ends; the first may come before it is ready for it."""
-    out, err = None, None
-    for _ in range(40):
-        program.send_signal(number)
-        try:
-            out, err = program.communicate(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            continue
-        return out, err
-    program.kill()
-    raise AssertionError(program.communicate())
+ONCE_IT_WAITS = """
+import os, sys, threading, offbeat
+sys.setswitchinterval(1000)  # another thread runs only when this one lets go of the GIL, as in a wait
+def look(number, main=threading.main_thread().ident, package=os.path.dirname(offbeat.__file__)):
+    while not sys._current_frames()[main].f_code.co_filename.startswith(package):
+        threading.Event().wait(0.001)
+    os.kill(os.getpid(), number)
+def signal_once_it_waits(number):
+    threading.Thread(target=look, args=[number]).start()
+"""
+"""Sends one signal, when the main thread is inside a call of ours that has let go of the GIL."""
 
 
 # -- copies
@@ -166,20 +165,6 @@ def test_child_may_make_its_own(server):
         assert client.pull()["w"].tolist() == [0, 0, 0]
 
 
-def test_queue_of_the_log_is_there_before_its_thread_so_that_no_fork_falls_in_between(run_python):
-    told = run_python(
-        "import threading, offbeat\n"
-        "from offbeat import _offbeat\n"
-        "readers, read = [], _offbeat.next_log_records\n"
-        "def noted(timeout_s):\n"
-        "    readers.append(threading.current_thread() is threading.main_thread())\n"
-        "    return read(timeout_s)\n"
-        "_offbeat.next_log_records = noted\n"
-        "with offbeat.ParameterServer(): print(readers[0])"
-    )
-    assert told.splitlines() == ["True"]
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_multiprocessing_process_is_a_worker_that_says_goodbye(server, method):
     process = multiprocessing.get_context(method).Process(target=push_once, args=(server.address, method))
@@ -213,6 +198,51 @@ def test_worker_killed_with_forked_children_is_noticed_at_once(server):
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         program.communicate(timeout=20)
+
+
+SOCKETS_OF_CHILDREN = """
+import os, sys, warnings, numpy as np, offbeat
+warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what is tested
+def sockets():
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            what = os.readlink("/proc/self/fd/" + number)
+        except FileNotFoundError:  # the folder's own
+            continue
+        if what.startswith("socket:"):
+            found.append(what[8:-1])
+    tables = "".join(open("/proc/self/net/" + name).read() for name in ("tcp", "tcp6"))
+    return [line for line in tables.splitlines() if line.split()[9] in found]
+def in_child():
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(theirs, "\\n".join(sockets()).encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours) as told:
+        told = told.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return told
+"""
+
+
+def test_child_forked_right_after_start_has_no_socket_of_the_servers(run_python):
+    # Were the listening socket left in it, the port would be taken after the server's end.
+    told = run_python(
+        SOCKETS_OF_CHILDREN + "model = {'w': np.zeros(3, np.float32)}\n"
+        "inherited = []\n"
+        "for _ in range(100):\n"
+        "    server = offbeat.ParameterServer(model)\n"
+        "    server.start()\n"
+        "    inherited.append(in_child())\n"
+        "    assert sockets()\n"
+        "    server.stop()\n"
+        "print(sum(map(bool, inherited)), *inherited)",
+        timeout_s=50,
+    )
+    assert told.split() == ["0"], told
 
 
 # -- the end of the process
@@ -271,68 +301,55 @@ WAITS = {
     "wait_until_joined": "server.wait_until_joined(1)",
     "connect": "offbeat.Client('192.0.2.1:9', connect_timeout_s=60)",
     "pull": "offbeat.Client(server.address).pull()",
-    "status": "_offbeat.fetch_status(f'127.0.0.1:{quiet.getsockname()[1]}', None, 60.0)",
+    "status": "status.run(Namespace(address=f'127.0.0.1:{quiet.getsockname()[1]}', token=None, timeout_s=60.0))",
 }
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_ctrl_c_ends_every_wait(wait):
-    program = started(
-        "import socket, offbeat\n"
-        "from offbeat import _offbeat\n"
+def test_ctrl_c_ends_every_wait(wait, run_python):
+    told = run_python(
+        f"{ONCE_IT_WAITS}\n"
+        "import socket\n"
+        "from argparse import Namespace\n"
+        "from offbeat.cli import status\n"
         "server = offbeat.ParameterServer()\n"
         "server.start()\n"
         "quiet = socket.create_server(('127.0.0.1', 0))\n"
         "try:\n"
-        "    print('ready', flush=True)\n"
+        "    signal_once_it_waits(2)\n"
         f"    {WAITS[wait]}\n"
         "except KeyboardInterrupt:\n"
-        "    print('interrupted', flush=True)\n"
+        "    print('interrupted')\n",
+        timeout_s=20,
     )
-    out, err = end_by(program, signal.SIGINT)
-    assert "interrupted" in out, (out, err)
+    assert told == "interrupted\n"
 
 
 def test_ctrl_c_in_a_push_leaves_the_client_usable():
-    # A server that is stopped in mid-push (SIGSTOP) keeps the worker waiting.
-    serving = started(
-        "import numpy as np, offbeat\n"
-        "from offbeat.optim import SGD\n"
-        "server = offbeat.ParameterServer({'w': np.zeros(2_000_000, np.float32)}, optimizer=SGD(lr=1.0))\n"
-        "server.start()\n"
-        "print('ready', flush=True)\n"
-        "print(server.address, flush=True)\n"
-        "server.wait_for_workers()"
-    )
-    address = serving.stdout.readline().strip()
-    program = started(
-        "import sys, numpy as np, offbeat\n"
-        "client = offbeat.Client(sys.argv[1])\n"
-        "out = client.pull()\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "try:\n"
-        "    print('pushing', flush=True)\n"
-        "    client.push_pull({'w': np.ones(2_000_000, np.float32)}, out=out)\n"
-        "except KeyboardInterrupt:\n"
-        "    print('interrupted', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "print(len(client.flush()), client.pull(out=out)['w'][:2].tolist(), flush=True)",
-        address,
-    )
-    try:
-        serving.send_signal(signal.SIGSTOP)
-        program.stdin.write("\n")
-        program.stdin.flush()
-        assert program.stdout.readline() == "pushing\n"
+    large = {"w": np.zeros(2_000_000, np.float32)}
+    with (
+        offbeat.ParameterServer(large, optimizer=optim.SGD(lr=1.0)) as server,
+        Relay(server.address, limit=1 << 20) as relay,
+    ):
+        program = started(
+            "import sys, numpy as np, offbeat\n"
+            "client = offbeat.Client(sys.argv[1])\n"
+            "out = client.pull()\n"
+            "try:\n"
+            "    print('ready', flush=True)\n"
+            "    client.push_pull({'w': np.ones(2_000_000, np.float32)}, out=out)\n"
+            "except KeyboardInterrupt:\n"
+            "    print('interrupted', flush=True)\n"
+            "sys.stdin.readline()\n"
+            "print(len(client.flush()), client.pull(out=out)['w'][:2].tolist(), flush=True)",
+            relay.address,
+        )
+        assert relay.reached.wait(20), program.kill()  # the push is under way, and waits
         program.send_signal(signal.SIGINT)
-        assert program.stdout.readline() == "interrupted\n"
-        serving.send_signal(signal.SIGCONT)
+        assert program.stdout.readline() == "interrupted\n", program.kill()
+        relay.go_on()
         out, err = program.communicate("\n", timeout=30)
-        assert out in ("1 [-1.0, -1.0]\n", "0 [0.0, 0.0]\n"), (out, err)
-    finally:
-        serving.kill()
-        serving.communicate(timeout=20)
+        assert out == "1 [-1.0, -1.0]\n", (out, err)
 
 
 @pytest.mark.parametrize("wait", ["wait_for_workers()", "wait_until_joined(5)"])
@@ -359,12 +376,14 @@ def test_sigterm_in_a_wait_stops_the_server_and_exits_with_zero(wait):
 
 def test_sigterm_with_a_handler_of_the_users_is_the_users():
     program = started(
-        "import signal, sys, offbeat\n"
+        f"{ONCE_IT_WAITS}\n"
+        "import signal\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         "server = offbeat.ParameterServer()\n"
         "server.start()\n"
         "print('ready', flush=True)\n"
+        "signal_once_it_waits(signal.SIGTERM)\n"
         "server.wait_for_workers()"
     )
-    end_by(program, signal.SIGTERM)
+    program.communicate(timeout=20)
     assert program.returncode == 7

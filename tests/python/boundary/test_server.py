@@ -1,5 +1,6 @@
 """`offbeat.ParameterServer` with real clients: its model, its run, and how waiting ends."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -229,6 +230,17 @@ def test_start_returns_at_once_and_twice_is_refused():
         with pytest.raises(ClosedError):
             use()
     assert "stopped" in repr(server)
+
+
+def test_start_that_failed_may_be_tried_again_with_the_same_model():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = offbeat.ParameterServer(arrays(2.0), port=port)
+        with pytest.raises(AddressInUseError):
+            server.start()
+    with server:
+        assert server.address == f"127.0.0.1:{port}"
+        assert server.state_dict()["w"].tolist() == [[2, 2], [2, 2]]
 
 
 def test_port_in_use_is_told_with_what_to_do():

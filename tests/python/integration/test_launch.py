@@ -104,6 +104,30 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
     assert "Traceback" not in launch.said
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_the_model_is_saved_when_the_run_is_stopped(script, tmp_path, number):
+    train = script(
+        """
+        import threading, numpy as np, offbeat
+        with offbeat.Client() as client:
+            client.init({"w": np.zeros(2, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0))
+            client.pull()
+            client.push({"w": np.ones(2, np.float32)}, samples=8)
+            try:
+                print("ready")
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                client.push({"w": np.ones(2, np.float32)}, samples=8)  # the last before the end
+        """
+    )
+    saved = tmp_path / "model.safetensors"
+    with command("launch", "--workers", "1", "--save", str(saved), train) as launch:
+        launch.line("ready")
+        launch.signal(number)
+        assert launch.ends() == 130
+    assert load_file(saved)["w"].tolist() == [-2, -2], launch.said
+
+
 def test_a_worker_that_does_not_listen_is_killed(script):
     train = script(
         """

@@ -1,4 +1,4 @@
-"""A stretch of network between a worker and its server, which loses the rest of what the worker sends."""
+"""A stretch of network between a worker and its server, which holds or loses what the worker sends."""
 
 import contextlib
 import socket

@@ -1,15 +1,17 @@
 //! Opening a connection: find the address, try until the time is up, shake hands, say who we are.
 
 use super::error::ClientError;
+use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{HandshakeError, expect, greet, random, send};
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
 use offbeat_core::wire::{Kind, decode};
 use socket2::{SockRef, TcpKeepalive};
+use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
@@ -105,7 +107,7 @@ impl Target {
         let addresses = resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?;
         let limit = left.min(ATTEMPT);
         for address in addresses {
-            let stream = match timeout(limit, TcpStream::connect(address)).await {
+            let stream = match timeout(limit, reach(address)).await {
                 Ok(Ok(stream)) => stream,
                 Ok(Err(error)) => {
                     cause = format!("{address}: {error}");
@@ -130,14 +132,14 @@ impl Target {
 
     async fn greet(
         &self,
-        stream: TcpStream,
+        stream: ClosedInChildren<TcpStream>,
         opening: &Opening<'_>,
     ) -> Result<(Socket, FrameReader, Opened), HandshakeError> {
-        SockRef::from(&stream).set_tcp_keepalive(&KEEPALIVE)?;
+        SockRef::from(&*stream).set_tcp_keepalive(&KEEPALIVE)?;
         if matches!(opening, Opening::Control(_)) {
-            SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
+            SockRef::from(&*stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
         }
-        let socket = Socket::new(stream.into_std()?)?;
+        let socket = Socket::of(stream)?;
         let mut reader = FrameReader::default();
         let purpose = match opening {
             Opening::Data(_) => Purpose::Data,
@@ -179,7 +181,7 @@ impl Target {
 async fn resolve(
     name: &str,
     limit: Duration,
-    look_up: impl FnOnce(&str) -> std::io::Result<Vec<SocketAddr>> + Send + 'static,
+    look_up: impl FnOnce(&str) -> io::Result<Vec<SocketAddr>> + Send + 'static,
 ) -> Result<Vec<SocketAddr>, Failure> {
     if let Ok(address) = name.parse() {
         return Ok(vec![address]);
@@ -192,7 +194,7 @@ async fn resolve(
     thread.map_err(|e| Failure::Again(e.to_string()))?;
     match timeout(limit, finding).await {
         Ok(Ok(Ok(addresses))) => Ok(addresses),
-        Ok(Ok(Err(error))) if error.kind() == std::io::ErrorKind::InvalidInput || name.starts_with(':') => {
+        Ok(Ok(Err(error))) if error.kind() == io::ErrorKind::InvalidInput || name.starts_with(':') => {
             let message = format!("{name:?} is not an address; give HOST:PORT");
             Err(Failure::Final(ClientError::bad_input(message)))
         }
@@ -203,6 +205,12 @@ async fn resolve(
             Err(Failure::Again(format!("looking up the name gave no answer within {seconds:.1} s")))
         }
     }
+}
+
+/// Connects; closed in children that are forked meanwhile too.
+async fn reach(address: SocketAddr) -> io::Result<ClosedInChildren<TcpStream>> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    ClosedInChildren::new(socket).try_map_async(|socket| socket.connect(address)).await
 }
 
 /// What a frame says that is not the one that was due.
@@ -240,7 +248,7 @@ mod tests {
         let (answer, answered) = mpsc::channel();
         let limit = Duration::from_millis(50);
         let look_up = move |_: &str| {
-            let _: Result<(), _> = answered.recv(); // a name server that is silent until the test is over
+            answered.recv().ok(); // a name server that is silent until the test is over
             Ok(Vec::new())
         };
         match runtime.block_on(resolve("somewhere.invalid:1", limit, look_up)) {

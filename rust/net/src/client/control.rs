@@ -2,6 +2,7 @@
 //! to what the server has to say. It needs no lock of the caller's, and backpressure on the data cannot silence it.
 
 use super::error::ClientError;
+use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::send;
 use offbeat_core::wire::message::{Event, Heartbeat, RefusalCode, Refused};
@@ -104,13 +105,13 @@ impl Drop for Control {
 }
 
 async fn run(
-    stream: TcpStream,
+    stream: ClosedInChildren<TcpStream>,
     mut reader: FrameReader,
     heartbeat: Duration,
     shared: Arc<Shared>,
     stopped: oneshot::Receiver<()>,
 ) {
-    let error = match Socket::new(stream) {
+    let error = match Socket::from_std(stream) {
         Err(error) => FrameError::Io(error),
         Ok(socket) => tokio::select! {
             biased;

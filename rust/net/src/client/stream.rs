@@ -3,7 +3,7 @@
 //! and the socket's own time limit costs less than that of `poll`, which sets a timer of high resolution.
 
 use super::session::LOOK;
-use crate::fork::Registered;
+use crate::fork::ClosedInChildren;
 use crate::frame::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -17,8 +17,7 @@ use std::task::Poll;
 /// A connected stream, closed in forked children.
 #[derive(Debug)]
 pub(super) struct Stream {
-    _registered: Registered,
-    socket: TcpStream,
+    socket: ClosedInChildren<TcpStream>,
     /// A read found less than it had room for, so that the next one would find nothing.
     drained: Cell<bool>,
     /// A write left something over.
@@ -34,9 +33,8 @@ impl Stream {
     pub(super) fn new(socket: Socket) -> io::Result<Self> {
         let stream = socket.into_std()?;
         stream.set_nonblocking(false)?; // every call says for itself whether it waits
-        set_socket_timeout(&stream, Timeout::Recv, Some(LOOK))?;
+        set_socket_timeout(&*stream, Timeout::Recv, Some(LOOK))?;
         Ok(Self {
-            _registered: Registered::new(&stream),
             socket: stream,
             drained: Cell::new(false),
             full: Cell::new(false),
@@ -52,7 +50,7 @@ impl Stream {
         let flags = if patient { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         let call = || {
             let mut nothing = RecvAncillaryBuffer::default();
-            Ok(rustix::net::recvmsg(&self.socket, room, &mut nothing, flags)?.bytes)
+            Ok(rustix::net::recvmsg(&*self.socket, room, &mut nothing, flags)?.bytes)
         };
         let done = attempt(&self.drained, wanted, call);
         self.nudged.set(patient && done.is_pending());
@@ -65,7 +63,7 @@ impl Stream {
         let call = || {
             let mut nothing = SendAncillaryBuffer::default();
             rustix::net::sendmsg(
-                &self.socket,
+                &*self.socket,
                 slices,
                 &mut nothing,
                 SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
@@ -100,7 +98,7 @@ impl Stream {
             return Ok(());
         }
         let limit = Timespec::try_from(LOOK).ok();
-        match poll(&mut [PollFd::new(&self.socket, PollFlags::IN | PollFlags::OUT)], limit.as_ref()) {
+        match poll(&mut [PollFd::new(&*self.socket, PollFlags::IN | PollFlags::OUT)], limit.as_ref()) {
             Ok(0) | Err(Errno::INTR) => self.nudged.set(true),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
@@ -121,7 +119,7 @@ impl Stream {
 
     /// Ends the connection.
     pub(super) fn shutdown(&self) -> io::Result<()> {
-        Ok(rustix::net::shutdown(&self.socket, Shutdown::Both)?)
+        Ok(rustix::net::shutdown(&*self.socket, Shutdown::Both)?)
     }
 }
 

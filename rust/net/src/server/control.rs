@@ -6,7 +6,7 @@ use super::membership::{Forgotten, Ticked};
 use super::poll;
 use super::session::{self, End};
 use super::shared::{Meter, Shared};
-use crate::fork::Registered;
+use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal, refuse};
 use offbeat_core::wire::header::MAX_HANDSHAKE_BYTES;
@@ -31,32 +31,33 @@ const LOOKS: u32 = 8;
 /// A pause after the operating system had no descriptor for a new connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Takes connections until the server stops.
-pub(super) async fn accept(shared: Arc<Shared>, listener: std::net::TcpListener, data: Vec<Handle>) {
-    let _closed_in_children = Registered::new(&listener);
-    let listener = match TcpListener::from_std(listener) {
+/// Takes connections, once the server serves, until it stops.
+pub(super) async fn accept(
+    shared: Arc<Shared>,
+    listener: ClosedInChildren<std::net::TcpListener>,
+    data: Vec<Handle>,
+) {
+    let listener = match listener.try_map(TcpListener::from_std) {
         Ok(listener) => listener,
         Err(error) => {
             tracing::error!(%error, "the listening socket cannot be used");
             return;
         }
     };
+    super::is_true(&shared.serving).await;
     let data: Arc<[Handle]> = data.into();
     let pending = Arc::new(Semaphore::new(shared.config.max_pending));
     loop {
         let place = Arc::clone(&pending).acquire_owned().await.expect("the semaphore is never closed");
         match listener.accept().await {
-            Ok((stream, peer)) => {
-                let stream = stream.into_std().and_then(Socket::new);
-                match stream {
-                    Ok(socket) => {
-                        tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
-                    }
-                    Err(error) => {
-                        tracing::debug!(%peer, %error, "a connection was gone before it was opened");
-                    }
+            Ok((stream, peer)) => match Socket::of(ClosedInChildren::new(stream)) {
+                Ok(socket) => {
+                    tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
                 }
-            }
+                Err(error) => {
+                    tracing::debug!(%peer, %error, "a connection was gone before it was opened");
+                }
+            },
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be taken");
                 sleep(ACCEPT_PAUSE).await;

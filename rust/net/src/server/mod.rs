@@ -25,7 +25,7 @@ pub use config::ServerConfig;
 pub use error::ServerError;
 pub use snapshot::Snapshot;
 
-use crate::fork::Origin;
+use crate::fork::{ClosedInChildren, Origin};
 use crate::handshake::random;
 use membership::{Outcome, Patience};
 use offbeat_core::spec::{OptimizerSpec, Transaction};
@@ -51,6 +51,28 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 /// A model's table and each tensor's bytes (own dtype, little-endian, C order).
 pub type Tensors = (Arc<TensorTable>, Vec<Vec<u8>>);
 
+/// A server that has everything it needs from the machine, its port and its threads, but does not answer yet. Whoever
+/// has a model to give gives it now, when little can fail any more. Dropped, it stops.
+#[derive(Debug)]
+pub struct Bound(Server);
+
+impl Bound {
+    /// Begins to take connections; the first worker brings the model, if none is given.
+    ///
+    /// # Errors
+    /// [`ServerError::StagingBudget`].
+    pub fn serve(self, model: Option<Snapshot>) -> Result<Server, ServerError> {
+        let Self(server) = self;
+        if let Some(model) = model {
+            server.shared.set_model(model, server.shared.config.blueprint.clone())?;
+        }
+        server.shared.serving.send_replace(true);
+        tracing::info!(address = %server.address(), run_id = server.shared.run_id, "the server listens");
+        announce(&server.shared.agreement());
+        Ok(server)
+    }
+}
+
 /// A running parameter server. Dropped, it stops.
 pub struct Server {
     shared: Arc<Shared>,
@@ -60,14 +82,22 @@ pub struct Server {
 }
 
 impl Server {
+    /// Takes the port; connections wait until [`Bound::serve`].
+    ///
+    /// # Errors
+    /// [`ServerError`], before anything is left running.
+    pub fn bind(config: ServerConfig) -> Result<Bound, ServerError> {
+        config.validate()?;
+        let (shared, listener) = open(config)?;
+        Ok(Bound(Self::spawn(shared, listener)?))
+    }
+
     /// Starts a server; the first worker brings the model. It listens when this returns.
     ///
     /// # Errors
     /// [`ServerError`], before anything is left running.
     pub fn start(config: ServerConfig) -> Result<Self, ServerError> {
-        config.validate()?;
-        let (shared, listener) = open(config)?;
-        Self::listening(shared, listener)
+        Self::bind(config)?.serve(None)
     }
 
     /// Starts a server with a model.
@@ -75,20 +105,10 @@ impl Server {
     /// # Errors
     /// [`ServerError`], before anything is left running.
     pub fn with_model(config: ServerConfig, model: Snapshot) -> Result<Self, ServerError> {
-        config.validate()?;
-        let (shared, listener) = open(config)?;
-        shared.set_model(model, shared.config.blueprint.clone())?;
-        Self::listening(shared, listener)
+        Self::bind(config)?.serve(Some(model))
     }
 
-    fn listening(shared: Arc<Shared>, listener: TcpListener) -> Result<Self, ServerError> {
-        let server = Self::spawn(shared, listener)?;
-        tracing::info!(address = %server.address(), run_id = server.shared.run_id, "the server listens");
-        announce(&server.shared.agreement());
-        Ok(server)
-    }
-
-    fn spawn(shared: Arc<Shared>, listener: TcpListener) -> Result<Self, ServerError> {
+    fn spawn(shared: Arc<Shared>, listener: Listener) -> Result<Self, ServerError> {
         let mut threads = Vec::new();
         let mut data = Vec::new();
         for number in 0..shared.loads.len() {
@@ -339,9 +359,11 @@ impl Server {
     }
 }
 
+type Listener = ClosedInChildren<TcpListener>;
+
 /// Binds the port and makes what all threads share.
-fn open(config: ServerConfig) -> Result<(Arc<Shared>, TcpListener), ServerError> {
-    let listener = config.listen()?;
+fn open(config: ServerConfig) -> Result<(Arc<Shared>, Listener), ServerError> {
+    let listener = ClosedInChildren::new(config.listen()?);
     let address = listener.local_addr().map_err(ServerError::System)?;
     let run_id = match &config.run_id {
         Some(id) => id.clone(),

@@ -8,6 +8,7 @@ use super::model::Model;
 use super::outbox::Outbox;
 use super::shared::{Meter, Shared};
 use super::{init, poll};
+use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal};
 use offbeat_core::layout::Presence;
@@ -100,11 +101,11 @@ pub(super) struct Place {
 pub(super) async fn serve(
     shared: Arc<Shared>,
     thread: usize,
-    stream: TcpStream,
+    stream: ClosedInChildren<TcpStream>,
     reader: FrameReader,
     _admitted: OwnedSemaphorePermit,
 ) {
-    let socket = match Socket::new(stream) {
+    let socket = match Socket::from_std(stream) {
         Ok(socket) => socket,
         Err(error) => {
             tracing::debug!(%error, "a connection was gone before it was served");

@@ -36,6 +36,8 @@ pub(super) struct Shared {
     pub(super) loads: Vec<Load>,
     /// Room for connections that have proved who they are.
     pub(super) admitted: Arc<Semaphore>,
+    /// True: connections are taken.
+    pub(super) serving: watch::Sender<bool>,
     /// True: everything ends.
     pub(super) stopping: watch::Sender<bool>,
     /// True: everything has ended, the data threads may go.
@@ -70,6 +72,7 @@ impl Shared {
             model: ModelSlot::new(),
             loads: (0..num_data_threads).map(|_| Load::default()).collect(),
             admitted: Arc::new(Semaphore::new(config.max_connections)),
+            serving: watch::Sender::new(false),
             stopping: watch::Sender::new(false),
             ended: watch::Sender::new(false),
             over: AtomicBool::new(false),
