@@ -301,7 +301,7 @@ WAITS = {
     "wait_until_joined": "server.wait_until_joined(1)",
     "connect": "offbeat.Client('192.0.2.1:9', connect_timeout_s=60)",
     "pull": "offbeat.Client(server.address).pull()",
-    "status": "status.run(Namespace(address=f'127.0.0.1:{quiet.getsockname()[1]}', token=None, timeout_s=60.0))",
+    "status": "status.run(Namespace(address=quiet_address, token=None, timeout_s=60.0))",
 }
 
 
@@ -315,6 +315,7 @@ def test_ctrl_c_ends_every_wait(wait, run_python):
         "server = offbeat.ParameterServer()\n"
         "server.start()\n"
         "quiet = socket.create_server(('127.0.0.1', 0))\n"
+        "quiet_address = f'127.0.0.1:{quiet.getsockname()[1]}'\n"
         "try:\n"
         "    signal_once_it_waits(2)\n"
         f"    {WAITS[wait]}\n"
