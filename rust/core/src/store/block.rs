@@ -2,8 +2,9 @@
 //! often as it takes one: freed buffers wait on a free list and the last freed, the one most likely still in the
 //! cache, is reused first.
 
+use crate::sync::{Mutex, MutexGuard};
 use bytemuck::{Pod, Zeroable};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// A cache line: what makes the allocator align a block for SIMD.
 #[derive(Clone, Copy, Pod, Zeroable)]
