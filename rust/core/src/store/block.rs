@@ -79,15 +79,6 @@ impl Block {
     pub fn floats_mut(&mut self) -> &mut [f32] {
         bytemuck::cast_slice_mut(self.bytes_mut())
     }
-
-    /// Narrows the block to its first `bytes` bytes.
-    ///
-    /// # Panics
-    /// If the block is shorter.
-    pub fn truncate(&mut self, bytes: usize) {
-        assert!(bytes <= self.bytes, "a block of {} bytes cannot grow to {bytes}", self.bytes);
-        self.bytes = bytes;
-    }
 }
 
 impl Drop for Block {
