@@ -1,5 +1,5 @@
 //! One switch between the real primitives and loom's. Under `--cfg offbeat_loom` (a private name: tokio drops its
-//! sockets under plain `loom`) the atomics are loom's and the two foreign containers are models of what their
+//! sockets under plain `loom`) atomics and mutexes are loom's and the two foreign containers are models of what their
 //! documentation promises: a linearizable queue and a cell whose load returns some whole stored value.
 
 #[cfg(not(offbeat_loom))]
@@ -7,12 +7,13 @@ mod real {
     pub(crate) use arc_swap::ArcSwap as RootCell;
     pub(crate) use crossbeam_queue::SegQueue as Queue;
     pub(crate) use std::sync::atomic::{AtomicUsize, Ordering};
+    pub(crate) use std::sync::{Mutex, MutexGuard};
 }
 
 #[cfg(offbeat_loom)]
 mod model {
-    use loom::sync::Mutex;
     pub(crate) use loom::sync::atomic::{AtomicUsize, Ordering};
+    pub(crate) use loom::sync::{Mutex, MutexGuard};
     use std::collections::VecDeque;
     use std::sync::Arc;
 

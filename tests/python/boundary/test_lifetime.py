@@ -233,7 +233,7 @@ def test_child_forked_right_after_start_has_no_socket_of_the_servers(run_python)
     told = run_python(
         SOCKETS_OF_CHILDREN + "model = {'w': np.zeros(3, np.float32)}\n"
         "inherited = []\n"
-        "for _ in range(100):\n"
+        "for _ in range(40):\n"
         "    server = offbeat.ParameterServer(model)\n"
         "    server.start()\n"
         "    inherited.append(in_child())\n"

@@ -2,8 +2,9 @@
 //! often as it takes one: freed buffers wait on a free list and the last freed, the one most likely still in the
 //! cache, is reused first.
 
+use crate::sync::{Mutex, MutexGuard};
 use bytemuck::{Pod, Zeroable};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// A cache line: what makes the allocator align a block for SIMD.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -77,15 +78,6 @@ impl Block {
 
     pub fn floats_mut(&mut self) -> &mut [f32] {
         bytemuck::cast_slice_mut(self.bytes_mut())
-    }
-
-    /// Narrows the block to its first `bytes` bytes.
-    ///
-    /// # Panics
-    /// If the block is shorter.
-    pub fn truncate(&mut self, bytes: usize) {
-        assert!(bytes <= self.bytes, "a block of {} bytes cannot grow to {bytes}", self.bytes);
-        self.bytes = bytes;
     }
 }
 

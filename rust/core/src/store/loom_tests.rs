@@ -2,7 +2,10 @@
 //! that breaks it: a kernel with one thing wrong, for which loom must find a failing interleaving. A test that
 //! passed on the mutation too would prove nothing.
 
+use super::block::{Block, Pool};
 use super::combine::Combiner;
+use super::model::ModelRoot;
+use super::pins::{Pin, Pins};
 use crate::sync::{Queue, RootCell};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -221,108 +224,229 @@ fn loom_publish_fails_without_the_turn() {
     must_fail("publish without holding the turn", || every_push_is_in_the_last_root(false));
 }
 
-/// A block's memory, and the list it goes back to when its last holder lets go.
-struct Recycled {
-    memory: Option<Arc<UnsafeCell<usize>>>,
-    free: Arc<Mutex<Vec<Arc<UnsafeCell<usize>>>>>,
+/// Where roots' memory comes from, and what becomes of a root's when the next one has been published.
+trait Memory: 'static {
+    type Block: 'static;
+
+    fn new() -> Self;
+    /// A block with one number all over it.
+    fn take(&self, number: u8) -> Self::Block;
+    fn read(block: &Self::Block) -> u8;
+    /// A root that others may still hold was replaced.
+    fn replaced(&self, old: std::sync::Arc<Self::Block>);
+    /// How many blocks wait to be reused.
+    fn num_idle(&self) -> usize;
 }
 
-impl Drop for Recycled {
-    fn drop(&mut self) {
-        if let Some(memory) = self.memory.take() {
-            self.free.lock().unwrap().push(memory);
-        }
+const BLOCK_BYTES: usize = 64;
+
+struct Pooled(std::sync::Arc<Pool>);
+
+impl Memory for Pooled {
+    type Block = Block;
+
+    fn new() -> Self {
+        Self(std::sync::Arc::new(Pool::default()))
+    }
+    fn take(&self, number: u8) -> Block {
+        let mut block = self.0.take(BLOCK_BYTES);
+        block.bytes_mut().fill(number);
+        block
+    }
+    fn read(block: &Block) -> u8 {
+        let bytes = block.bytes();
+        assert!(bytes.iter().all(|b| *b == bytes[0]), "a block that two have written");
+        bytes[0]
+    }
+    fn replaced(&self, old: std::sync::Arc<Block>) {
+        drop(old);
+    }
+    fn num_idle(&self) -> usize {
+        self.0.idle_bytes() / BLOCK_BYTES
+    }
+}
+
+/// The mutation: memory goes back at the swap, not with its last holder.
+struct FreedAtTheSwap(Mutex<Vec<Arc<UnsafeCell<u8>>>>);
+
+impl Memory for FreedAtTheSwap {
+    type Block = Arc<UnsafeCell<u8>>;
+
+    fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+    fn take(&self, number: u8) -> Self::Block {
+        let block = self.0.lock().unwrap().pop().unwrap_or_else(|| Arc::new(UnsafeCell::new(0)));
+        block.with_mut(|value| {
+            // SAFETY: the claim under test: memory on the free list has no reader.
+            #[expect(unsafe_code, reason = "loom's cell checks exactly this access")]
+            unsafe {
+                *value = number;
+            }
+        });
+        block
+    }
+    fn read(block: &Self::Block) -> u8 {
+        block.with(|value| {
+            // SAFETY: the claim under test: nobody writes memory that a reader holds.
+            #[expect(unsafe_code, reason = "loom's cell checks exactly this access")]
+            unsafe {
+                *value
+            }
+        })
+    }
+    fn replaced(&self, old: std::sync::Arc<Self::Block>) {
+        self.0.lock().unwrap().push(Arc::clone(&old));
+    }
+    fn num_idle(&self) -> usize {
+        self.0.lock().unwrap().len()
     }
 }
 
 /// A writer replaces the root and reuses whatever memory is free, while two readers look at the root they hold.
-fn readers_never_see_reused_memory(wait_for_the_last_holder: bool) {
-    let free = Arc::new(Mutex::new(Vec::new()));
-    let block = |memory| Arc::new(Recycled { memory: Some(memory), free: Arc::clone(&free) });
-    let root = Arc::new(Mutex::new(block(Arc::new(UnsafeCell::new(1)))));
+fn readers_never_see_reused_memory<M: Memory>() {
+    let memory = Arc::new(M::new());
+    let root = Arc::new(RootCell::new(std::sync::Arc::new(memory.take(1))));
     let readers: Vec<_> = (0..2)
         .map(|_| {
             let root = Arc::clone(&root);
             thread::spawn(move || {
-                let held = Arc::clone(&root.lock().unwrap());
-                if let Some(memory) = &held.memory {
-                    memory.with(|value| {
-                        // SAFETY: the claim under test: nobody writes memory that a reader holds.
-                        #[expect(unsafe_code, reason = "loom's cell checks exactly this access")]
-                        unsafe {
-                            assert!(*value >= 1);
-                        }
-                    });
-                }
+                let held = root.load();
+                let before = M::read(&held);
+                drop(root.load()); // others may run
+                assert_eq!(M::read(&held), before, "memory was reused under a reader");
             })
         })
         .collect();
     for version in 2..4 {
-        let reused = free.lock().unwrap().pop().unwrap_or_else(|| Arc::new(UnsafeCell::new(0)));
-        reused.with_mut(|value| {
-            // SAFETY: the claim under test: memory on the free list has no reader.
-            #[expect(unsafe_code, reason = "loom's cell checks exactly this access")]
-            unsafe {
-                *value = version;
-            }
-        });
-        let old = std::mem::replace(&mut *root.lock().unwrap(), block(reused));
-        if !wait_for_the_last_holder && let Some(memory) = &old.memory {
-            free.lock().unwrap().push(Arc::clone(memory));
-        }
-        drop(old);
+        let next = std::sync::Arc::new(memory.take(version));
+        let old = root.load();
+        root.store(next);
+        memory.replaced(old);
     }
     for reader in readers {
         reader.join().unwrap();
     }
+    assert_eq!(M::read(&root.load()), 3);
+    assert!((1..=2).contains(&memory.num_idle()), "more blocks wait than were ever replaced");
 }
 
 #[test]
 fn loom_recycling_waits_for_the_last_reader() {
-    loom::model(|| readers_never_see_reused_memory(true));
+    loom::model(readers_never_see_reused_memory::<Pooled>);
 }
 
 #[test]
 fn loom_recycling_fails_when_done_at_the_swap() {
-    must_fail("recycle at the swap", || readers_never_see_reused_memory(false));
+    must_fail("recycle at the swap", readers_never_see_reused_memory::<FreedAtTheSwap>);
 }
 
-/// A reader that must wait for a pin to be released, and two holders that release. `enlist_first` is the order that
-/// [`super::Store::turn`] keeps: first onto the list of those to be told, then a look at the pins.
-fn a_waiting_reader_is_told(enlist_first: bool) {
-    let pins = Arc::new((Mutex::new(2_usize), Mutex::new(Vec::<Arc<AtomicBool>>::new())));
-    let holders: Vec<_> = (0..2)
+fn version(number: u64) -> std::sync::Arc<ModelRoot> {
+    std::sync::Arc::new(ModelRoot { term: 1, version: number, roots: Vec::new() })
+}
+
+/// How readers pin versions: the orders that [`super::pins`] keeps.
+trait Pinning: Send + Sync + 'static {
+    fn pin(pins: &Pins) -> Pin {
+        pins.pin(1, 2)
+    }
+    fn release(pins: &Pins, root: std::sync::Arc<ModelRoot>) {
+        pins.release(root);
+    }
+}
+
+struct InOrder;
+
+impl Pinning for InOrder {}
+
+/// The mutation: looks, then gets on the list (against PIN-1).
+struct LookThenEnlist;
+
+impl Pinning for LookThenEnlist {
+    fn pin(pins: &Pins) -> Pin {
+        match pins.look(1, 2) {
+            Some(root) => Pin::Now(root),
+            None => Pin::Wait(pins.enlist()),
+        }
+    }
+}
+
+/// The mutation: tells, then lets go (against PIN-2).
+struct TellThenLetGo;
+
+impl Pinning for TellThenLetGo {
+    fn release(pins: &Pins, root: std::sync::Arc<ModelRoot>) {
+        pins.tell();
+        thread::yield_now();
+        drop(root);
+    }
+}
+
+/// The mutation: a look holds what it finds, and lets go of it in silence (against PIN-2).
+struct HoldingLook;
+
+impl Pinning for HoldingLook {
+    fn pin(pins: &Pins) -> Pin {
+        let told = pins.enlist();
+        let held = pins.live();
+        let root = pins.look(1, 2);
+        drop(held);
+        root.map_or(Pin::Wait(told), Pin::Now)
+    }
+}
+
+/// One version is pinned and a newer one published; two readers need the newer one, and may have it when the first
+/// has gone.
+fn a_waiting_reader_is_told<P: Pinning>() {
+    let pins = Arc::new(Pins::default());
+    let (old, newest) = (version(0), version(1));
+    pins.add(&old);
+    pins.add(&newest);
+    let readers: Vec<_> = (0..2)
         .map(|_| {
             let pins = Arc::clone(&pins);
-            thread::spawn(move || {
-                *pins.0.lock().unwrap() -= 1;
-                for told in pins.1.lock().unwrap().drain(..) {
-                    told.store(true, Ordering::Release);
+            thread::spawn(move || match P::pin(&pins) {
+                Pin::Now(root) => {
+                    assert_eq!(root.version, 1);
+                    P::release(&pins, root);
+                    None
                 }
+                Pin::Wait(told) => Some(told),
             })
         })
         .collect();
-    let told = Arc::new(AtomicBool::new(false));
-    let enlist = || pins.1.lock().unwrap().push(Arc::clone(&told));
-    if enlist_first {
-        enlist();
+    let holder = thread::spawn({
+        let pins = Arc::clone(&pins);
+        move || P::release(&pins, old)
+    });
+    holder.join().unwrap();
+    for reader in readers {
+        if let Some(mut told) = reader.join().unwrap() {
+            assert_eq!(told.try_recv(), Ok(Some(())), "a reader waits for ever");
+        }
     }
-    let must_wait = *pins.0.lock().unwrap() > 0;
-    if !enlist_first {
-        enlist();
-    }
-    for holder in holders {
-        holder.join().unwrap();
-    }
-    assert!(!must_wait || told.load(Ordering::Acquire), "a reader waits for ever");
+    assert!(
+        matches!(pins.pin(1, 2), Pin::Now(root) if root.version == 1),
+        "the old version is held for ever"
+    );
 }
 
 #[test]
-fn loom_wake_up_misses_no_release() {
-    loom::model(|| a_waiting_reader_is_told(true));
+fn loom_pins_let_no_reader_wait_for_ever() {
+    loom::model(a_waiting_reader_is_told::<InOrder>);
 }
 
 #[test]
-fn loom_wake_up_fails_when_looking_before_enlisting() {
-    must_fail("look, then enlist", || a_waiting_reader_is_told(false));
+fn loom_pins_fail_when_looking_before_enlisting() {
+    must_fail("look, then enlist", a_waiting_reader_is_told::<LookThenEnlist>);
+}
+
+#[test]
+fn loom_pins_fail_when_telling_before_letting_go() {
+    must_fail("tell, then let go", a_waiting_reader_is_told::<TellThenLetGo>);
+}
+
+#[test]
+fn loom_pins_fail_when_a_look_holds() {
+    must_fail("a look that holds what it finds", a_waiting_reader_is_told::<HoldingLook>);
 }

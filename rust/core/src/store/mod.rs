@@ -18,6 +18,7 @@ pub mod log;
 mod loom_tests;
 pub mod model;
 pub mod oracle;
+mod pins;
 pub mod push;
 pub mod reader;
 pub mod receipt;
@@ -49,7 +50,8 @@ use fragments::{Cell, Entry};
 use futures_channel::oneshot;
 use ledger::LedgerEntry;
 use log::CommitObserver;
-use model::{ModelEntry, ModelRoot, Pins};
+use model::{ModelEntry, ModelRoot};
+use pins::{Pin, Pins};
 use registry::{Registry, Ruling};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -269,20 +271,12 @@ impl Store {
         if self.config.transaction == Transaction::Fragment {
             return Turn::Now(self.reader());
         }
-        let wait = self.pins.wait(); // before looking, so that no release is missed
-        let newest = self.model();
-        let older: Vec<_> = self.pins.live().into_iter().filter(|m| m.version < newest.version).collect();
-        // Pinning the newest costs nothing now, but makes one more older version at the next commit.
-        if older.len() + 1 < self.config.max_live_versions.max(2) {
-            let version = newest.version;
-            return Turn::Now(Reader::new(Arc::clone(self), Some(newest), version));
-        }
-        match older.into_iter().next_back() {
-            Some(shared) if shared.version >= own && shared.term == newest.term => {
-                let version = shared.version;
-                Turn::Now(Reader::new(Arc::clone(self), Some(shared), version))
+        match self.pins.pin(own, self.config.max_live_versions) {
+            Pin::Now(root) => {
+                let version = root.version;
+                Turn::Now(Reader::new(Arc::clone(self), Some(root), version))
             }
-            _ => Turn::Wait(wait),
+            Pin::Wait(told) => Turn::Wait(told),
         }
     }
 

@@ -11,7 +11,7 @@ use super::{Commit, Store};
 use crate::layout::FragmentKind;
 use crate::values;
 use futures_channel::oneshot;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 /// A consistent set of roots: one version of the whole model.
 #[derive(Debug)]
@@ -210,42 +210,6 @@ fn apply_one(
         (Some(root), Some(Decision::Applied { tau, weight })) => Ok((root, tau, weight)),
         (_, Some(Decision::Refused(reason, detail))) => Err((reason, detail)),
         _ => Err((crate::pipeline::Reason::Failed, "the fragment had this push already".to_owned())),
-    }
-}
-
-/// The model versions that are alive, so that readers cannot pin more of them than memory allows.
-#[derive(Default)]
-pub(super) struct Pins {
-    live: Mutex<Vec<Weak<ModelRoot>>>,
-    waiting: Mutex<Vec<oneshot::Sender<()>>>,
-}
-
-impl Pins {
-    /// Remembers a published version.
-    pub(super) fn add(&self, root: &Arc<ModelRoot>) {
-        let mut live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
-        live.retain(|w| w.strong_count() > 0);
-        live.push(Arc::downgrade(root));
-    }
-
-    /// Versions alive, oldest first.
-    pub(super) fn live(&self) -> Vec<Arc<ModelRoot>> {
-        let live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
-        live.iter().filter_map(Weak::upgrade).collect()
-    }
-
-    /// Hears when the next reader lets go.
-    pub(super) fn wait(&self) -> oneshot::Receiver<()> {
-        let (tell, hear) = oneshot::channel();
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push(tell);
-        hear
-    }
-
-    pub(super) fn released(&self) {
-        for waiter in self.waiting.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            // A reader that gave up waiting needs no word.
-            waiter.send(()).ok();
-        }
     }
 }
 

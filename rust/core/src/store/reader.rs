@@ -45,8 +45,8 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        if self.pinned.take().is_some() {
-            self.store.pins.released();
+        if let Some(root) = self.pinned.take() {
+            self.store.pins.release(root);
         }
     }
 }

@@ -32,9 +32,10 @@ impl Store {
         let reader = self.reader();
         let root_bytes = (0..self.cells.len()).map(|i| reader.root(i).bytes()).sum();
         let newest = self.model();
-        let live = self.pins.live();
-        let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
-        let pinned_bytes = older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum();
+        let (live_versions, pinned_bytes) = self.pins.with_live(|live| {
+            let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
+            (live.len(), older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum())
+        });
         let registry = self.registry();
         let tickets = TicketCounts { open: registry.num_open(), ..registry.tickets.clone() };
         StoreStatus {
@@ -47,7 +48,7 @@ impl Store {
             root_bytes,
             pinned_bytes,
             idle_bytes: self.pool.idle_bytes(),
-            live_versions: live.len(),
+            live_versions,
         }
     }
 }

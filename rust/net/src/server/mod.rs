@@ -165,11 +165,6 @@ impl Server {
         &self.shared.run_id
     }
 
-    /// Whether this process is a forked child of the one that started the server; then nothing else may be called.
-    pub fn is_forked(&self) -> bool {
-        self.origin.is_elsewhere()
-    }
-
     /// Waits until at least `n` workers have come and nobody has been there for the linger. `false`: the time is up.
     ///
     /// # Errors
