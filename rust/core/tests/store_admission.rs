@@ -49,6 +49,7 @@ fn head(store: &Store, worker: WorkerKey, sequence: u64) -> PushHead {
         sequence,
         term: store.term(),
         base: store.version(),
+        epoch: store.run().map_or(0, |run| run.epoch),
         samples: 10,
         present: Presence::all(1),
         norm: None,

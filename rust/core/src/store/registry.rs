@@ -171,6 +171,11 @@ impl Registry {
             }
             Some(run) => match run.spec.max_samples.filter(|&max| self.samples >= max) {
                 Some(max) => Verdict::reject(Reason::Budget, format!("the run's {max} samples are used up")),
+                None if head.epoch != run.epoch => {
+                    let detail =
+                        "it was made for an optimizer that is no longer the run's: ask for the run and go on";
+                    Verdict::reject(Reason::OptimizerChanged, detail)
+                }
                 None => admit(&run.spec.staleness, &facts),
             },
         };
@@ -294,9 +299,10 @@ fn again(slot: &Slot, sequence: u64, rejection: impl Fn(Reason, String) -> Recei
     }
 }
 
+/// Whether workers and store go on as before: the parts of both are compared.
 fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
     let rules = |spec: &RunSpec| -> Vec<_> {
         spec.optimizer.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect()
     };
-    rules(a) == rules(b)
+    a.optimizer.momentum_correction == b.optimizer.momentum_correction && rules(a) == rules(b)
 }

@@ -71,6 +71,9 @@ impl Inner {
             model.check_out(to.out)?;
         }
         self.settle(interrupt)?;
+        if self.connection.outdated {
+            self.refresh_run(interrupt)?;
+        }
         let Some(held) = self.connection.held.as_ref().filter(|held| held.ready) else {
             let message = "pull before the first push: a gradient belongs to parameters that were read";
             return Err(ClientError::out_of_order(message));
@@ -99,11 +102,33 @@ impl Inner {
             ..Turn::send(request, outgoing)
         };
         if let Some(target) = target {
-            self.receipt_of(target, turn, to.is_some(), interrupt).map(Some)
+            let receipt = self.receipt_of(target, turn, to.is_some(), interrupt)?;
+            if self.connection.outdated
+                && let Err(error) = self.catch_up(&model, to, interrupt)
+            {
+                self.unclaimed.push_back(receipt); // the push has ended, whatever became of this
+                return Err(error);
+            }
+            Ok(Some(receipt))
         } else {
             self.turn(turn, interrupt, &Connection::is_sent)?;
             Ok(None)
         }
+    }
+
+    /// Learns which optimizer the run has by now, while the parameters that the next push is based on still lie in the
+    /// caller's memory as they came.
+    fn catch_up(
+        &mut self,
+        model: &Model,
+        to: Option<Destination<'_>>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<(), ClientError> {
+        self.refresh_run(interrupt)?;
+        if let Some(to) = to.filter(|to| self.reads_parameters() && !to.incremental) {
+            held_of(&mut self.connection.held, model).copy_parameters(model, to.out);
+        }
+        Ok(())
     }
 
     /// Waits for everything in flight; the last parameters go to `to`.
@@ -214,6 +239,7 @@ impl Inner {
             other.extend(rest.map(|f| held.versions[f]));
         }
         let head = PushRequest {
+            epoch: self.session.run.epoch,
             samples: input.samples,
             norm: None,
             want: if to.is_some() { Want::Parameters } else { Want::Receipt },

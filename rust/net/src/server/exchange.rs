@@ -73,6 +73,7 @@ impl Session {
             sequence: header.sequence,
             term: header.term,
             base: header.version,
+            epoch: request.epoch,
             samples: request.samples,
             present,
             norm: request.norm,

@@ -6,7 +6,6 @@ use super::error::ServerError;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, SpecError};
 use offbeat_core::store::RunSpec;
 use offbeat_core::validate::kind;
-use offbeat_core::velocity::server_rule;
 use offbeat_core::wire::message::{RefusalCode, Refused, RunConfig};
 use std::fmt::Write as _;
 
@@ -27,6 +26,7 @@ impl Agreement {
     pub(super) fn new(config: &ServerConfig) -> Result<Self, SpecError> {
         let mut agreement = Self {
             config: RunConfig {
+                epoch: 0,
                 transaction: config.transaction(),
                 contribution: None,
                 optimizer: None,
@@ -47,6 +47,7 @@ impl Agreement {
         Ok(agreement)
     }
 
+    /// Its epoch is the store's to count: workers are told [`Shared::run_config`](super::shared::Shared::run_config).
     pub(super) fn config(&self) -> &RunConfig {
         &self.config
     }
@@ -60,14 +61,8 @@ impl Agreement {
 
     /// What the store is to obey; `None` until an optimizer is set.
     pub(super) fn store_spec(&self) -> Option<RunSpec> {
-        let mut optimizer = self.config.optimizer.clone()?;
-        if optimizer.momentum_correction {
-            for group in &mut optimizer.groups {
-                group.rule = server_rule(&group.rule);
-            }
-        }
         Some(RunSpec {
-            optimizer,
+            optimizer: self.config.optimizer.clone()?,
             staleness: self.config.staleness.clone(),
             schedule: self.config.schedule,
             max_samples: self.config.max_samples,
@@ -290,8 +285,7 @@ mod tests {
         let mut run = fresh();
         run.set_optimizer(sgd(0.1, 0.9)).unwrap();
         assert!(run.config().momentum_correction);
-        let rule = &run.store_spec().unwrap().optimizer.groups[0].rule;
-        assert!(matches!(rule, Rule::Sgd { momentum: 0.0, weight_decay: 0.0, .. }), "{rule:?}");
+        assert!(run.store_spec().unwrap().optimizer.momentum_correction, "the store is to leave it out");
         let shown = &run.config().optimizer.as_ref().unwrap().groups[0].rule;
         assert!(matches!(shown, Rule::Sgd { momentum: 0.9, weight_decay: 0.5, .. }));
         run.set_optimizer(sgd(0.1, 0.0)).unwrap();
@@ -313,10 +307,7 @@ mod tests {
         assert!(Agreement::new(&config(true, sgd(0.1, 0.9))).unwrap().config().momentum_correction);
         let run = Agreement::new(&config(false, sgd(0.1, 0.9))).unwrap();
         assert!(!run.config().momentum_correction);
-        assert!(matches!(
-            run.store_spec().unwrap().optimizer.groups[0].rule,
-            Rule::Sgd { momentum: 0.9, .. }
-        ));
+        assert!(!run.store_spec().unwrap().optimizer.momentum_correction);
     }
 
     #[test]

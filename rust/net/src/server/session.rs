@@ -196,7 +196,7 @@ async fn join(
     shared.notify();
     let joined = async {
         let place = place(shared, admitted.incarnation, &header)?;
-        let run = shared.agreement().config().clone();
+        let run = shared.run_config(&shared.agreement());
         let store = place.as_ref().map(|p| &p.model.store);
         let lease = shared.config.lease;
         let reply = Joined {
@@ -350,7 +350,7 @@ impl Session {
             Call::InitCommit => self.init_commit(header),
             Call::WaitModel => {
                 self.or_closed(self.shared.model.wait()).await?;
-                let run = self.shared.agreement().config().clone();
+                let run = self.shared.run_config(&self.shared.agreement());
                 let model = &self.place(header)?.model;
                 Ok(Reply::Model {
                     model: info(model),
@@ -368,7 +368,7 @@ impl Session {
                             super::announce(&agreement);
                         }
                         self.shared.warn_of_shared_velocity(&agreement);
-                        Ok(Reply::Configured { run: agreement.config().clone() })
+                        Ok(Reply::Configured { run: self.shared.run_config(&agreement) })
                     }
                     Err(refused) => Err(End::Refused { request: header.request, refused }),
                 }
