@@ -90,7 +90,8 @@ impl Agreement {
             Contribution::Gradient => self.join_gradient(worker, optimizer)?,
             Contribution::Delta => self.join_delta(optimizer.as_ref())?,
         };
-        if self.config.contribution.is_none() {
+        // A worker without an optimizer, where nobody has one, has decided nothing: no push of its is applied yet.
+        if self.config.contribution.is_none() && self.config.optimizer.is_some() {
             self.config.contribution = Some(contribution);
             worker.clone_into(&mut self.contribution_of);
         }
@@ -141,8 +142,10 @@ impl Agreement {
         if self.config.schedule != Schedule::default() {
             return refuse("lr_schedule");
         }
-        if self.correction == Some(true) {
-            return refuse("momentum_correction=True");
+        match self.correction {
+            Some(true) => return refuse("momentum_correction=True"),
+            Some(false) => return refuse("momentum_correction=False"),
+            None => {}
         }
         if self.config.optimizer.is_some() {
             return Ok(false);
@@ -177,7 +180,12 @@ impl Agreement {
         if self.config.contribution == Some(Contribution::Delta) {
             return Err(ServerError::WorkerSide);
         }
-        Ok(self.set_optimizer(optimizer)?)
+        self.set_optimizer(optimizer)?;
+        if self.config.contribution.is_none() {
+            self.config.contribution = Some(Contribution::Gradient);
+            "the server's optimizer".clone_into(&mut self.contribution_of);
+        }
+        Ok(())
     }
 
     /// Replaces the base learning rate of one group or of all.
@@ -357,6 +365,32 @@ mod tests {
             Schedule { shape: ScheduleShape::Linear { total: 9, end_factor: 0.0 }, ..Schedule::default() };
         let mut run = Agreement::new(&ServerConfig { schedule, ..ServerConfig::default() }).unwrap();
         assert!(run.join("a", Contribution::Delta, None).unwrap_err().message.contains("lr_schedule"));
+    }
+
+    #[test]
+    fn a_worker_without_an_optimizer_where_nobody_has_one_decides_nothing() {
+        let mut run = fresh();
+        assert!(!run.join("a", Contribution::Gradient, None).unwrap());
+        assert_eq!(run.config().contribution, None);
+        assert!(run.join("a", Contribution::Delta, None).unwrap());
+        assert_eq!(
+            run.join("b", Contribution::Gradient, None).unwrap_err().code,
+            RefusalCode::Contribution,
+            "now it is decided"
+        );
+        let mut run = fresh();
+        run.join("a", Contribution::Gradient, None).unwrap();
+        run.replace_optimizer(adam()).unwrap();
+        assert_eq!(run.join("b", Contribution::Delta, None).unwrap_err().code, RefusalCode::Contribution);
+    }
+
+    #[test]
+    fn momentum_correction_is_refused_together_with_deltas_whichever_it_says() {
+        for (said, name) in [(true, "momentum_correction=True"), (false, "momentum_correction=False")] {
+            let config = ServerConfig { momentum_correction: Some(said), ..ServerConfig::default() };
+            let mut run = Agreement::new(&config).unwrap();
+            assert!(run.join("a", Contribution::Delta, None).unwrap_err().message.contains(name));
+        }
     }
 
     #[test]
