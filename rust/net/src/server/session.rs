@@ -8,7 +8,7 @@ use super::model::Model;
 use super::outbox::Outbox;
 use super::shared::{Meter, Shared};
 use super::{init, poll};
-use crate::frame::{FrameError, FrameReader, Socket};
+use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake::{self, frame_refusal};
 use crate::linger::Linger;
 use offbeat_core::layout::Presence;
@@ -19,7 +19,6 @@ use offbeat_core::wire::message::{
 };
 use offbeat_core::wire::{Header, Kind, MessageError, decode};
 use std::io;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -101,11 +100,11 @@ pub(super) struct Place {
 pub(super) async fn serve(
     shared: Arc<Shared>,
     thread: usize,
-    stream: TcpStream,
+    stream: Moving,
     reader: FrameReader,
     _admitted: OwnedSemaphorePermit,
 ) {
-    let socket = match Socket::new(stream) {
+    let socket = match stream.arrive() {
         Ok(socket) => socket,
         Err(error) => {
             tracing::debug!(%error, "a connection was gone before it was served");
