@@ -23,7 +23,7 @@ pub struct PushHead {
     /// Samples the gradient is a mean over.
     pub samples: u64,
     pub present: Presence,
-    /// The gradient's L2 norm, where a stage asked for it.
+    /// The gradient's L2 norm, where a stage asked for it and the worker sends something else (momentum correction).
     pub norm: Option<f64>,
 }
 

@@ -17,6 +17,10 @@ const HAS_NORM: u8 = 2;
 const HAS_PRESENCE: u8 = 4;
 const HAS_VERSIONS: u8 = 8;
 
+/// Most samples that one push may say it is of: more is no number of samples, and the run's count must not be at its
+/// mercy.
+pub const MAX_SAMPLES: u64 = 1 << 32;
+
 /// What the worker wants back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
@@ -32,7 +36,7 @@ pub struct PushRequest<'a> {
     /// has made the push for.
     pub epoch: u32,
     pub samples: u64,
-    /// L2 norm of the whole gradient, where the run asks for it.
+    /// L2 norm of the whole gradient, where the run asks for it and what is sent is not the gradient itself.
     pub norm: Option<f64>,
     pub want: Want,
     /// [`Presence::as_bytes`]; `None`: every tensor.
@@ -121,6 +125,9 @@ impl<'a> PushRequest<'a> {
         let flags = cursor.open(WANT_PARAMETERS | HAS_NORM | HAS_PRESENCE | HAS_VERSIONS)?;
         let epoch = cursor.array().map(u32::from_le_bytes)?;
         let samples = cursor.u64()?;
+        if samples > MAX_SAMPLES {
+            return Err(MessageError::Form("it says that it is of more samples than a push can be"));
+        }
         let norm = if flags & HAS_NORM != 0 { Some(f64::from_bits(cursor.u64()?)) } else { None };
         let present = if flags & HAS_PRESENCE != 0 {
             let len = cursor.len()?;
@@ -239,7 +246,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_push_survives_the_wire(epoch: u32, samples: u64, norm in prop::option::of(0.0_f64..1e300), all: bool,
+        fn a_push_survives_the_wire(epoch: u32, samples in 0..=MAX_SAMPLES, norm in prop::option::of(0.0_f64..1e300), all: bool,
                 present in prop::option::of(prop::collection::vec(any::<u8>(), 0..40)),
                 have in prop::option::of(prop::collection::vec(any::<u64>(), 0..40))) {
             let want = if all { Want::Parameters } else { Want::Receipt };
@@ -279,6 +286,17 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn more_samples_than_a_push_can_be_of_are_refused() {
+        for samples in [MAX_SAMPLES + 1, 1 << 63, u64::MAX] {
+            let push =
+                PushRequest { epoch: 1, samples, norm: None, want: Want::Receipt, present: None, have: None };
+            let mut bytes = vec![];
+            push.encode(&mut bytes);
+            assert!(PushRequest::decode(&bytes).unwrap_err().to_string().contains("more samples"));
         }
     }
 

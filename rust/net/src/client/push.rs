@@ -16,6 +16,7 @@ use super::session::Inner;
 use offbeat_core::layout::Presence;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::Receipt;
+use offbeat_core::wire::push::MAX_SAMPLES;
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
 use std::sync::Arc;
 
@@ -69,6 +70,10 @@ impl Inner {
         model.check_values(input.values)?;
         if let Some(to) = to {
             model.check_out(to.out)?;
+        }
+        if input.samples > MAX_SAMPLES {
+            let message = format!("samples is {}: a push is of at most {MAX_SAMPLES}", input.samples);
+            return Err(ClientError::bad_input(message));
         }
         self.settle(interrupt)?;
         if self.connection.outdated {
@@ -175,6 +180,12 @@ impl Inner {
         }
     }
 
+    /// The gradient's norm, where the run limits it and what is sent is not the gradient.
+    fn norm(&self, model: &Model, present: &Presence, values: &[Option<Memory<'_>>]) -> Option<f64> {
+        let asked = self.session.run.staleness.max_norm.is_some() && self.connection.momentum.is_some();
+        asked.then(|| finite::norm(self.isa, model, present, values))
+    }
+
     /// Whether momentum correction asks for the parameters that a gradient was taken at.
     fn reads_parameters(&self) -> bool {
         self.connection.momentum.as_ref().is_some_and(Momentum::reads_parameters)
@@ -228,6 +239,7 @@ impl Inner {
         to: Option<Destination<'m>>,
         x_read: Option<&'m [Memory<'m>]>,
     ) -> (u32, Outgoing<'m>) {
+        let norm = self.norm(model, &present, input.values);
         let held = held_of(&mut self.connection.held, model);
         let flight = &mut self.connection.flight;
         let (request, sequence) = (flight.next_request(), flight.next_sequence());
@@ -241,7 +253,7 @@ impl Inner {
         let head = PushRequest {
             epoch: self.session.run.epoch,
             samples: input.samples,
-            norm: None,
+            norm,
             want: if to.is_some() { Want::Parameters } else { Want::Receipt },
             present: Some(present.as_bytes()).filter(|_| !model.is_all(&present)),
             have: incremental.then_some(Versions::Numbers(&other)),

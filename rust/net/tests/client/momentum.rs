@@ -278,3 +278,21 @@ fn with_two_in_flight_both_pushes_made_for_the_old_optimizer_are_rejected_and_no
     oracle.step(&gradient(N, 0, 4));
     assert_eq!(worker.floats(0), oracle.p);
 }
+
+#[test]
+fn max_norm_is_of_the_gradient_and_not_of_what_momentum_makes_of_it() {
+    let staleness = StalenessSpec { max_norm: Some(1.5), ..StalenessSpec::default() };
+    let server = server_of(&[0.0; N], ServerConfig { staleness, ..config(sgd(f64::from(LR), 0.9, 0.0)) });
+    let mut worker = Worker::ready(&server, 1);
+    let mut oracle = Oracle { p: vec![0.0; N], v: None, momentum: 0.9, weight_decay: 0.0 };
+    let of_norm = |norm: f32| vec![norm / (N as f32).sqrt(); N];
+    for _ in 0..10 {
+        let receipt = worker.push_pull(&mut [Some(bytes_of(&of_norm(1.0)))], true).unwrap().unwrap();
+        assert!(receipt.applied, "{receipt:?}");
+        oracle.step(&of_norm(1.0));
+    }
+    let long = worker.push_pull(&mut [Some(bytes_of(&of_norm(1.6)))], true).unwrap().unwrap();
+    assert_eq!(long.reason, Some(Reason::Norm));
+    assert!(long.detail.contains("1.6"), "{}", long.detail);
+    assert_eq!(worker.floats(0), oracle.p);
+}
