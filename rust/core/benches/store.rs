@@ -49,6 +49,7 @@ fn open(store: &Arc<Store>, worker: WorkerKey, sequence: u64) -> OpenPush {
         sequence,
         term: store.term(),
         base: store.version(),
+        epoch: store.run().map_or(0, |run| run.epoch),
         samples: 1,
         present: Presence::all(1),
         norm: None,

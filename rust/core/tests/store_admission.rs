@@ -7,6 +7,7 @@ use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
+use offbeat_core::store::log::{self, CommitObserver};
 use offbeat_core::store::{
     Admission, Fate, OpenPush, PushHead, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
     WorkerKey,
@@ -19,6 +20,14 @@ use std::sync::Arc;
 const ELEMENTS: u64 = 70_000;
 
 fn store_with(transaction: Transaction, staleness: StalenessSpec, max_samples: Option<u64>) -> Arc<Store> {
+    store_watched(
+        StoreConfig { transaction, max_live_versions: 2, ..StoreConfig::default() },
+        staleness,
+        max_samples,
+    )
+}
+
+fn store_watched(config: StoreConfig, staleness: StalenessSpec, max_samples: Option<u64>) -> Arc<Store> {
     let tensor = TensorSpec {
         name: "w".into(),
         aliases: vec![],
@@ -27,7 +36,6 @@ fn store_with(transaction: Transaction, staleness: StalenessSpec, max_samples: O
         role: Role::Parameter,
     };
     let table = Arc::new(TensorTable::new(vec![tensor]).unwrap());
-    let config = StoreConfig { transaction, max_live_versions: 2, ..StoreConfig::default() };
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
     let rule =
         Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
@@ -49,6 +57,7 @@ fn head(store: &Store, worker: WorkerKey, sequence: u64) -> PushHead {
         sequence,
         term: store.term(),
         base: store.version(),
+        epoch: store.run().map_or(0, |run| run.epoch),
         samples: 10,
         present: Presence::all(1),
         norm: None,
@@ -325,4 +334,105 @@ fn readers_pin_at_most_the_versions_they_may() {
     assert_eq!(released.try_recv(), Ok(Some(())));
     let Turn::Now(own) = store.turn(1) else { panic!("the old version is gone") };
     assert_eq!(own.version(), 1);
+}
+
+#[test]
+fn a_push_made_for_another_optimizer_is_rejected_whatever_the_server_runs_of_both() {
+    let store = store();
+    let worker = store.register("a").unwrap();
+    let mut run = store.run().unwrap().spec.clone();
+    let momentum = |run: &mut RunSpec, momentum| {
+        run.optimizer.momentum_correction = momentum > 0.0;
+        run.optimizer.groups[0].rule =
+            Rule::Sgd { momentum, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
+    };
+    for (sequence, mu) in [(1, 0.9), (3, 0.5), (5, 0.0)] {
+        let before = PushHead { epoch: store.run().unwrap().epoch, ..head(&store, worker, sequence) };
+        momentum(&mut run, mu);
+        store.configure(run.clone());
+        assert_eq!(refusal(&store, &before).reason, Some(Reason::OptimizerChanged));
+        assert!(push(&store, worker, sequence + 1).applied);
+        assert_eq!(
+            store.reader().root(0).state().unwrap().slots.iter().flatten().count(),
+            0,
+            "momentum is the workers'"
+        );
+    }
+    let mut run = store.run().unwrap().spec.clone();
+    let known = head(&store, worker, 7);
+    run.optimizer.groups[0].lr = 0.5;
+    store.configure(run);
+    drop(open(&store, &known)); // another rate is not another rule
+}
+
+#[test]
+fn with_momentum_correction_the_limit_is_for_the_gradient_whose_norm_the_worker_says() {
+    let staleness = StalenessSpec { max_norm: Some(300.0), ..StalenessSpec::default() };
+    let store = store_with(Transaction::Model, staleness, None);
+    let worker = store.register("a").unwrap();
+    let commit = |sequence, fill, norm| {
+        let commit = store.commit(PushHead { norm, ..head(&store, worker, sequence) }, stage(&store, fill));
+        drop(commit.role);
+        let mut receipt: oneshot::Receiver<Receipt> = commit.receipt;
+        receipt.try_recv().unwrap().unwrap().reason
+    };
+    assert_eq!(commit(1, 2.0, Some(1.0)), Some(Reason::Norm), "without, what has come is measured");
+    let mut run = store.run().unwrap().spec.clone();
+    run.optimizer.momentum_correction = true;
+    run.optimizer.groups[0].rule =
+        Rule::Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
+    store.configure(run);
+    assert_eq!(commit(2, 2.0, Some(299.0)), None);
+    assert_eq!(commit(3, 1.0, Some(301.0)), Some(Reason::Norm));
+    assert_eq!(commit(4, f32::NAN, Some(1.0)), Some(Reason::NonFinite));
+    assert_eq!(commit(5, 2.0, None), Some(Reason::Norm), "nothing said: what has come is measured");
+}
+
+#[test]
+fn samples_without_end_do_not_wrap() {
+    let store = store();
+    let worker = store.register("a").unwrap();
+    for sequence in 1..=2 {
+        let push = open(&store, &PushHead { samples: u64::MAX, ..head(&store, worker, sequence) });
+        assert!(submit(&store, &push, 0) && submit(&store, &push, 1));
+        assert!(push.settle().applied);
+    }
+    assert_eq!((store.samples(), store.status().totals.samples), (u64::MAX, u64::MAX));
+}
+
+/// Panics at its first commit.
+#[derive(Default)]
+struct Clumsy(std::sync::atomic::AtomicBool);
+
+impl CommitObserver for Clumsy {
+    fn committed(&self, _: log::Commit) {
+        assert!(self.0.swap(true, std::sync::atomic::Ordering::Relaxed), "it is meant to panic");
+    }
+}
+
+#[test]
+fn a_panic_in_a_model_commit_costs_its_push_and_nothing_else() {
+    let config = StoreConfig {
+        transaction: Transaction::Model,
+        observer: Some(Arc::new(Clumsy::default())),
+        ..StoreConfig::default()
+    };
+    let store = store_watched(config, StalenessSpec::default(), None);
+    let worker = store.register("a").unwrap();
+    let failed = commit(&store, worker, 1, 1.0);
+    assert_eq!((failed.applied, failed.reason), (false, Some(Reason::Failed)));
+    assert_eq!((store.reader().root(0).version(), value(&store, 0).to_bits()), (0, 0.0_f32.to_bits()));
+    // Before it has a ticket: a fragment that the model does not have.
+    let mut wrong = stage(&store, 1.0);
+    wrong[1].fragment = 99;
+    let lost = store.commit(head(&store, worker, 2), wrong);
+    let next = store.commit(head(&store, worker, 3), stage(&store, 1.0));
+    assert!(next.role.is_none(), "the role is the first one's");
+    drop(lost.role);
+    for (mut receipt, reason) in [(lost.receipt, Some(Reason::Failed)), (next.receipt, None)] {
+        assert_eq!(receipt.try_recv().unwrap().unwrap().reason, reason);
+    }
+    assert_eq!(value(&store, 1).to_bits(), (-1.0_f32).to_bits());
+    let tickets = store.status().tickets;
+    assert_eq!((tickets.issued, tickets.applied, tickets.dropped, tickets.open), (2, 1, 1, 0));
 }

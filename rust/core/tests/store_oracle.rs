@@ -139,6 +139,7 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
             sequence: i as u64 + 1,
             term: store.term(),
             base: store.version(),
+            epoch: store.run().map_or(0, |run| run.epoch),
             samples: 1,
             present: present.clone(),
             norm: None,

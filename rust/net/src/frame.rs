@@ -48,6 +48,28 @@ pub struct Socket {
     sent: AtomicU64,
 }
 
+/// A socket between two runtimes.
+#[derive(Debug)]
+pub struct Moving {
+    stream: ClosedInChildren<std::net::TcpStream>,
+    received: u64,
+    sent: u64,
+}
+
+impl Moving {
+    /// Registers the stream with the current runtime.
+    ///
+    /// # Errors
+    /// As [`Socket::new`].
+    ///
+    /// # Panics
+    /// Outside a tokio runtime.
+    pub fn arrive(self) -> io::Result<Socket> {
+        let socket = Socket::from_std(self.stream)?;
+        Ok(Socket { received: self.received.into(), sent: self.sent.into(), ..socket })
+    }
+}
+
 impl Socket {
     /// Registers a stream with the current runtime.
     ///
@@ -86,6 +108,16 @@ impl Socket {
     /// Gives the stream back, for another runtime or for none.
     pub(crate) fn into_std(self) -> io::Result<ClosedInChildren<std::net::TcpStream>> {
         self.stream.try_map(TcpStream::into_std)
+    }
+
+    /// Takes the stream off this runtime, to go on with another one. What was received and sent stays counted: a part
+    /// of it may lie in the reader that moves along.
+    ///
+    /// # Errors
+    /// What the operating system says.
+    pub fn into_moving(self) -> io::Result<Moving> {
+        let (received, sent) = (self.received(), self.sent());
+        Ok(Moving { stream: self.into_std()?, received, sent })
     }
 
     /// Ends one or both directions for everybody who holds the stream; may be called from any thread.

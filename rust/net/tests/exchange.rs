@@ -14,6 +14,9 @@ use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
 use offbeat_core::wire::{Kind, Want};
 use offbeat_net::client::{Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 const TRANSACTIONS: [Transaction; 2] = [Transaction::Fragment, Transaction::Model];
@@ -321,4 +324,156 @@ fn a_copy_of_the_model_holds_each_push_whole_or_not_at_all() {
             assert!(now.iter().all(|p| *p == now[0]), "{} and {}", now[0], now[now.len() - 1]);
         }
     });
+}
+
+/// Values of a tensor that, when they are read for the `nth` time, let something else happen first.
+struct Slow<'a> {
+    bytes: Vec<u8>,
+    reads: AtomicUsize,
+    first: Option<&'a (dyn Fn() + Sync)>,
+}
+
+impl AsRef<[u8]> for Slow<'_> {
+    fn as_ref(&self) -> &[u8] {
+        // The first time they are only counted, the second time they are loaded.
+        if self.reads.fetch_add(1, Ordering::Relaxed) == 1
+            && let Some(first) = self.first
+        {
+            first();
+        }
+        &self.bytes
+    }
+}
+
+/// Loads `value` everywhere; in the midst of it, with the first fragment loaded, `meanwhile` happens.
+fn load_slowly(server: &Server, value: f32, meanwhile: &(dyn Fn() + Sync)) {
+    let mut firsts = [None, Some(meanwhile)].into_iter();
+    let tensors: Vec<Slow<'_>> = values(value)
+        .into_iter()
+        .map(|bytes| Slow { bytes, reads: AtomicUsize::new(0), first: firsts.next().flatten() })
+        .collect();
+    server.load_tensors(&tensors).unwrap();
+}
+
+#[test]
+fn what_is_read_while_values_are_loaded_does_not_pass_for_the_new_ones() {
+    for transaction in TRANSACTIONS {
+        for by_push in [false, true] {
+            let server = start(with(transaction));
+            let (mut raw, joined) = Raw::joined(&server, "a");
+            let first = push(&mut raw, &server, 1, (joined.term, joined.version), 0, 1.0);
+            let (raw, read) = (Mutex::new(raw), Mutex::new(None));
+            load_slowly(&server, 7.0, &|| {
+                let mut raw = raw.lock().unwrap();
+                let answer = if by_push {
+                    push(&mut raw, &server, 2, first.read, 1, 1.0)
+                } else {
+                    raw.pull(joined.term, None)
+                };
+                assert!(answer.roots.iter().any(|r| r.1 != Some(7.0)), "not all is loaded: {answer:?}");
+                *read.lock().unwrap() = Some(answer);
+            });
+            let (mut raw, read) = (raw.into_inner().unwrap(), read.into_inner().unwrap().unwrap());
+            assert_eq!(read.read.0, joined.term, "{transaction:?}");
+            let late = push(&mut raw, &server, 2 + u64::from(by_push), read.read, 1, 1.0);
+            assert_eq!(late.receipt().reason, Some(Reason::ServerRolledBack));
+            assert!(parameters(&server).iter().all(|&p| p == 7.0));
+        }
+    }
+}
+
+/// Starts something and waits for its end, a moment: it may have to wait for us.
+fn start_and_wait_a_moment(work: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+    let (tell, hear) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        work();
+        tell.send(()).ok();
+    });
+    hear.recv_timeout(Duration::from_millis(300)).ok();
+    thread
+}
+
+#[test]
+fn two_loads_and_a_copy_at_once_are_each_whole() {
+    for transaction in TRANSACTIONS {
+        let server = Arc::new(start(with(transaction)));
+        let threads = Mutex::new(Vec::new());
+        load_slowly(&server, 7.0, &|| {
+            let copied = Arc::clone(&server);
+            let copy = start_and_wait_a_moment(move || {
+                let now = parameters(&copied);
+                assert!(now.iter().all(|p| *p == now[0]), "{} and {}", now[0], now[W]);
+            });
+            let loaded = Arc::clone(&server);
+            let load = start_and_wait_a_moment(move || loaded.load_tensors(&values(9.0)).unwrap());
+            threads.lock().unwrap().extend([copy, load]);
+        });
+        for thread in threads.into_inner().unwrap() {
+            thread.join().unwrap();
+        }
+        let now = parameters(&server);
+        assert!(now.iter().all(|p| *p == now[0] && [7.0, 9.0].contains(p)), "{} and {}", now[0], now[W]);
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let pulled = raw.pull(joined.term, None);
+        let base = pulled.roots[0].0;
+        let receipt = push(&mut raw, &server, 1, pulled.read, base, 1.0);
+        assert!(receipt.receipt().applied, "no fragment is left behind: {:?}", receipt.receipt());
+        let after = parameters(&server);
+        assert!(after.iter().all(|p| *p == now[0] - 1.0));
+    }
+}
+
+#[test]
+fn a_sender_that_stops_after_a_copy_has_held_it_back_is_cut_off() {
+    let timeout = Duration::from_millis(1500);
+    let server = Arc::new(start(ServerConfig { progress_timeout: timeout, ..config() }));
+    let (mut open, joined) = Raw::joined(&server, "open");
+    let read = (joined.term, joined.version);
+    let (mut c, _) = Raw::joined(&server, "c");
+    let (mut b, _) = Raw::joined(&server, "b");
+    open.push_head(1, read, Want::Receipt, None); // a ticket that the copy waits for
+    let status = eventually(&server, "the ticket is open", |s| s["tickets"]["open"] == 1);
+    assert_eq!(status["version"], 1);
+    let copied = Arc::clone(&server);
+    let copy = std::thread::spawn(move || parameters(&copied));
+    // Pushes are answered at once until the copy has begun.
+    c.stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    for sequence in 1.. {
+        c.push_head(sequence, read, Want::Receipt, None);
+        for (i, len) in FRAGMENTS.into_iter().enumerate() {
+            c.fragment(sequence, u32::try_from(i).unwrap(), 0, &floats(len, 1.0));
+        }
+        if c.stream.peek(&mut [0]).is_err() {
+            break;
+        }
+        c.answer();
+    }
+    b.push_head(1, read, Want::Receipt, None);
+    b.fragment(1, 0, 0, &floats(FRAGMENTS[0], 1.0));
+    copy.join().unwrap();
+    assert!(until_state(&server, "b", "lost").contains("no byte for 1.5 s"));
+}
+
+#[test]
+fn a_number_of_samples_that_is_none_ends_its_connection_and_not_the_run() {
+    let server = start(ServerConfig { max_samples: Some(1000), ..config() });
+    let (mut raw, _) = Raw::joined(&server, "a");
+    let mut head = vec![1, 0, 0, 0];
+    head.extend_from_slice(&raw.epoch.to_le_bytes());
+    head.extend_from_slice(&(1_u64 << 63).to_le_bytes());
+    raw.frame(
+        offbeat_core::wire::Header { sequence: 1, term: 1, ..offbeat_core::wire::Header::new(Kind::Push) },
+        &head,
+    );
+    assert_eq!(raw.refused().code, RefusalCode::Malformed);
+    let status = status(&server);
+    assert_eq!((&status["samples"], &status["state"]), (&0.into(), &"running".into()));
+
+    let mut client = client(&server, "b");
+    let (mut gradients, mut out) = (values(1.0), values(0.0));
+    client.pull(&out.iter_mut().map(|o| Memory::of(o)).collect::<Vec<_>>(), false, &NEVER).unwrap();
+    let gradients: Vec<_> = gradients.iter_mut().map(|g| Some(Memory::of(g))).collect();
+    let refused = client.push(PushInput { values: &gradients, samples: 1 << 63 }, &NEVER).unwrap_err();
+    assert!(refused.to_string().contains("samples is 9223372036854775808"), "{refused}");
+    assert!(client.push(PushInput { values: &gradients, samples: 1 }, &NEVER).unwrap().applied);
 }

@@ -5,8 +5,8 @@ mod common;
 
 use common::{FRAGMENTS, Raw, client, config, eventually, floats, parameters, start, status, until_state};
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
-use offbeat_core::wire::message::{Hello, Purpose, RefusalCode, Welcome};
-use offbeat_core::wire::{Header, Kind, PROTOCOL, Want};
+use offbeat_core::wire::message::{Authenticate, Challenge, Hello, Joined, Purpose, RefusalCode, Welcome};
+use offbeat_core::wire::{Header, Kind, PROTOCOL, Want, encode};
 use offbeat_net::server::ServerConfig;
 use proptest::prelude::*;
 use std::io::Read;
@@ -204,7 +204,7 @@ fn any_bytes() -> impl Strategy<Value = Vec<u8>> {
         let mut bytes = vec![];
         let hello =
             Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [0; 32], purpose: Purpose::Data };
-        offbeat_core::wire::encode(&hello, &mut bytes);
+        encode(&hello, &mut bytes);
         let mut frame = Header::new(Kind::Hello).with_payload(&bytes).encode().to_vec();
         frame.append(&mut bytes);
         frame
@@ -228,4 +228,30 @@ fn no_bytes_end_the_server() {
     let (mut raw, joined) = Raw::joined(&server, "b");
     let answer = raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
     assert!(answer.receipt().applied);
+}
+
+#[test]
+fn what_came_with_the_handshake_is_still_a_debt_after_the_move_to_a_data_thread() {
+    let server = start(ServerConfig { progress_timeout: Duration::from_millis(200), ..config() });
+    let mut raw = Raw::connect(server.address());
+    let nonce = [3; 32];
+    let (protocol_min, protocol_max, purpose) = (PROTOCOL, PROTOCOL, Purpose::Data);
+    raw.send(Kind::Hello, 0, &Hello { protocol_min, protocol_max, nonce, purpose });
+    let _: Challenge = raw.expect(Kind::Challenge);
+    // All at once, so that the control thread reads ahead: two frames, and the beginning of a third.
+    let mut bytes = vec![];
+    let mut add = |kind, message: &dyn Fn(&mut Vec<u8>)| {
+        let mut payload = vec![];
+        message(&mut payload);
+        bytes.extend_from_slice(&Header::new(kind).with_payload(&payload).encode());
+        bytes.append(&mut payload);
+    };
+    add(Kind::Authenticate, &|out| encode(&Authenticate { proof: None }, out));
+    add(Kind::Join, &|out| encode(&common::join("a"), out));
+    bytes.extend_from_slice(&Header::new(Kind::Pull).encode()[..10]);
+    raw.write(&bytes).unwrap();
+    let _: Welcome = raw.expect(Kind::Welcome);
+    let _: Joined = raw.expect(Kind::Joined);
+    assert_eq!(raw.refused().code, RefusalCode::Timeout);
+    assert!(until_state(&server, "a", "lost").contains("no byte for 0.2 s"));
 }

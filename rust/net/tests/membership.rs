@@ -7,6 +7,7 @@ use common::{
     DEADLINE, NEVER, Raw, W, config, eventually, parameters, plain_sgd, start, status, table, until_state,
     values,
 };
+use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
 use offbeat_core::wire::message::{Call, Event, FINISHED_STOPPED, RefusalCode, Refused, Reply};
 use offbeat_core::wire::{Header, Kind, Want};
@@ -244,7 +245,10 @@ fn workers_agree_on_the_optimizer() {
     configure(&mut a, Contribution::Gradient, Some(plain_sgd()));
     let Reply::Configured { run } = a.reply() else { panic!("a run was due") };
     assert_eq!((run.contribution, run.optimizer), (Some(Contribution::Gradient), Some(plain_sgd())));
-    assert!(a.push(2, early.read, 0, 1.0, Want::Receipt).receipt().applied);
+    let blind = a.push(2, early.read, 0, 1.0, Want::Receipt);
+    assert_eq!(blind.receipt().reason, Some(Reason::OptimizerChanged), "it did not know of the optimizer");
+    a.epoch = run.epoch;
+    assert!(a.push(3, early.read, 0, 1.0, Want::Receipt).receipt().applied);
 
     let (mut b, _) = Raw::joined(&server, "b");
     for (contribution, optimizer, code) in [

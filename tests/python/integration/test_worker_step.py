@@ -272,8 +272,13 @@ def test_the_server_adds_weight_times_the_difference(serve, join):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"optimizer": SPEC}, {"lr_schedule": offbeat.schedule.Cosine(total=10)}, {"momentum_correction": True}],
-    ids=lambda s: next(iter(s)),
+    [
+        {"optimizer": SPEC},
+        {"lr_schedule": offbeat.schedule.Cosine(total=10)},
+        {"momentum_correction": True},
+        {"momentum_correction": False},
+    ],
+    ids=str,
 )
 def test_a_live_optimizer_is_refused_together_with_the_server_s(serve, join, setting):
     model = net()

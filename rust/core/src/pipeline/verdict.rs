@@ -68,7 +68,7 @@ reasons! {
     BaseEvicted = "base_evicted",
     /// The server has no optimizer yet.
     NoOptimizer = "no_optimizer",
-    /// The optimizer was replaced while the push was under way.
+    /// The optimizer was replaced while the push was under way, or before its worker had heard of the new one.
     OptimizerChanged = "optimizer_changed",
     /// Applying it would have made a parameter or a moment NaN or infinite.
     NonfiniteResult = "nonfinite_result",

@@ -235,7 +235,7 @@ fn step(
 }
 
 fn group<'a>(run: &'a Run, segment: &Segment) -> &'a crate::spec::Group {
-    &run.spec.optimizer.groups[run.group_of(segment.tensor)]
+    run.group(segment.tensor)
 }
 
 fn initial_state(place: Place<'_>, run: &Run, num_slots: usize) -> OptimizerState {

@@ -151,10 +151,10 @@ impl Tally {
             *self.rejected.entry(reason.to_string()).or_default() += 1;
             return;
         }
-        self.samples += samples;
+        self.samples = self.samples.saturating_add(samples);
         self.applied += 1;
         self.damped += u64::from(receipt.weight < 1.0);
-        self.staleness_sum += receipt.staleness;
+        self.staleness_sum = self.staleness_sum.saturating_add(receipt.staleness);
         self.staleness_max = self.staleness_max.max(receipt.staleness);
         let bucket = usize::try_from(receipt.staleness).unwrap_or(usize::MAX).min(STALENESS_BUCKETS - 1);
         self.staleness_histogram[bucket] += 1;

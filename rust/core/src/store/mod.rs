@@ -91,6 +91,8 @@ pub struct Store {
     pins: Pins,
     registry: Mutex<Registry>,
     gate: cut::Gate,
+    /// Held while a load queues its values: every fragment gets those of two loads in the order of their terms.
+    loading: Mutex<()>,
 }
 
 impl Store {
@@ -121,6 +123,7 @@ impl Store {
             model: RootCell::new(model),
             models: Combiner::new(),
             gate: cut::Gate::new(),
+            loading: Mutex::new(()),
             table,
             layout,
             config,
@@ -217,14 +220,20 @@ impl Store {
 
     /// Judges a push by its head.
     pub fn admit(self: &Arc<Self>, head: &PushHead) -> Admission {
-        match self.rule(head) {
+        match self.rule(head, None) {
             Ruling::Ticketed(record) => Admission::Open(OpenPush::new(Arc::clone(self), record)),
             Ruling::Settled(receipt) => Admission::Settled(receipt),
         }
     }
 
-    fn rule(&self, head: &PushHead) -> Ruling {
-        self.registry().admit(head, &self.layout)
+    /// `measured`: the norm of what has come, if all of it has.
+    fn rule(&self, head: &PushHead, measured: Option<f64>) -> Ruling {
+        self.registry().admit(head, measured, &self.layout)
+    }
+
+    /// Settles a push that went wrong before it had a ticket.
+    fn fail(&self, head: &PushHead, detail: &str) -> Receipt {
+        self.registry().fail(head, detail)
     }
 
     fn settle(&self, record: &Arc<PushRecord>) -> Receipt {
@@ -284,6 +293,8 @@ impl Store {
     /// parameters and are rejected as rolled back. Optimizer state starts anew. Resolves when the last fragment has
     /// changed; any roles that come back are to be driven like a submission's.
     pub fn load(self: &Arc<Self>, fill: &mut dyn FnMut(usize, &mut [u8])) -> Load {
+        // It guards no value: a load that panicked has left the fragments it had queued.
+        let _in_order = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let term = {
             let mut registry = self.registry();
             registry.term += 1;

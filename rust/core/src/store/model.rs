@@ -9,8 +9,10 @@ use super::registry::Ruling;
 use super::root::Root;
 use super::{Commit, Store};
 use crate::layout::FragmentKind;
+use crate::pipeline::Reason;
 use crate::values;
 use futures_channel::oneshot;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// A consistent set of roots: one version of the whole model.
@@ -84,78 +86,44 @@ impl ModelRole {
     }
 
     fn advance(&mut self) {
-        let Some(current) = self.current.take() else {
-            match self.store.models.take() {
-                ModelEntry::Push(waiting) => {
-                    let phase = Phase::Measure { squares: 0.0 };
-                    self.current = Some(InProgress { waiting, phase, position: 0 });
-                }
-                ModelEntry::Replace { roots, done } => {
-                    let version = self.store.model().version;
-                    self.publish(roots.into_iter().map(Arc::new).collect(), version);
-                    // The caller may have stopped waiting; the load stands all the same.
-                    done.send(()).ok();
-                    self.counted = self.store.models.finish(1);
-                }
-            }
-            return;
+        let Some(current) = &mut self.current else { return self.begin() };
+        // A panic in a kernel is a bug of ours; it must cost this push, not the process.
+        let store = &self.store;
+        let end = match catch_unwind(AssertUnwindSafe(|| current.work(store))) {
+            Ok(None) => return,
+            Ok(Some(end)) => end,
+            Err(_) => current.failed(store),
         };
-        let (done, store) = (current.waiting.fragments.len(), Arc::clone(&self.store));
-        self.current = match current {
-            InProgress { phase: Phase::Measure { squares }, waiting, position } if position == done => {
-                self.rule(waiting, squares.sqrt())
-            }
-            InProgress { phase: Phase::Measure { squares }, waiting, position } => {
-                match measure(&store, &waiting.fragments[position]) {
-                    Some(more) => {
-                        let phase = Phase::Measure { squares: squares + more };
-                        Some(InProgress { waiting, phase, position: position + 1 })
-                    }
-                    None => self.rule(waiting, f64::NAN),
-                }
-            }
-            InProgress { phase: Phase::Apply { record, next, weights }, waiting, position }
-                if position == done =>
-            {
-                for (weight, elements) in weights {
-                    record.count_applied(weight, elements);
-                }
-                self.publish(next, record.ticket.version);
-                self.end(waiting, store.settle(&record));
-                None
-            }
-            InProgress { phase: Phase::Apply { record, mut next, mut weights }, waiting, position } => {
-                match apply_one(&store, &record, &waiting.fragments[position], &next) {
-                    Ok((root, tau, weight)) => {
-                        let index = waiting.fragments[position].fragment;
-                        weights.push((weight, store.layout.fragments[index].len));
-                        store.observe(index, &root, &record, tau);
-                        next[index] = Arc::new(root);
-                        let phase = Phase::Apply { record, next, weights };
-                        Some(InProgress { waiting, phase, position: position + 1 })
-                    }
-                    Err((reason, detail)) => {
-                        record.count_refused(reason, &detail);
-                        self.end(waiting, store.settle(&record));
-                        None
-                    }
-                }
-            }
+        let Some(InProgress { waiting: Waiting { done, fragments, .. }, .. }) = self.current.take() else {
+            unreachable!("it was there when its work began")
         };
+        drop(fragments);
+        let receipt = match end {
+            End::Committed(record, roots) => {
+                self.publish(roots, record.ticket.version);
+                self.store.settle(&record)
+            }
+            End::Refused(record) => self.store.settle(&record),
+            End::Settled(receipt) => receipt,
+        };
+        // A session that died does not hear; its push is committed and the ledger keeps the answer.
+        done.send(receipt).ok();
+        self.counted = self.store.models.finish(1);
     }
 
-    /// Admission of a staged push: after its last byte, with its norm known.
-    fn rule(&mut self, mut waiting: Waiting, norm: f64) -> Option<InProgress> {
-        waiting.head.norm = Some(norm);
-        match self.store.rule(&waiting.head) {
-            Ruling::Ticketed(record) => {
-                let next = self.store.model().roots.clone();
-                let phase = Phase::Apply { record, next, weights: Vec::new() };
-                Some(InProgress { waiting, phase, position: 0 })
+    /// Takes the next entry.
+    fn begin(&mut self) {
+        match self.store.models.take() {
+            ModelEntry::Push(waiting) => {
+                let phase = Phase::Measure { squares: 0.0 };
+                self.current = Some(InProgress { waiting, phase, position: 0 });
             }
-            Ruling::Settled(receipt) => {
-                self.end(waiting, receipt);
-                None
+            ModelEntry::Replace { roots, done } => {
+                let version = self.store.model().version;
+                self.publish(roots.into_iter().map(Arc::new).collect(), version);
+                // The caller may have stopped waiting; the load stands all the same.
+                done.send(()).ok();
+                self.counted = self.store.models.finish(1);
             }
         }
     }
@@ -164,13 +132,78 @@ impl ModelRole {
         let term = roots.first().map_or(0, |r| r.term);
         self.store.publish_model(ModelRoot { term, version, roots });
     }
+}
 
-    fn end(&mut self, waiting: Waiting, receipt: Receipt) {
-        let Waiting { done, fragments, .. } = waiting;
-        drop(fragments);
-        // A session that died does not hear; its push is committed and the ledger keeps the answer.
-        done.send(receipt).ok();
-        self.counted = self.store.models.finish(1);
+/// How a staged push ends.
+enum End {
+    /// With its new roots.
+    Committed(Arc<PushRecord>, Vec<Arc<Root>>),
+    /// It had a ticket; the old roots stay.
+    Refused(Arc<PushRecord>),
+    /// It got none.
+    Settled(Receipt),
+}
+
+impl InProgress {
+    /// Works on one fragment, or on what comes between the phases.
+    fn work(&mut self, store: &Arc<Store>) -> Option<End> {
+        let staged = self.waiting.fragments.get(self.position);
+        match (&mut self.phase, staged) {
+            (Phase::Measure { squares }, Some(staged)) => {
+                let Some(more) = measure(store, staged) else { return self.rule(store, f64::NAN) };
+                *squares += more;
+            }
+            (Phase::Measure { squares }, None) => {
+                let norm = squares.sqrt();
+                return self.rule(store, norm);
+            }
+            (Phase::Apply { record, next, weights }, Some(staged)) => {
+                match apply_one(store, record, staged, next) {
+                    Ok((root, tau, weight)) => {
+                        let index = staged.fragment;
+                        weights.push((weight, store.layout.fragments[index].len));
+                        store.observe(index, &root, record, tau);
+                        next[index] = Arc::new(root);
+                    }
+                    Err((reason, detail)) => {
+                        record.count_refused(reason, &detail);
+                        return Some(End::Refused(Arc::clone(record)));
+                    }
+                }
+            }
+            (Phase::Apply { record, next, weights }, None) => {
+                for &mut (weight, elements) in weights {
+                    record.count_applied(weight, elements);
+                }
+                return Some(End::Committed(Arc::clone(record), std::mem::take(next)));
+            }
+        }
+        self.position += 1;
+        None
+    }
+
+    /// Admission of a staged push: after its last byte, with its norm known.
+    fn rule(&mut self, store: &Store, norm: f64) -> Option<End> {
+        match store.rule(&self.waiting.head, Some(norm)) {
+            Ruling::Ticketed(record) => {
+                let next = store.model().roots.clone();
+                (self.phase, self.position) = (Phase::Apply { record, next, weights: Vec::new() }, 0);
+                None
+            }
+            Ruling::Settled(receipt) => Some(End::Settled(receipt)),
+        }
+    }
+
+    /// Its work panicked.
+    fn failed(&self, store: &Store) -> End {
+        let detail = "applying it panicked; please report this";
+        match &self.phase {
+            Phase::Measure { .. } => End::Settled(store.fail(&self.waiting.head, detail)),
+            Phase::Apply { record, .. } => {
+                record.count_refused(Reason::Failed, detail);
+                End::Refused(Arc::clone(record))
+            }
+        }
     }
 }
 
@@ -200,7 +233,7 @@ fn apply_one(
     record: &Arc<PushRecord>,
     staged: &StagedFragment,
     roots: &[Arc<Root>],
-) -> Result<(Root, u64, f64), (crate::pipeline::Reason, String)> {
+) -> Result<(Root, u64, f64), (Reason, String)> {
     let place =
         Place { fragment: &store.layout.fragments[staged.fragment], pool: &store.pool, isa: store.isa };
     let arrival =
@@ -209,7 +242,7 @@ fn apply_one(
     match (root, decisions.into_iter().next()) {
         (Some(root), Some(Decision::Applied { tau, weight })) => Ok((root, tau, weight)),
         (_, Some(Decision::Refused(reason, detail))) => Err((reason, detail)),
-        _ => Err((crate::pipeline::Reason::Failed, "the fragment had this push already".to_owned())),
+        _ => Err((Reason::Failed, "the fragment had this push already".to_owned())),
     }
 }
 

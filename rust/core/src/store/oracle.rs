@@ -64,7 +64,7 @@ impl FragmentStore for MutexStore {
         let tau = plain.version - base;
         let fragment = &self.layout.fragments[fragment];
         let run = &push.ticket.run;
-        let group = |tensor: usize| &run.spec.optimizer.groups[run.group_of(tensor)];
+        let group = |tensor: usize| run.group(tensor);
         let mut at = 0;
         plain.version += 1;
         if fragment.kind == FragmentKind::Buffers {

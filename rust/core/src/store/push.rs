@@ -18,10 +18,12 @@ pub struct PushHead {
     pub term: u64,
     /// The model's version at that read.
     pub base: u64,
+    /// [`super::Run::epoch`] of the optimizer that the worker knows of; 0: of none.
+    pub epoch: u32,
     /// Samples the gradient is a mean over.
     pub samples: u64,
     pub present: Presence,
-    /// The gradient's L2 norm, where a stage asked for it.
+    /// The gradient's L2 norm, where a stage asked for it and the worker sends something else (momentum correction).
     pub norm: Option<f64>,
 }
 

@@ -123,7 +123,7 @@ impl Registry {
     }
 
     /// Judges a push from its head and, if it is let in, issues its ticket.
-    pub(super) fn admit(&mut self, head: &PushHead, layout: &Layout) -> Ruling {
+    pub(super) fn admit(&mut self, head: &PushHead, measured: Option<f64>, layout: &Layout) -> Ruling {
         let (version, term) = (self.version, self.term);
         let rejection = |reason: Reason, detail: String| Receipt {
             term,
@@ -156,12 +156,19 @@ impl Registry {
             return Ruling::Settled(rejection(Reason::Fenced, detail));
         }
         let slept = slot.lost_at.is_some_and(|lost_at| head.base < lost_at);
+        let corrected = self.run.as_ref().is_some_and(|run| run.spec.optimizer.momentum_correction);
+        let norm = match measured {
+            // What has come is a direction, momentum included; limits are for the gradient, whose norm the head says.
+            Some(direction) if corrected && direction.is_finite() => head.norm.or(measured),
+            Some(_) => measured,
+            None => head.norm,
+        };
         let facts = PushFacts {
             staleness: version.saturating_sub(head.base),
             same_term: head.term == term && head.base <= version,
             awake: !slept,
-            finite: head.norm.is_none_or(f64::is_finite),
-            norm: head.norm,
+            finite: norm.is_none_or(f64::is_finite),
+            norm,
         };
         let verdict = match &self.run {
             None => {
@@ -171,6 +178,11 @@ impl Registry {
             }
             Some(run) => match run.spec.max_samples.filter(|&max| self.samples >= max) {
                 Some(max) => Verdict::reject(Reason::Budget, format!("the run's {max} samples are used up")),
+                None if head.epoch != run.epoch => {
+                    let detail =
+                        "it was made for an optimizer that is no longer the run's: ask for the run and go on";
+                    Verdict::reject(Reason::OptimizerChanged, detail)
+                }
                 None => admit(&run.spec.staleness, &facts),
             },
         };
@@ -188,7 +200,7 @@ impl Registry {
     fn issue(&mut self, head: &PushHead, run: &Arc<Run>, staleness: u64, layout: &Layout) -> Arc<PushRecord> {
         let learning_rates = run.learning_rates(self.version, self.samples);
         self.version += 1;
-        self.samples += head.samples;
+        self.samples = self.samples.saturating_add(head.samples);
         self.tickets.issued += 1;
         let number = self.tickets.issued;
         let ticket = Ticket {
@@ -207,6 +219,25 @@ impl Registry {
             slot.remember(head.sequence, Recent::Open, RECENT);
         }
         record
+    }
+
+    /// The end of a push that went wrong before its ticket.
+    pub(super) fn fail(&mut self, head: &PushHead, detail: &str) -> Receipt {
+        let receipt = Receipt {
+            term: self.term,
+            version: self.version,
+            staleness: self.version.saturating_sub(head.base),
+            weight: 0.0,
+            verdict: Fate::Reject,
+            applied: false,
+            duplicate: false,
+            reason: Some(Reason::Failed),
+            detail: detail.to_owned(),
+        };
+        if self.slot(head.worker).is_some_and(|slot| head.sequence == slot.last_sequence + 1) {
+            self.remember(head, &receipt);
+        }
+        receipt
     }
 
     fn remember(&mut self, head: &PushHead, receipt: &Receipt) {
@@ -294,9 +325,10 @@ fn again(slot: &Slot, sequence: u64, rejection: impl Fn(Reason, String) -> Recei
     }
 }
 
+/// Whether workers and store go on as before: the parts of both are compared.
 fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
     let rules = |spec: &RunSpec| -> Vec<_> {
         spec.optimizer.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect()
     };
-    rules(a) == rules(b)
+    a.optimizer.momentum_correction == b.optimizer.momentum_correction && rules(a) == rules(b)
 }

@@ -2,14 +2,16 @@
 //! place (the registry) and obeyed wherever the push's fragments commit.
 
 use crate::pipeline::{groups, schedule, weight};
-use crate::spec::{OptimizerSpec, Schedule, StalenessSpec};
+use crate::spec::{Group, OptimizerSpec, Schedule, StalenessSpec};
 use crate::table::TensorTable;
+use crate::velocity::server_rule;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Everything a user may change between two pushes; takes effect by ticket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSpec {
+    /// As the user has set it: with momentum correction the workers run a part of it, and the store the rest.
     pub optimizer: OptimizerSpec,
     #[serde(default)]
     pub staleness: StalenessSpec,
@@ -24,8 +26,10 @@ pub struct RunSpec {
 #[derive(Clone, Debug)]
 pub struct Run {
     pub spec: RunSpec,
-    /// Counts optimizers: state made under another epoch belongs to another rule.
+    /// Counts optimizers, from 1: state made under another epoch belongs to another rule, and so does a push.
     pub epoch: u32,
+    /// The optimizer's groups with the part of their rules that the store runs.
+    groups: Vec<Group>,
     group_of: Vec<u16>,
 }
 
@@ -33,13 +37,24 @@ impl Run {
     pub(crate) fn resolve(spec: RunSpec, epoch: u32, table: &TensorTable) -> Self {
         let names: Vec<&str> = table.tensors().iter().map(|t| t.name.as_str()).collect();
         let group_of = groups::assign(&spec.optimizer.groups, &names);
-        Self { spec, epoch, group_of }
+        let mut groups = spec.optimizer.groups.clone();
+        if spec.optimizer.momentum_correction {
+            for group in &mut groups {
+                group.rule = server_rule(&group.rule);
+            }
+        }
+        Self { spec, epoch, groups, group_of }
     }
 
     /// The group of a tensor.
     #[must_use]
     pub fn group_of(&self, tensor: usize) -> usize {
         usize::from(self.group_of[tensor])
+    }
+
+    /// What the store runs on a tensor.
+    pub(super) fn group(&self, tensor: usize) -> &Group {
+        &self.groups[self.group_of(tensor)]
     }
 
     /// Each group's learning rate for the push that finds the model at `version`, with `samples` seen before it.

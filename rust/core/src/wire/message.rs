@@ -118,6 +118,9 @@ pub struct ModelInfo {
 /// What is in force in this run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunConfig {
+    /// Counts the run's optimizers, as the server runs them; a push names it. 0: none yet, or there is no model.
+    #[serde(default)]
+    pub epoch: u32,
     pub transaction: Transaction,
     /// `None` until a worker has said it, or the server has an optimizer.
     #[serde(default)]
@@ -335,6 +338,7 @@ mod tests {
 
     fn run() -> RunConfig {
         RunConfig {
+            epoch: 3,
             transaction: Transaction::Model,
             contribution: Some(Contribution::Gradient),
             optimizer: Some(optimizer()),

@@ -2,7 +2,7 @@
 //! version byte, read in place.
 //!
 //! ```text
-//! push: 0 form u8 = 1   1 flags u8   2 reserved [u8; 6] = 0   8 samples u64
+//! push: 0 form u8 = 1   1 flags u8   2 reserved [u8; 2] = 0   4 epoch u32   8 samples u64
 //!       then, where its flag is set: norm f64 | presence: u32 length, bytes | have: u32 count, u64 each
 //! pull: 0 form u8 = 1   1 flags u8   2 reserved [u8; 6] = 0
 //!       then, where its flag is set: have
@@ -17,6 +17,10 @@ const HAS_NORM: u8 = 2;
 const HAS_PRESENCE: u8 = 4;
 const HAS_VERSIONS: u8 = 8;
 
+/// Most samples that one push may say it is of: more is no number of samples, and the run's count must not be at its
+/// mercy.
+pub const MAX_SAMPLES: u64 = 1 << 32;
+
 /// What the worker wants back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
@@ -28,8 +32,11 @@ pub enum Want {
 /// What a worker says about a push before it sends it; term, sequence and the version read are in the header.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PushRequest<'a> {
+    /// [`RunConfig::epoch`](super::message::RunConfig::epoch) of what the worker has been told: which optimizer it
+    /// has made the push for.
+    pub epoch: u32,
     pub samples: u64,
-    /// L2 norm of the whole gradient, where the run asks for it.
+    /// L2 norm of the whole gradient, where the run asks for it and what is sent is not the gradient itself.
     pub norm: Option<f64>,
     pub want: Want,
     /// [`Presence::as_bytes`]; `None`: every tensor.
@@ -96,7 +103,8 @@ impl<'a> PushRequest<'a> {
         flags |= if self.norm.is_some() { HAS_NORM } else { 0 };
         flags |= if self.present.is_some() { HAS_PRESENCE } else { 0 };
         flags |= if self.have.is_some() { HAS_VERSIONS } else { 0 };
-        out.extend_from_slice(&[FORM, flags, 0, 0, 0, 0, 0, 0]);
+        out.extend_from_slice(&[FORM, flags, 0, 0]);
+        out.extend_from_slice(&self.epoch.to_le_bytes());
         out.extend_from_slice(&self.samples.to_le_bytes());
         if let Some(norm) = self.norm {
             out.extend_from_slice(&norm.to_le_bytes());
@@ -115,7 +123,11 @@ impl<'a> PushRequest<'a> {
     pub fn decode(bytes: &'a [u8]) -> Result<Self, MessageError> {
         let mut cursor = Cursor(bytes);
         let flags = cursor.open(WANT_PARAMETERS | HAS_NORM | HAS_PRESENCE | HAS_VERSIONS)?;
+        let epoch = cursor.array().map(u32::from_le_bytes)?;
         let samples = cursor.u64()?;
+        if samples > MAX_SAMPLES {
+            return Err(MessageError::Form("it says that it is of more samples than a push can be"));
+        }
         let norm = if flags & HAS_NORM != 0 { Some(f64::from_bits(cursor.u64()?)) } else { None };
         let present = if flags & HAS_PRESENCE != 0 {
             let len = cursor.len()?;
@@ -126,7 +138,7 @@ impl<'a> PushRequest<'a> {
         let have = cursor.versions(flags)?;
         cursor.end()?;
         let want = if flags & WANT_PARAMETERS != 0 { Want::Parameters } else { Want::Receipt };
-        Ok(Self { samples, norm, want, present, have })
+        Ok(Self { epoch, samples, norm, want, present, have })
     }
 
     /// The tensors this push brings.
@@ -157,6 +169,9 @@ impl<'a> PullRequest<'a> {
     pub fn decode(bytes: &'a [u8]) -> Result<Self, MessageError> {
         let mut cursor = Cursor(bytes);
         let flags = cursor.open(HAS_VERSIONS)?;
+        if cursor.array()? != [0; 4] {
+            return Err(MessageError::Form("it sets bits that are reserved"));
+        }
         let have = cursor.versions(flags)?;
         cursor.end()?;
         Ok(Self { have })
@@ -199,13 +214,13 @@ impl<'a> Cursor<'a> {
         self.array().map(|b| u32::from_le_bytes(b) as usize)
     }
 
-    /// Form, flags and reserved bytes; returns the flags.
+    /// Form, flags and two reserved bytes; returns the flags.
     fn open(&mut self, known: u8) -> Result<u8, MessageError> {
-        let [form, flags, reserved @ ..] = self.array::<8>()?;
+        let [form, flags, reserved @ ..] = self.array::<4>()?;
         if form != FORM {
             return Err(MessageError::Form("its form is not known here"));
         }
-        if flags & !known != 0 || reserved != [0; 6] {
+        if flags & !known != 0 || reserved != [0; 2] {
             return Err(MessageError::Form("it sets bits that are reserved"));
         }
         Ok(flags)
@@ -231,12 +246,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_push_survives_the_wire(samples: u64, norm in prop::option::of(0.0_f64..1e300), all: bool,
+        fn a_push_survives_the_wire(epoch: u32, samples in 0..=MAX_SAMPLES, norm in prop::option::of(0.0_f64..1e300), all: bool,
                 present in prop::option::of(prop::collection::vec(any::<u8>(), 0..40)),
                 have in prop::option::of(prop::collection::vec(any::<u64>(), 0..40))) {
             let want = if all { Want::Parameters } else { Want::Receipt };
             let have = have.as_deref().map(Versions::Numbers);
-            let push = PushRequest { samples, norm, want, present: present.as_deref(), have };
+            let push = PushRequest { epoch, samples, norm, want, present: present.as_deref(), have };
             let mut bytes = vec![];
             push.encode(&mut bytes);
             prop_assert_eq!(PushRequest::decode(&bytes), Ok(push));
@@ -275,9 +290,26 @@ mod tests {
     }
 
     #[test]
+    fn more_samples_than_a_push_can_be_of_are_refused() {
+        for samples in [MAX_SAMPLES + 1, 1 << 63, u64::MAX] {
+            let push =
+                PushRequest { epoch: 1, samples, norm: None, want: Want::Receipt, present: None, have: None };
+            let mut bytes = vec![];
+            push.encode(&mut bytes);
+            assert!(PushRequest::decode(&bytes).unwrap_err().to_string().contains("more samples"));
+        }
+    }
+
+    #[test]
     fn a_presence_of_another_model_is_refused() {
-        let push =
-            PushRequest { samples: 1, norm: None, want: Want::Receipt, present: Some(&[0xff]), have: None };
+        let push = PushRequest {
+            epoch: 1,
+            samples: 1,
+            norm: None,
+            want: Want::Receipt,
+            present: Some(&[0xff]),
+            have: None,
+        };
         assert!(push.presence(8).is_ok());
         assert!(push.presence(7).is_err() && push.presence(9).is_err());
     }

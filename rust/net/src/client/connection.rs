@@ -85,6 +85,8 @@ pub(super) struct Connection {
     pub(super) model: Option<Arc<Model>>,
     pub(super) held: Option<Held>,
     pub(super) momentum: Option<Momentum>,
+    /// Whether a push was rejected because the run has another optimizer by now.
+    pub(super) outdated: bool,
     pub(super) workshop: Workshop,
     /// Memory for what comes early.
     pub(super) pool: Vec<Vec<u8>>,
@@ -104,6 +106,7 @@ impl Connection {
             model: None,
             held: None,
             momentum: None,
+            outdated: false,
             workshop: Workshop::default(),
             pool: Vec::new(),
             unsendable: None,

@@ -7,6 +7,7 @@ use super::flight::{Early, End};
 use super::inbound::{Arrived, Place, Surroundings, fits_runs};
 use super::memory::Memory;
 use super::model::Model;
+use offbeat_core::pipeline::Reason;
 use offbeat_core::wire::message::Refused;
 use offbeat_core::wire::{Header, Kind, MessageError, decode};
 use std::task::Poll;
@@ -161,6 +162,7 @@ impl Connection {
             return Err(self.broke(format!("{:?} ends a request that waits for {due} roots", header.kind)));
         }
         if let (End::Receipt { receipt, .. }, Some(push)) = (&end, &mut pending.push) {
+            self.outdated |= receipt.reason == Some(Reason::OptimizerChanged);
             let (sequence, buffers_sent) = (push.sequence, std::mem::take(&mut push.buffers_sent));
             if receipt.applied {
                 if let Some(momentum) = &mut self.momentum {

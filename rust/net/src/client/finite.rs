@@ -7,7 +7,7 @@ use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::Role;
-use offbeat_core::values::{all_finite, widen};
+use offbeat_core::values::{all_finite, sum_squares, widen};
 
 /// Bytes looked at in one go; a multiple of every element's size.
 const BLOCK_BYTES: usize = 256 << 10;
@@ -40,6 +40,18 @@ pub(super) fn check(
         }
     }
     Ok(())
+}
+
+/// The gradient's L2 norm, over all of it that a push brings.
+pub(super) fn norm(isa: Isa, model: &Model, present: &Presence, values: &[Option<Memory<'_>>]) -> f64 {
+    let tensors = model.table.tensors().iter().zip(values).enumerate();
+    let brought = tensors.filter(|(t, (spec, _))| present.has(*t) && spec.role == Role::Parameter);
+    let squares = brought.filter_map(|(_, (spec, memory))| {
+        let of =
+            |bytes: &[u8]| bytes.chunks(BLOCK_BYTES).map(|b| sum_squares(isa, spec.dtype, b)).sum::<f64>();
+        memory.as_ref().map(|memory| memory.read(0..memory.len(), of))
+    });
+    squares.sum::<f64>().sqrt()
 }
 
 /// The first element that is not finite, and its place.

@@ -69,6 +69,19 @@ impl Held {
         }
     }
 
+    /// Keeps copies of parameters from now on, beginning with those that lie in `out`.
+    pub(super) fn copy_parameters(&mut self, model: &Model, out: &[Memory<'_>]) {
+        let copies = model.layout.fragments.iter().enumerate().map(|(f, fragment)| {
+            let mut bytes = Vec::new();
+            for s in fragment.segments.iter().filter(|_| !model.is_buffers(f)) {
+                let range = bytes_of(fragment, s.offset, s.len);
+                out[s.tensor].read(range, |from| bytes.extend_from_slice(from));
+            }
+            bytes
+        });
+        self.parameters = Some(copies.collect());
+    }
+
     /// Whether a fragment's bytes are to be given to [`Self::arrived`], not only its version.
     pub(super) fn wants_bytes(&self, model: &Model, fragment: usize) -> bool {
         model.is_buffers(fragment) || self.parameters.is_some()

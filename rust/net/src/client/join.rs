@@ -83,6 +83,7 @@ impl Inner {
             Session { run_id, worker_id, incarnation, term, version, table: None, blueprint: None, run };
         let mut inner = Self {
             session,
+            contribution: None,
             connection,
             control,
             isa: Isa::detect(),

@@ -20,7 +20,9 @@
 //!   applied; its receipt comes with [`Client::flush`]. Parameters that come too late are dropped, and what the worker
 //!   has read stays what it was.
 //! - CLIENT-4 A full socket buffer never blocks the other direction.
-//! - CLIENT-5 In a forked child every call returns [`ClientError::Forked`] and dropping does nothing.
+//! - CLIENT-5 A push that was made for an optimizer that the run no longer has is rejected (`optimizer_changed`), and
+//!   the client asks for the run before its next one: momentum and velocity are never those of another optimizer.
+//! - CLIENT-6 In a forked child every call returns [`ClientError::Forked`] and dropping does nothing.
 //!
 //! A connection that is lost ends the session: every later call says so.
 
@@ -165,6 +167,7 @@ impl Client {
         match inner.call(&Call::Configure { contribution, optimizer: optimizer.cloned() }, interrupt)? {
             Reply::Configured { run } => {
                 inner.set_run(run.clone());
+                inner.contribution = Some(contribution);
                 Ok(run)
             }
             reply => Err(inner.unexpected(&reply)),
@@ -188,8 +191,9 @@ impl Client {
     /// Sends a contribution and waits for its receipt. What was in flight is settled before; its parameters are dropped.
     ///
     /// # Errors
-    /// [`ClientError::NonFinite`], [`ClientError::BadInput`]: nothing was sent. Else as
-    /// [`Self::wait_for_model`]. That there is no optimizer, or that the run is over, is a receipt and no error.
+    /// [`ClientError::NonFinite`], [`ClientError::BadInput`]: nothing was sent. [`ClientError::Refused`] if the run's
+    /// pushes have come to carry something else. Else as [`Self::wait_for_model`]. That there is no optimizer, or that
+    /// the run is over, is a receipt and no error.
     pub fn push(&mut self, input: PushInput<'_>, interrupt: &dyn Interrupt) -> Result<Receipt, ClientError> {
         match self.inner()?.push(&input, None, interrupt)? {
             Some(receipt) => Ok(receipt),

@@ -16,6 +16,7 @@ use super::session::Inner;
 use offbeat_core::layout::Presence;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::Receipt;
+use offbeat_core::wire::push::MAX_SAMPLES;
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
 use std::sync::Arc;
 
@@ -70,7 +71,14 @@ impl Inner {
         if let Some(to) = to {
             model.check_out(to.out)?;
         }
+        if input.samples > MAX_SAMPLES {
+            let message = format!("samples is {}: a push is of at most {MAX_SAMPLES}", input.samples);
+            return Err(ClientError::bad_input(message));
+        }
         self.settle(interrupt)?;
+        if self.connection.outdated {
+            self.refresh_run(interrupt)?;
+        }
         let Some(held) = self.connection.held.as_ref().filter(|held| held.ready) else {
             let message = "pull before the first push: a gradient belongs to parameters that were read";
             return Err(ClientError::out_of_order(message));
@@ -99,11 +107,33 @@ impl Inner {
             ..Turn::send(request, outgoing)
         };
         if let Some(target) = target {
-            self.receipt_of(target, turn, to.is_some(), interrupt).map(Some)
+            let receipt = self.receipt_of(target, turn, to.is_some(), interrupt)?;
+            if self.connection.outdated
+                && let Err(error) = self.catch_up(&model, to, interrupt)
+            {
+                self.unclaimed.push_back(receipt); // the push has ended, whatever became of this
+                return Err(error);
+            }
+            Ok(Some(receipt))
         } else {
             self.turn(turn, interrupt, &Connection::is_sent)?;
             Ok(None)
         }
+    }
+
+    /// Learns which optimizer the run has by now, while the parameters that the next push is based on still lie in the
+    /// caller's memory as they came.
+    fn catch_up(
+        &mut self,
+        model: &Model,
+        to: Option<Destination<'_>>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<(), ClientError> {
+        self.refresh_run(interrupt)?;
+        if let Some(to) = to.filter(|to| self.reads_parameters() && !to.incremental) {
+            held_of(&mut self.connection.held, model).copy_parameters(model, to.out);
+        }
+        Ok(())
     }
 
     /// Waits for everything in flight; the last parameters go to `to`.
@@ -148,6 +178,12 @@ impl Inner {
                 Err(error)
             }
         }
+    }
+
+    /// The gradient's norm, where the run limits it and what is sent is not the gradient.
+    fn norm(&self, model: &Model, present: &Presence, values: &[Option<Memory<'_>>]) -> Option<f64> {
+        let asked = self.session.run.staleness.max_norm.is_some() && self.connection.momentum.is_some();
+        asked.then(|| finite::norm(self.isa, model, present, values))
     }
 
     /// Whether momentum correction asks for the parameters that a gradient was taken at.
@@ -203,6 +239,7 @@ impl Inner {
         to: Option<Destination<'m>>,
         x_read: Option<&'m [Memory<'m>]>,
     ) -> (u32, Outgoing<'m>) {
+        let norm = self.norm(model, &present, input.values);
         let held = held_of(&mut self.connection.held, model);
         let flight = &mut self.connection.flight;
         let (request, sequence) = (flight.next_request(), flight.next_sequence());
@@ -214,8 +251,9 @@ impl Inner {
             other.extend(rest.map(|f| held.versions[f]));
         }
         let head = PushRequest {
+            epoch: self.session.run.epoch,
             samples: input.samples,
-            norm: None,
+            norm,
             want: if to.is_some() { Want::Parameters } else { Want::Receipt },
             present: Some(present.as_bytes()).filter(|_| !model.is_all(&present)),
             have: incremental.then_some(Versions::Numbers(&other)),

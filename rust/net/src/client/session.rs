@@ -11,6 +11,7 @@ use super::momentum::Momentum;
 use super::outgoing::{Outgoing, frame};
 use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
+use offbeat_core::spec::Contribution;
 use offbeat_core::store::Receipt;
 use offbeat_core::wire::message::{Call, ModelInfo, Reply, RunConfig};
 use offbeat_core::wire::{Header, Kind, encode};
@@ -32,6 +33,8 @@ const MAX_UNCLAIMED: usize = 64;
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) session: Session,
+    /// What it has told the server that its pushes carry.
+    pub(super) contribution: Option<Contribution>,
     pub(super) connection: Connection,
     pub(super) control: Control,
     pub(super) isa: Isa,
@@ -74,14 +77,28 @@ impl Inner {
         self.reset_momentum();
     }
 
-    /// Takes what is in force in the run.
+    /// Takes what is in force in the run. A velocity belongs to one optimizer.
     pub(super) fn set_run(&mut self, run: RunConfig) {
-        let rule = |run: &RunConfig| run.optimizer.clone().filter(|_| run.momentum_correction);
-        let same = rule(&run) == rule(&self.session.run);
+        let same = run.epoch == self.session.run.epoch;
         self.session.run = run;
         if !same {
             self.reset_momentum();
         }
+    }
+
+    /// Asks for the run anew, after a push was made for an optimizer that is no longer in force.
+    pub(super) fn refresh_run(&mut self, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
+        let call = match self.contribution {
+            Some(contribution) => Call::Configure { contribution, optimizer: None },
+            None => Call::WaitModel,
+        };
+        match self.call(&call, interrupt)? {
+            Reply::Configured { run } | Reply::Model { run, .. } => self.set_run(run),
+            reply => return Err(self.unexpected(&reply)),
+        }
+        // Pushes that were in flight were answered before the reply.
+        self.connection.outdated = false;
+        Ok(())
     }
 
     fn reset_momentum(&mut self) {

@@ -92,7 +92,7 @@ async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, place: O
     match purpose {
         Purpose::Data => {
             let thread = shared.least_loaded();
-            match socket.into_std() {
+            match socket.into_moving() {
                 Ok(stream) => {
                     shared.loads[thread].connections.fetch_add(1, Ordering::Relaxed); // a statistic
                     let task = session::serve(Arc::clone(&shared), thread, stream, reader, admitted);

@@ -36,6 +36,22 @@ impl Asked {
     }
 }
 
+/// The lowest term among the roots handed out: while values are replaced, some are still those of the life before,
+/// and a gradient at them must not pass for one of the new life.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LowestTerm(Option<u64>);
+
+impl LowestTerm {
+    pub(super) fn see(&mut self, root: &Root) {
+        self.0 = Some(self.0.map_or(root.term(), |lowest| lowest.min(root.term())));
+    }
+
+    /// What was seen, or `otherwise` if nothing was.
+    pub(super) fn or(self, otherwise: u64) -> u64 {
+        self.0.unwrap_or(otherwise)
+    }
+}
+
 impl Session {
     pub(super) async fn push(&mut self, header: &Header) -> Result<(), End> {
         let place = self.place(header)?.clone();
@@ -73,6 +89,7 @@ impl Session {
             sequence: header.sequence,
             term: header.term,
             base: header.version,
+            epoch: request.epoch,
             samples: request.samples,
             present,
             norm: request.norm,
@@ -88,6 +105,7 @@ impl Session {
         // Made after admission: the version it states is one whose tickets the worker may not have seen applied.
         let reader = store.reader();
         let mut num_absent = 0;
+        let mut term = LowestTerm::default();
         for (index, fragment) in layout.fragments.iter().enumerate() {
             let (root, has) = if is_in(fragment, &asked.head.present) {
                 let frame = self.fragment_header(header, index, fragment, &asked.head.present).await?;
@@ -99,6 +117,7 @@ impl Session {
                             connection.enter(Phase::Waiting);
                             // An error says that the cut is gone, which is as good.
                             paused.await.ok();
+                            connection.enter(Phase::Receiving);
                         }
                         let submission =
                             store.submit(push, index, frame.version, payload, frame.payload_checksum);
@@ -115,6 +134,7 @@ impl Session {
                 num_absent += 1;
                 (reader.root(index), asked.has(num_absent - 1))
             };
+            term.see(&root);
             if asked.want == Want::Parameters {
                 let to =
                     Addressed { request: header.request, sequence: header.sequence, fragment: index, has };
@@ -128,10 +148,10 @@ impl Session {
         let (receipt, read) = match admission {
             Admission::Open(push) => {
                 let receipt = push.settle();
-                let read = (receipt.term, receipt.version);
+                let read = (term.or(receipt.term), receipt.version);
                 (receipt, read)
             }
-            Admission::Settled(receipt) => (receipt, (store.term(), reader.version())),
+            Admission::Settled(receipt) => (receipt, (term.or(store.term()), reader.version())),
         };
         self.finish(header, &receipt, read, asked.head.samples).await
     }
@@ -246,12 +266,15 @@ impl Session {
                 return Err(End::refused(header, RefusalCode::Malformed, message));
             }
         };
-        let term = place.model.store.term(); // before the roots: a newer one is found out at the next push
+        let mut term = LowestTerm::default();
         let reader = self.turn(&place).await;
         for index in 0..layout.fragments.len() {
             let has = have.as_ref().map(|have| (header.term, have[index]));
-            self.send_root(header, index, has, reader.root(index)).await?;
+            let root = reader.root(index);
+            term.see(&root);
+            self.send_root(header, index, has, root).await?;
         }
+        let term = term.or(place.model.store.term());
         let end =
             Header { request: header.request, term, version: reader.version(), ..Header::new(Kind::PullEnd) };
         self.outbox.header(&end);

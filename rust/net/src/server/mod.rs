@@ -280,6 +280,7 @@ impl Server {
         let (table, layout) = (Arc::clone(store.table()), store.layout());
         let bytes = |t: &offbeat_core::table::TensorSpec| t.num_elements() as usize * t.dtype.size();
         let mut tensors: Vec<Vec<u8>> = table.tensors().iter().map(|t| vec![0; bytes(t)]).collect();
+        let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         let roots = match store.transaction() {
             Transaction::Fragment => self.cut(store),
             Transaction::Model => {
@@ -287,6 +288,7 @@ impl Server {
                 (0..layout.fragments.len()).map(|i| reader.root(i)).collect()
             }
         };
+        drop(whole); // the roots stay as they are
         let mut scratch = Vec::new();
         for (index, root) in roots.into_iter().enumerate() {
             scatter(layout, index, root.payload(&mut scratch), &mut tensors);
@@ -320,8 +322,10 @@ impl Server {
     /// [`ServerError`] if there is no model yet, or the bytes are not those of its tensors.
     pub fn load_tensors(&self, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
         self.check()?;
-        let store = &self.shared.model.get().ok_or(ServerError::NoModel)?.store;
+        let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
+        let store = &model.store;
         check_values(store.table(), tensors)?;
+        let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         let layout = Arc::clone(store.layout());
         let mut load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
         let mut role = load.model_role.take();
@@ -333,6 +337,7 @@ impl Server {
             self.control.block_on(done).ok();
         }
         let term = store.term();
+        drop(whole);
         tracing::info!(term, "the model's values were replaced");
         self.shared.members().tell_all(&Event::Term { term });
         Ok(())

@@ -6,7 +6,7 @@ use super::snapshot::Snapshot;
 use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{RunSpec, Store, StoreConfig};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// The store's first life; later ones come with `load_state_dict` and with restarts.
@@ -21,6 +21,8 @@ pub(super) struct Model {
     pub(super) store: Arc<Store>,
     pub(super) blueprint: Option<String>,
     pub(super) staging: Staging,
+    /// Held by whoever replaces or copies all values, from the first to the last: no copy is of two lives.
+    pub(super) whole: Mutex<()>,
 }
 
 /// Memory for pushes that are staged whole: reserved in full before the first byte is asked for, first come, first
@@ -117,7 +119,8 @@ impl ModelSlot {
         if let Some(run) = run {
             store.configure(run);
         }
-        let model = self.model.get_or_init(|| Arc::new(Model { store, blueprint, staging }));
+        let model =
+            self.model.get_or_init(|| Arc::new(Model { store, blueprint, staging, whole: Mutex::new(()) }));
         self.ready.send_replace(true);
         Ok(model)
     }

@@ -6,7 +6,6 @@ use super::error::ServerError;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, SpecError};
 use offbeat_core::store::RunSpec;
 use offbeat_core::validate::kind;
-use offbeat_core::velocity::server_rule;
 use offbeat_core::wire::message::{RefusalCode, Refused, RunConfig};
 use std::fmt::Write as _;
 
@@ -27,6 +26,7 @@ impl Agreement {
     pub(super) fn new(config: &ServerConfig) -> Result<Self, SpecError> {
         let mut agreement = Self {
             config: RunConfig {
+                epoch: 0,
                 transaction: config.transaction(),
                 contribution: None,
                 optimizer: None,
@@ -47,6 +47,7 @@ impl Agreement {
         Ok(agreement)
     }
 
+    /// Its epoch is the store's to count: workers are told [`Shared::run_config`](super::shared::Shared::run_config).
     pub(super) fn config(&self) -> &RunConfig {
         &self.config
     }
@@ -60,14 +61,8 @@ impl Agreement {
 
     /// What the store is to obey; `None` until an optimizer is set.
     pub(super) fn store_spec(&self) -> Option<RunSpec> {
-        let mut optimizer = self.config.optimizer.clone()?;
-        if optimizer.momentum_correction {
-            for group in &mut optimizer.groups {
-                group.rule = server_rule(&group.rule);
-            }
-        }
         Some(RunSpec {
-            optimizer,
+            optimizer: self.config.optimizer.clone()?,
             staleness: self.config.staleness.clone(),
             schedule: self.config.schedule,
             max_samples: self.config.max_samples,
@@ -95,7 +90,8 @@ impl Agreement {
             Contribution::Gradient => self.join_gradient(worker, optimizer)?,
             Contribution::Delta => self.join_delta(optimizer.as_ref())?,
         };
-        if self.config.contribution.is_none() {
+        // A worker without an optimizer, where nobody has one, has decided nothing: no push of its is applied yet.
+        if self.config.contribution.is_none() && self.config.optimizer.is_some() {
             self.config.contribution = Some(contribution);
             worker.clone_into(&mut self.contribution_of);
         }
@@ -146,8 +142,10 @@ impl Agreement {
         if self.config.schedule != Schedule::default() {
             return refuse("lr_schedule");
         }
-        if self.correction == Some(true) {
-            return refuse("momentum_correction=True");
+        match self.correction {
+            Some(true) => return refuse("momentum_correction=True"),
+            Some(false) => return refuse("momentum_correction=False"),
+            None => {}
         }
         if self.config.optimizer.is_some() {
             return Ok(false);
@@ -182,7 +180,12 @@ impl Agreement {
         if self.config.contribution == Some(Contribution::Delta) {
             return Err(ServerError::WorkerSide);
         }
-        Ok(self.set_optimizer(optimizer)?)
+        self.set_optimizer(optimizer)?;
+        if self.config.contribution.is_none() {
+            self.config.contribution = Some(Contribution::Gradient);
+            "the server's optimizer".clone_into(&mut self.contribution_of);
+        }
+        Ok(())
     }
 
     /// Replaces the base learning rate of one group or of all.
@@ -290,8 +293,7 @@ mod tests {
         let mut run = fresh();
         run.set_optimizer(sgd(0.1, 0.9)).unwrap();
         assert!(run.config().momentum_correction);
-        let rule = &run.store_spec().unwrap().optimizer.groups[0].rule;
-        assert!(matches!(rule, Rule::Sgd { momentum: 0.0, weight_decay: 0.0, .. }), "{rule:?}");
+        assert!(run.store_spec().unwrap().optimizer.momentum_correction, "the store is to leave it out");
         let shown = &run.config().optimizer.as_ref().unwrap().groups[0].rule;
         assert!(matches!(shown, Rule::Sgd { momentum: 0.9, weight_decay: 0.5, .. }));
         run.set_optimizer(sgd(0.1, 0.0)).unwrap();
@@ -313,10 +315,7 @@ mod tests {
         assert!(Agreement::new(&config(true, sgd(0.1, 0.9))).unwrap().config().momentum_correction);
         let run = Agreement::new(&config(false, sgd(0.1, 0.9))).unwrap();
         assert!(!run.config().momentum_correction);
-        assert!(matches!(
-            run.store_spec().unwrap().optimizer.groups[0].rule,
-            Rule::Sgd { momentum: 0.9, .. }
-        ));
+        assert!(!run.store_spec().unwrap().optimizer.momentum_correction);
     }
 
     #[test]
@@ -366,6 +365,32 @@ mod tests {
             Schedule { shape: ScheduleShape::Linear { total: 9, end_factor: 0.0 }, ..Schedule::default() };
         let mut run = Agreement::new(&ServerConfig { schedule, ..ServerConfig::default() }).unwrap();
         assert!(run.join("a", Contribution::Delta, None).unwrap_err().message.contains("lr_schedule"));
+    }
+
+    #[test]
+    fn a_worker_without_an_optimizer_where_nobody_has_one_decides_nothing() {
+        let mut run = fresh();
+        assert!(!run.join("a", Contribution::Gradient, None).unwrap());
+        assert_eq!(run.config().contribution, None);
+        assert!(run.join("a", Contribution::Delta, None).unwrap());
+        assert_eq!(
+            run.join("b", Contribution::Gradient, None).unwrap_err().code,
+            RefusalCode::Contribution,
+            "now it is decided"
+        );
+        let mut run = fresh();
+        run.join("a", Contribution::Gradient, None).unwrap();
+        run.replace_optimizer(adam()).unwrap();
+        assert_eq!(run.join("b", Contribution::Delta, None).unwrap_err().code, RefusalCode::Contribution);
+    }
+
+    #[test]
+    fn momentum_correction_is_refused_together_with_deltas_whichever_it_says() {
+        for (said, name) in [(true, "momentum_correction=True"), (false, "momentum_correction=False")] {
+            let config = ServerConfig { momentum_correction: Some(said), ..ServerConfig::default() };
+            let mut run = Agreement::new(&config).unwrap();
+            assert!(run.join("a", Contribution::Delta, None).unwrap_err().message.contains(name));
+        }
     }
 
     #[test]

@@ -8,8 +8,7 @@ use super::model::Model;
 use super::outbox::Outbox;
 use super::shared::{Meter, Shared};
 use super::{init, poll};
-use crate::fork::ClosedInChildren;
-use crate::frame::{FrameError, FrameReader, Socket};
+use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake::{self, frame_refusal};
 use offbeat_core::layout::Presence;
 use offbeat_core::store::WorkerKey;
@@ -19,7 +18,6 @@ use offbeat_core::wire::message::{
 };
 use offbeat_core::wire::{Header, Kind, MessageError, decode};
 use std::io;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -101,11 +99,11 @@ pub(super) struct Place {
 pub(super) async fn serve(
     shared: Arc<Shared>,
     thread: usize,
-    stream: ClosedInChildren<TcpStream>,
+    stream: Moving,
     reader: FrameReader,
     _admitted: OwnedSemaphorePermit,
 ) {
-    let socket = match Socket::from_std(stream) {
+    let socket = match stream.arrive() {
         Ok(socket) => socket,
         Err(error) => {
             tracing::debug!(%error, "a connection was gone before it was served");
@@ -196,7 +194,7 @@ async fn join(
     shared.notify();
     let joined = async {
         let place = place(shared, admitted.incarnation, &header)?;
-        let run = shared.agreement().config().clone();
+        let run = shared.run_config(&shared.agreement());
         let store = place.as_ref().map(|p| &p.model.store);
         let lease = shared.config.lease;
         let reply = Joined {
@@ -346,7 +344,7 @@ impl Session {
             Call::InitCommit => self.init_commit(header),
             Call::WaitModel => {
                 self.or_closed(self.shared.model.wait()).await?;
-                let run = self.shared.agreement().config().clone();
+                let run = self.shared.run_config(&self.shared.agreement());
                 let model = &self.place(header)?.model;
                 Ok(Reply::Model {
                     model: info(model),
@@ -364,7 +362,7 @@ impl Session {
                             super::announce(&agreement);
                         }
                         self.shared.warn_of_shared_velocity(&agreement);
-                        Ok(Reply::Configured { run: agreement.config().clone() })
+                        Ok(Reply::Configured { run: self.shared.run_config(&agreement) })
                     }
                     Err(refused) => Err(End::Refused { request: header.request, refused }),
                 }

@@ -10,7 +10,7 @@ use super::run::Agreement;
 use super::snapshot::Snapshot;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::store::Receipt;
-use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
+use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode, RunConfig};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -137,6 +137,12 @@ impl Shared {
         if let (Some(model), Some(spec)) = (self.model.get(), agreement.store_spec()) {
             model.store.configure(spec);
         }
+    }
+
+    /// What is in force, as a worker is told; the lock in hand keeps the two parts together.
+    pub(super) fn run_config(&self, agreement: &Agreement) -> RunConfig {
+        let epoch = self.model.get().and_then(|model| model.store.run()).map_or(0, |run| run.epoch);
+        RunConfig { epoch, ..agreement.config().clone() }
     }
 
     /// Says, once, that stale gradients make one velocity for several workers diverge.

@@ -2,7 +2,7 @@
 //! has come whole is committed by a task of its own, so that no session works on another's push.
 
 use super::connection::Phase;
-use super::exchange::Asked;
+use super::exchange::{Asked, LowestTerm};
 use super::poll;
 use super::session::{End, Place, Session};
 use offbeat_core::store::{ModelRole, Receipt, StagedFragment};
@@ -46,7 +46,7 @@ impl Session {
         }
         let receipt = self.commit(header, place, &asked, fragments).await?;
         drop(reserved);
-        let term = store.term(); // before the roots: a newer one is found out at the next push
+        let mut term = LowestTerm::default();
         let reader = self.turn(place).await;
         if asked.want == Want::Parameters {
             let (mut next, mut num_absent) = (0, 0);
@@ -58,9 +58,12 @@ impl Session {
                     num_absent += 1;
                     asked.has(num_absent - 1)
                 };
-                self.send_root(header, index, has, reader.root(index)).await?;
+                let root = reader.root(index);
+                term.see(&root);
+                self.send_root(header, index, has, root).await?;
             }
         }
+        let term = term.or(receipt.term);
         self.finish(header, &receipt, (term, reader.version()), asked.head.samples).await
     }
 

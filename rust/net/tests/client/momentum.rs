@@ -1,8 +1,9 @@
 //! Momentum in the worker: one worker is torch's SGD(nesterov=True), and a rejected push leaves the velocity.
 
-use crate::support::{Worker, bytes_of, config, filled, parameter, sgd, table, tensor};
+use crate::support::{Worker, bytes_of, config, filled, never, parameter, sgd, table, tensor};
 use offbeat_core::dtype::Dtype;
-use offbeat_core::spec::{Group, OptimizerSpec, Rule, StalenessSpec, Transaction};
+use offbeat_core::pipeline::Reason;
+use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, StalenessSpec, Transaction};
 use offbeat_core::table::Role;
 use offbeat_net::server::{Server, ServerConfig, Snapshot};
 
@@ -169,4 +170,129 @@ fn a_push_alone_finds_the_parameters_it_read() {
     worker.pull(true).unwrap();
     let refused = worker.push(&mut [Some(bytes_of(&[0.0; 10]))]).unwrap_err().to_string();
     assert!(refused.contains("pull once more"), "{refused}");
+}
+
+fn adam() -> OptimizerSpec {
+    let rule = Rule::Adam {
+        betas: (0.9, 0.99),
+        eps: 1e-8,
+        weight_decay: 0.0,
+        amsgrad: false,
+        maximize: false,
+        decoupled_weight_decay: false,
+    };
+    OptimizerSpec { groups: vec![Group { pattern: "*".into(), lr: 0.1, rule }], momentum_correction: false }
+}
+
+const N: usize = 70_000;
+
+fn server_of(start: &[f32], config: ServerConfig) -> Server {
+    let table = table(vec![parameter("w", start.len())]);
+    Server::with_model(config, Snapshot::of(table, &[bytes_of(start)]).unwrap()).unwrap()
+}
+
+fn step(worker: &mut Worker, number: usize, incremental: bool) -> Option<Reason> {
+    let receipt = worker.push_pull(&mut [Some(bytes_of(&gradient(N, 0, number)))], incremental).unwrap();
+    receipt.unwrap().reason
+}
+
+/// Steps as torch's with a new velocity; the first is rejected, which is how the worker hears of the optimizer.
+fn steps_as_new(worker: &mut Worker, (momentum, weight_decay): (f32, f32), incremental: bool) {
+    let p = worker.floats(0);
+    assert_eq!(step(worker, 50, incremental), Some(Reason::OptimizerChanged));
+    assert_eq!(worker.floats(0), p, "a rejection moves nothing");
+    let mut oracle = Oracle { p, v: None, momentum, weight_decay };
+    for number in 0..3 {
+        assert_eq!(step(worker, number, incremental), None);
+        oracle.step(&gradient(N, 0, number));
+        assert_eq!(worker.floats(0), oracle.p, "step {number}");
+    }
+}
+
+#[test]
+fn an_optimizer_that_is_replaced_is_replaced_in_the_workers_too() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        for incremental in [true, false] {
+            let start = gradient(N, 1, 1);
+            let server =
+                server_of(&start, ServerConfig { transaction, ..config(sgd(f64::from(LR), 0.9, 0.0)) });
+            let mut worker = Worker::ready(&server, 1);
+            for number in 0..2 {
+                assert_eq!(step(&mut worker, number, incremental), None);
+            }
+            // The server runs the same plain SGD on both.
+            server.set_optimizer(sgd(f64::from(LR), 0.5, 0.01)).unwrap();
+            steps_as_new(&mut worker, (0.5, 0.01), incremental);
+            server.set_lr(f64::from(LR), None).unwrap();
+            server.set_optimizer(sgd(f64::from(LR), 0.5, 0.01)).unwrap();
+            assert_eq!(step(&mut worker, 7, incremental), None, "the same rules: nothing is lost");
+
+            server.set_optimizer(adam()).unwrap();
+            let fresh = server_of(&worker.floats(0), config(adam()));
+            let mut plain = Worker::ready(&fresh, 1);
+            assert_eq!(step(&mut worker, 50, incremental), Some(Reason::OptimizerChanged));
+            for number in 0..3 {
+                assert_eq!(
+                    (step(&mut worker, number, incremental), step(&mut plain, number, true)),
+                    (None, None)
+                );
+                assert_eq!(worker.floats(0), plain.floats(0), "Adam is fed the gradient");
+            }
+            server.set_optimizer(sgd(f64::from(LR), 0.9, 0.1)).unwrap();
+            steps_as_new(&mut worker, (0.9, 0.1), incremental);
+        }
+    }
+}
+
+#[test]
+fn a_worker_that_pushed_before_there_was_an_optimizer_takes_up_its_momentum() {
+    let server = server_of(&vec![0.0; N], ServerConfig { optimizer: None, ..config(adam()) });
+    let mut early = Worker::ready(&server, 1);
+    early.client.configure(Contribution::Gradient, None, &never).unwrap();
+    assert_eq!(step(&mut early, 0, true), Some(Reason::NoOptimizer));
+    let mut other = Worker::ready(&server, 1);
+    other.client.configure(Contribution::Gradient, Some(&sgd(f64::from(LR), 0.9, 0.1)), &never).unwrap();
+    steps_as_new(&mut early, (0.9, 0.1), true);
+    assert!(early.client.session().unwrap().run.momentum_correction);
+}
+
+#[test]
+fn with_two_in_flight_both_pushes_made_for_the_old_optimizer_are_rejected_and_no_more() {
+    let server = server_of(&vec![0.0; N], config(sgd(f64::from(LR), 0.9, 0.0)));
+    let mut worker = Worker::ready(&server, 2);
+    let push = |worker: &mut Worker, number| {
+        let receipt = worker.push_pull(&mut [Some(bytes_of(&gradient(N, 0, number)))], false).unwrap();
+        receipt.map(|receipt| receipt.reason)
+    };
+    assert_eq!(push(&mut worker, 0), None);
+    assert_eq!(worker.flush().unwrap().len(), 1);
+    let p = worker.floats(0);
+    server.set_optimizer(sgd(f64::from(LR), 0.5, 0.0)).unwrap();
+    assert_eq!(push(&mut worker, 1), None);
+    assert_eq!(push(&mut worker, 2), Some(Some(Reason::OptimizerChanged)));
+    assert_eq!(push(&mut worker, 3), Some(Some(Reason::OptimizerChanged)), "it was sent with the one before");
+    assert_eq!(push(&mut worker, 4), Some(None));
+    assert_eq!(worker.flush().unwrap().iter().map(|r| r.reason).collect::<Vec<_>>(), [None]);
+    let mut oracle = Oracle { p, v: None, momentum: 0.5, weight_decay: 0.0 };
+    oracle.step(&gradient(N, 0, 3));
+    oracle.step(&gradient(N, 0, 4));
+    assert_eq!(worker.floats(0), oracle.p);
+}
+
+#[test]
+fn max_norm_is_of_the_gradient_and_not_of_what_momentum_makes_of_it() {
+    let staleness = StalenessSpec { max_norm: Some(1.5), ..StalenessSpec::default() };
+    let server = server_of(&vec![0.0; N], ServerConfig { staleness, ..config(sgd(f64::from(LR), 0.9, 0.0)) });
+    let mut worker = Worker::ready(&server, 1);
+    let mut oracle = Oracle { p: vec![0.0; N], v: None, momentum: 0.9, weight_decay: 0.0 };
+    let of_norm = |norm: f32| vec![norm / (N as f32).sqrt(); N];
+    for _ in 0..10 {
+        let receipt = worker.push_pull(&mut [Some(bytes_of(&of_norm(1.0)))], true).unwrap().unwrap();
+        assert!(receipt.applied, "{receipt:?}");
+        oracle.step(&of_norm(1.0));
+    }
+    let long = worker.push_pull(&mut [Some(bytes_of(&of_norm(1.6)))], true).unwrap().unwrap();
+    assert_eq!(long.reason, Some(Reason::Norm));
+    assert!(long.detail.contains("1.6"), "{}", long.detail);
+    assert_eq!(worker.floats(0), oracle.p);
 }

@@ -77,6 +77,7 @@ impl Peer {
 /// A run as the script's server has it.
 pub(crate) fn run(transaction: Transaction) -> RunConfig {
     RunConfig {
+        epoch: 0,
         transaction,
         contribution: None,
         optimizer: None,

@@ -127,6 +127,8 @@ pub fn try_client(
 pub struct Raw {
     pub stream: TcpStream,
     pub received: u64,
+    /// Of the run, as joining told it.
+    pub epoch: u32,
 }
 
 impl Raw {
@@ -135,7 +137,7 @@ impl Raw {
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
-        Self { stream, received: 0 }
+        Self { stream, received: 0, epoch: 0 }
     }
 
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
@@ -202,7 +204,8 @@ impl Raw {
         raw.greet(None, Purpose::Data);
         let _: Welcome = raw.expect(Kind::Welcome);
         raw.send(Kind::Join, 0, &join(id));
-        let joined = raw.expect(Kind::Joined);
+        let joined: Joined = raw.expect(Kind::Joined);
+        raw.epoch = joined.run.epoch;
         (raw, joined)
     }
 
@@ -231,7 +234,7 @@ impl Raw {
     /// The head of a push based on `at`.
     pub fn push_head(&mut self, sequence: u64, at: (u64, u64), want: Want, have: Option<&[u64]>) {
         let have = have.map(Versions::Numbers);
-        let request = PushRequest { samples: 1, norm: None, want, present: None, have };
+        let request = PushRequest { epoch: self.epoch, samples: 1, norm: None, want, present: None, have };
         let mut bytes = vec![];
         request.encode(&mut bytes);
         let request = u32::try_from(sequence).unwrap();
