@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
 from offbeat.worker import words
@@ -150,6 +150,10 @@ class Steps:
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
+        except NonFiniteError:
+            contribution.unsent()
+            contribution.drop()
+            raise
         except BaseException:
             contribution.drop()
             raise

@@ -256,6 +256,25 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     assert same(values(slow.model), server.state_dict().values())
 
 
+def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e38, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer)
+    before = values(model)
+    backward(model)
+    for p in model.parameters():
+        p.grad.mul_(1e6)
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    assert same(values(model), before)
+    assert not optimizer.state
+    assert server.status()["version"] == 0
+    optimizer.param_groups[0]["lr"] = 0.1
+    backward(model)
+    assert worker.step().applied
+    assert same(values(model), server.state_dict().values())
+
+
 def test_the_server_adds_weight_times_the_difference(serve, join):
     server = serve(net(), staleness_policy=offbeat.staleness.AdaptiveLR(0.5))
     models = [net(), net()]
