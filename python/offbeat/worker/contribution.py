@@ -31,6 +31,9 @@ class Contribution(Protocol):
     def settled(self, receipt: Receipt) -> None:
         """The oldest push that was not settled yet now is."""
 
+    def unsent(self) -> None:
+        """What was taken last was refused here: the server will not see it."""
+
     def drop(self) -> None:
         """Forget what was not pushed, and what was pushed and not answered."""
 

@@ -67,6 +67,9 @@ class Gradients:
     def settled(self, receipt: Receipt) -> None:
         """Nothing of a gradient push is kept here."""
 
+    def unsent(self) -> None:
+        """Nothing of a gradient push is kept here."""
+
     def drop(self) -> None:
         """Forget what was not pushed."""
         self._first = self._sum = None

@@ -32,6 +32,7 @@ class Link:
         self._unsettled: deque[Sequence[Memory | None]] = deque()
         self._in_flight = in_flight
         self._broken_off = False  # a call was, so that the session may have more in flight than is known here
+        self._astray = False  # its end could not be met
         self._unsure = False  # and the module may hold what no pull has brought
         self._orphans: list[Receipt] = []
         if in_flight > 1:
@@ -94,6 +95,18 @@ class Link:
         known = len(receipts) - in_flight
         return [*orphans, *receipts[:known]], receipts[known:]
 
+    def mend(self) -> bool:
+        """See that the module holds what was read, where a second Ctrl-C kept a call from it.
+
+        Returns:
+            Whether one did.
+        """
+        was_astray = self._astray
+        if was_astray:
+            self.binding.lost()
+            self._astray = False
+        return was_astray
+
     def _pull(self) -> None:
         written = self._unsure or any(slot.dirty for slot in self.binding.parameters)
         with self._in_order():
@@ -117,8 +130,10 @@ class Link:
     @contextmanager
     def _in_order(self) -> Iterator[None]:
         """Whatever breaks off in here (Ctrl-C comes at any line), the module then holds what was read."""
+        self._astray = True
         try:
             yield
         except BaseException:
-            self.binding.lost()
+            self.mend()
             raise
+        self._astray = False

@@ -78,6 +78,12 @@ class LiveOptimizer:
         if not receipt.applied and before is not None:
             self._restore(before)
 
+    def unsent(self) -> None:
+        """Give the optimizer back the state from before the steps that were refused."""
+        before = self._in_flight.pop() if self._in_flight else None
+        if before is not None:
+            self._restore(before)
+
     def drop(self) -> None:
         """Take back the local steps that were not pushed, in the optimizer's state and in the model."""
         if self._before is not None:

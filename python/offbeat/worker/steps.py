@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
 from offbeat.worker import words
@@ -100,6 +100,7 @@ class Steps:
             raise ConfigError(f"samples is {samples}: a batch has at least one")
         contribution = self._contribution
         self._link.binding.refresh()
+        self._mend()
         contribution.add(samples)
         self.batches += 1
         self._samples += samples
@@ -114,6 +115,7 @@ class Steps:
 
     def settle(self) -> list[Receipt]:
         """Wait for what is in flight. Returns its receipts, after those of pushes that were broken off."""
+        self._mend()
         broken_off, receipts = self._link.settle()
         return [*broken_off, *map(self._settled, receipts)]
 
@@ -148,10 +150,18 @@ class Steps:
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
+        except NonFiniteError:
+            contribution.unsent()
+            contribution.drop()
+            raise
         except BaseException:
             contribution.drop()
             raise
         return [] if receipt is None else [self._settled(receipt)]
+
+    def _mend(self) -> None:
+        if self._link.mend() and self._contribution_or_none is not None:
+            self._contribution_or_none.drop()
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import weakref
 
@@ -255,6 +256,25 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     assert same(values(slow.model), server.state_dict().values())
 
 
+def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e38, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer)
+    before = values(model)
+    backward(model)
+    for p in model.parameters():
+        p.grad.mul_(1e6)
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    assert same(values(model), before)
+    assert not optimizer.state
+    assert server.status()["version"] == 0
+    optimizer.param_groups[0]["lr"] = 0.1
+    backward(model)
+    assert worker.step().applied
+    assert same(values(model), server.state_dict().values())
+
+
 def test_the_server_adds_weight_times_the_difference(serve, join):
     server = serve(net(), staleness_policy=offbeat.staleness.AdaptiveLR(0.5))
     models = [net(), net()]
@@ -356,6 +376,28 @@ def test_a_live_optimizer_s_step_that_was_broken_off_is_applied_once(serve, join
         assert [r.version for r in receipts] + ([receipt.version] if receipt else []) == [1, 2]
     assert torch.equal(values(model)[0], server.state_dict()["weight"])
     torch.testing.assert_close(values(model)[0], torch.where(halved, read / 4, 0.0))
+
+
+def test_a_second_ctrl_c_while_the_first_is_met_changes_nothing_of_that(serve, join):
+    server, model = serve(wide()), wide()
+
+    def press_again(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "lost":
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
+        worker = join(relay.address, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+        read = values(model)[0]
+        square(model)
+        sys.setprofile(press_again)
+        broken_off_step(worker, relay)
+        assert torch.equal(values(model)[0], read / 2), "the second came too late for this test"
+        square(model)  # a quarter of what was read is still to go
+        worker.step()
+        assert len(worker.flush()) == 1
+    assert torch.equal(values(model)[0], server.state_dict()["weight"])
+    torch.testing.assert_close(values(model)[0], read / 4)
 
 
 def test_what_was_written_to_the_module_after_a_push_was_broken_off_is_undone_by_the_next_pull(serve, join):
