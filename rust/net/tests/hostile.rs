@@ -204,7 +204,7 @@ fn any_bytes() -> impl Strategy<Value = Vec<u8>> {
         let mut bytes = vec![];
         let hello =
             Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [0; 32], purpose: Purpose::Data };
-        offbeat_core::wire::encode(&hello, &mut bytes);
+        encode(&hello, &mut bytes);
         let mut frame = Header::new(Kind::Hello).with_payload(&bytes).encode().to_vec();
         frame.append(&mut bytes);
         frame

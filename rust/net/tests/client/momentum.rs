@@ -246,7 +246,7 @@ fn an_optimizer_that_is_replaced_is_replaced_in_the_workers_too() {
 
 #[test]
 fn a_worker_that_pushed_before_there_was_an_optimizer_takes_up_its_momentum() {
-    let server = server_of(&[0.0; N], ServerConfig { optimizer: None, ..config(adam()) });
+    let server = server_of(&vec![0.0; N], ServerConfig { optimizer: None, ..config(adam()) });
     let mut early = Worker::ready(&server, 1);
     early.client.configure(Contribution::Gradient, None, &never).unwrap();
     assert_eq!(step(&mut early, 0, true), Some(Reason::NoOptimizer));
@@ -258,9 +258,9 @@ fn a_worker_that_pushed_before_there_was_an_optimizer_takes_up_its_momentum() {
 
 #[test]
 fn with_two_in_flight_both_pushes_made_for_the_old_optimizer_are_rejected_and_no_more() {
-    let server = server_of(&[0.0; N], config(sgd(f64::from(LR), 0.9, 0.0)));
+    let server = server_of(&vec![0.0; N], config(sgd(f64::from(LR), 0.9, 0.0)));
     let mut worker = Worker::ready(&server, 2);
-    let mut push = |worker: &mut Worker, number| {
+    let push = |worker: &mut Worker, number| {
         let receipt = worker.push_pull(&mut [Some(bytes_of(&gradient(N, 0, number)))], false).unwrap();
         receipt.map(|receipt| receipt.reason)
     };
@@ -282,7 +282,7 @@ fn with_two_in_flight_both_pushes_made_for_the_old_optimizer_are_rejected_and_no
 #[test]
 fn max_norm_is_of_the_gradient_and_not_of_what_momentum_makes_of_it() {
     let staleness = StalenessSpec { max_norm: Some(1.5), ..StalenessSpec::default() };
-    let server = server_of(&[0.0; N], ServerConfig { staleness, ..config(sgd(f64::from(LR), 0.9, 0.0)) });
+    let server = server_of(&vec![0.0; N], ServerConfig { staleness, ..config(sgd(f64::from(LR), 0.9, 0.0)) });
     let mut worker = Worker::ready(&server, 1);
     let mut oracle = Oracle { p: vec![0.0; N], v: None, momentum: 0.9, weight_decay: 0.0 };
     let of_norm = |norm: f32| vec![norm / (N as f32).sqrt(); N];
