@@ -558,3 +558,14 @@ def test_the_facade_does_not_keep_the_worker(serve):
     assert gone() is None, gc.get_referrers(gone())
     with pytest.raises(ClosedError, match="worker is gone"):
         optimizer.step()
+
+
+def test_a_train_without_an_optimizer_leaves_the_choice_to_a_live_one(serve, join):
+    model = net()
+    worker = join(serve(net()), model)
+    with pytest.raises(ConfigError, match="there is no optimizer"):
+        worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss())
+    adam = torch.optim.Adam(model.parameters())
+    worker.train(dataloader=[], optimizer=adam, loss_fn=nn.CrossEntropyLoss())
+    backward(worker.model)
+    assert worker.step().applied
