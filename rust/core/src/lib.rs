@@ -2,6 +2,7 @@
 //! gradient is worth ([`spec`], [`pipeline`], [`optim`]), how updates are applied without locks ([`store`]) and
 //! how all of it looks on the wire ([`wire`]). No sockets, no clock, no Python: time and randomness come in as arguments.
 
+pub mod checksum;
 pub mod dtype;
 pub mod layout;
 pub mod optim;

@@ -1,43 +1,9 @@
-//! Tensor values as they travel (little-endian bytes of their own dtype) and as they are computed on (f32): checksums,
-//! the two half precisions, finiteness.
+//! Tensor values as they travel (little-endian bytes of their own dtype) and as they are computed on (f32): the two
+//! half precisions, finiteness.
 
 use crate::dtype::Dtype;
 use crate::optim::{self, Isa};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use std::hash::Hasher;
-use twox_hash::XxHash3_64;
-
-/// XXH3-64 of no bytes, its low half.
-const OF_NOTHING: u32 = 0x38d3_94c2;
-
-/// The low half of XXH3-64 (seed 0), so shifted that it is 0 for no bytes. At 256 KiB on an EPYC with AVX2: 51 GB/s,
-/// where crc32fast's CRC-32 reaches 26; a fragment is warm in the cache when it is taken.
-#[must_use]
-pub fn checksum(bytes: &[u8]) -> u32 {
-    low(XxHash3_64::oneshot(bytes))
-}
-
-/// The same of a payload that lies in several places, taken one after another.
-#[derive(Default)]
-pub struct Checksum(XxHash3_64);
-
-impl Checksum {
-    /// Counts the next bytes.
-    pub fn update(&mut self, bytes: &[u8]) {
-        self.0.write(bytes);
-    }
-
-    /// The checksum of all bytes so far.
-    #[must_use]
-    pub fn finish(&self) -> u32 {
-        low(self.0.finish())
-    }
-}
-
-/// What is kept of a hash: any half is as good a checksum as the other.
-fn low(hash: u64) -> u32 {
-    hash as u32 ^ OF_NOTHING
-}
 
 /// Reads little-endian f16, bf16 or f32 into f32; as many elements as both sides have.
 ///
@@ -155,24 +121,6 @@ fn narrow_halves<H: bytemuck::Pod>(
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    /// By two other implementations, xxHash's own and the crate xxhash-rust.
-    #[test]
-    fn the_checksum_is_half_of_xxh3() {
-        assert_eq!(checksum(b"123456789"), 0x67a1_7dff ^ 0x38d3_94c2);
-        assert_eq!(checksum(&[7; 1000]), 0x3954_51ea ^ 0x38d3_94c2);
-        assert_eq!(checksum(b""), 0);
-    }
-
-    #[test]
-    fn a_checksum_of_parts_is_that_of_the_whole() {
-        let mut parts = Checksum::default();
-        for part in [&b"1234"[..], b"", b"56789"] {
-            parts.update(part);
-        }
-        assert_eq!(parts.finish(), checksum(b"123456789"));
-        assert_eq!(Checksum::default().finish(), checksum(b""));
-    }
 
     #[test]
     fn every_half_comes_back_from_f32() {

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 use futures_channel::oneshot;
+use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
 use offbeat_core::pipeline::Reason;
@@ -13,7 +14,6 @@ use offbeat_core::store::{
     WorkerKey,
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
-use offbeat_core::values;
 use std::sync::Arc;
 
 /// Two fragments: 65536 and 4464 elements.
@@ -83,7 +83,7 @@ fn submit(store: &Arc<Store>, push: &OpenPush, fragment: usize) -> bool {
     let base = store.reader().root(fragment).version();
     let mut block = store.staging(store.layout().fragments[fragment].wire_bytes());
     block.floats_mut().fill(1.0);
-    let checksum = values::checksum(block.bytes());
+    let checksum = checksum(block.bytes());
     let mut submission = store.submit(push, fragment, base, block, checksum);
     submission.outcome.try_recv().unwrap().unwrap().applied
 }
@@ -151,7 +151,7 @@ fn the_same_sequence_with_other_bytes_is_refused() {
     let retry = open(&store, &head(&store, worker, 1));
     let mut other = store.staging(store.layout().fragments[0].wire_bytes());
     other.floats_mut().fill(2.0);
-    let checksum = values::checksum(other.bytes());
+    let checksum = checksum(other.bytes());
     let outcome = store.submit(&retry, 0, 0, other, checksum).outcome.try_recv().unwrap().unwrap();
     assert_eq!((outcome.applied, outcome.reason), (false, Some(Reason::Fenced)));
     assert_eq!(value(&store, 0).to_bits(), (-1.0_f32).to_bits());
@@ -282,7 +282,7 @@ fn stage(store: &Arc<Store>, fill: f32) -> Vec<StagedFragment> {
         .map(|fragment| {
             let mut payload = store.staging(store.layout().fragments[fragment].wire_bytes());
             payload.floats_mut().fill(fill);
-            let checksum = values::checksum(payload.bytes());
+            let checksum = checksum(payload.bytes());
             let base = store.reader().root(fragment).version();
             StagedFragment { fragment, base, payload, checksum }
         })

@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::{Fragment, Presence};
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, StalenessSpec, Transaction, Weight};
@@ -152,7 +153,7 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
                 .map(|f| {
                     let mut block = store.staging(layout.fragments[f].push_bytes(&present));
                     fill(layout.fragments[f].dtype, seed(key, head.sequence, f), block.bytes_mut());
-                    let checksum = values::checksum(block.bytes());
+                    let checksum = checksum(block.bytes());
                     StagedFragment { fragment: f, base: base(f), payload: block, checksum }
                 })
                 .collect();
@@ -170,7 +171,7 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
             let bytes = payload(&layout.fragments[f], f, push.record());
             let mut block = store.staging(bytes.len());
             block.bytes_mut().copy_from_slice(&bytes);
-            let submission = store.submit(&push, f, base(f), block, values::checksum(&bytes));
+            let submission = store.submit(&push, f, base(f), block, checksum(&bytes));
             let mut role = submission.role;
             while let Some(turn) = role {
                 role = turn.drain();

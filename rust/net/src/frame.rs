@@ -5,7 +5,7 @@
 //! lie (`writev`). Reading and writing take `&Socket`, so one task can do both at the same time.
 
 use crate::fork::ClosedInChildren;
-use offbeat_core::values;
+use offbeat_core::checksum::checksum;
 use offbeat_core::wire::{HEADER_BYTES, Header, HeaderError, Kind, MessageError};
 use socket2::SockRef;
 use std::future::{pending, poll_fn};
@@ -327,7 +327,7 @@ impl FrameReader {
             self.message = message;
             &self.message[..]
         };
-        let computed = values::checksum(bytes);
+        let computed = checksum(bytes);
         if computed != header.payload_checksum {
             return Err(FrameError::Checksum { kind: header.kind, found: header.payload_checksum, computed });
         }
@@ -570,7 +570,7 @@ mod tests {
     fn another_protocol_is_named() {
         let mut bytes = Header::new(Kind::Hello).encode();
         bytes[4..6].copy_from_slice(&(PROTOCOL + 1).to_le_bytes());
-        let checksum = values::checksum(&bytes[..60]);
+        let checksum = checksum(&bytes[..60]);
         bytes[60..].copy_from_slice(&checksum.to_le_bytes());
         assert_eq!(Header::decode(&bytes), Err(HeaderError::Protocol(PROTOCOL + 1)));
     }

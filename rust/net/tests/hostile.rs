@@ -88,7 +88,7 @@ fn an_unknown_kind_and_a_flipped_bit_are_refused() {
     assert_eq!(damaged(&|b| b[20] ^= 4), RefusalCode::Checksum);
     let unknown = |b: &mut [u8; 64]| {
         b[6] = 99;
-        let checksum = offbeat_core::values::checksum(&b[..60]);
+        let checksum = offbeat_core::checksum::checksum(&b[..60]);
         b[60..].copy_from_slice(&checksum.to_le_bytes());
     };
     assert_eq!(damaged(&unknown), RefusalCode::Malformed);

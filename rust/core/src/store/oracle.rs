@@ -4,6 +4,7 @@
 
 use super::push::PushRecord;
 use super::{Root, Store, buffers};
+use crate::checksum::checksum;
 use crate::dtype::Dtype;
 use crate::layout::{FragmentKind, Layout};
 use crate::optim::{self, Isa, MAX_STATE, Stepper, Target};
@@ -124,7 +125,7 @@ impl FragmentStore for Arc<Store> {
         let mut staged = self.staging(payload.len());
         staged.bytes_mut().copy_from_slice(payload);
         // Dropping the submission drains whatever turn came with it.
-        drop(self.submit_record(Arc::clone(push), fragment, base, staged, values::checksum(payload)));
+        drop(self.submit_record(Arc::clone(push), fragment, base, staged, checksum(payload)));
     }
 
     fn state(&self, fragment: usize) -> FragmentState {

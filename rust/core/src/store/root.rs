@@ -2,6 +2,7 @@
 
 use super::block::{Block, Pool};
 use super::ledger::LedgerEntry;
+use crate::checksum::checksum;
 use crate::dtype::Dtype;
 use crate::layout::{Fragment, FragmentKind};
 use crate::optim::MAX_STATE;
@@ -98,7 +99,7 @@ impl Root {
     /// Checksum of [`Self::payload`], taken once for all the pulls of this version.
     #[must_use]
     pub fn payload_checksum(&self, scratch: &mut Vec<u8>) -> u32 {
-        *self.checksum.get_or_init(|| values::checksum(self.payload(scratch)))
+        *self.checksum.get_or_init(|| checksum(self.payload(scratch)))
     }
 
     /// The parameters' f32 masters, or the buffers' raw bytes, as held.

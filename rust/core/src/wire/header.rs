@@ -10,7 +10,7 @@
 //! Magic, protocol and the checksum keep their place in every later protocol, so two builds that cannot talk can
 //! still say so. Reserved bytes are 0; they are room for routing between several servers and a standby.
 
-use crate::values::checksum;
+use crate::checksum::checksum;
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 64;

@@ -9,7 +9,7 @@ use super::memory::{MAX_RUNS, Memory, checksum_of, with_slices_mut};
 use super::model::Model;
 use super::stream::Stream;
 use crate::frame::FrameError;
-use offbeat_core::values::checksum;
+use offbeat_core::checksum::checksum;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::{HEADER_BYTES, Header, Kind, flags};
 use std::io::IoSliceMut;

@@ -11,7 +11,7 @@
 //!   may be written in one closure.
 #![expect(unsafe_code, reason = "Python owns this memory; the invariants above are what makes that sound")]
 
-use offbeat_core::values::{self, Checksum};
+use offbeat_core::checksum::{Checksum, checksum};
 use std::io::{IoSlice, IoSliceMut};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -97,7 +97,7 @@ const MAX_SLICES: usize = MAX_RUNS + 3;
 pub(crate) fn checksum_of<'m>(mut runs: impl Iterator<Item = (&'m Memory<'m>, Range<usize>)>) -> u32 {
     let (first, second) = (runs.next(), runs.next());
     if let (Some((memory, range)), None) = (&first, &second) {
-        return memory.read(range.clone(), values::checksum); // all at once, which needs no state
+        return memory.read(range.clone(), checksum); // all at once, which needs no state
     }
     let mut checksum = Checksum::default();
     for (memory, range) in first.into_iter().chain(second).chain(runs) {

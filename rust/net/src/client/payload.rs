@@ -5,9 +5,10 @@ use super::memory::{MAX_RUNS, Memory, checksum_of, with_slices};
 use super::model::{Model, bytes_of};
 use super::momentum::Momentum;
 use bytemuck::cast_slice;
+use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::{Presence, Segment};
-use offbeat_core::values::{checksum, narrow};
+use offbeat_core::values::narrow;
 use std::io::IoSlice;
 use std::sync::Arc;
 

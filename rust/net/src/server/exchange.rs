@@ -6,10 +6,10 @@ use super::connection::Phase;
 use super::outbox::Addressed;
 use super::poll;
 use super::session::{End, Place, Session};
+use offbeat_core::checksum::checksum;
 use offbeat_core::layout::{Fragment, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Admission, FragmentOutcome, PushHead, Reader, Receipt, Root, Submission, Turn};
-use offbeat_core::values;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::message::RefusalCode;
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
@@ -217,7 +217,7 @@ impl Session {
     /// Takes its payload and holds it against its checksum.
     pub(super) async fn fragment_payload(&mut self, frame: &Header, to: &mut [u8]) -> Result<(), End> {
         self.reader.payload(&self.connection.socket, to).await?;
-        let computed = values::checksum(to);
+        let computed = checksum(to);
         if computed != frame.payload_checksum {
             let message = format!(
                 "fragment {} of push {} was damaged on its way, or its gradient changed while it was sent",

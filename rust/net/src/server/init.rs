@@ -3,9 +3,9 @@
 
 use super::session::{End, Session, refused_model};
 use super::snapshot::Snapshot;
+use offbeat_core::checksum::checksum;
 use offbeat_core::layout::Layout;
 use offbeat_core::table::TensorTable;
-use offbeat_core::values;
 use offbeat_core::wire::Header;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::message::{RefusalCode, Reply};
@@ -63,7 +63,7 @@ impl Session {
         }
         let mut bytes = vec![0; header.payload_len as usize];
         self.reader.payload(&self.connection.socket, &mut bytes).await?;
-        if values::checksum(&bytes) != header.payload_checksum {
+        if checksum(&bytes) != header.payload_checksum {
             return Err(End::refused(
                 header,
                 RefusalCode::Checksum,

@@ -38,7 +38,7 @@ impl Peer {
         assert_eq!(header.kind, kind);
         let mut bytes = vec![0; header.payload_len as usize];
         self.0.read_exact(&mut bytes).unwrap();
-        assert_eq!(offbeat_core::values::checksum(&bytes), header.payload_checksum);
+        assert_eq!(offbeat_core::checksum::checksum(&bytes), header.payload_checksum);
         (header, bytes)
     }
 

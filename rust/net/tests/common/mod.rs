@@ -173,7 +173,7 @@ impl Raw {
         let header = Header::decode(&head).unwrap();
         let mut bytes = vec![0; header.payload_len as usize];
         self.stream.read_exact(&mut bytes).unwrap();
-        assert_eq!(offbeat_core::values::checksum(&bytes), header.payload_checksum);
+        assert_eq!(offbeat_core::checksum::checksum(&bytes), header.payload_checksum);
         Some((header, bytes))
     }
 
