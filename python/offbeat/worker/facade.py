@@ -6,14 +6,11 @@ one.
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import torch
 
 from offbeat.errors import ClosedError, ConfigError
-
-if TYPE_CHECKING:
-    from offbeat.worker.worker import AsyncWorker
 
 __all__ = ["WorkerOptimizer"]
 
@@ -23,23 +20,27 @@ class WorkerOptimizer(torch.optim.Optimizer):
 
     With a live optimizer the parameter groups are that optimizer's own. With one on the server there is one
     group with the worker's parameters, and its learning rate is the server's affair.
+
+    Args:
+        take: The worker's bound `step`. Held weakly: a worker that goes out of scope leaves at once.
+        parameters: What it trains.
     """
 
-    def __init__(self, worker: "AsyncWorker", parameters: list[torch.Tensor]) -> None:
+    def __init__(self, take: Callable[[], object], parameters: list[torch.Tensor]) -> None:
         super().__init__(parameters, {})
-        self._worker = weakref.ref(worker)  # weak: a worker that goes out of scope leaves at once
+        self._take = weakref.WeakMethod(take)
         self.param_groups = [_ServerGroup(group) for group in self.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, as `worker.step()` does, and give back what the closure gave."""
-        worker = self._worker()
-        if worker is None:
+        take = self._take()
+        if take is None:
             raise ClosedError("this optimizer's worker is gone: keep the worker as long as you train")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        worker.step()
+        take()
         return loss
 
     def follow(self, parameters: list[torch.Tensor], live: torch.optim.Optimizer | None) -> None:

@@ -357,7 +357,7 @@ class AsyncWorker(process.Live):
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
-            self._facade = WorkerOptimizer(self, parameters)
+            self._facade = WorkerOptimizer(self.step, parameters)
         self._facade.follow(parameters, self._steps.live)
         return self._facade
 
