@@ -2,9 +2,10 @@
 //! heartbeats, answers status, and looks at the clock for everybody.
 
 use super::connection::{Connection, Watch};
+use super::end::End;
 use super::membership::{Forgotten, Ticked};
 use super::poll;
-use super::session::{self, End};
+use super::session;
 use super::shared::{Meter, Shared};
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};

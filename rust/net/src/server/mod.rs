@@ -7,6 +7,7 @@
 mod config;
 mod connection;
 mod control;
+mod end;
 mod error;
 mod exchange;
 mod init;

@@ -2,22 +2,23 @@
 //! one data thread from its first frame to its last.
 
 use super::connection::{Connection, Phase};
-use super::error::ServerError;
+use super::end::End;
+use super::init::Init;
 use super::membership::Traffic;
 use super::model::Model;
 use super::outbox::Outbox;
+use super::poll;
 use super::shared::{Meter, Shared};
-use super::{init, poll};
 use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake::{self, frame_refusal};
 use offbeat_core::layout::Presence;
 use offbeat_core::store::WorkerKey;
+use offbeat_core::table::TensorTable;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{
     Call, FINISHED_STOPPED, Join, Joined, ModelInfo, RefusalCode, Refused, Reply,
 };
-use offbeat_core::wire::{Header, Kind, MessageError, decode};
-use std::io;
+use offbeat_core::wire::{Header, Kind, decode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -27,47 +28,6 @@ use tokio::sync::OwnedSemaphorePermit;
 const MAX_IN_FLIGHT: u32 = 2;
 /// How often a worker should say that it is alive, as a part of the lease.
 const HEARTBEATS_A_LEASE: u32 = 10;
-
-/// Why a session ends before its goodbye.
-#[derive(Debug)]
-pub(super) enum End {
-    Frame(FrameError),
-    /// The worker is told, and the connection closed.
-    Refused {
-        request: u32,
-        refused: Refused,
-    },
-}
-
-impl From<FrameError> for End {
-    fn from(error: FrameError) -> Self {
-        Self::Frame(error)
-    }
-}
-
-impl From<io::Error> for End {
-    fn from(error: io::Error) -> Self {
-        Self::Frame(FrameError::Io(error))
-    }
-}
-
-impl End {
-    pub(super) fn refused(header: &Header, code: RefusalCode, message: impl Into<String>) -> Self {
-        Self::Refused {
-            request: header.request,
-            refused: Refused { code, message: message.into(), fatal: true },
-        }
-    }
-
-    /// A frame that may not come now.
-    pub(super) fn out_of_place(header: &Header, due: &str) -> Self {
-        Self::refused(header, RefusalCode::State, format!("{due} was due, a {:?} frame came", header.kind))
-    }
-
-    pub(super) fn malformed(header: &Header, error: &MessageError) -> Self {
-        Self::refused(header, RefusalCode::Malformed, error.to_string())
-    }
-}
 
 /// A worker and its data connection.
 pub(super) struct Session {
@@ -80,7 +40,7 @@ pub(super) struct Session {
     pub(super) incarnation: u32,
     /// There once the model is.
     pub(super) place: Option<Place>,
-    pub(super) init: Option<init::Init>,
+    init: Option<Init>,
     /// The newest version that holds a push of ours.
     pub(super) own_version: u64,
     goodbye: bool,
@@ -290,11 +250,11 @@ impl Session {
             connection.idle(self.reader.buffered());
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
-            match header.kind {
-                Kind::Push => self.push(&header).await?,
-                Kind::Pull => self.pull(&header).await?,
-                Kind::Call => self.call(&header).await?,
-                Kind::Value if self.init.is_some() => self.value(&header).await?,
+            match (header.kind, &mut self.init) {
+                (Kind::Push, _) => self.push(&header).await?,
+                (Kind::Pull, _) => self.pull(&header).await?,
+                (Kind::Call, _) => self.call(&header).await?,
+                (Kind::Value, Some(init)) => init.value(&header, &mut self.reader, socket).await?,
                 _ => return Err(End::out_of_place(&header, "Push, Pull or Call")),
             }
             poll::breathe().await;
@@ -376,6 +336,40 @@ impl Session {
         }
     }
 
+    async fn init_begin(
+        &mut self,
+        header: &Header,
+        table: TensorTable,
+        blueprint: Option<String>,
+    ) -> Result<Reply, End> {
+        if self.init.is_some() {
+            return Err(End::refused(header, RefusalCode::State, "this worker is bringing a model already"));
+        }
+        let right = self.or_closed(self.shared.model.claim()).await?;
+        if let Some(model) = self.shared.model.get() {
+            if let Some(difference) = model.store.table().first_difference(&table) {
+                let message = format!("this worker's model is not the server's: {difference}");
+                return Err(End::refused(header, RefusalCode::ModelMismatch, message));
+            }
+            self.place(header)?;
+            return Ok(Reply::Init { taken: false });
+        }
+        self.init = Some(Init::new(table, blueprint, right));
+        Ok(Reply::Init { taken: true })
+    }
+
+    fn init_commit(&mut self, header: &Header) -> Result<Reply, End> {
+        let Some(init) = self.init.take_if(|init| init.is_whole()) else {
+            return Err(End::refused(header, RefusalCode::State, "the model's values have not all come"));
+        };
+        let (snapshot, blueprint, _right) = init.into_parts();
+        let shared = Arc::clone(&self.shared);
+        shared.set_model(snapshot, blueprint).map_err(|e| End::of_model(header, &e))?;
+        tracing::info!(worker = self.worker_id, "the worker brought the model");
+        self.place(header)?;
+        Ok(Reply::Init { taken: true })
+    }
+
     /// Waits for something that is not the peer's to give, unless the peer goes away.
     pub(super) async fn or_closed<T>(&self, wait: impl Future<Output = T>) -> Result<T, End> {
         tokio::select! {
@@ -396,13 +390,4 @@ impl Drop for Session {
             self.shared.lost(self.incarnation, "its session ended inside the server", &self.connection);
         }
     }
-}
-
-/// What a refused initial model is to its worker.
-pub(super) fn refused_model(header: &Header, error: &ServerError) -> End {
-    let code = match error {
-        ServerError::StagingBudget { .. } => RefusalCode::Full,
-        _ => RefusalCode::Malformed,
-    };
-    End::refused(header, code, error.to_string())
 }
