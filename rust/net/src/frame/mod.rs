@@ -4,10 +4,13 @@
 //! the rest of a payload *and* the next header at once (`readv`), a write sends headers and payloads from where they
 //! lie (`writev`).
 
+mod ahead;
 mod error;
 mod reader;
 mod socket;
 
+pub(crate) use ahead::{AHEAD_BYTES, ReadAhead};
 pub use error::FrameError;
 pub use reader::FrameReader;
+pub(crate) use reader::MESSAGE_STEP_BYTES;
 pub use socket::{Moving, Socket};

@@ -1,36 +1,27 @@
 //! Frames off a socket, with a little read-ahead.
 
+use super::ahead::{AHEAD_BYTES, ReadAhead};
 use super::{FrameError, Socket};
 use offbeat_core::checksum::checksum;
 use offbeat_core::wire::{HEADER_BYTES, Header};
 use std::io::IoSliceMut;
 
-/// Read-ahead: a few headers and a small message. More would only be copied twice.
-const AHEAD_BYTES: usize = 1024;
 /// A message grows by at most this much before its next bytes have arrived.
-const MESSAGE_STEP_BYTES: usize = 64 << 10;
+pub(crate) const MESSAGE_STEP_BYTES: usize = 64 << 10;
 
 /// Takes frames off a [`Socket`]. Moves from one runtime to another with the bytes it has read ahead.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct FrameReader {
-    ahead: Box<[u8; AHEAD_BYTES]>,
-    start: usize,
-    end: usize,
+    ahead: ReadAhead,
     /// The last message that did not fit the read-ahead.
     message: Vec<u8>,
-}
-
-impl Default for FrameReader {
-    fn default() -> Self {
-        Self { ahead: Box::new([0; AHEAD_BYTES]), start: 0, end: 0, message: Vec::new() }
-    }
 }
 
 impl FrameReader {
     /// Bytes read ahead: 0 when the connection stands between two frames.
     #[must_use]
     pub fn buffered(&self) -> usize {
-        self.end - self.start
+        self.ahead.len()
     }
 
     /// The next frame's header; its payload must be taken before the next one.
@@ -45,10 +36,7 @@ impl FrameReader {
     /// Safe: what has arrived is kept.
     pub async fn header(&mut self, socket: &Socket) -> Result<Header, FrameError> {
         self.fill(socket, HEADER_BYTES).await?;
-        let bytes = self.ahead[self.start..].first_chunk().expect("fill has put a header there");
-        let header = Header::decode(bytes)?;
-        self.start += HEADER_BYTES;
-        Ok(header)
+        Ok(self.ahead.take_header().expect("fill has put a header there")?)
     }
 
     /// Fills `target` with the payload's next bytes; what arrives behind them is kept for the next header.
@@ -59,16 +47,18 @@ impl FrameReader {
     /// # Cancel safety
     /// Not safe: bytes may be lost, and the connection is of no further use.
     pub async fn payload(&mut self, socket: &Socket, target: &mut [u8]) -> Result<(), FrameError> {
-        let mut filled = self.take_ahead(target);
+        let ahead = self.ahead.take(target.len());
+        let mut filled = ahead.len();
+        target[..filled].copy_from_slice(ahead);
         while filled < target.len() {
             let rest = target.len() - filled;
-            let buffers = &mut [IoSliceMut::new(&mut target[filled..]), IoSliceMut::new(&mut self.ahead[..])];
+            let buffers = &mut [IoSliceMut::new(&mut target[filled..]), IoSliceMut::new(self.ahead.room())];
             let n = socket.read_vectored(buffers).await?;
             if n == 0 {
                 return Err(FrameError::Closed { inside: true });
             }
             filled += n.min(rest);
-            (self.start, self.end) = (0, n.saturating_sub(rest));
+            self.ahead.came(n.saturating_sub(rest));
         }
         Ok(())
     }
@@ -85,9 +75,7 @@ impl FrameReader {
         let len = header.payload_len as usize;
         let bytes = if len <= AHEAD_BYTES {
             self.fill(socket, len).await.map_err(in_payload)?;
-            let at = self.start;
-            self.start += len;
-            &self.ahead[at..at + len]
+            self.ahead.take(len)
         } else {
             let mut message = std::mem::take(&mut self.message);
             message.clear();
@@ -128,26 +116,14 @@ impl FrameReader {
 
     /// Reads until `wanted` bytes lie ahead.
     async fn fill(&mut self, socket: &Socket, wanted: usize) -> Result<(), FrameError> {
-        if self.end - self.start >= wanted {
-            return Ok(());
-        }
-        self.ahead.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
-        while self.end < wanted {
-            let n = socket.read_vectored(&mut [IoSliceMut::new(&mut self.ahead[self.end..])]).await?;
+        while self.ahead.len() < wanted {
+            let n = socket.read_vectored(&mut [IoSliceMut::new(self.ahead.room())]).await?;
             if n == 0 {
-                return Err(FrameError::Closed { inside: self.end > 0 });
+                return Err(FrameError::Closed { inside: !self.ahead.is_empty() });
             }
-            self.end += n;
+            self.ahead.came(n);
         }
         Ok(())
-    }
-
-    fn take_ahead(&mut self, target: &mut [u8]) -> usize {
-        let n = target.len().min(self.end - self.start);
-        target[..n].copy_from_slice(&self.ahead[self.start..self.start + n]);
-        self.start += n;
-        n
     }
 }
 
