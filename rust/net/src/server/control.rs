@@ -6,7 +6,7 @@ use super::end::End;
 use super::membership::{Forgotten, Ticked};
 use super::poll;
 use super::session;
-use super::shared::{Meter, Shared};
+use super::shared::{Meter, Shared, is_true};
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal, refuse};
@@ -45,7 +45,7 @@ pub(super) async fn accept(
             return;
         }
     };
-    super::is_true(&shared.serving).await;
+    is_true(&shared.serving).await;
     let data: Arc<[Handle]> = data.into();
     let pending = Arc::new(Semaphore::new(shared.config.max_pending));
     loop {
