@@ -34,7 +34,6 @@ pub use values::Tensors;
 use crate::fork::{ClosedInChildren, Origin};
 use crate::handshake::random;
 use offbeat_core::spec::OptimizerSpec;
-use run::{Agreement, describe};
 use shared::Shared;
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -60,7 +59,7 @@ impl Bound {
         }
         server.shared.serving.send_replace(true);
         tracing::info!(address = %server.address(), run_id = server.shared.run_id, "the server listens");
-        announce(&server.shared.agreement());
+        server.shared.agreement().announce();
         Ok(server)
     }
 }
@@ -146,7 +145,7 @@ impl Server {
         let mut agreement = self.shared.agreement();
         agreement.replace_optimizer(optimizer)?;
         self.shared.apply(&agreement);
-        announce(&agreement);
+        agreement.announce();
         Ok(())
     }
 
@@ -188,24 +187,6 @@ impl Drop for Server {
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Server").field("address", &self.shared.address).finish_non_exhaustive()
-    }
-}
-
-/// One line that says what runs where.
-fn announce(agreement: &Agreement) {
-    let config = agreement.config();
-    if let Some(optimizer) = &config.optimizer {
-        let runs_on = match config.contribution {
-            Some(offbeat_core::spec::Contribution::Delta) => "the workers",
-            _ => "the server",
-        };
-        let momentum = if config.momentum_correction { "each worker" } else { "the server" };
-        tracing::info!(
-            optimizer = describe(optimizer),
-            runs_on,
-            momentum_in = momentum,
-            "the run's optimizer"
-        );
     }
 }
 

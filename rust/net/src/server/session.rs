@@ -319,7 +319,7 @@ impl Session {
                     Ok(changed) => {
                         if changed {
                             self.shared.apply(&agreement);
-                            super::announce(&agreement);
+                            agreement.announce();
                         }
                         self.shared.warn_of_shared_velocity(&agreement);
                         Ok(Reply::Configured { run: self.shared.run_config(&agreement) })
