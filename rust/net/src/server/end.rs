@@ -1,5 +1,6 @@
 //! How a session ends before its goodbye: the connection broke, or this side refuses to go on.
 
+use super::connection::Connection;
 use super::error::ServerError;
 use crate::frame::FrameError;
 use offbeat_core::wire::message::{RefusalCode, Refused};
@@ -53,5 +54,15 @@ impl End {
             _ => RefusalCode::Malformed,
         };
         Self::refused(header, code, error.to_string())
+    }
+
+    /// What ended a connection, in words for the log and status.
+    pub(super) fn cause(&self, connection: &Connection) -> String {
+        match (connection.end(), self) {
+            (Some((_, cause)), _) => cause,
+            (None, Self::Frame(error @ FrameError::Closed { .. })) => error.to_string(),
+            (None, Self::Frame(error)) => format!("the connection broke: {error}"),
+            (None, Self::Refused { refused, .. }) => format!("it was refused: {refused}"),
+        }
     }
 }

@@ -5,8 +5,9 @@
 use super::connection::Phase;
 use super::end::End;
 use super::outbox::Addressed;
+use super::place::Place;
 use super::poll;
-use super::session::{Place, Session};
+use super::session::Session;
 use offbeat_core::checksum::checksum;
 use offbeat_core::layout::{Fragment, Presence};
 use offbeat_core::spec::Transaction;

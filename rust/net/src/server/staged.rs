@@ -4,8 +4,9 @@
 use super::connection::Phase;
 use super::end::End;
 use super::exchange::{Asked, LowestTerm};
+use super::place::Place;
 use super::poll;
-use super::session::{Place, Session};
+use super::session::Session;
 use offbeat_core::store::{ModelRole, Receipt, StagedFragment};
 use offbeat_core::wire::message::RefusalCode;
 use offbeat_core::wire::{Header, Kind, Want};
