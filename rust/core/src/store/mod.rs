@@ -183,26 +183,6 @@ impl Store {
         self.registry().run.clone()
     }
 
-    /// Replaces the base learning rate of one group, or of all; the schedule goes on multiplying it. False if no
-    /// optimizer is set or there is no such group.
-    #[must_use]
-    pub fn set_lr(&self, lr: f64, group: Option<usize>) -> bool {
-        let mut registry = self.registry();
-        let Some(mut spec) = registry.run.as_ref().map(|run| run.spec.clone()) else {
-            return false;
-        };
-        let groups = &mut spec.optimizer.groups;
-        match group {
-            None => groups.iter_mut().for_each(|g| g.lr = lr),
-            Some(index) => match groups.get_mut(index) {
-                Some(g) => g.lr = lr,
-                None => return false,
-            },
-        }
-        registry.configure(spec, &self.table);
-        true
-    }
-
     /// Gives a worker a slot and a new incarnation; an older one with the same id is fenced.
     ///
     /// # Errors
