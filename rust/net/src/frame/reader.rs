@@ -1,7 +1,8 @@
 //! Frames off a socket, with a little read-ahead.
 
 use super::ahead::{AHEAD_BYTES, ReadAhead};
-use super::{FrameError, Socket};
+use super::error::FrameError;
+use super::socket::Socket;
 use offbeat_core::checksum::checksum;
 use offbeat_core::wire::{HEADER_BYTES, Header};
 use std::io::IoSliceMut;

@@ -1,7 +1,8 @@
 //! The model's values as its owner copies and replaces them: all at once, while the run goes on.
 
+use super::Server;
+use super::error::ServerError;
 use super::snapshot::{check_values, gather, scatter};
-use super::{Server, ServerError};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Root, Store};
 use offbeat_core::table::{TensorSpec, TensorTable};

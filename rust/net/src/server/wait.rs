@@ -1,7 +1,8 @@
 //! Waiting for the run's workers, as the owner of the server does.
 
+use super::Server;
+use super::error::ServerError;
 use super::membership::{Members, Outcome, Patience};
-use super::{Server, ServerError};
 use std::time::{Duration, Instant};
 
 /// How often a wait asks whether it is interrupted.
