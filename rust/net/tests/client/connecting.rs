@@ -180,6 +180,8 @@ fn a_server_that_stops_says_so() {
     server.stop();
     let refused = worker.pull(true).unwrap_err();
     assert!(matches!(refused, ClientError::Refused { code: RefusalCode::Finished, .. }), "{refused:?}");
+    // The control connection says so too, in its own time.
+    eventually("the event", || worker.client.events().unwrap().finished.is_some());
     assert_eq!(worker.client.events().unwrap().finished.as_deref(), Some("stopped"));
     worker.client.close(true, &never).unwrap();
 }
