@@ -166,7 +166,7 @@ class ParameterServer(process.Live):
             Whether it is so; False if the time was up.
 
         Raises:
-            ConnectionLostError: If all workers were lost and none has finished.
+            ConnectionLostError: If all workers were lost or have left, and none has finished.
         """
         with _stopping_on_sigterm(self):
             return self._open().wait_for_workers(_workers(1 if n is None else n), _timeout(timeout_s))

@@ -118,7 +118,7 @@ fn all_lost_and_none_finished_is_an_error_that_says_why() {
     let server = start(quick());
     drop(Raw::joined(&server, "a"));
     let failed = server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap_err();
-    let ServerError::AllLost { causes } = failed else { panic!("{failed}") };
+    let ServerError::NoneFinished { causes } = failed else { panic!("{failed}") };
     assert_eq!(causes, [("a".to_owned(), "the peer closed the connection".to_owned())]);
 }
 

@@ -124,7 +124,7 @@ impl IntoPyErr for ServerError {
             Self::Values { .. } | Self::NumTensors { .. } => Class::ModelMismatch,
             Self::NonFinite { .. } => Class::NonFinite,
             Self::NoModel | Self::NoOptimizer | Self::WorkerSide => Class::State,
-            Self::AllLost { .. } => Class::ConnectionLost,
+            Self::NoneFinished { .. } => Class::ConnectionLost,
             Self::Stopped => Class::Closed,
             // As with `ClientError`.
             Self::Interrupted => return PyRuntimeError::new_err(self.to_string()),

@@ -330,7 +330,15 @@ def test_wait_for_workers_counts_a_lost_one_as_there_for_the_grace():
 def test_all_lost_and_none_finished_raises_with_the_causes():
     with offbeat.ParameterServer(arrays(), linger_s=0.1, rejoin_grace_s=0.1) as server:
         lose_a_worker(server)
-        with pytest.raises(ConnectionLostError, match="every worker was lost and none finished: doomed: "):
+        with pytest.raises(ConnectionLostError, match="no worker finished: doomed: "):
+            server.wait_for_workers(timeout_s=20)
+
+
+def test_all_left_and_none_finished_raises_too():
+    with offbeat.ParameterServer(arrays(), linger_s=0.1) as server:
+        with pytest.raises(ZeroDivisionError), offbeat.Client(server.address, worker_id="unlucky"):
+            1 / 0  # noqa: B018
+        with pytest.raises(ConnectionLostError, match="no worker finished: unlucky: left before its work"):
             server.wait_for_workers(timeout_s=20)
 
 

@@ -49,8 +49,8 @@ pub enum ServerError {
         "this run's optimizers are on the workers: the server has neither an optimizer nor a learning rate to set"
     )]
     WorkerSide,
-    #[error("every worker was lost and none finished: {}", in_words(.causes))]
-    AllLost { causes: Vec<(String, String)> },
+    #[error("no worker finished: {}", in_words(.causes))]
+    NoneFinished { causes: Vec<(String, String)> },
     #[error("the server has been stopped")]
     Stopped,
     #[error("interrupted while waiting")]

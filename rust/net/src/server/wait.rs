@@ -12,7 +12,7 @@ impl Server {
     /// Waits until at least `n` workers have come and nobody has been there for the linger. `false`: the time is up.
     ///
     /// # Errors
-    /// [`ServerError::AllLost`] if every worker was lost and none finished, [`ServerError::Interrupted`],
+    /// [`ServerError::NoneFinished`] if all workers are lost or have left, and none finished, [`ServerError::Interrupted`],
     /// [`ServerError::Stopped`], [`ServerError::Forked`].
     pub fn wait_for_workers(
         &self,
@@ -26,7 +26,7 @@ impl Server {
             match members.outcome(n, patience, over, Instant::now()) {
                 Outcome::Waiting => None,
                 Outcome::Done => Some(Ok(())),
-                Outcome::AllLost(causes) => Some(Err(ServerError::AllLost { causes })),
+                Outcome::NoneFinished(causes) => Some(Err(ServerError::NoneFinished { causes })),
             }
         })
     }

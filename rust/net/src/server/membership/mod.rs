@@ -48,7 +48,7 @@ pub(super) enum Outcome {
     Waiting,
     Done,
     /// (worker, cause) of each.
-    AllLost(Vec<(String, String)>),
+    NoneFinished(Vec<(String, String)>),
 }
 
 /// Bounds for [`Members::outcome`].
@@ -167,7 +167,7 @@ impl Members {
     /// A goodbye.
     pub(super) fn goodbye(&mut self, incarnation: u32, finished: bool, now: Instant) -> Option<Ended> {
         let state = if finished { State::Finished } else { State::Left };
-        self.end(incarnation, state, if finished { "finished" } else { "left" }, now)
+        self.end(incarnation, state, if finished { "finished" } else { "left before its work was done" }, now)
     }
 
     /// A connection ended without a goodbye.
@@ -245,17 +245,19 @@ impl Members {
         if self.by_id.len() < n.max(1) || self.by_id.values().any(there) {
             return Outcome::Waiting;
         }
-        if self.by_id.values().all(|m| m.state == State::Lost) && !over {
-            let cause = |(id, m): (&String, &Member)| (id.clone(), m.cause.clone().unwrap_or_default());
-            return Outcome::AllLost(self.by_id.iter().map(cause).collect());
-        }
+        let all_lost = self.by_id.values().all(|m| m.state == State::Lost);
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
         let alone = self.by_id.values().map(gone).max().unwrap_or(now);
-        if over || now.saturating_duration_since(alone) >= patience.linger {
+        if over {
+            Outcome::Done
+        } else if !all_lost && now.saturating_duration_since(alone) < patience.linger {
+            Outcome::Waiting
+        } else if self.by_id.values().any(|m| m.state == State::Finished) {
             Outcome::Done
         } else {
-            Outcome::Waiting
+            let cause = |(id, m): (&String, &Member)| (id.clone(), m.cause.clone().unwrap_or_default());
+            Outcome::NoneFinished(self.by_id.iter().map(cause).collect())
         }
     }
 
@@ -412,6 +414,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn who_left_before_its_work_was_done_has_not_finished() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+        members.goodbye(a, false, start);
+        members.lost(b, "killed", start);
+        assert_eq!(
+            members.outcome(1, PATIENCE, false, start + seconds(69)),
+            Outcome::Waiting,
+            "it may return"
+        );
+        let causes =
+            [("a", "left before its work was done"), ("b", "killed")].map(|(w, c)| (w.into(), c.into()));
+        let late = start + seconds(70);
+        assert_eq!(members.outcome(1, PATIENCE, false, late), Outcome::NoneFinished(causes.into()));
+        assert_eq!(members.outcome(1, PATIENCE, true, late), Outcome::Done, "a run that is over");
+    }
+
+    #[tokio::test]
     async fn all_lost_and_none_finished_is_an_error_with_each_cause() {
         let (mut members, start) = (Members::new(), Instant::now());
         let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
@@ -419,7 +439,10 @@ mod tests {
         members.lost(b, "unplugged", start + seconds(1));
         assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(60)), Outcome::Waiting);
         let causes = [("a".to_owned(), "killed".to_owned()), ("b".to_owned(), "unplugged".to_owned())];
-        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(61)), Outcome::AllLost(causes.into()));
+        assert_eq!(
+            members.outcome(1, PATIENCE, false, start + seconds(61)),
+            Outcome::NoneFinished(causes.into())
+        );
     }
 
     #[tokio::test]
