@@ -73,9 +73,15 @@ class LiveOptimizer:
         return with_buffers([difference.get(id(slot)) for slot in binding.slots], binding)
 
     def settled(self, receipt: Receipt) -> None:
-        """Give the optimizer back the state from before the push, if that was rejected."""
+        """Give the optimizer back the state from before the push, if that was rejected.
+
+        The push that follows it, if one is in flight, was made with a state that held its steps. Should that
+        be rejected too, this same state comes back. Should it be applied, its steps are in no state from here
+        on: they cannot be had without the rejected ones.
+        """
         before = self._in_flight.popleft() if self._in_flight else None
         if not receipt.applied and before is not None:
+            self._in_flight = deque(_copied(before) for _ in self._in_flight)
             self._restore(before)
 
     def unsent(self) -> None:

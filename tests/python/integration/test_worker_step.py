@@ -256,6 +256,22 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     assert same(values(slow.model), server.state_dict().values())
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_after_two_rejections_in_a_row_a_live_optimizer_is_as_before_both(serve, join, in_flight):
+    tiny = offbeat.staleness.GradientFiltering(max_norm=1e-9)
+    server, model = serve(net(), staleness_policy=tiny), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer, in_flight=in_flight)
+    receipts = []
+    for number in range(2):
+        backward(model, number)
+        receipts.append(worker.step())
+    receipts += worker.flush()
+    assert [r.applied for r in receipts if r is not None] == [False, False]
+    assert not optimizer.state
+    assert same(values(model), server.state_dict().values())
+
+
 def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join):
     server, model = serve(net()), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=3e38, momentum=0.9)

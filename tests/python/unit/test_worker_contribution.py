@@ -351,6 +351,34 @@ def test_after_a_rejection_the_optimizer_s_state_is_that_from_before_the_push():
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before, optimizer_values(optimizer), strict=True))
 
 
+@pytest.mark.parametrize("fate", [APPLIED, REJECTED], ids=["applied", "rejected"])
+def test_no_step_of_a_rejected_push_comes_back_with_the_push_after_it(fate):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    binding, contribution = live(model, optimizer)
+    local_step(model, binding, contribution, 0)
+    contribution.take()
+    contribution.settled(APPLIED)
+    before = optimizer_values(optimizer)
+
+    def is_as_before():
+        now = optimizer_values(optimizer)
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(before, now, strict=True))
+
+    for seed in (1, 2):
+        local_step(model, binding, contribution, seed)
+        contribution.take()
+    contribution.settled(REJECTED)
+    assert is_as_before()
+    local_step(model, binding, contribution, 3)
+    contribution.take()
+    assert not is_as_before()
+    contribution.settled(fate)
+    assert is_as_before() is (fate is REJECTED)
+    contribution.settled(REJECTED)
+    assert is_as_before()
+
+
 def test_after_a_rejected_first_push_the_optimizer_has_no_state():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
