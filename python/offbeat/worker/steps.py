@@ -49,7 +49,7 @@ class Steps:
         if not isinstance(optimizer, torch.optim.Optimizer):
             self._link.session.configure("gradient", json.dumps(as_spec(optimizer).spec()))
             if not isinstance(self._contribution_or_none, Gradients):
-                self._begin(Gradients(self._link.binding, self._reduction))
+                self._begin(self._gradients())
         elif optimizer is not self.live:
             self.push_rest()
             live = LiveOptimizer(self._link.binding, optimizer)
@@ -136,8 +136,11 @@ class Steps:
         """What pushes carry: where nothing was said, gradients for the server's optimizer."""
         if self._contribution_or_none is None:
             self._link.session.configure("gradient", None)
-            return self._begin(Gradients(self._link.binding, self._reduction))
+            return self._begin(self._gradients())
         return self._contribution_or_none
+
+    def _gradients(self) -> Gradients:
+        return Gradients(self._link.binding, self._reduction, waits=self._update_frequency > 1)
 
     def _begin(self, contribution: Contribution) -> Contribution:
         self.close()

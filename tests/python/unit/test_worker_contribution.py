@@ -192,23 +192,38 @@ def test_no_gradient_at_all_raises():
         add(Gradients(binding, "mean"), binding, 1)
 
 
-def test_gradients_of_ddp_buckets_are_copied(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
-        binding = bound(model)
-        contribution = Gradients(binding, "mean")
-        backward(model, 3)
-        wanted, held = gradients(model), [p.grad for p in model.parameters()]
-        add(contribution, binding, 3)
-        for gradient in held:
-            gradient.zero_()
-        found = pushed(contribution, binding)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.fixture
+def alone(tmp_path):
+    meet = f"file://{tmp_path}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_of_ddp_buckets_are_copied_where_they_wait_for_another_batch():
+    model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    binding = bound(model)
+    contribution = Gradients(binding, "mean", waits=True)
+    backward(model, 3)
+    wanted, held = gradients(model), [p.grad for p in model.parameters()]
+    add(contribution, binding, 3)
+    for gradient in held:
+        gradient.zero_()
+    found = pushed(contribution, binding)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("view", "waits"), [(False, True), (True, False)])
+def test_no_other_gradient_is_copied(view, waits):
+    model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
+    binding = bound(model)
+    contribution = Gradients(binding, "mean", waits=waits)
+    backward(model, 3)
+    where = [p.grad.data_ptr() for p in model.parameters()]
+    add(contribution, binding, 3)
+    assert [value.data_ptr() for value in pushed(contribution, binding)] == where
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
