@@ -200,11 +200,18 @@ class Binding:
         self._copies.wait()
         return self._out
 
-    def landed(self) -> None:
-        """A pull has written to `out()`: bring it into the module, and let stale graphs know."""
+    def landed(self, *, came: bool = True) -> None:
+        """A pull has written to `out()`: bring it into the module, and let stale graphs know.
+
+        If nothing `came`, because the first of two pushes in flight has no answer yet, the parameters are
+        what was read all the same. The buffers stay: what they have become was pushed, and the next push
+        carries what changes from there.
+        """
         if self._direct:
             increment_version(self._direct)
-        if self._staged:
+        if not came and not self._broken:
+            self.restore()
+        elif self._staged:
             slots = self._followers if self.filled else self._staged
             self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
         self.filled = True

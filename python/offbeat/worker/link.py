@@ -67,7 +67,7 @@ class Link:
             while len(self._unsettled) >= self._in_flight:
                 self._unsettled.popleft()
             self._broken_off = False
-            binding.landed()
+            binding.landed(came=receipt is not None)
             answered = receipt if self._in_flight == 1 else None
             if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
                 self._fetch(incremental=False)

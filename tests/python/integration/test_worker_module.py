@@ -497,6 +497,18 @@ def test_local_buffers_stay_this_worker_s_own(serve, join):
     assert torch.equal(server.state_dict()["conv.weight"], worker.model.conv.weight)
 
 
+def test_two_pushes_in_flight_lose_no_change_of_a_buffer(pair):
+    server, worker, _, _ = pair(in_flight=2)
+    for number in range(5):
+        loss_of(worker.model, number).backward()
+        worker.step(samples=8)
+        if number % 3 == 1:
+            worker.flush()
+    worker.flush()
+    assert worker.model.norm.num_batches_tracked == 5
+    is_the_server_s(worker, server)
+
+
 def test_a_rejected_push_changes_no_buffer(serve, join):
     server = serve(net(), max_staleness=0)
     fast, slow = join(server, net(), optimizer=SPEC), join(server, net(), optimizer=SPEC)
