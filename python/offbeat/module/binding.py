@@ -232,9 +232,9 @@ class Binding:
             slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
         self._broken = True
 
-    def restore(self) -> None:
-        """Let parameters that were changed beside their spares hold what was read."""
-        slots = [slot for slot in self._staged if slot.is_parameter] if self.filled else []
+    def restore(self, *, buffers: bool = False) -> None:
+        """Let parameters that were changed beside their spares hold what was read; buffers too, if asked."""
+        slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
         if slots:
             self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
 

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.errors import ConfigError, NonFiniteError, StateError, UnsupportedTensorError
 from offbeat.module import Binding, Memory
 from offbeat.receipt import Receipt
 
 if TYPE_CHECKING:
     from offbeat._offbeat import Session
 
-__all__ = ["Link"]
+__all__ = ["UNSENT", "Link"]
+
+#: What `push_pull` raises before a byte has left, so that it is as if it had not been called: for what is
+#: not finite, cannot be read or is too much, and where another thread is in a call. (What the server says to
+#: a push is a receipt, or the end of the session.)
+UNSENT = (ConfigError, NonFiniteError, StateError, UnsupportedTensorError)
 
 
 class Link:
@@ -50,6 +56,9 @@ class Link:
 
         Returns:
             The receipt of this push; with two in flight, of the push before it, None for the first.
+
+        Raises:
+            UNSENT: If it was not sent; the module is as it was, and what is in flight stays so.
         """
         binding = self.binding
         memories = binding.memories(values)
@@ -60,10 +69,16 @@ class Link:
         with self._in_order():
             if self._broken_off:
                 self._forget()
+            was_unsure = self._unsure
             self._broken_off = True
             self._unsure |= is_written
             self._unsettled.append(memories)
-            receipt = self.session.push_pull(memories, samples, binding.out(), binding.filled)
+            try:
+                receipt = self.session.push_pull(memories, samples, binding.out(), binding.filled)
+            except UNSENT:
+                self._unsettled.pop()
+                self._broken_off, self._unsure, self._astray = False, was_unsure, False
+                raise
             while len(self._unsettled) >= self._in_flight:
                 self._unsettled.popleft()
             self._broken_off = False

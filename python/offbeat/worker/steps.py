@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.errors import ConfigError, NonFiniteError
+from offbeat.errors import ConfigError
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
 from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
 from offbeat.worker.gradients import Gradients, LossReduction
-from offbeat.worker.link import Link
+from offbeat.worker.link import UNSENT, Link
 from offbeat.worker.live import LiveOptimizer
 
 __all__ = ["Optimizer", "Steps"]
@@ -153,9 +153,8 @@ class Steps:
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
-        except NonFiniteError:
+        except UNSENT:
             contribution.unsent()
-            contribution.drop()
             raise
         except BaseException:
             contribution.drop()

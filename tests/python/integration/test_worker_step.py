@@ -25,6 +25,10 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+def normed():
+    return nn.Sequential(*net(), nn.BatchNorm1d(2))
+
+
 def backward(model, number=0, samples=6):
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(samples, 4, generator=generator)
@@ -153,6 +157,29 @@ def test_a_nan_gradient_raises_by_name_and_nothing_changes(serve, join, update_f
     assert receipt.applied
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_nan_gradient_leaves_the_buffers_to_the_next_push(serve, join, in_flight):
+    server, twin = serve(normed()), normed()
+    worker = join(server, normed(), optimizer=offbeat.optim.SGD(lr=0.0), in_flight=in_flight)
+    receipts = []
+    for number in range(4):
+        for model in (worker.model, twin):
+            backward(model, number)
+        if number == 1:
+            worker.model[2].bias.grad[0] = float("nan")
+            with pytest.raises(NonFiniteError, match=r"2\.bias"):
+                worker.step()
+        else:
+            receipts.append(worker.step())
+    receipts = [r for r in (*receipts, *worker.flush()) if r is not None]
+    assert [r.version for r in receipts] == [1, 2, 3]
+    held = server.state_dict()
+    assert held["3.num_batches_tracked"] == 4
+    for name, buffer in twin.named_buffers():
+        if in_flight == 1:
+            torch.testing.assert_close(held[name], buffer)
+
+
 def test_a_push_before_any_optimizer_is_set_is_refused(serve, join):
     server = serve(net())
     worker = join(server, net())
@@ -272,23 +299,48 @@ def test_after_two_rejections_in_a_row_a_live_optimizer_is_as_before_both(serve,
     assert same(values(model), server.state_dict().values())
 
 
-def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join):
-    server, model = serve(net()), net()
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join, in_flight):
+    server, model = serve(normed()), normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=3e38, momentum=0.9)
-    worker = join(server, model, optimizer=optimizer)
-    before = values(model)
+    worker = join(server, model, optimizer=optimizer, in_flight=in_flight)
+    before = [t.clone() for t in model.state_dict().values()]
     backward(model)
     for p in model.parameters():
         p.grad.mul_(1e6)
     with pytest.raises(NonFiniteError):
         worker.step()
-    assert same(values(model), before)
+    assert same(model.state_dict().values(), before)
     assert not optimizer.state
     assert server.status()["version"] == 0
     optimizer.param_groups[0]["lr"] = 0.1
     backward(model)
-    assert worker.step().applied
-    assert same(values(model), server.state_dict().values())
+    receipts = [worker.step(), *worker.flush()]
+    assert [r.applied for r in receipts if r is not None] == [True]
+    assert server.state_dict()["3.num_batches_tracked"] == 1
+    assert same(model.state_dict().values(), server.state_dict().values())
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_push_in_flight_stays_so_where_the_next_steps_overflow(serve, join, applied):
+    tiny = offbeat.staleness.GradientFiltering(max_norm=1e9 if applied else 1e-9)
+    server, model = serve(normed(), staleness_policy=tiny), normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer, in_flight=2)
+    backward(model)
+    assert worker.step() is None
+    optimizer.param_groups[0]["lr"] = 3e38
+    backward(model)
+    for p in model.parameters():
+        p.grad.mul_(1e6)
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    assert len(optimizer.state) == 6
+    assert [r.applied for r in worker.flush()] == [applied]
+    assert len(optimizer.state) == (6 if applied else 0)
+    held = server.state_dict()
+    assert held["3.num_batches_tracked"] == int(applied)
+    assert same(values(model), [held[name] for name, _ in model.named_parameters()])
 
 
 def test_the_server_adds_weight_times_the_difference(serve, join):
