@@ -1,5 +1,6 @@
 """A loop of one's own: what `step`, `flush` and `worker.optimizer` do, and what they refuse."""
 
+import copy
 import gc
 import logging
 import os
@@ -281,15 +282,14 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     fast = join(server, fast_model, optimizer=torch.optim.SGD(fast_model.parameters(), lr=0.01))
     backward(slow.model, 0)
     assert slow.step().applied
-    state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()] or [
-        s["exp_avg"].clone() for s in slow._steps.live.state.values()
-    ]
+    state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()]
+    assert state
     fast.evaluate([])
     backward(fast.model, 1)
     assert fast.step().applied
     backward(slow.model, 2)
     assert slow.step().reason is not None
-    assert same([s["exp_avg"] for s in slow._steps.live.state.values()], state)
+    assert same([s["exp_avg"] for s in slow.optimizer.state.values()], state)
     assert same(values(slow.model), server.state_dict().values())
 
 
@@ -616,6 +616,55 @@ def test_a_torch_lr_scheduler_works_with_a_live_optimizer(serve, join):
     gradient = worker.model[0].weight.grad.clone()
     worker.step()
     torch.testing.assert_close(worker.model[0].weight.detach(), before[0] - 0.1 * gradient)
+
+
+def test_the_optimizer_s_state_is_that_of_a_live_one(serve, join):
+    def made():
+        model = net()
+        return join(serve(net()), model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+
+    one, other = made(), made()
+    optimizer = one.optimizer
+    backward(one.model)
+    one.step()
+    assert len(optimizer.state) == 4
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0]["step"] == 1
+    assert saved["param_groups"][0]["lr"] == 0.01
+    fresh = other.optimizer
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict()["state"].keys() == saved["state"].keys()
+    for number, worker in enumerate((one, other)):
+        worker.model.load_state_dict(net().state_dict())
+        backward(worker.model)
+        worker.step()
+        assert worker.optimizer.state_dict()["state"][0]["step"] == 2, number
+    moments = [[s["exp_avg"] for s in o.state.values()] for o in (optimizer, fresh)]
+    assert same(*moments)
+
+
+def test_a_group_added_to_the_optimizer_is_a_live_one_s(serve, join):
+    model = net()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[2].requires_grad_(False)
+    worker = join(serve(net()), model, optimizer=optimizer)
+    held = worker.optimizer
+    held.add_param_group({"params": model[2].parameters(), "lr": 0.2})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    model[2].requires_grad_(True)
+    backward(model)
+    wanted = model[2].weight - 0.2 * model[2].weight.grad
+    held.step()
+    torch.testing.assert_close(model[2].weight, wanted)
+
+
+def test_state_and_groups_of_the_server_s_optimizer_are_not_to_be_set_here(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\) of worker\.optimizer .* on the server"):
+        worker.optimizer.load_state_dict(worker.optimizer.state_dict())
+    with pytest.raises(ConfigError, match=r"add_param_group\(\) of worker\.optimizer .* on the server"):
+        worker.optimizer.add_param_group({"params": [torch.zeros(2)]})
+    assert len(worker.optimizer.param_groups) == 1
 
 
 def test_the_facade_follows_replaced_parameters(serve, join):
