@@ -1,6 +1,7 @@
 """A torch optimizer that runs on the worker, and the difference it makes."""
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +28,10 @@ class LiveOptimizer:
         """Take over the optimizer's `step`.
 
         Raises:
-            ConfigError: If it does not hold the module's trainable parameters, or holds others.
+            ConfigError: If it does not hold the module's trainable parameters, or holds others, or computes
+                gradients itself.
         """
+        _check_steps_alone(optimizer)
         self._held = _check_holds(optimizer, binding)
         self.optimizer = optimizer
         self._binding = binding
@@ -165,6 +168,18 @@ def _check_holds(optimizer: torch.optim.Optimizer, binding: Binding) -> set[int]
     if held - {id(slot.tensor) for slot in binding.parameters}:
         raise ConfigError(f"the {name} holds tensors that are not parameters of the worker's model: {remedy}")
     return held
+
+
+def _check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what calls for gradients while it steps, as LBFGS does; a worker has those of one batch."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}.step() needs a closure, which it calls for gradients as often as it likes, and "
+            f"worker.step() has the gradients of one batch: give an optimizer whose step() works with these, "
+            f"such as torch.optim.SGD or Adam"
+        )
 
 
 def _copied(value: object) -> Any:  # noqa: ANN401  of the same type

@@ -11,6 +11,7 @@ from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
 from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
+from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.gradients import Gradients, LossReduction
 from offbeat.worker.link import UNSENT, Link
 from offbeat.worker.live import LiveOptimizer
@@ -46,6 +47,11 @@ class Steps:
         Raises:
             ConfigError: If the run has another one, or this one does not fit the model.
         """
+        if isinstance(optimizer, WorkerOptimizer):
+            raise ConfigError(
+                "this is the optimizer of another worker, or of one that was closed: give a spec "
+                "(offbeat.optim.SGD(lr=0.1)), or a live optimizer of this worker's model"
+            )
         if not isinstance(optimizer, torch.optim.Optimizer):
             self._link.session.configure("gradient", json.dumps(as_spec(optimizer).spec()))
             if not isinstance(self._contribution_or_none, Gradients):

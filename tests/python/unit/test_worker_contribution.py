@@ -449,6 +449,13 @@ def test_a_live_optimizer_of_another_model_is_refused():
         LiveOptimizer(bound(model), optimizer)
 
 
+def test_a_live_optimizer_whose_step_needs_a_closure_is_refused():
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure.* give an optimizer"):
+        LiveOptimizer(bound(model), optimizer)
+
+
 def test_unfreezing_what_a_live_optimizer_does_not_hold_is_refused():
     model = mlp()
     model[0].requires_grad_(False)
