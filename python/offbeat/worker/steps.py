@@ -9,6 +9,7 @@ import torch
 from offbeat.errors import ConfigError
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
+from offbeat.samples import sample_count
 from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
 from offbeat.worker.facade import WorkerOptimizer
@@ -102,8 +103,7 @@ class Steps:
 
     def step(self, samples: int) -> list[Receipt]:
         """Take one batch; push if it is time to. Returns the receipts that came in."""
-        if samples < 1:
-            raise ConfigError(f"samples is {samples}: a batch has at least one")
+        samples = sample_count(samples)
         contribution = self._contribution
         self._link.binding.refresh()
         self._mend()

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,12 +130,36 @@ def test_no_gradient_at_all_raises(serve, join):
         worker.step()
 
 
-@pytest.mark.parametrize("samples", [0, -1])
-def test_a_batch_without_samples_is_refused(serve, join, samples):
-    worker = join(serve(net()), net(), optimizer=SPEC)
-    backward(worker.model)
-    with pytest.raises(ConfigError, match=f"samples is {samples}"):
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("samples", [0, -1, 6.0, True, "6", 2**32 + 1, 2**70])
+def test_what_is_no_number_of_samples_is_refused_before_anything_changes(serve, join, samples, live):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer if live else SPEC)
+    before = values(model)
+    backward(model)
+    with pytest.raises(ConfigError, match=f"samples is {samples!r}"):
         worker.step(samples)
+    assert all(p.grad is not None for p in model.parameters())
+    assert same(values(model), before)
+    assert not optimizer.state
+    assert worker.step(np.int64(6)).applied
+    assert server.status()["samples"] == 6
+
+
+def test_a_live_optimizer_s_steps_of_more_samples_than_a_push_has_are_taken_back(serve, join):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, update_frequency=2, optimizer=optimizer)
+    before = values(model)
+    backward(model)
+    assert worker.step(samples=2**32) is None
+    backward(model)
+    with pytest.raises(ConfigError, match="samples is 8589934592"):
+        worker.step(samples=2**32)
+    assert same(values(model), before)
+    assert not optimizer.state
+    assert server.status()["version"] == 0
 
 
 @pytest.mark.parametrize("update_frequency", [1, 2])
