@@ -3,7 +3,6 @@
 
 use crate::dtype::Dtype;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fmt;
 
@@ -137,22 +136,6 @@ impl TensorTable {
         self.0.is_empty()
     }
 
-    /// SHA-256 over names, aliases, shapes, dtypes, roles and order.
-    #[must_use]
-    pub fn fingerprint(&self) -> [u8; 32] {
-        let mut hash = Sha256::new();
-        let mut text = |s: &str| {
-            hash.update((s.len() as u64).to_le_bytes());
-            hash.update(s.as_bytes());
-        };
-        for t in &self.0 {
-            text(&t.name);
-            text(&t.aliases.join("\0"));
-            text(&format!("{:?} {:?} {:?}", t.shape, t.dtype, t.role));
-        }
-        hash.finalize().into()
-    }
-
     /// Where two tables part: the first position at which they differ, with what each side has there.
     #[must_use]
     pub fn first_difference(&self, other: &Self) -> Option<Difference> {
@@ -212,7 +195,6 @@ mod tests {
         let b = TensorTable::new(vec![tensor("w", &[3, 2], Dtype::BF16, Role::Parameter)]).unwrap();
         let text = a.first_difference(&b).unwrap().to_string();
         assert!(text.contains("float32 [2, 3]") && text.contains("bfloat16 [3, 2]"), "{text}");
-        assert_ne!(a.fingerprint(), b.fingerprint());
         assert_eq!(a.first_difference(&a), None);
     }
 

@@ -270,7 +270,9 @@ fn a_new_learning_rate_takes_effect_with_the_next_ticket() {
     let store = store();
     let worker = store.register("a").unwrap();
     let ticketed_before = open(&store, &head(&store, worker, 1));
-    assert!(store.set_lr(0.5, None) && !store.set_lr(0.5, Some(1)));
+    let mut spec = store.run().unwrap().spec.clone();
+    spec.optimizer.groups[0].lr = 0.5;
+    store.configure(spec);
     assert!(submit(&store, &ticketed_before, 0) && submit(&store, &ticketed_before, 1));
     assert!(ticketed_before.settle().applied);
     assert!(push(&store, worker, 2).applied);

@@ -22,11 +22,6 @@ impl Verdict {
     pub fn reject(reason: Reason, detail: impl Into<String>) -> Self {
         Self::Reject { reason, detail: detail.into() }
     }
-
-    #[must_use]
-    pub const fn is_admitted(&self) -> bool {
-        matches!(self, Self::Admit)
-    }
 }
 
 /// Declares [`Reason`] with each variant's public name in one place, for serde, `Display` and `ALL` alike.

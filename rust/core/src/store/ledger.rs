@@ -1,16 +1,10 @@
-//! Exactly once: who has pushed what. Two small books, kept apart on purpose.
+//! Exactly once: who has pushed what, as a fragment remembers it.
 //!
-//! * Every root carries a dense array of [`LedgerEntry`], one per worker slot: the last push this fragment saw. It
-//!   commits with the fragment, so a fragment never forgets what it has applied.
-//! * The registry keeps a [`Slot`] per worker: its incarnation, the last sequence number it settled and the answers
-//!   to its last pushes. Contiguity of sequence numbers is checked here and only here; in a root gaps are normal,
-//!   because a push need not touch every fragment.
+//! Every root carries a dense array of [`LedgerEntry`], one per worker slot: the last push this fragment saw. It commits
+//! with the fragment, so a fragment never forgets what it has applied. Gaps between sequence numbers are normal here,
+//! because a push need not touch every fragment. The registry keeps a book of its own ([`super::slot`]), apart on purpose.
 
-use super::push::PushRecord;
-use super::receipt::Receipt;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
 /// A worker process as the store knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -56,109 +50,6 @@ pub(super) fn record(ledger: &mut Vec<LedgerEntry>, worker: WorkerKey, sequence:
         ledger.resize(slot + 1, LedgerEntry::default());
     }
     ledger[slot] = LedgerEntry { sequence, incarnation: worker.incarnation, payload_checksum };
-}
-
-/// One of a worker's last pushes.
-#[derive(Debug)]
-pub(super) enum Recent {
-    /// Its fragments are arriving.
-    Open,
-    /// The connection ended before all its fragments had arrived; a retry keeps its ticket.
-    Unfinished(Arc<PushRecord>),
-    Settled(Receipt),
-}
-
-/// A worker's place in the registry.
-#[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) worker_id: String,
-    pub(super) incarnation: u32,
-    /// Pushes up to this one have been answered for, in order.
-    pub(super) last_sequence: u64,
-    /// The last pushes, oldest first, by sequence number.
-    pub(super) recent: VecDeque<(u64, Recent)>,
-    /// The model's version when the worker was lost: what it had read before is too old to push.
-    pub(super) lost_at: Option<u64>,
-    pub(super) present: bool,
-    pub(super) tally: Tally,
-}
-
-impl Slot {
-    pub(super) fn new(worker_id: &str, incarnation: u32) -> Self {
-        Self {
-            worker_id: worker_id.to_owned(),
-            incarnation,
-            last_sequence: 0,
-            recent: VecDeque::new(),
-            lost_at: None,
-            present: true,
-            tally: Tally::default(),
-        }
-    }
-
-    /// Remembers an answer, forgetting all but the last `keep`.
-    pub(super) fn remember(&mut self, sequence: u64, recent: Recent, keep: usize) {
-        if let Some(entry) = self.recent.iter_mut().find(|(s, _)| *s == sequence) {
-            entry.1 = recent;
-            return;
-        }
-        self.last_sequence = self.last_sequence.max(sequence);
-        self.recent.push_back((sequence, recent));
-        while self.recent.len() > keep {
-            self.recent.pop_front();
-        }
-    }
-}
-
-/// How many updates late: exact up to 63, then one bucket.
-pub const STALENESS_BUCKETS: usize = 65;
-
-/// Counts of a worker's pushes (or of all workers').
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Tally {
-    pub pushes: u64,
-    pub samples: u64,
-    pub applied: u64,
-    pub damped: u64,
-    pub rejected: BTreeMap<String, u64>,
-    pub duplicates: u64,
-    pub staleness_sum: u64,
-    pub staleness_max: u64,
-    /// `staleness_histogram[τ]` for τ ≤ 63; the last bucket holds all above.
-    pub staleness_histogram: Vec<u64>,
-}
-
-impl Default for Tally {
-    fn default() -> Self {
-        Self {
-            pushes: 0,
-            samples: 0,
-            applied: 0,
-            damped: 0,
-            rejected: BTreeMap::new(),
-            duplicates: 0,
-            staleness_sum: 0,
-            staleness_max: 0,
-            staleness_histogram: vec![0; STALENESS_BUCKETS],
-        }
-    }
-}
-
-impl Tally {
-    pub(super) fn count(&mut self, receipt: &Receipt, samples: u64) {
-        self.pushes += 1;
-        if let (false, Some(reason)) = (receipt.applied, receipt.reason) {
-            *self.rejected.entry(reason.to_string()).or_default() += 1;
-            return;
-        }
-        self.samples = self.samples.saturating_add(samples);
-        self.applied += 1;
-        self.damped += u64::from(receipt.weight < 1.0);
-        self.staleness_sum = self.staleness_sum.saturating_add(receipt.staleness);
-        self.staleness_max = self.staleness_max.max(receipt.staleness);
-        let bucket = usize::try_from(receipt.staleness).unwrap_or(usize::MAX).min(STALENESS_BUCKETS - 1);
-        self.staleness_histogram[bucket] += 1;
-    }
 }
 
 #[cfg(test)]

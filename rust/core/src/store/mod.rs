@@ -3,7 +3,7 @@
 //! A root is an immutable, complete state of a fragment ([`root`]). A push is admitted once and gets a ticket
 //! ([`registry`], [`ticket`]); each of its fragments is queued where it belongs and whoever holds that fragment's
 //! turn applies what is queued ([`combine`], [`apply`]) and publishes the next root. Readers load roots and never
-//! wait ([`reader`]). What must be known of the past to apply nothing twice is in [`ledger`]. The same pushes, applied
+//! wait ([`reader`]). What must be known of the past to apply nothing twice is in [`ledger`] and [`slot`]. The same pushes, applied
 //! one at a time under a lock by code that does nothing clever, are [`oracle`].
 
 mod apply;
@@ -24,13 +24,15 @@ pub mod reader;
 pub mod receipt;
 mod registry;
 pub mod root;
+mod slot;
 pub mod status;
+pub mod tally;
 pub mod ticket;
 
 pub use block::{Block, Pool};
 pub use cut::Cut;
 pub use fragments::{FragmentOutcome, MAX_DRAIN, Role, Submission};
-pub use ledger::{Tally, WorkerKey};
+pub use ledger::WorkerKey;
 pub use model::{ModelRole, StagedFragment};
 pub use push::{Admission, OpenPush, PushHead, PushRecord};
 pub use reader::{Reader, Turn};
@@ -38,6 +40,7 @@ pub use receipt::{Fate, Receipt};
 pub use registry::{Full, TicketCounts};
 pub use root::Root;
 pub use status::StoreStatus;
+pub use tally::Tally;
 pub use ticket::{Run, RunSpec, Ticket};
 
 use crate::layout::Layout;
@@ -178,26 +181,6 @@ impl Store {
     #[must_use]
     pub fn run(&self) -> Option<Arc<Run>> {
         self.registry().run.clone()
-    }
-
-    /// Replaces the base learning rate of one group, or of all; the schedule goes on multiplying it. False if no
-    /// optimizer is set or there is no such group.
-    #[must_use]
-    pub fn set_lr(&self, lr: f64, group: Option<usize>) -> bool {
-        let mut registry = self.registry();
-        let Some(mut spec) = registry.run.as_ref().map(|run| run.spec.clone()) else {
-            return false;
-        };
-        let groups = &mut spec.optimizer.groups;
-        match group {
-            None => groups.iter_mut().for_each(|g| g.lr = lr),
-            Some(index) => match groups.get_mut(index) {
-                Some(g) => g.lr = lr,
-                None => return false,
-            },
-        }
-        registry.configure(spec, &self.table);
-        true
     }
 
     /// Gives a worker a slot and a new incarnation; an older one with the same id is fenced.

@@ -1,9 +1,11 @@
 //! The one place that issues: terms, incarnations, tickets, verdicts. A plain state machine behind one short lock,
 //! taken twice a push (to admit and to settle), never once a fragment.
 
-use super::ledger::{Recent, Slot, Tally, WorkerKey};
+use super::ledger::WorkerKey;
 use super::push::{Ending, PushHead, PushRecord};
 use super::receipt::{Fate, Receipt};
+use super::slot::{Recent, Slot};
+use super::tally::Tally;
 use super::ticket::{Run, RunSpec, Ticket};
 use crate::layout::Layout;
 use crate::pipeline::{PushFacts, Reason, Verdict, admit};

@@ -1,8 +1,8 @@
 //! The store's numbers, for people and for tests.
 
 use super::Store;
-use super::ledger::Tally;
 use super::registry::TicketCounts;
+use super::tally::Tally;
 use serde::Serialize;
 use std::sync::Arc;
 

@@ -370,6 +370,15 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn another_protocol_is_named() {
+        let mut bytes = Header::new(Kind::Hello).encode();
+        bytes[4..6].copy_from_slice(&(PROTOCOL + 1).to_le_bytes());
+        let checksum = checksum(&bytes[..60]);
+        bytes[60..].copy_from_slice(&checksum.to_le_bytes());
+        assert_eq!(Header::decode(&bytes), Err(HeaderError::Protocol(PROTOCOL + 1)));
+    }
+
+    #[test]
     fn the_layout_of_protocol_1_is_fixed() {
         let header = Header {
             kind: Kind::Fragment,

@@ -4,6 +4,8 @@
 use super::memory::Memory;
 use super::model::{Model, bytes_of};
 use offbeat_core::layout::Presence;
+use offbeat_core::table::Role;
+use std::sync::Arc;
 
 /// The state of the caller's `out` memory, as far as this client wrote it.
 #[derive(Debug)]
@@ -131,8 +133,25 @@ impl Held {
         }
     }
 
+    /// Which tensors a push brings: what was given, except buffers that nobody has changed; and their fragments.
+    pub(super) fn presence(
+        &self,
+        model: &Model,
+        values: &[Option<Memory<'_>>],
+    ) -> (Arc<Presence>, Arc<[usize]>) {
+        if !model.has_buffers && values.iter().all(Option::is_some) {
+            return model.all();
+        }
+        let changed = self.changed(model, values);
+        let tensors = model.table.tensors();
+        let brings = |t: usize| values[t].is_some() && (tensors[t].role == Role::Parameter || changed[t]);
+        let present = Presence::from_fn(tensors.len(), brings);
+        let fragments = model.layout.present_fragments(&present).collect();
+        (Arc::new(present), fragments)
+    }
+
     /// Which buffers differ from what was pulled. Constant ones (masks, positions) are no part of a push.
-    pub(super) fn changed(&self, model: &Model, values: &[Option<Memory<'_>>]) -> Vec<bool> {
+    fn changed(&self, model: &Model, values: &[Option<Memory<'_>>]) -> Vec<bool> {
         let mut changed = vec![false; model.table.len()];
         for (f, fragment) in model.layout.fragments.iter().enumerate().filter(|(f, _)| model.is_buffers(*f)) {
             let size = fragment.dtype.size();

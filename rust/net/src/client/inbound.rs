@@ -8,19 +8,15 @@ use super::error::ClientError;
 use super::memory::{MAX_RUNS, Memory, checksum_of, with_slices_mut};
 use super::model::Model;
 use super::stream::Stream;
-use crate::frame::FrameError;
+use crate::frame::{AHEAD_BYTES, FrameError, MESSAGE_STEP_BYTES, ReadAhead};
 use offbeat_core::checksum::checksum;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::{HEADER_BYTES, Header, Kind, flags};
 use std::io::IoSliceMut;
 use std::task::{Poll, ready};
 
-/// A few headers and a receipt. More would only be copied twice.
-const AHEAD_BYTES: usize = 1024;
 /// An answer of at most this much is read ahead whole: a copy inside the cache costs less than a second system call.
 const SMALL_ANSWER_BYTES: usize = 64 << 10;
-/// A message grows by at most this much before its next bytes have arrived.
-const MESSAGE_STEP_BYTES: usize = 64 << 10;
 
 /// Where the parameters of a fragment go.
 #[derive(Debug, PartialEq, Eq)]
@@ -41,11 +37,18 @@ pub(super) enum Arrived {
     Other(Header),
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 enum State {
+    #[default]
     Head,
-    Root { header: Header, got: usize, place: Place },
-    Message { header: Header },
+    Root {
+        header: Header,
+        got: usize,
+        place: Place,
+    },
+    Message {
+        header: Header,
+    },
 }
 
 /// What a frame is read with.
@@ -59,22 +62,13 @@ pub(super) struct Surroundings<'a> {
 }
 
 /// The receiving half of a connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Inbound {
-    /// Read ahead; more than [`AHEAD_BYTES`] only where small answers are expected.
-    ahead: Vec<u8>,
-    start: usize,
-    end: usize,
+    /// Has room for more than [`AHEAD_BYTES`] only where small answers are expected.
+    ahead: ReadAhead,
     state: State,
     message: Vec<u8>,
     sink: Vec<u8>,
-}
-
-impl Default for Inbound {
-    fn default() -> Self {
-        let ahead = vec![0; AHEAD_BYTES];
-        Self { ahead, start: 0, end: 0, state: State::Head, message: Vec::new(), sink: Vec::new() }
-    }
 }
 
 impl Inbound {
@@ -82,7 +76,7 @@ impl Inbound {
     pub(super) fn expect(&mut self, model: &Model) {
         let bytes: usize = model.layout.fragments.iter().map(|f| f.wire_bytes() + HEADER_BYTES).sum();
         if bytes + AHEAD_BYTES <= SMALL_ANSWER_BYTES {
-            self.ahead.resize(bytes + AHEAD_BYTES, 0);
+            self.ahead.reserve(bytes + AHEAD_BYTES);
         }
     }
 
@@ -153,42 +147,38 @@ impl Inbound {
     }
 
     fn poll_header(&mut self, stream: &Stream) -> Poll<Result<Header, FrameError>> {
-        if self.end - self.start < HEADER_BYTES {
-            self.ahead.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-            while self.end < HEADER_BYTES {
-                let n = ready!(stream.read(&mut [IoSliceMut::new(&mut self.ahead[self.end..])]))?;
-                if n == 0 {
-                    return Poll::Ready(Err(FrameError::Closed { inside: self.end > 0 }));
-                }
-                self.end += n;
+        loop {
+            if let Some(header) = self.ahead.take_header() {
+                return Poll::Ready(Ok(header?));
             }
+            let n = ready!(stream.read(&mut [IoSliceMut::new(self.ahead.room())]))?;
+            if n == 0 {
+                return Poll::Ready(Err(FrameError::Closed { inside: !self.ahead.is_empty() }));
+            }
+            self.ahead.came(n);
         }
-        let bytes = self.ahead[self.start..].first_chunk().expect("a header was read");
-        self.start += HEADER_BYTES;
-        Poll::Ready(Ok(Header::decode(bytes)?))
     }
 
     fn poll_message(&mut self, stream: &Stream, header: &Header) -> Poll<Result<(), FrameError>> {
         let len = header.payload_len as usize;
         while self.message.len() < len {
-            let ahead = self.take_ahead(len - self.message.len());
+            let ahead = self.ahead.take(len - self.message.len());
             if !ahead.is_empty() {
-                self.message.extend_from_slice(&self.ahead[ahead]);
+                self.message.extend_from_slice(ahead);
                 continue;
             }
             let from = self.message.len();
             let rest = (len - from).min(MESSAGE_STEP_BYTES);
             self.message.resize(from + rest, 0);
             let target = &mut self.message[from..];
-            let tail = &mut self.ahead[..AHEAD_BYTES];
+            let tail = &mut self.ahead.room()[..AHEAD_BYTES];
             let read = stream.read(&mut [IoSliceMut::new(target), IoSliceMut::new(tail)]);
             let n = match read {
                 Poll::Ready(Ok(n)) => n,
                 Poll::Ready(Err(_)) | Poll::Pending => 0,
             };
             self.message.truncate(from + n.min(rest));
-            (self.start, self.end) = (0, n.saturating_sub(rest));
+            self.ahead.came(n.saturating_sub(rest));
             if ready!(read)? == 0 {
                 return Poll::Ready(Err(FrameError::Closed { inside: true }));
             }
@@ -204,10 +194,10 @@ impl Inbound {
             if left == 0 {
                 return Poll::Ready(Ok(()));
             }
-            let ahead = self.take_ahead(left);
+            let ahead = self.ahead.take(left);
             let State::Root { place, .. } = &mut self.state else { unreachable!("a root is being read") };
             let read = if ahead.is_empty() {
-                let tail = &mut self.ahead[..AHEAD_BYTES];
+                let tail = &mut self.ahead.room()[..AHEAD_BYTES];
                 let stream = with.stream;
                 let total = match place {
                     Place::Own(bytes) => {
@@ -228,10 +218,9 @@ impl Inbound {
                 if total == 0 {
                     return Poll::Ready(Err(FrameError::Closed { inside: true }));
                 }
-                (self.start, self.end) = (0, total.saturating_sub(left));
+                self.ahead.came(total.saturating_sub(left));
                 total.min(left)
             } else {
-                let ahead = &self.ahead[ahead];
                 match place {
                     Place::Own(bytes) => bytes[got..got + ahead.len()].copy_from_slice(ahead),
                     Place::Nowhere => {}
@@ -252,13 +241,6 @@ impl Inbound {
             let State::Root { got, .. } = &mut self.state else { unreachable!("a root is being read") };
             *got += read;
         }
-    }
-
-    /// Takes up to `wanted` bytes of the read-ahead.
-    fn take_ahead(&mut self, wanted: usize) -> std::ops::Range<usize> {
-        let range = self.start..self.end.min(self.start + wanted);
-        self.start = range.end;
-        range
     }
 }
 

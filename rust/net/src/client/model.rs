@@ -2,7 +2,6 @@
 //! memory a caller gives fits.
 
 use super::error::ClientError;
-use super::held::Held;
 use super::memory::{Memory, check_disjoint};
 use offbeat_core::layout::{Fragment, FragmentKind, Layout, Presence};
 use offbeat_core::table::{Role, TensorTable};
@@ -14,9 +13,9 @@ use std::sync::Arc;
 pub(super) struct Model {
     pub(super) table: Arc<TensorTable>,
     pub(super) layout: Layout,
-    /// What most pushes bring: every tensor, so every fragment.
+    /// What most pushes bring.
     all: (Arc<Presence>, Arc<[usize]>),
-    has_buffers: bool,
+    pub(super) has_buffers: bool,
 }
 
 impl Model {
@@ -27,21 +26,9 @@ impl Model {
         Self { table, layout, all, has_buffers }
     }
 
-    /// Which tensors a push brings: what was given, except buffers that nobody has changed; and their fragments.
-    pub(super) fn presence(
-        &self,
-        values: &[Option<Memory<'_>>],
-        held: &Held,
-    ) -> (Arc<Presence>, Arc<[usize]>) {
-        if !self.has_buffers && values.iter().all(Option::is_some) {
-            return self.all.clone();
-        }
-        let changed = held.changed(self, values);
-        let tensors = self.table.tensors();
-        let brings = |t: usize| values[t].is_some() && (tensors[t].role == Role::Parameter || changed[t]);
-        let present = Presence::from_fn(tensors.len(), brings);
-        let fragments = self.layout.present_fragments(&present).collect();
-        (Arc::new(present), fragments)
+    /// Every tensor, so every fragment.
+    pub(super) fn all(&self) -> (Arc<Presence>, Arc<[usize]>) {
+        self.all.clone()
     }
 
     /// Whether this is every tensor.

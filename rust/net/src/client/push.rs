@@ -83,7 +83,7 @@ impl Inner {
             let message = "pull before the first push: a gradient belongs to parameters that were read";
             return Err(ClientError::out_of_order(message));
         };
-        let (present, fragments) = model.presence(input.values, held);
+        let (present, fragments) = held.presence(&model, input.values);
         finite::check(self.isa, &model, &present, input.values)?;
         let x_read = self.x_read(&model, to)?;
         if to.is_none() {

@@ -9,6 +9,7 @@ use super::held::Held;
 use super::model::Model;
 use super::momentum::Momentum;
 use super::outgoing::{Outgoing, frame};
+use super::stream::LOOK;
 use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
 use offbeat_core::spec::Contribution;
@@ -20,8 +21,6 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-/// How often a waiting call looks up: at the caller's interrupt and at what the control thread has heard.
-pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// After the control connection's end the data connection has so long to say why, or to end too.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long an interrupted call goes on with what it had begun.

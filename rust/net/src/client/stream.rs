@@ -2,7 +2,6 @@
 //! read that [`Stream::wait`] announces. There is one descriptor and one thread, so an event loop would only cost time;
 //! and the socket's own time limit costs less than that of `poll`, which sets a timer of high resolution.
 
-use super::session::LOOK;
 use crate::fork::ClosedInChildren;
 use crate::frame::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -13,6 +12,10 @@ use std::cell::Cell;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::TcpStream;
 use std::task::Poll;
+use std::time::Duration;
+
+/// How often a waiting call looks up: at the caller's interrupt and at what the control thread has heard.
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// A connected stream, closed in forked children.
 #[derive(Debug)]
@@ -83,12 +86,6 @@ impl Stream {
         }
     }
 
-    /// Lets reads and writes try again.
-    pub(super) fn retry(&self) {
-        self.drained.set(false);
-        self.full.set(false);
-    }
-
     /// Sleeps until there are bytes, or room where a write has found none, or a signal, for at most [`LOOK`]: here, or
     /// in the next read.
     pub(super) fn wait(&self) -> io::Result<()> {
@@ -103,7 +100,8 @@ impl Stream {
             Ok(_) => {}
             Err(error) => return Err(error.into()),
         }
-        self.retry();
+        self.drained.set(false);
+        self.full.set(false);
         Ok(())
     }
 

@@ -2,10 +2,11 @@
 //! heartbeats, answers status, and looks at the clock for everybody.
 
 use super::connection::{Connection, Watch};
+use super::end::End;
 use super::membership::{Forgotten, Ticked};
 use super::poll;
-use super::session::{self, End};
-use super::shared::{Meter, Shared};
+use super::session;
+use super::shared::{Meter, Shared, is_true};
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal, refuse};
@@ -44,7 +45,7 @@ pub(super) async fn accept(
             return;
         }
     };
-    super::is_true(&shared.serving).await;
+    is_true(&shared.serving).await;
     let data: Arc<[Handle]> = data.into();
     let pending = Arc::new(Semaphore::new(shared.config.max_pending));
     loop {

@@ -57,6 +57,13 @@ pub enum ServerError {
     System(io::Error),
 }
 
+/// An operating system's error while a thread or a runtime is made.
+impl From<io::Error> for ServerError {
+    fn from(error: io::Error) -> Self {
+        Self::System(error)
+    }
+}
+
 fn in_words(causes: &[(String, String)]) -> String {
     let mut text = String::new();
     for (worker, cause) in causes {

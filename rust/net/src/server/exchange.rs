@@ -3,9 +3,11 @@
 //! no log line per push.
 
 use super::connection::Phase;
+use super::end::End;
 use super::outbox::Addressed;
+use super::place::Place;
 use super::poll;
-use super::session::{End, Place, Session};
+use super::session::Session;
 use offbeat_core::checksum::checksum;
 use offbeat_core::layout::{Fragment, Presence};
 use offbeat_core::spec::Transaction;

@@ -1,15 +1,15 @@
 //! The first worker brings the model: table, blueprint, and the values fragment by fragment. Nothing is visible until
 //! all of it has come; whoever else wants to bring one waits, and is told when it is not needed any more.
 
-use super::session::{End, Session, refused_model};
+use super::end::End;
 use super::snapshot::Snapshot;
+use crate::frame::{FrameReader, Socket};
 use offbeat_core::checksum::checksum;
-use offbeat_core::layout::Layout;
+use offbeat_core::layout::{Fragment, Layout};
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::Header;
 use offbeat_core::wire::header::CODEC_RAW;
-use offbeat_core::wire::message::{RefusalCode, Reply};
-use std::sync::Arc;
+use offbeat_core::wire::message::RefusalCode;
 use tokio::sync::OwnedSemaphorePermit;
 
 /// A model on its way.
@@ -19,38 +19,25 @@ pub(super) struct Init {
     layout: Layout,
     /// Wire bytes of the fragments that have come; grows with them.
     values: Vec<Vec<u8>>,
-    _right: OwnedSemaphorePermit,
+    right: OwnedSemaphorePermit,
 }
 
-impl Session {
-    pub(super) async fn init_begin(
-        &mut self,
-        header: &Header,
-        table: TensorTable,
-        blueprint: Option<String>,
-    ) -> Result<Reply, End> {
-        if self.init.is_some() {
-            return Err(End::refused(header, RefusalCode::State, "this worker is bringing a model already"));
-        }
-        let right = self.or_closed(self.shared.model.claim()).await?;
-        if let Some(model) = self.shared.model.get() {
-            if let Some(difference) = model.store.table().first_difference(&table) {
-                let message = format!("this worker's model is not the server's: {difference}");
-                return Err(End::refused(header, RefusalCode::ModelMismatch, message));
-            }
-            self.place(header)?;
-            return Ok(Reply::Init { taken: false });
-        }
+impl Init {
+    /// Begins with what is known before the values; `right` is the right to bring a model.
+    pub(super) fn new(table: TensorTable, blueprint: Option<String>, right: OwnedSemaphorePermit) -> Self {
         let layout = Layout::of(&table);
-        self.init = Some(Init { table, blueprint, layout, values: Vec::new(), _right: right });
-        Ok(Reply::Init { taken: true })
+        Self { table, blueprint, layout, values: Vec::new(), right }
     }
 
-    /// One fragment's initial values.
-    pub(super) async fn value(&mut self, header: &Header) -> Result<(), End> {
-        let Some(init) = &mut self.init else { return Err(End::out_of_place(header, "a Call")) };
-        let index = init.values.len();
-        let expected = init.layout.fragments.get(index).map(offbeat_core::layout::Fragment::wire_bytes);
+    /// Takes one fragment's initial values.
+    pub(super) async fn value(
+        &mut self,
+        header: &Header,
+        reader: &mut FrameReader,
+        socket: &Socket,
+    ) -> Result<(), End> {
+        let index = self.values.len();
+        let expected = self.layout.fragments.get(index).map(Fragment::wire_bytes);
         if header.fragment as usize != index
             || header.codec != CODEC_RAW
             || expected != Some(header.payload_len as usize)
@@ -62,7 +49,7 @@ impl Session {
             return Err(End::refused(header, RefusalCode::Malformed, message));
         }
         let mut bytes = vec![0; header.payload_len as usize];
-        self.reader.payload(&self.connection.socket, &mut bytes).await?;
+        reader.payload(socket, &mut bytes).await?;
         if checksum(&bytes) != header.payload_checksum {
             return Err(End::refused(
                 header,
@@ -70,21 +57,17 @@ impl Session {
                 format!("the values of fragment {index} are damaged"),
             ));
         }
-        init.values.push(bytes);
+        self.values.push(bytes);
         Ok(())
     }
 
-    pub(super) fn init_commit(&mut self, header: &Header) -> Result<Reply, End> {
-        let Some(init) = self.init.take_if(|init| init.values.len() == init.layout.fragments.len()) else {
-            return Err(End::refused(header, RefusalCode::State, "the model's values have not all come"));
-        };
-        let Init { table, blueprint, layout: _, values, _right } = init;
-        let shared = Arc::clone(&self.shared);
-        shared
-            .set_model(Snapshot { table, fragments: values }, blueprint)
-            .map_err(|e| refused_model(header, &e))?;
-        tracing::info!(worker = self.worker_id, "the worker brought the model");
-        self.place(header)?;
-        Ok(Reply::Init { taken: true })
+    /// Whether all values have come.
+    pub(super) fn is_whole(&self) -> bool {
+        self.values.len() == self.layout.fragments.len()
+    }
+
+    /// The model with its blueprint, and the right to bring it, which is given back when it stands.
+    pub(super) fn into_parts(self) -> (Snapshot, Option<String>, OwnedSemaphorePermit) {
+        (Snapshot { table: self.table, fragments: self.values }, self.blueprint, self.right)
     }
 }

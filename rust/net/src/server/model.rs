@@ -6,6 +6,7 @@ use super::snapshot::Snapshot;
 use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{RunSpec, Store, StoreConfig};
+use offbeat_core::wire::message::ModelInfo;
 use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -23,6 +24,13 @@ pub(super) struct Model {
     pub(super) staging: Staging,
     /// Held by whoever replaces or copies all values, from the first to the last: no copy is of two lives.
     pub(super) whole: Mutex<()>,
+}
+
+impl Model {
+    /// What a worker needs of it.
+    pub(super) fn info(&self) -> ModelInfo {
+        ModelInfo { table: self.store.table().as_ref().clone(), blueprint: self.blueprint.clone() }
+    }
 }
 
 /// Memory for pushes that are staged whole: reserved in full before the first byte is asked for, first come, first

@@ -2,7 +2,7 @@
 //! and the last fragment of a reply travels with the receipt that follows it.
 
 use super::connection::{Connection, Phase};
-use super::session::End;
+use super::end::End;
 use offbeat_core::store::{Receipt, Root};
 use offbeat_core::wire::{Header, Kind, encode, flags};
 use std::io::IoSlice;

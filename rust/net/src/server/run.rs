@@ -205,6 +205,23 @@ impl Agreement {
         self.config.optimizer = Some(optimizer);
         Ok(())
     }
+
+    /// One line that says what runs where.
+    pub(super) fn announce(&self) {
+        if let Some(optimizer) = &self.config.optimizer {
+            let runs_on = match self.config.contribution {
+                Some(Contribution::Delta) => "the workers",
+                _ => "the server",
+            };
+            let momentum = if self.config.momentum_correction { "each worker" } else { "the server" };
+            tracing::info!(
+                optimizer = describe(optimizer),
+                runs_on,
+                momentum_in = momentum,
+                "the run's optimizer"
+            );
+        }
+    }
 }
 
 fn no(code: RefusalCode, message: String) -> Refused {

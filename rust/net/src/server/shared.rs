@@ -58,6 +58,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Waits for a flag to be raised.
+pub(super) async fn is_true(flag: &watch::Sender<bool>) {
+    // An error says that the sender is gone, and with it the server.
+    flag.subscribe().wait_for(|set| *set).await.ok();
+}
+
 impl Shared {
     pub(super) fn new(
         config: ServerConfig,

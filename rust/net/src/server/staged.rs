@@ -2,9 +2,11 @@
 //! has come whole is committed by a task of its own, so that no session works on another's push.
 
 use super::connection::Phase;
+use super::end::End;
 use super::exchange::{Asked, LowestTerm};
+use super::place::Place;
 use super::poll;
-use super::session::{End, Place, Session};
+use super::session::Session;
 use offbeat_core::store::{ModelRole, Receipt, StagedFragment};
 use offbeat_core::wire::message::RefusalCode;
 use offbeat_core::wire::{Header, Kind, Want};

@@ -180,6 +180,8 @@ fn a_server_that_stops_says_so() {
     server.stop();
     let refused = worker.pull(true).unwrap_err();
     assert!(matches!(refused, ClientError::Refused { code: RefusalCode::Finished, .. }), "{refused:?}");
+    // The control connection says so too, in its own time.
+    eventually("the event", || worker.client.events().unwrap().finished.is_some());
     assert_eq!(worker.client.events().unwrap().finished.as_deref(), Some("stopped"));
     worker.client.close(true, &never).unwrap();
 }
@@ -194,7 +196,13 @@ fn a_replaced_worker_must_stop() {
     let mut older = join();
     let mut newer = join();
     assert!(newer.session().unwrap().incarnation > older.session().unwrap().incarnation);
-    assert!(matches!(older.status(&never), Err(ClientError::Fenced { .. })));
+    // A call that is there before its connection's task has heard of the end may still be answered.
+    let mut refused = None;
+    eventually("the refusal", || {
+        refused = older.status(&never).err();
+        refused.is_some()
+    });
+    assert!(matches!(refused, Some(ClientError::Fenced { .. })), "{refused:?}");
     assert!(newer.status(&never).is_ok());
 }
 

@@ -3,97 +3,22 @@
 //! Lost is not gone: a lost worker whose connections stand goes on as soon as it is heard again. What ends a
 //! membership is a goodbye, or a newer process with the same name.
 
+mod connections;
+mod departures;
+mod member;
+
+pub(super) use connections::Connections;
+pub(super) use departures::Departure;
+pub(super) use member::{Member, State, Traffic};
+
 use super::connection::Connection;
+use departures::Departures;
 use offbeat_core::store::WorkerKey;
-use offbeat_core::wire::message::{Event, RefusalCode};
-use serde::Serialize;
-use std::collections::{BTreeMap, VecDeque};
-use std::net::Shutdown;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use offbeat_core::wire::message::Event;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
-
-/// Departures that status remembers.
-const MAX_DEPARTURES: usize = 1000;
-/// The span over which samples per second are measured.
-const RATE_WINDOW: Duration = Duration::from_secs(10);
-
-/// Where a worker stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum State {
-    Joined,
-    /// Alive, but its count of progress stands still.
-    Stalled,
-    Lost,
-    /// Said goodbye before its work was done.
-    Left,
-    /// Said goodbye with its work done.
-    Finished,
-}
-
-impl State {
-    const fn is_present(self) -> bool {
-        matches!(self, Self::Joined | Self::Stalled)
-    }
-}
-
-/// What a worker's session counts while it serves; read by status and the rates.
-#[derive(Debug, Default)]
-pub(super) struct Traffic {
-    pub(super) samples: AtomicU64,
-    pub(super) received: AtomicU64,
-    pub(super) sent: AtomicU64,
-    /// Milliseconds since the server's start; 0: never.
-    pub(super) last_push_ms: AtomicU64,
-}
-
-/// A departure, for status.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Departure {
-    pub(super) worker: String,
-    pub(super) incarnation: u32,
-    pub(super) state: State,
-    pub(super) cause: String,
-    #[serde(skip)]
-    pub(super) at: Instant,
-}
-
-/// One worker process.
-#[derive(Debug)]
-pub(super) struct Member {
-    pub(super) incarnation: u32,
-    secret: [u8; 16],
-    pub(super) host: String,
-    pub(super) state: State,
-    pub(super) cause: Option<String>,
-    /// When the state was entered.
-    pub(super) since: Instant,
-    heard: Instant,
-    progress: u64,
-    moved: Instant,
-    pub(super) traffic: Arc<Traffic>,
-    /// (when, samples) over the last window, oldest first.
-    history: VecDeque<(Instant, u64)>,
-    /// Weak, so that a connection is closed when its task ends.
-    connection: Weak<Connection>,
-    control: Option<(UnboundedSender<Event>, Weak<Connection>)>,
-    key: Option<WorkerKey>,
-    forgotten: bool,
-}
-
-impl Member {
-    /// Samples per second over the last seconds.
-    pub(super) fn rate(&self) -> f64 {
-        match (self.history.front(), self.history.back()) {
-            (Some((from, before)), Some((to, after))) if to > from => {
-                (after - before) as f64 / to.duration_since(*from).as_secs_f64()
-            }
-            _ => 0.0,
-        }
-    }
-}
 
 /// What a join leads to.
 #[derive(Debug)]
@@ -117,28 +42,6 @@ pub(super) struct Ended {
     pub(super) news: bool,
 }
 
-/// A worker's connections, as far as they still stand.
-#[derive(Debug)]
-pub(super) struct Connections {
-    pub(super) data: Option<Arc<Connection>>,
-    pub(super) control: Option<Arc<Connection>>,
-}
-
-impl Connections {
-    fn of(data: &Weak<Connection>, control: Option<&(UnboundedSender<Event>, Weak<Connection>)>) -> Self {
-        Self { data: data.upgrade(), control: control.and_then(|(_, connection)| connection.upgrade()) }
-    }
-
-    /// Ends them, but for one that has ended already.
-    pub(super) fn close(&self, code: RefusalCode, cause: &str, but: Option<&Arc<Connection>>) {
-        for connection in [&self.data, &self.control].into_iter().flatten() {
-            if !but.is_some_and(|ended| Arc::ptr_eq(ended, connection)) {
-                connection.close(code, cause, Shutdown::Read);
-            }
-        }
-    }
-}
-
 /// What became of waiting for the workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
@@ -160,12 +63,12 @@ pub(super) struct Patience {
 pub(super) struct Members {
     by_id: BTreeMap<String, Member>,
     last_incarnation: u32,
-    departures: VecDeque<Departure>,
+    departures: Departures,
 }
 
 impl Members {
     pub(super) fn new() -> Self {
-        Self { by_id: BTreeMap::new(), last_incarnation: 0, departures: VecDeque::new() }
+        Self { by_id: BTreeMap::new(), last_incarnation: 0, departures: Departures::default() }
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -180,32 +83,16 @@ impl Members {
         self.last_incarnation += 1;
         let id = id.unwrap_or_else(|| self.free_name());
         let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
-        let member = Member {
-            incarnation: self.last_incarnation,
-            secret,
-            host,
-            state: State::Joined,
-            cause: None,
-            since: now,
-            heard: now,
-            progress: 0,
-            moved: now,
-            traffic: Arc::clone(&traffic),
-            history: VecDeque::new(),
-            connection: Arc::downgrade(&connection),
-            control: None,
-            key: None,
-            forgotten: false,
-        };
+        let member = Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
         let replaced =
             self.by_id.insert(id.clone(), member).filter(|old| old.state.is_present()).map(|old| {
                 let cause = "replaced by a newer process with the same worker_id";
-                self.remember(&id, old.incarnation, State::Lost, cause, now);
+                self.departures.remember(&id, old.incarnation, State::Lost, cause, now);
                 Ended {
                     id: id.clone(),
                     incarnation: old.incarnation,
                     key: old.key,
-                    connections: Connections::of(&old.connection, old.control.as_ref()),
+                    connections: old.connections(),
                     control: old.control.map(|(tell, _)| tell),
                     news: true,
                 }
@@ -271,7 +158,7 @@ impl Members {
         }
         let back = member.state == State::Lost;
         if back || member.state == State::Stalled && member.moved == now {
-            (member.state, member.cause, member.since) = (State::Joined, None, now);
+            member.enter(State::Joined, None, now);
             member.moved = now;
         }
         back
@@ -303,28 +190,20 @@ impl Members {
             State::Lost => state != State::Lost,
         };
         if news {
-            (member.state, member.cause, member.since) = (state, Some(cause.to_owned()), now);
+            member.enter(state, Some(cause.to_owned()), now);
         }
         let ended = Ended {
             id: id.clone(),
             incarnation,
             key: member.key,
-            connections: Connections::of(&member.connection, member.control.as_ref()),
+            connections: member.connections(),
             control: member.control.take().map(|(tell, _)| tell),
             news,
         };
         if news {
-            self.remember(&id, incarnation, state, cause, now);
+            self.departures.remember(&id, incarnation, state, cause, now);
         }
         Some(ended)
-    }
-
-    fn remember(&mut self, id: &str, incarnation: u32, state: State, cause: &str, at: Instant) {
-        if self.departures.len() == MAX_DEPARTURES {
-            self.departures.pop_front();
-        }
-        let (worker, cause) = (id.to_owned(), cause.to_owned());
-        self.departures.push_back(Departure { worker, incarnation, state, cause, at });
     }
 
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
@@ -332,15 +211,11 @@ impl Members {
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
         let mut ticked = Ticked::default();
         for (id, member) in &mut self.by_id {
-            let samples = member.traffic.samples.load(Ordering::Relaxed); // a statistic
-            member.history.push_back((now, samples));
-            while member.history.front().is_some_and(|(at, _)| now.duration_since(*at) > RATE_WINDOW) {
-                member.history.pop_front();
-            }
+            member.measure(now);
             match member.state {
                 State::Joined | State::Stalled if now.duration_since(member.heard) >= lease => {
                     let cause = format!("no heartbeat for {} s", lease.as_secs_f64());
-                    (member.state, member.cause, member.since) = (State::Lost, Some(cause.clone()), now);
+                    member.enter(State::Lost, Some(cause.clone()), now);
                     ticked.lost.push((id.clone(), member.incarnation, member.key, cause));
                 }
                 State::Joined if now.duration_since(member.moved) >= lease => {
@@ -349,16 +224,13 @@ impl Members {
                 }
                 State::Lost if !member.forgotten && now.duration_since(member.since) >= rejoin_grace => {
                     member.forgotten = true;
-                    ticked.forgotten.push(Forgotten {
-                        key: member.key,
-                        connections: Connections::of(&member.connection, member.control.as_ref()),
-                    });
+                    ticked.forgotten.push(Forgotten { key: member.key, connections: member.connections() });
                 }
                 _ => {}
             }
         }
         for (id, incarnation, _, cause) in &ticked.lost {
-            self.remember(id, *incarnation, State::Lost, cause, now);
+            self.departures.remember(id, *incarnation, State::Lost, cause, now);
         }
         ticked
     }

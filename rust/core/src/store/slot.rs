@@ -1,0 +1,60 @@
+//! Exactly once: a worker as the registry remembers it, with its incarnation, the last sequence number it settled and
+//! the answers to its last pushes. Contiguity of sequence numbers is checked against this and nothing else.
+
+use super::push::PushRecord;
+use super::receipt::Receipt;
+use super::tally::Tally;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// One of a worker's last pushes.
+#[derive(Debug)]
+pub(super) enum Recent {
+    /// Its fragments are arriving.
+    Open,
+    /// The connection ended before all its fragments had arrived; a retry keeps its ticket.
+    Unfinished(Arc<PushRecord>),
+    Settled(Receipt),
+}
+
+/// A worker's place in the registry.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) worker_id: String,
+    pub(super) incarnation: u32,
+    /// Pushes up to this one have been answered for, in order.
+    pub(super) last_sequence: u64,
+    /// The last pushes, oldest first, by sequence number.
+    pub(super) recent: VecDeque<(u64, Recent)>,
+    /// The model's version when the worker was lost: what it had read before is too old to push.
+    pub(super) lost_at: Option<u64>,
+    pub(super) present: bool,
+    pub(super) tally: Tally,
+}
+
+impl Slot {
+    pub(super) fn new(worker_id: &str, incarnation: u32) -> Self {
+        Self {
+            worker_id: worker_id.to_owned(),
+            incarnation,
+            last_sequence: 0,
+            recent: VecDeque::new(),
+            lost_at: None,
+            present: true,
+            tally: Tally::default(),
+        }
+    }
+
+    /// Remembers an answer, forgetting all but the last `keep`.
+    pub(super) fn remember(&mut self, sequence: u64, recent: Recent, keep: usize) {
+        if let Some(entry) = self.recent.iter_mut().find(|(s, _)| *s == sequence) {
+            entry.1 = recent;
+            return;
+        }
+        self.last_sequence = self.last_sequence.max(sequence);
+        self.recent.push_back((sequence, recent));
+        while self.recent.len() > keep {
+            self.recent.pop_front();
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! What a worker may ask on its data connection besides pushes and pulls.
+
+use super::membership::{ModelInfo, RunConfig};
+use crate::spec::{Contribution, OptimizerSpec};
+use crate::table::TensorTable;
+use serde::{Deserialize, Serialize};
+
+/// A request on the data connection; answered by [`Reply`] or [`Refused`](super::Refused).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Call {
+    /// I bring a model. If the answer is `taken`, one [`Kind::Value`](crate::wire::Kind::Value) frame per fragment
+    /// follows, in order, then [`Call::InitCommit`]. Waits while another worker is bringing one.
+    InitBegin { table: TensorTable, blueprint: Option<String> },
+    /// All values are sent; they become the model.
+    InitCommit,
+    /// Answer when there is a model.
+    WaitModel,
+    /// What this worker's pushes carry, and the optimizer it was given, if any.
+    Configure { contribution: Contribution, optimizer: Option<OptimizerSpec> },
+    /// The server's status as JSON.
+    Status,
+    /// This worker ends: its work is done, or it leaves before that.
+    Goodbye { finished: bool },
+}
+
+/// The answer to a [`Call`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply {
+    /// `false`: there is a model already, and its table is the worker's.
+    Init {
+        taken: bool,
+    },
+    /// There is a model.
+    Model {
+        model: ModelInfo,
+        run: RunConfig,
+        term: u64,
+        version: u64,
+    },
+    Configured {
+        run: RunConfig,
+    },
+    Status {
+        json: String,
+    },
+    Goodbye,
+}

@@ -1,0 +1,122 @@
+//! Messages by which a worker comes into a run, stays in it and is told of it.
+
+use crate::spec::{Contribution, OptimizerSpec, Schedule, StalenessSpec, Transaction};
+use crate::table::TensorTable;
+use serde::{Deserialize, Serialize};
+
+/// Worker → server, data connection: who I am.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Join {
+    /// `None`: the server names the worker.
+    #[serde(default)]
+    pub worker_id: Option<String>,
+    /// A run the worker insists on.
+    #[serde(default)]
+    pub run_id: Option<String>,
+    /// The worker's model; must be the server's, where it has one.
+    #[serde(default)]
+    pub table: Option<TensorTable>,
+    /// The machine's name, for status.
+    #[serde(default)]
+    pub host: String,
+    /// Pushes the worker wants in flight.
+    #[serde(default = "one")]
+    pub in_flight: u32,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+/// The server's model, as far as a worker needs it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModelInfo {
+    pub table: TensorTable,
+    /// How to build the module, for a worker that brings none.
+    #[serde(default)]
+    pub blueprint: Option<String>,
+}
+
+/// What is in force in this run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunConfig {
+    /// Counts the run's optimizers, as the server runs them; a push names it. 0: none yet, or there is no model.
+    #[serde(default)]
+    pub epoch: u32,
+    pub transaction: Transaction,
+    /// `None` until a worker has said it, or the server has an optimizer.
+    #[serde(default)]
+    pub contribution: Option<Contribution>,
+    /// `None` until someone has set it.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerSpec>,
+    /// Whether workers keep SGD's momentum (never with a worker-side optimizer).
+    #[serde(default)]
+    pub momentum_correction: bool,
+    #[serde(default)]
+    pub staleness: StalenessSpec,
+    #[serde(default)]
+    pub schedule: Schedule,
+    #[serde(default)]
+    pub max_samples: Option<u64>,
+}
+
+/// Server → worker: you are in.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Joined {
+    pub run_id: String,
+    pub worker_id: String,
+    /// 0 until there is a model: [`Reply::Model`](super::Reply::Model) has the real one.
+    pub slot: u32,
+    /// Never issued twice.
+    pub incarnation: u32,
+    /// What [`Attach`] must repeat.
+    pub secret: [u8; 16],
+    pub term: u64,
+    pub version: u64,
+    /// The newest version on disk; 0 without checkpoints.
+    #[serde(default)]
+    pub durable_version: u64,
+    /// `None` until somebody has brought a model.
+    #[serde(default)]
+    pub model: Option<ModelInfo>,
+    pub run: RunConfig,
+    /// Pushes the server lets be in flight.
+    pub in_flight: u32,
+    /// How often it wants to hear from the control connection, and after what silence it holds the worker for lost.
+    pub heartbeat_ms: u64,
+    pub lease_ms: u64,
+}
+
+/// Worker → server, control connection: which data session this belongs to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attach {
+    pub incarnation: u32,
+    pub secret: [u8; 16],
+}
+
+/// Worker → server, control connection, every [`Joined::heartbeat_ms`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// Counts whatever the worker does; a worker whose count stands still is alive but stalled.
+    pub progress: u64,
+}
+
+/// Server → worker, control connection. A worker ignores an event it does not know.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Event {
+    /// Finish what is in flight and push nothing more.
+    Drain,
+    /// The store has begun a new life; what was read before counts for nothing.
+    Term { term: u64 },
+    /// Another process has this worker's name now.
+    Fenced { detail: String },
+    /// The run is over: [`FINISHED_BUDGET`] or [`FINISHED_STOPPED`].
+    Finished { reason: String },
+}
+
+/// `max_samples` is reached.
+pub const FINISHED_BUDGET: &str = "budget";
+/// The server was stopped.
+pub const FINISHED_STOPPED: &str = "stopped";

@@ -1,0 +1,202 @@
+//! Messages off the hot path (and the receipt, which is cheap enough): small structs in named MessagePack. A field
+//! that a peer does not know is ignored, a new one has a default, so that builds of one protocol understand each
+//! other.
+
+mod call;
+mod handshake;
+mod membership;
+mod refusal;
+
+pub use call::{Call, Reply};
+pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
+pub use membership::{
+    Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, RunConfig,
+};
+pub use refusal::{RefusalCode, Refused};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// A payload that does not say what its kind should.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MessageError {
+    #[error("a message cannot be read: {0}")]
+    Decode(String),
+    #[error("a message cannot be read: {0}")]
+    Form(&'static str),
+}
+
+/// Appends a message's wire form.
+///
+/// # Panics
+/// Never with the messages of this crate: their keys are strings, and a `Vec` takes any length.
+pub fn encode<T: Serialize>(message: &T, out: &mut Vec<u8>) {
+    rmp_serde::encode::write_named(out, message)
+        .expect("our messages have string keys, and a Vec takes any length");
+}
+
+/// Reads a message's wire form.
+///
+/// # Errors
+/// [`MessageError::Decode`], with the decoder's words.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
+    rmp_serde::from_slice(bytes).map_err(|e| MessageError::Decode(e.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
+    use crate::table::{Role, TensorSpec, TensorTable};
+    use proptest::prelude::*;
+    use std::fmt;
+
+    fn survives<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(message: &T) {
+        let mut bytes = vec![];
+        encode(message, &mut bytes);
+        assert_eq!(&decode::<T>(&bytes).unwrap(), message);
+        for cut in 0..bytes.len() {
+            assert!(decode::<T>(&bytes[..cut]).is_err(), "cut at {cut}");
+        }
+    }
+
+    fn table() -> TensorTable {
+        let spec = |name: &str, role| TensorSpec {
+            name: name.into(),
+            aliases: vec![format!("{name}.tied")],
+            shape: vec![2, 3],
+            dtype: Dtype::F32,
+            role,
+        };
+        TensorTable::new(vec![spec("w", Role::Parameter), spec("b", Role::Buffer)]).unwrap()
+    }
+
+    fn optimizer() -> OptimizerSpec {
+        let rule =
+            Rule::Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 1e-4, nesterov: true, maximize: false };
+        OptimizerSpec {
+            groups: vec![Group { pattern: "*".into(), lr: 0.1, rule }],
+            momentum_correction: true,
+        }
+    }
+
+    fn run() -> RunConfig {
+        RunConfig {
+            epoch: 3,
+            transaction: Transaction::Model,
+            contribution: Some(Contribution::Gradient),
+            optimizer: Some(optimizer()),
+            momentum_correction: true,
+            staleness: StalenessSpec { max_staleness: Some(10), ..StalenessSpec::default() },
+            schedule: Schedule::default(),
+            max_samples: None,
+        }
+    }
+
+    #[test]
+    fn every_message_survives_the_wire() {
+        survives(&Hello { protocol_min: 1, protocol_max: 3, nonce: [200; 32], purpose: Purpose::Data });
+        survives(&Challenge { protocol: 1, nonce: [7; 32], token_required: true, proof: Some([255; 32]) });
+        survives(&Authenticate { proof: None });
+        survives(&Welcome { version: "0.1.0".into() });
+        survives(&Join {
+            worker_id: Some("w".into()),
+            run_id: None,
+            table: Some(table()),
+            host: "a".into(),
+            in_flight: 2,
+        });
+        survives(&Joined {
+            run_id: "r".into(),
+            worker_id: "w".into(),
+            slot: 3,
+            incarnation: 9,
+            secret: [1; 16],
+            term: 1,
+            version: 1 << 40,
+            durable_version: 0,
+            model: Some(ModelInfo { table: table(), blueprint: Some("{}".into()) }),
+            run: run(),
+            in_flight: 2,
+            heartbeat_ms: 1000,
+            lease_ms: 10_000,
+        });
+        survives(&Attach { incarnation: 1, secret: [9; 16] });
+        survives(&Call::InitBegin { table: table(), blueprint: None });
+        survives(&Call::InitCommit);
+        survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
+        survives(&Call::Goodbye { finished: true });
+        survives(&Reply::Init { taken: true });
+        survives(&Reply::Model {
+            model: ModelInfo { table: table(), blueprint: None },
+            run: run(),
+            term: 1,
+            version: 2,
+        });
+        survives(&Reply::Status { json: "{}".into() });
+        survives(&Heartbeat { progress: u64::MAX });
+        survives(&Event::Finished { reason: FINISHED_BUDGET.into() });
+        survives(&Refused { code: RefusalCode::Fenced, message: "no".into(), fatal: true });
+    }
+
+    #[test]
+    fn an_unknown_field_or_code_is_no_error() {
+        #[derive(Serialize)]
+        struct Newer<'a> {
+            code: &'a str,
+            message: &'a str,
+            fatal: bool,
+            also: [u8; 3],
+        }
+        let mut bytes = vec![];
+        encode(&Newer { code: "of_tomorrow", message: "no", fatal: false, also: [1, 2, 3] }, &mut bytes);
+        let read: Refused = decode(&bytes).unwrap();
+        assert_eq!(read, Refused { code: RefusalCode::Unknown, message: "no".into(), fatal: false });
+    }
+
+    #[test]
+    fn a_table_that_is_none_is_refused_on_the_way_in() {
+        #[derive(Serialize)]
+        struct Bad {
+            table: Vec<TensorSpec>,
+        }
+        let mut bytes = vec![];
+        encode(&Bad { table: vec![] }, &mut bytes);
+        assert!(decode::<Join>(&bytes).unwrap_err().to_string().contains("a model without tensors"));
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            drop(decode::<Hello>(&bytes));
+            drop(decode::<Challenge>(&bytes));
+            drop(decode::<Join>(&bytes));
+            drop(decode::<Joined>(&bytes));
+            drop(decode::<Call>(&bytes));
+            drop(decode::<Reply>(&bytes));
+            drop(decode::<Event>(&bytes));
+            drop(decode::<Refused>(&bytes));
+        }
+
+        #[test]
+        fn a_damaged_message_never_panics(at in 0_usize..400, byte: u8) {
+            let mut bytes = vec![];
+            encode(&Join { worker_id: None, run_id: None, table: Some(table()), host: String::new(), in_flight: 1 }, &mut bytes);
+            let at = at % bytes.len();
+            bytes[at] = byte;
+            drop(decode::<Join>(&bytes));
+        }
+    }
+
+    #[test]
+    fn a_promised_length_allocates_nothing() {
+        // An array of 2^32-1 tensors, a string of 2^32-1 bytes, and a thousand nested arrays.
+        for bytes in
+            [vec![0xdd, 0xff, 0xff, 0xff, 0xff], vec![0xdb, 0xff, 0xff, 0xff, 0xff], vec![0x91; 5000]]
+        {
+            assert!(decode::<TensorTable>(&bytes).is_err());
+            assert!(decode::<Call>(&bytes).is_err());
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! How either side says no.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Why something was refused, for programs; the words are in [`Refused::message`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RefusalCode {
+    /// No protocol in common.
+    Protocol,
+    /// No token, or another one.
+    Authentication,
+    /// Not this run.
+    RunId,
+    /// Another model.
+    ModelMismatch,
+    /// There is no model yet.
+    NoModel,
+    /// No optimizer is set, or another one than the worker's.
+    Optimizer,
+    /// Only the learning rate differs.
+    LearningRate,
+    /// The run's pushes carry something else.
+    Contribution,
+    /// Out of place: a frame that this state of the connection does not expect.
+    State,
+    /// A message that cannot be read, or a value that cannot be right.
+    Malformed,
+    /// A payload that was damaged on its way.
+    Checksum,
+    /// Too many connections or workers, or a model that does not fit.
+    Full,
+    /// A newer process has this worker's name, or the push contradicts one that was applied.
+    Fenced,
+    /// Nothing moved for too long.
+    Timeout,
+    /// The other connection of the session has ended.
+    Lost,
+    /// The run is over or ending.
+    Finished,
+    /// A code of a newer build.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Either side: no.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    pub code: RefusalCode,
+    /// For the user: what happened, with which value, what to do.
+    pub message: String,
+    /// Whether the sender closes the connection after this.
+    pub fatal: bool,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}

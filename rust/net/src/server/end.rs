@@ -1,0 +1,68 @@
+//! How a session ends before its goodbye: the connection broke, or this side refuses to go on.
+
+use super::connection::Connection;
+use super::error::ServerError;
+use crate::frame::FrameError;
+use offbeat_core::wire::message::{RefusalCode, Refused};
+use offbeat_core::wire::{Header, MessageError};
+use std::io;
+
+/// Why a session ends before its goodbye.
+#[derive(Debug)]
+pub(super) enum End {
+    Frame(FrameError),
+    /// The worker is told, and the connection closed.
+    Refused {
+        request: u32,
+        refused: Refused,
+    },
+}
+
+impl From<FrameError> for End {
+    fn from(error: FrameError) -> Self {
+        Self::Frame(error)
+    }
+}
+
+impl From<io::Error> for End {
+    fn from(error: io::Error) -> Self {
+        Self::Frame(FrameError::Io(error))
+    }
+}
+
+impl End {
+    pub(super) fn refused(header: &Header, code: RefusalCode, message: impl Into<String>) -> Self {
+        Self::Refused {
+            request: header.request,
+            refused: Refused { code, message: message.into(), fatal: true },
+        }
+    }
+
+    /// A frame that may not come now.
+    pub(super) fn out_of_place(header: &Header, due: &str) -> Self {
+        Self::refused(header, RefusalCode::State, format!("{due} was due, a {:?} frame came", header.kind))
+    }
+
+    pub(super) fn malformed(header: &Header, error: &MessageError) -> Self {
+        Self::refused(header, RefusalCode::Malformed, error.to_string())
+    }
+
+    /// What a refused initial model is to its worker.
+    pub(super) fn of_model(header: &Header, error: &ServerError) -> Self {
+        let code = match error {
+            ServerError::StagingBudget { .. } => RefusalCode::Full,
+            _ => RefusalCode::Malformed,
+        };
+        Self::refused(header, code, error.to_string())
+    }
+
+    /// What ended a connection, in words for the log and status.
+    pub(super) fn cause(&self, connection: &Connection) -> String {
+        match (connection.end(), self) {
+            (Some((_, cause)), _) => cause,
+            (None, Self::Frame(error @ FrameError::Closed { .. })) => error.to_string(),
+            (None, Self::Frame(error)) => format!("the connection broke: {error}"),
+            (None, Self::Refused { refused, .. }) => format!("it was refused: {refused}"),
+        }
+    }
+}

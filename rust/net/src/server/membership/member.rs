@@ -1,0 +1,129 @@
+//! One worker process, as the server knows it.
+
+use super::connections::Connections;
+use crate::server::connection::Connection;
+use offbeat_core::store::WorkerKey;
+use offbeat_core::wire::message::Event;
+use serde::Serialize;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// The span over which samples per second are measured.
+const RATE_WINDOW: Duration = Duration::from_secs(10);
+
+/// Where a worker stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum State {
+    Joined,
+    /// Alive, but its count of progress stands still.
+    Stalled,
+    Lost,
+    /// Said goodbye before its work was done.
+    Left,
+    /// Said goodbye with its work done.
+    Finished,
+}
+
+impl State {
+    pub(super) const fn is_present(self) -> bool {
+        matches!(self, Self::Joined | Self::Stalled)
+    }
+}
+
+/// What a worker's session counts while it serves; read by status and the rates.
+#[derive(Debug, Default)]
+pub(crate) struct Traffic {
+    pub(crate) samples: AtomicU64,
+    pub(crate) received: AtomicU64,
+    pub(crate) sent: AtomicU64,
+    /// Milliseconds since the server's start; 0: never.
+    pub(crate) last_push_ms: AtomicU64,
+}
+
+/// One worker process.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) incarnation: u32,
+    pub(super) secret: [u8; 16],
+    pub(crate) host: String,
+    pub(crate) state: State,
+    pub(crate) cause: Option<String>,
+    /// When the state was entered.
+    pub(crate) since: Instant,
+    pub(super) heard: Instant,
+    pub(super) progress: u64,
+    pub(super) moved: Instant,
+    pub(crate) traffic: Arc<Traffic>,
+    /// (when, samples) over the last window, oldest first.
+    history: VecDeque<(Instant, u64)>,
+    /// Weak, so that a connection is closed when its task ends.
+    connection: Weak<Connection>,
+    pub(super) control: Option<(UnboundedSender<Event>, Weak<Connection>)>,
+    pub(super) key: Option<WorkerKey>,
+    pub(super) forgotten: bool,
+}
+
+impl Member {
+    /// A process that has just joined. A name's traffic outlives the process.
+    pub(super) fn new(
+        incarnation: u32,
+        secret: [u8; 16],
+        host: String,
+        traffic: Arc<Traffic>,
+        connection: &Arc<Connection>,
+        now: Instant,
+    ) -> Self {
+        Self {
+            incarnation,
+            secret,
+            host,
+            state: State::Joined,
+            cause: None,
+            since: now,
+            heard: now,
+            progress: 0,
+            moved: now,
+            traffic,
+            history: VecDeque::new(),
+            connection: Arc::downgrade(connection),
+            control: None,
+            key: None,
+            forgotten: false,
+        }
+    }
+
+    pub(super) fn connections(&self) -> Connections {
+        Connections {
+            data: self.connection.upgrade(),
+            control: self.control.as_ref().and_then(|(_, connection)| connection.upgrade()),
+        }
+    }
+
+    /// Enters a state, for a reason if there is one to tell.
+    pub(super) fn enter(&mut self, state: State, cause: Option<String>, now: Instant) {
+        (self.state, self.cause, self.since) = (state, cause, now);
+    }
+
+    /// Notes how many samples have come by now.
+    pub(super) fn measure(&mut self, now: Instant) {
+        let samples = self.traffic.samples.load(Ordering::Relaxed); // a statistic
+        self.history.push_back((now, samples));
+        while self.history.front().is_some_and(|(at, _)| now.duration_since(*at) > RATE_WINDOW) {
+            self.history.pop_front();
+        }
+    }
+
+    /// Samples per second over the last seconds.
+    pub(crate) fn rate(&self) -> f64 {
+        match (self.history.front(), self.history.back()) {
+            (Some((from, before)), Some((to, after))) if to > from => {
+                (after - before) as f64 / to.duration_since(*from).as_secs_f64()
+            }
+            _ => 0.0,
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! The model's values as its owner copies and replaces them: all at once, while the run goes on.
+
+use super::Server;
+use super::error::ServerError;
+use super::snapshot::{check_values, gather, scatter};
+use offbeat_core::spec::Transaction;
+use offbeat_core::store::{Root, Store};
+use offbeat_core::table::{TensorSpec, TensorTable};
+use offbeat_core::wire::message::Event;
+use std::sync::{Arc, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+/// A model's table and each tensor's bytes (own dtype, little-endian, C order).
+pub type Tensors = (Arc<TensorTable>, Vec<Vec<u8>>);
+
+impl Server {
+    /// A consistent copy of the model: its table and each tensor's bytes. `None` while there is no model.
+    ///
+    /// # Errors
+    /// [`ServerError::Forked`].
+    pub fn tensors(&self) -> Result<Option<Tensors>, ServerError> {
+        self.check()?;
+        let Some(model) = self.shared.model.get() else { return Ok(None) };
+        let store = &model.store;
+        let (table, layout) = (Arc::clone(store.table()), store.layout());
+        let bytes = |t: &TensorSpec| t.num_elements() as usize * t.dtype.size();
+        let mut tensors: Vec<Vec<u8>> = table.tensors().iter().map(|t| vec![0; bytes(t)]).collect();
+        let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        let roots = match store.transaction() {
+            Transaction::Fragment => self.cut(store),
+            Transaction::Model => {
+                let reader = store.reader();
+                (0..layout.fragments.len()).map(|i| reader.root(i)).collect()
+            }
+        };
+        drop(whole); // the roots stay as they are
+        let mut scratch = Vec::new();
+        for (index, root) in roots.into_iter().enumerate() {
+            scatter(layout, index, root.payload(&mut scratch), &mut tensors);
+        }
+        Ok(Some((table, tensors)))
+    }
+
+    /// Roots that belong together: pushes that come later pause until those under way have ended.
+    fn cut(&self, store: &Arc<Store>) -> Vec<Arc<Root>> {
+        let deadline = Instant::now() + self.shared.config.cut_deadline;
+        let (_never, clock) = mpsc::channel::<()>();
+        loop {
+            if let Some(cut) = store.begin_cut() {
+                while !cut.open().is_empty() && Instant::now() < deadline {
+                    // Nobody sends: this is a short wait.
+                    clock.recv_timeout(Duration::from_millis(1)).ok();
+                }
+                let open = cut.open();
+                if !open.is_empty() {
+                    tracing::info!(?open, "a copy of the model was taken with pushes still under way");
+                }
+                return cut.roots();
+            }
+            clock.recv_timeout(Duration::from_millis(1)).ok();
+        }
+    }
+
+    /// Replaces every value of the model. Pushes that were computed on the old ones are rejected.
+    ///
+    /// # Errors
+    /// [`ServerError`] if there is no model yet, or the bytes are not those of its tensors.
+    pub fn load_tensors(&self, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
+        self.check()?;
+        let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
+        let store = &model.store;
+        check_values(store.table(), tensors)?;
+        let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        let layout = Arc::clone(store.layout());
+        let mut load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
+        let mut role = load.model_role.take();
+        while let Some(held) = role {
+            role = held.step();
+        }
+        for done in load.done {
+            // Driven by whoever held the turn; an error says that the store is gone.
+            self.control.block_on(done).ok();
+        }
+        let term = store.term();
+        drop(whole);
+        tracing::info!(term, "the model's values were replaced");
+        self.shared.members().tell_all(&Event::Term { term });
+        Ok(())
+    }
+}
