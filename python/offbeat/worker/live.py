@@ -43,7 +43,10 @@ class LiveOptimizer:
         binding.use_spares()
 
     def add(self, samples: int) -> None:  # noqa: ARG002  local steps count alike, whatever their batch
-        """Make one local step, if all gradients are finite."""
+        """Make one local step, if all gradients are finite; a device is waited for to know.
+
+        Looking only when the push is due would wait less, and take back the good batches with the bad one.
+        """
         gradients = self._binding.gradients()
         require_gradient(gradients)
         slots = self._binding.slots
