@@ -53,8 +53,9 @@ class AsyncWorker(process.Live):
         loss_reduction: Whether losses are means over their batch, or sums.
         in_flight: 1: each step waits for its answer. 2: a step pushes and takes the answer to the one before,
             so that the network is busy in both directions; every push is then one update late at least.
-        buffers: "sync": changes of buffers (BatchNorm and others) are added up on the server. "local": this
-            worker keeps its own.
+        buffers: "sync": changes of buffers (BatchNorm and others) are added up on the server; floats are taken
+            for averages and go no further than the value that a worker brings, counts belong in integers.
+            "local": this worker keeps its own, and the server's stay as they began.
         token: The server's; OFFBEAT_TOKEN if not given.
         worker_id: A name of one's own, under which a restarted process takes its old place. None: the server
             gives one.

@@ -3,6 +3,7 @@
 
 use crate::dtype::Dtype;
 use crate::optim::{self, Isa};
+use crate::table::{Role, TensorSpec, TensorTable};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 /// Reads little-endian f16, bf16 or f32 into f32; as many elements as both sides have.
@@ -68,6 +69,32 @@ pub fn all_finite(isa: Isa, dtype: Dtype, bytes: &[u8]) -> bool {
         }
         (other, _) => unreachable!("parameters are never {}", other.name()),
     }
+}
+
+/// The first element that is NaN or infinite, and its place.
+#[must_use]
+pub fn first_nonfinite(isa: Isa, dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
+    if all_finite(isa, dtype, bytes) {
+        return None;
+    }
+    let mut wide = [0.0];
+    bytes.chunks_exact(dtype.size()).enumerate().find_map(|(index, element)| {
+        widen(dtype, element, &mut wide);
+        (!wide[0].is_finite()).then(|| (index, f64::from(wide[0])))
+    })
+}
+
+/// The first value of a model's parameters that is NaN or infinite, and its place; buffers may hold any.
+#[must_use]
+pub fn first_nonfinite_parameter<'t>(
+    isa: Isa,
+    table: &'t TensorTable,
+    tensors: &[impl AsRef<[u8]>],
+) -> Option<(&'t TensorSpec, usize, f64)> {
+    let mut parameters = table.tensors().iter().zip(tensors).filter(|(spec, _)| spec.role == Role::Parameter);
+    parameters.find_map(|(spec, bytes)| {
+        first_nonfinite(isa, spec.dtype, bytes.as_ref()).map(|(index, value)| (spec, index, value))
+    })
 }
 
 /// Sum of squares, over a fixed tree: the same bits on every machine.

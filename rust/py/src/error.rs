@@ -77,7 +77,7 @@ impl IntoPyErr for ClientError {
             Self::ModelMismatch { .. } => Class::ModelMismatch,
             Self::Refused { code, message: _ } => refusal(*code),
             Self::Fenced { .. } => Class::Fenced,
-            Self::NonFinite { .. } => Class::NonFinite,
+            Self::NonFinite { .. } | Self::NonFiniteModel { .. } => Class::NonFinite,
             Self::Lost { .. } => Class::ConnectionLost,
             Self::Protocol { .. } => Class::Protocol,
             // Reported by `wait` as what the handler raised; alone it would be a poll that lost its exception.
@@ -122,6 +122,7 @@ impl IntoPyErr for ServerError {
             | Self::StagingBudget { .. }
             | Self::Group { .. } => Class::Config,
             Self::Values { .. } | Self::NumTensors { .. } => Class::ModelMismatch,
+            Self::NonFinite { .. } => Class::NonFinite,
             Self::NoModel | Self::NoOptimizer | Self::WorkerSide => Class::State,
             Self::AllLost { .. } => Class::ConnectionLost,
             Self::Stopped => Class::Closed,

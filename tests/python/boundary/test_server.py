@@ -17,6 +17,7 @@ from offbeat.errors import (
     ConfigError,
     ConnectionLostError,
     ModelMismatchError,
+    NonFiniteError,
     OffbeatError,
     ServerClosedError,
     StateError,
@@ -125,6 +126,30 @@ def test_load_state_dict_of_another_model_is_refused_naming_both(state, said):
         with pytest.raises(ModelMismatchError, match=said):
             server.load_state_dict(state)
         assert server.state_dict()["w"].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_model_that_is_not_finite_is_refused_by_name(value):
+    bad = arrays()
+    bad["w"][1, 0] = value
+    said = r"parameter 'w' .*not finite \(.*\) at index 2|parameter \"w\" .*not finite \(.*\) at index 2"
+    with pytest.raises(NonFiniteError, match=said):
+        offbeat.ParameterServer(bad).start()
+    with offbeat.ParameterServer(arrays(1.0)) as server:
+        with pytest.raises(NonFiniteError, match=said):
+            server.load_state_dict(bad)
+        assert server.state_dict()["w"].tolist() == [[1, 1], [1, 1]]
+    with offbeat.ParameterServer() as server, offbeat.Client(server.address) as client:
+        with pytest.raises(NonFiniteError, match=said):
+            client.init(bad)
+        assert client.init(arrays(1.0)) is True, "and the session goes on"
+
+
+def test_buffers_may_be_infinite():
+    masked = torch.nn.Linear(2, 2)
+    masked.register_buffer("mask", torch.tensor(-torch.inf))
+    with offbeat.ParameterServer(masked) as server:
+        assert server.state_dict()["mask"] == -torch.inf
 
 
 # -- the run

@@ -462,17 +462,17 @@ def test_half_precision_parameters_travel_in_their_own_dtype(serve, join, dtype)
 # ---------------------------------------------------------------------------------------- buffers
 
 
-def test_buffer_changes_of_several_workers_add_up(serve, join):
+def test_counts_of_several_workers_add_up_and_averages_do_not_overshoot(serve, join):
     class Counter(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2))
             self.register_buffer("seen", torch.tensor(0))
-            self.register_buffer("total", torch.zeros(3))
+            self.register_buffer("mean", torch.zeros(3))
 
         def forward(self, x):
             self.seen += len(x)
-            self.total = self.total + x.sum(0)
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
             return x @ self.weight.new_ones(3, 2) @ self.weight
 
     server = serve(Counter())
@@ -483,7 +483,30 @@ def test_buffer_changes_of_several_workers_add_up(serve, join):
         worker.step(samples=1)
     held = server.state_dict()
     assert held["seen"] == 6
-    assert held["total"].tolist() == [6, 6, 6]
+    assert held["mean"].tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_batchnorm_of_many_workers_stays_between_what_they_saw(serve, join, in_flight):
+    """Each gathers four batches from parameters that are seven pushes old: added up, the changes diverge."""
+    torch.manual_seed(0)
+    server = serve(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), optimizer=SPEC)
+
+    def backward(worker):
+        worker.model(0.1 * torch.randn(8, 4)).square().mean().backward()
+
+    workers = [join(server, update_frequency=4, in_flight=in_flight) for _ in range(8)]
+    for _ in range(15):
+        for worker in workers:
+            if worker.model[0].weight.grad is not None:
+                worker.step(samples=8)
+            for _ in range(3):
+                backward(worker)
+                worker.step(samples=8)
+            backward(worker)
+    variance = server.state_dict()["1.running_var"]
+    assert variance.min() > 0
+    assert variance.max() < 0.5, "the first value is 1, and the batches' far below"
 
 
 def test_local_buffers_stay_this_worker_s_own(serve, join):

@@ -4,6 +4,11 @@
 //! element: where nobody wrote since, the worker's value is stored, bit for bit; where somebody did, the worker's
 //! change is added. A bool, or a float of which any of the three values is not finite (an "infinity so far"
 //! sentinel), is overwritten: there a difference means nothing.
+//!
+//! A float's sum goes no further than the worker's own value: it stays between what is held and what is brought. Floats
+//! are averages, each change of one a step towards what the batches have; steps of the same way from an old base,
+//! taken by all workers, would go past it, further each time once workers × batches × momentum exceed about 1.5,
+//! and make a variance negative on the way. Integers count, and counts add up.
 
 use crate::dtype::Dtype;
 use bytemuck::Pod;
@@ -13,18 +18,32 @@ use half::{bf16, f16};
 pub(super) fn merge(dtype: Dtype, held: &mut [u8], value: &[u8], base: &[u8]) {
     match dtype {
         Dtype::F32 => each(held, value, base, |h: f32, v, b| {
-            finite_or(v, h + (v - b), [h, v, b].iter().all(|x| x.is_finite()))
+            if h.is_finite() && v.is_finite() && b.is_finite() {
+                (h + (v - b)).clamp(h.min(v), h.max(v))
+            } else {
+                v
+            }
         }),
         Dtype::F64 => each(held, value, base, |h: f64, v, b| {
-            finite_or(v, h + (v - b), [h, v, b].iter().all(|x| x.is_finite()))
+            if h.is_finite() && v.is_finite() && b.is_finite() {
+                (h + (v - b)).clamp(h.min(v), h.max(v))
+            } else {
+                v
+            }
         }),
         Dtype::F16 => each(held, value, base, |h: f16, v, b| {
-            let sum = f16::from_f32(h.to_f32() + (v.to_f32() - b.to_f32()));
-            finite_or(v, sum, [h, v, b].iter().all(|x| x.is_finite()))
+            if h.is_finite() && v.is_finite() && b.is_finite() {
+                f16::from_f32(h.to_f32() + (v.to_f32() - b.to_f32())).clamp(h.min(v), h.max(v))
+            } else {
+                v
+            }
         }),
         Dtype::BF16 => each(held, value, base, |h: bf16, v, b| {
-            let sum = bf16::from_f32(h.to_f32() + (v.to_f32() - b.to_f32()));
-            finite_or(v, sum, [h, v, b].iter().all(|x| x.is_finite()))
+            if h.is_finite() && v.is_finite() && b.is_finite() {
+                bf16::from_f32(h.to_f32() + (v.to_f32() - b.to_f32())).clamp(h.min(v), h.max(v))
+            } else {
+                v
+            }
         }),
         Dtype::I8 => each(held, value, base, |h: i8, v, b| h.wrapping_add(v.wrapping_sub(b))),
         Dtype::U8 => each(held, value, base, |h: u8, v, b| h.wrapping_add(v.wrapping_sub(b))),
@@ -33,10 +52,6 @@ pub(super) fn merge(dtype: Dtype, held: &mut [u8], value: &[u8], base: &[u8]) {
         Dtype::I64 => each(held, value, base, |h: i64, v, b| h.wrapping_add(v.wrapping_sub(b))),
         Dtype::Bool => each(held, value, base, |h: u8, v, b| if v == b { h } else { v }),
     }
-}
-
-fn finite_or<T>(value: T, sum: T, finite: bool) -> T {
-    if finite { sum } else { value }
 }
 
 /// Payloads come straight off the wire, at any alignment.
@@ -56,6 +71,7 @@ fn each<T: Pod>(held: &mut [u8], value: &[u8], base: &[u8], add: impl Fn(T, T, T
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn merged<T: Pod>(dtype: Dtype, held: T, value: T, base: T) -> T {
         let mut out = held;
@@ -73,13 +89,42 @@ mod tests {
 
     #[test]
     fn where_somebody_wrote_the_change_is_added() {
-        assert_eq!(merged(Dtype::F64, 10.0, 3.0, 1.0_f64), 12.0);
+        assert_eq!(merged(Dtype::F64, 2.0, 5.0, 4.0_f64), 3.0);
         assert_eq!(merged(Dtype::I64, 10, 3, 1_i64), 12);
         assert_eq!(merged(Dtype::U8, 250, 10, 0_u8), 4);
         assert_eq!(
-            merged(Dtype::BF16, bf16::from_f32(2.0), bf16::from_f32(1.5), bf16::from_f32(1.0)),
+            merged(Dtype::BF16, bf16::from_f32(2.0), bf16::from_f32(3.5), bf16::from_f32(3.0)),
             bf16::from_f32(2.5)
         );
+    }
+
+    #[test]
+    fn an_average_goes_no_further_than_the_worker_s_value() {
+        assert_eq!(merged(Dtype::F64, 2.0, 1.0, 8.0_f64), 1.0);
+        assert_eq!(merged(Dtype::F32, 2.0, 5.0, 6.0_f32), 2.0, "it has come further already");
+        let [h, v, b] = [2.0, 1.0, 8.0].map(f16::from_f32);
+        assert_eq!(merged(Dtype::F16, h, v, b), v);
+        assert_eq!(merged(Dtype::F64, f64::MAX, f64::MIN, f64::MAX / 2.0), f64::MIN, "nor to infinity");
+    }
+
+    proptest! {
+        /// Moving averages, each worker's from the value it last saw, in any order of turns.
+        #[test]
+        fn averages_stay_between_the_values_that_were_averaged(
+            num_workers in 2..20_usize,
+            batches in 1..10_i32,
+            turns in prop::collection::vec((0..20_usize, 0.01..0.02_f32), 50..400),
+        ) {
+            let keep = 0.9_f32.powi(batches);
+            let mut held = 1.0_f32;
+            let mut bases = vec![held; num_workers];
+            for (worker, target) in turns {
+                let base = bases[worker % num_workers];
+                held = merged(Dtype::F32, held, keep * base + (1.0 - keep) * target, base);
+                bases[worker % num_workers] = held;
+                prop_assert!((0.01..=1.0).contains(&held), "{held}");
+            }
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use super::outgoing::Outgoing;
 use super::payload::Content;
 use super::session::Inner;
 use offbeat_core::table::TensorTable;
+use offbeat_core::values::first_nonfinite_parameter;
 use offbeat_core::wire::message::{Call, ModelInfo, Reply};
 use offbeat_core::wire::{Header, Kind};
 use std::sync::Arc;
@@ -39,6 +40,9 @@ impl Inner {
         model.check_count("init", values.len())?;
         for (tensor, value) in values.iter().enumerate() {
             model.check_size("init", tensor, value.len())?;
+        }
+        if let Some((spec, index, value)) = first_nonfinite_parameter(self.isa, table, values) {
+            return Err(ClientError::NonFiniteModel { tensor: spec.name.clone(), index, value });
         }
         let taken = self.bring(table, values, blueprint, interrupt);
         if taken == Err(ClientError::Interrupted) {

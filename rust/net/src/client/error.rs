@@ -32,6 +32,11 @@ pub enum ClientError {
          learning rate, clip gradients, or look for a division by zero"
     )]
     NonFinite { tensor: String, index: usize, value: f64 },
+    #[error(
+        "parameter {tensor:?} of the model to begin with is not finite ({value}) at index {index}; nothing was sent. \
+         Look at how it was initialized or loaded"
+    )]
+    NonFiniteModel { tensor: String, index: usize, value: f64 },
     #[error("the connection to {address} is lost: {cause}")]
     Lost { address: String, cause: String },
     /// The server sent something that cannot be right.

@@ -3,11 +3,10 @@
 use super::error::ClientError;
 use super::memory::Memory;
 use super::model::Model;
-use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::Role;
-use offbeat_core::values::{all_finite, sum_squares, widen};
+use offbeat_core::values::{all_finite, first_nonfinite, sum_squares};
 
 /// Bytes looked at in one go; a multiple of every element's size.
 const BLOCK_BYTES: usize = 256 << 10;
@@ -35,7 +34,9 @@ pub(super) fn check(
         let (spec, Some(memory)) = (&model.table.tensors()[t], &values[t]) else {
             continue;
         };
-        if let Some((index, value)) = memory.read(0..memory.len(), |bytes| first(spec.dtype, bytes)) {
+        if let Some((index, value)) =
+            memory.read(0..memory.len(), |bytes| first_nonfinite(isa, spec.dtype, bytes))
+        {
             return Err(ClientError::NonFinite { tensor: spec.name.clone(), index, value });
         }
     }
@@ -54,18 +55,10 @@ pub(super) fn norm(isa: Isa, model: &Model, present: &Presence, values: &[Option
     squares.sum::<f64>().sqrt()
 }
 
-/// The first element that is not finite, and its place.
-fn first(dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
-    let mut wide = [0.0];
-    bytes.chunks_exact(dtype.size()).enumerate().find_map(|(index, element)| {
-        widen(dtype, element, &mut wide);
-        (!wide[0].is_finite()).then(|| (index, f64::from(wide[0])))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use offbeat_core::dtype::Dtype;
     use offbeat_core::table::{TensorSpec, TensorTable};
     use std::sync::Arc;
 

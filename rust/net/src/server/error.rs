@@ -33,6 +33,10 @@ pub enum ServerError {
     StagingBudget { needed: u64, budget: u64 },
     #[error("tensor {name:?} was given {found} bytes where its shape and dtype make {expected}")]
     Values { name: String, expected: u64, found: u64 },
+    #[error(
+        "parameter {name:?} is not finite ({value}) at index {index}: look at how the model was initialized or loaded"
+    )]
+    NonFinite { name: String, index: usize, value: f64 },
     #[error("{found} tensors were given and the model has {expected}")]
     NumTensors { expected: usize, found: usize },
     #[error("the server has no model yet: give it one, or wait for the first worker to bring one")]

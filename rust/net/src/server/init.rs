@@ -5,8 +5,10 @@ use super::end::End;
 use super::snapshot::Snapshot;
 use crate::frame::{FrameReader, Socket};
 use offbeat_core::checksum::checksum;
-use offbeat_core::layout::{Fragment, Layout};
+use offbeat_core::layout::{Fragment, FragmentKind, Layout};
+use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
+use offbeat_core::values::all_finite;
 use offbeat_core::wire::Header;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::message::RefusalCode;
@@ -56,6 +58,11 @@ impl Init {
                 RefusalCode::Checksum,
                 format!("the values of fragment {index} are damaged"),
             ));
+        }
+        let fragment = &self.layout.fragments[index];
+        if fragment.kind == FragmentKind::Parameters && !all_finite(Isa::detect(), fragment.dtype, &bytes) {
+            let message = format!("the values of fragment {index} hold NaN or infinite parameters");
+            return Err(End::refused(header, RefusalCode::Malformed, message));
         }
         self.values.push(bytes);
         Ok(())

@@ -2,7 +2,9 @@
 
 use super::error::ServerError;
 use offbeat_core::layout::Layout;
+use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
+use offbeat_core::values::first_nonfinite_parameter;
 
 /// A model at rest: its table and its values, fragment by fragment as they travel, so that the store can take them over
 /// one at a time and both together need little more than one model.
@@ -16,7 +18,8 @@ impl Snapshot {
     /// Copies tensors, each given as its bytes (own dtype, little-endian, C order).
     ///
     /// # Errors
-    /// [`ServerError::NumTensors`], [`ServerError::Values`]: these are not the table's.
+    /// [`ServerError::NumTensors`], [`ServerError::Values`]: these are not the table's. [`ServerError::NonFinite`]: a
+    /// parameter is NaN or infinite.
     pub fn of(table: TensorTable, tensors: &[impl AsRef<[u8]>]) -> Result<Self, ServerError> {
         check_values(&table, tensors)?;
         let layout = Layout::of(&table);
@@ -50,7 +53,7 @@ pub(super) fn scatter(layout: &Layout, index: usize, payload: &[u8], tensors: &m
     }
 }
 
-/// Whether each tensor was given as many bytes as its shape and dtype make.
+/// Whether each tensor was given as many bytes as its shape and dtype make, and each parameter is finite.
 pub(super) fn check_values(table: &TensorTable, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
     if tensors.len() != table.len() {
         return Err(ServerError::NumTensors { expected: table.len(), found: tensors.len() });
@@ -60,6 +63,9 @@ pub(super) fn check_values(table: &TensorTable, tensors: &[impl AsRef<[u8]>]) ->
         if expected != found {
             return Err(ServerError::Values { name: spec.name.clone(), expected, found });
         }
+    }
+    if let Some((spec, index, value)) = first_nonfinite_parameter(Isa::detect(), table, tensors) {
+        return Err(ServerError::NonFinite { name: spec.name.clone(), index, value });
     }
     Ok(())
 }

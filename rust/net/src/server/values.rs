@@ -64,7 +64,7 @@ impl Server {
     /// Replaces every value of the model. Pushes that were computed on the old ones are rejected.
     ///
     /// # Errors
-    /// [`ServerError`] if there is no model yet, or the bytes are not those of its tensors.
+    /// [`ServerError`] if there is no model yet, the bytes are not those of its tensors, or a parameter is not finite.
     pub fn load_tensors(&self, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
         self.check()?;
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
