@@ -32,6 +32,7 @@ from offbeat.errors import (
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
 from offbeat.receipt import Receipt
+from offbeat.samples import sample_count
 
 if TYPE_CHECKING:
     from offbeat import _offbeat
@@ -181,7 +182,7 @@ class Client(process.Live):
         """
         session = self._ready()
         self._is_answer_due = False
-        return session.push(self._values(gradients), _count(samples))
+        return session.push(self._values(gradients), sample_count(samples))
 
     def push_pull(
         self, gradients: Mapping[str, object], out: dict[str, Array] | None = None, samples: int = 1
@@ -202,7 +203,7 @@ class Client(process.Live):
             out = self._own = self._own or self._empty()
         values, memories = self._values(gradients), self._memories(out)
         was_due, self._is_answer_due = self._is_answer_due, False
-        receipt = session.push_pull(values, _count(samples), memories, False)  # noqa: FBT003
+        receipt = session.push_pull(values, sample_count(samples), memories, False)  # noqa: FBT003
         self._own_is_written |= is_own and receipt is not None
         self._is_answer_due = was_due or receipt is None
         return receipt
@@ -337,9 +338,3 @@ class Client(process.Live):
         if value is None:
             raise ModelMismatchError(f"out has no {entry}: give an array for every tensor of the model")
         return writable(name, value, entry)
-
-
-def _count(samples: int) -> int:
-    if type(samples) is not int or samples < 1:
-        raise ConfigError(f"samples is {samples!r}: it is how many samples the push is of, 1 or more")
-    return samples

@@ -200,11 +200,18 @@ class Binding:
         self._copies.wait()
         return self._out
 
-    def landed(self) -> None:
-        """A pull has written to `out()`: bring it into the module, and let stale graphs know."""
+    def landed(self, *, came: bool = True) -> None:
+        """A pull has written to `out()`: bring it into the module, and let stale graphs know.
+
+        If nothing `came`, because the first of two pushes in flight has no answer yet, the parameters are
+        what was read all the same. The buffers stay: what they have become was pushed, and the next push
+        carries what changes from there.
+        """
         if self._direct:
             increment_version(self._direct)
-        if self._staged:
+        if not came and not self._broken:
+            self.restore()
+        elif self._staged:
             slots = self._followers if self.filled else self._staged
             self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
         self.filled = True
@@ -225,9 +232,9 @@ class Binding:
             slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
         self._broken = True
 
-    def restore(self) -> None:
-        """Let parameters that were changed beside their spares hold what was read."""
-        slots = [slot for slot in self._staged if slot.is_parameter] if self.filled else []
+    def restore(self, *, buffers: bool = False) -> None:
+        """Let parameters that were changed beside their spares hold what was read; buffers too, if asked."""
+        slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
         if slots:
             self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
 

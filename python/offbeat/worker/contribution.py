@@ -32,7 +32,7 @@ class Contribution(Protocol):
         """The oldest push that was not settled yet now is."""
 
     def unsent(self) -> None:
-        """What was taken last was refused here: the server will not see it."""
+        """What was taken last was refused here: the server will not see it. What is in flight stays so."""
 
     def drop(self) -> None:
         """Forget what was not pushed, and what was pushed and not answered."""

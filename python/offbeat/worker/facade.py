@@ -5,6 +5,7 @@ one.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Never
 
@@ -18,8 +19,9 @@ __all__ = ["WorkerOptimizer"]
 class WorkerOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer, wherever it runs.
 
-    With a live optimizer the parameter groups are that optimizer's own. With one on the server there is one
-    group with the worker's parameters, and its learning rate is the server's affair.
+    With a live optimizer the parameter groups and the state are that optimizer's own. With one on the server
+    there is one group with the worker's parameters, and its learning rate and its state are the server's
+    affair.
 
     Args:
         take: The worker's bound `step`. Held weakly: a worker that goes out of scope leaves at once.
@@ -27,7 +29,10 @@ class WorkerOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, take: Callable[[], object], parameters: list[torch.Tensor]) -> None:
+        self._is_made = False
+        self._live: torch.optim.Optimizer | None = None
         super().__init__(parameters, {})
+        self._is_made = True
         self._take = weakref.WeakMethod(take)
         self.param_groups = [_ServerGroup(group) for group in self.param_groups]
 
@@ -43,14 +48,52 @@ class WorkerOptimizer(torch.optim.Optimizer):
         take()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Give a live optimizer's state; with one on the server there is none here."""
+        return super().state_dict() if self._live is None else self._live.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a live optimizer's state.
+
+        Raises:
+            ConfigError: If the optimizer runs on the server.
+        """
+        live = self._require_live("load_state_dict()")
+        live.load_state_dict(state_dict)
+        self._share(live)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give a live optimizer one more group.
+
+        Raises:
+            ConfigError: If the optimizer runs on the server.
+        """
+        if not self._is_made:
+            return super().add_param_group(param_group)  # torch's own constructor
+        live = self._require_live("add_param_group()")
+        live.add_param_group(param_group)
+        return self._share(live)
+
     def follow(self, parameters: list[torch.Tensor], live: torch.optim.Optimizer | None) -> None:
-        """Take the groups of a live optimizer, or the parameters as the module has them now."""
+        """Take the groups and the state of a live optimizer, or the parameters as the module has them now."""
+        was_live, self._live = self._live is not None, live
         if live is not None:
-            self.param_groups = live.param_groups
+            self._share(live)
             return
-        if not self.param_groups or not isinstance(self.param_groups[0], _ServerGroup):
-            self.param_groups = [_ServerGroup()]
+        if was_live:
+            self.state, self.param_groups = defaultdict(dict), [_ServerGroup()]
         self.param_groups[0]["params"] = parameters
+
+    def _share(self, live: torch.optim.Optimizer) -> None:
+        self.state, self.param_groups = live.state, live.param_groups
+
+    def _require_live(self, call: str) -> torch.optim.Optimizer:
+        if self._live is not None:
+            return self._live
+        raise ConfigError(
+            f"{call} of worker.optimizer is for an optimizer on the worker, and this one runs on the server, "
+            f"where its groups and its state are"
+        )
 
 
 class _ServerGroup(dict[str, Any]):

@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import ConfigError, StateError
 from offbeat.module import Binding, Slot
@@ -23,18 +22,15 @@ class Gradients:
 
     kind: Kind = "gradient"
 
-    def __init__(self, binding: Binding, reduction: LossReduction) -> None:
+    def __init__(self, binding: Binding, reduction: LossReduction, *, waits: bool = True) -> None:
+        """`waits`: a batch may be pushed after the next one's backward, not only before."""
         self._binding = binding
         self._reduction = reduction
         self._first: Values | None = None
         self._first_samples = 0
         self._sum: Values | None = None
         self._samples = 0
-        # DDP writes the next gradients into the same buckets, and a push's memory has to stay as it is.
-        self._in_buckets = any(
-            isinstance(module, DistributedDataParallel) and module.gradient_as_bucket_view
-            for module in binding.module.modules()
-        )
+        self._waits = waits
 
     def add(self, samples: int) -> None:
         """Take the batch whose gradients are on the module; weighted, unless it stays the only one."""
@@ -44,8 +40,8 @@ class Gradients:
         self._samples += samples
         if self._first is None:
             self._first, self._first_samples = gradients, samples
-            if self._in_buckets:
-                self._first = [None if g is None else g.detach().clone() for g in gradients]
+            if self._waits:
+                self._first = [_kept(gradient) for gradient in gradients]
             return
         if self._sum is None:
             self._sum = [None] * len(gradients)
@@ -91,6 +87,17 @@ class Gradients:
                 total[i] = gradient.to(wide) * weight
             else:
                 so_far.add_(gradient, alpha=weight)
+
+
+def _kept(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Give a gradient that the next backward leaves alone.
+
+    DDP's may be views of its buckets, into which it writes again. What autograd makes is no view, so that
+    such a one is told by being one, whoever wrapped the model and when.
+    """
+    if gradient is None or not gradient._is_view():  # noqa: SLF001  no other way
+        return gradient
+    return gradient.detach().clone()
 
 
 def _dense(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,24 @@
 """The session and the module together: what goes out, what comes in, and what is known after a failure."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.module import Binding, Memory
+from offbeat.errors import ConfigError, NonFiniteError, StateError, UnsupportedTensorError
+from offbeat.module import Binding
 from offbeat.receipt import Receipt
 
 if TYPE_CHECKING:
     from offbeat._offbeat import Session
 
-__all__ = ["Link"]
+__all__ = ["UNSENT", "Link"]
+
+#: What `push_pull` raises before a byte has left, so that it is as if it had not been called: for what is
+#: not finite, cannot be read or is too much, and where another thread is in a call. (What the server says to
+#: a push is a receipt, or the end of the session.)
+UNSENT = (ConfigError, NonFiniteError, StateError, UnsupportedTensorError)
 
 
 class Link:
@@ -28,9 +33,8 @@ class Link:
         """With two pushes in flight, pulls land in spare memory, from which the module is set."""
         self.session = session
         self.binding = binding
-        # The memory of a push is kept until it is answered.
-        self._unsettled: deque[Sequence[Memory | None]] = deque()
         self._in_flight = in_flight
+        self._num_unsettled = 0  # pushes that were sent and not answered
         self._broken_off = False  # a call was, so that the session may have more in flight than is known here
         self._astray = False  # its end could not be met
         self._unsure = False  # and the module may hold what no pull has brought
@@ -46,10 +50,16 @@ class Link:
     def push_pull(self, values: Sequence[torch.Tensor | None], samples: int) -> Receipt | None:
         """Push one tensor or None per slot and bring the model that answers into the module.
 
+        Nobody reads the tensors any more when it has returned, answered or not: what is sent has left, and of
+        a call that broke off the rest was copied.
+
         The binding is as of its last `refresh`, which comes after the last write to the module.
 
         Returns:
             The receipt of this push; with two in flight, of the push before it, None for the first.
+
+        Raises:
+            UNSENT: If it was not sent; the module is as it was, and what is in flight stays so.
         """
         binding = self.binding
         memories = binding.memories(values)
@@ -60,14 +70,17 @@ class Link:
         with self._in_order():
             if self._broken_off:
                 self._forget()
+            was_unsure = self._unsure
             self._broken_off = True
             self._unsure |= is_written
-            self._unsettled.append(memories)
-            receipt = self.session.push_pull(memories, samples, binding.out(), binding.filled)
-            while len(self._unsettled) >= self._in_flight:
-                self._unsettled.popleft()
+            try:
+                receipt = self.session.push_pull(memories, samples, binding.out(), binding.filled)
+            except UNSENT:
+                self._broken_off, self._unsure, self._astray = False, was_unsure, False
+                raise
+            self._num_unsettled = self._in_flight - 1
             self._broken_off = False
-            binding.landed()
+            binding.landed(came=receipt is not None)
             answered = receipt if self._in_flight == 1 else None
             if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
                 self._fetch(incremental=False)
@@ -83,10 +96,10 @@ class Link:
         with self._in_order():
             if self._broken_off:
                 self._forget()
-            in_flight = len(self._unsettled)
+            in_flight = self._num_unsettled
             self._broken_off = in_flight > 0
             receipts = self.session.flush(self.binding.out())
-            self._unsettled.clear()
+            self._num_unsettled = 0
             self._broken_off = False
             if in_flight:
                 self._unsure |= any(slot.dirty for slot in self.binding.parameters)
@@ -117,14 +130,14 @@ class Link:
         # Nobody takes the parameters of what is in flight any more; the receipts come with the next flush.
         self._broken_off = True
         self.session.pull(self.binding.out(), incremental)
-        self._unsettled.clear()
+        self._num_unsettled = 0
         self._broken_off = False
         self.binding.landed()
 
     def _forget(self) -> None:
         """Let what was broken off end, whose parameters nobody takes any more."""
         self._orphans += self.session.flush(None)
-        self._unsettled.clear()
+        self._num_unsettled = 0
         self._broken_off = False
 
     @contextmanager

@@ -1,6 +1,7 @@
 """A torch optimizer that runs on the worker, and the difference it makes."""
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +28,10 @@ class LiveOptimizer:
         """Take over the optimizer's `step`.
 
         Raises:
-            ConfigError: If it does not hold the module's trainable parameters, or holds others.
+            ConfigError: If it does not hold the module's trainable parameters, or holds others, or computes
+                gradients itself.
         """
+        _check_steps_alone(optimizer)
         self._held = _check_holds(optimizer, binding)
         self.optimizer = optimizer
         self._binding = binding
@@ -40,7 +43,10 @@ class LiveOptimizer:
         binding.use_spares()
 
     def add(self, samples: int) -> None:  # noqa: ARG002  local steps count alike, whatever their batch
-        """Make one local step, if all gradients are finite."""
+        """Make one local step, if all gradients are finite; a device is waited for to know.
+
+        Looking only when the push is due would wait less, and take back the good batches with the bad one.
+        """
         gradients = self._binding.gradients()
         require_gradient(gradients)
         slots = self._binding.slots
@@ -73,16 +79,30 @@ class LiveOptimizer:
         return with_buffers([difference.get(id(slot)) for slot in binding.slots], binding)
 
     def settled(self, receipt: Receipt) -> None:
-        """Give the optimizer back the state from before the push, if that was rejected."""
+        """Give the optimizer back the state from before the push, if that was rejected.
+
+        The push that follows it, if one is in flight, was made with a state that held its steps. Should that
+        be rejected too, this same state comes back. Should it be applied, its steps are in no state from here
+        on: they cannot be had without the rejected ones.
+        """
         before = self._in_flight.popleft() if self._in_flight else None
         if not receipt.applied and before is not None:
+            self._in_flight = deque(_copied(before) for _ in self._in_flight)
             self._restore(before)
 
     def unsent(self) -> None:
-        """Give the optimizer back the state from before the steps that were refused."""
+        """Give optimizer and module back what they held before the steps that were refused.
+
+        The module's buffers too, which are of the values that the steps made. While a push is in flight what
+        they were before is known no more: they come with its answer.
+        """
         before = self._in_flight.pop() if self._in_flight else None
         if before is not None:
             self._restore(before)
+        if self._in_flight:
+            self._binding.lost()
+        else:
+            self._binding.restore(buffers=True)
 
     def drop(self) -> None:
         """Take back the local steps that were not pushed, in the optimizer's state and in the model."""
@@ -151,6 +171,18 @@ def _check_holds(optimizer: torch.optim.Optimizer, binding: Binding) -> set[int]
     if held - {id(slot.tensor) for slot in binding.parameters}:
         raise ConfigError(f"the {name} holds tensors that are not parameters of the worker's model: {remedy}")
     return held
+
+
+def _check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what calls for gradients while it steps, as LBFGS does; a worker has those of one batch."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}.step() needs a closure, which it calls for gradients as often as it likes, and "
+            f"worker.step() has the gradients of one batch: give an optimizer whose step() works with these, "
+            f"such as torch.optim.SGD or Adam"
+        )
 
 
 def _copied(value: object) -> Any:  # noqa: ANN401  of the same type

@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.errors import ConfigError, NonFiniteError
+from offbeat.errors import ConfigError
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
+from offbeat.samples import sample_count
 from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
+from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.gradients import Gradients, LossReduction
-from offbeat.worker.link import Link
+from offbeat.worker.link import UNSENT, Link
 from offbeat.worker.live import LiveOptimizer
 
 __all__ = ["Optimizer", "Steps"]
@@ -46,10 +48,15 @@ class Steps:
         Raises:
             ConfigError: If the run has another one, or this one does not fit the model.
         """
+        if isinstance(optimizer, WorkerOptimizer):
+            raise ConfigError(
+                "this is the optimizer of another worker, or of one that was closed: give a spec "
+                "(offbeat.optim.SGD(lr=0.1)), or a live optimizer of this worker's model"
+            )
         if not isinstance(optimizer, torch.optim.Optimizer):
             self._link.session.configure("gradient", json.dumps(as_spec(optimizer).spec()))
             if not isinstance(self._contribution_or_none, Gradients):
-                self._begin(Gradients(self._link.binding, self._reduction))
+                self._begin(self._gradients())
         elif optimizer is not self.live:
             self.push_rest()
             live = LiveOptimizer(self._link.binding, optimizer)
@@ -96,8 +103,7 @@ class Steps:
 
     def step(self, samples: int) -> list[Receipt]:
         """Take one batch; push if it is time to. Returns the receipts that came in."""
-        if samples < 1:
-            raise ConfigError(f"samples is {samples}: a batch has at least one")
+        samples = sample_count(samples)
         contribution = self._contribution
         self._link.binding.refresh()
         self._mend()
@@ -136,8 +142,11 @@ class Steps:
         """What pushes carry: where nothing was said, gradients for the server's optimizer."""
         if self._contribution_or_none is None:
             self._link.session.configure("gradient", None)
-            return self._begin(Gradients(self._link.binding, self._reduction))
+            return self._begin(self._gradients())
         return self._contribution_or_none
+
+    def _gradients(self) -> Gradients:
+        return Gradients(self._link.binding, self._reduction, waits=self._update_frequency > 1)
 
     def _begin(self, contribution: Contribution) -> Contribution:
         self.close()
@@ -150,9 +159,8 @@ class Steps:
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
-        except NonFiniteError:
+        except UNSENT:
             contribution.unsent()
-            contribution.drop()
             raise
         except BaseException:
             contribution.drop()

@@ -221,7 +221,7 @@ class AsyncWorker(process.Live):
             epochs: Passes over this worker's data.
             optimizer: A spec (`offbeat.optim.SGD(lr=0.1)`, or `functools.partial(torch.optim.SGD, lr=0.1)`)
                 runs on the server; a live `torch.optim.Optimizer` over `worker.model.parameters()` runs here.
-                None: what the constructor was given, or what the server has.
+                None, or `worker.optimizer`: what the constructor was given, or what the server has.
             loss_fn: From (outputs, targets) to a scalar.
             metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects.
             log_frequency: Steps between two log lines. A step is a push, or a step of a live optimizer.
@@ -246,7 +246,7 @@ class AsyncWorker(process.Live):
             _at_least_one("max_steps", max_steps)
         measured = meters(metrics)
         steps = self._usable()
-        if optimizer is not None:
+        if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
             steps.use(optimizer)
         steps.require_optimizer()
         plan = TrainPlan(

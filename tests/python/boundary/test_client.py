@@ -264,7 +264,7 @@ def test_gradient_of_a_kind_that_no_tensor_can_be_is_refused_by_name(client, kin
         client.push({"w": kind()})
 
 
-@pytest.mark.parametrize("samples", [0, -1, 1.5, True])
+@pytest.mark.parametrize("samples", [0, -1, 1.5, True, 2**32 + 1, 2**70])
 def test_samples_are_a_count(client, samples):
     client.pull()
     with pytest.raises(ConfigError, match="samples is"):

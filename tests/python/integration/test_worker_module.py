@@ -301,6 +301,23 @@ def test_ddp_in_both_bucket_modes(pair, view, in_flight):
     is_the_server_s(worker, server)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_around_the_worker_s_model_in_both_bucket_modes(pair, view):
+    server, worker, twin, optimizer = pair(update_frequency=2)
+    ddp = nn.parallel.DistributedDataParallel(worker.model, gradient_as_bucket_view=view)
+    for number in range(4):
+        loss_of(ddp, number).backward()
+        worker.step(samples=8)
+        (loss_of(twin, number) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(worker.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    is_the_server_s(worker, server)
+
+
 def test_deepcopy_and_averaged_model_are_plain_and_independent(pair):
     _, worker, _, _ = pair()
     average = AveragedModel(worker.model)
@@ -501,6 +518,18 @@ def test_local_buffers_stay_this_worker_s_own(serve, join):
     assert worker.model.norm.num_batches_tracked == 3
     assert server.state_dict()["norm.num_batches_tracked"] == 0
     assert torch.equal(server.state_dict()["conv.weight"], worker.model.conv.weight)
+
+
+def test_two_pushes_in_flight_lose_no_change_of_a_buffer(pair):
+    server, worker, _, _ = pair(in_flight=2)
+    for number in range(5):
+        loss_of(worker.model, number).backward()
+        worker.step(samples=8)
+        if number % 3 == 1:
+            worker.flush()
+    worker.flush()
+    assert worker.model.norm.num_batches_tracked == 5
+    is_the_server_s(worker, server)
 
 
 def test_a_rejected_push_changes_no_buffer(serve, join):

@@ -1,5 +1,6 @@
 """A loop of one's own: what `step`, `flush` and `worker.optimizer` do, and what they refuse."""
 
+import copy
 import gc
 import logging
 import os
@@ -8,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,10 @@ SPEC = offbeat.optim.SGD(lr=0.1)
 def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def normed():
+    return nn.Sequential(*net(), nn.BatchNorm1d(2))
 
 
 def backward(model, number=0, samples=6):
@@ -124,12 +130,36 @@ def test_no_gradient_at_all_raises(serve, join):
         worker.step()
 
 
-@pytest.mark.parametrize("samples", [0, -1])
-def test_a_batch_without_samples_is_refused(serve, join, samples):
-    worker = join(serve(net()), net(), optimizer=SPEC)
-    backward(worker.model)
-    with pytest.raises(ConfigError, match=f"samples is {samples}"):
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("samples", [0, -1, 6.0, True, "6", 2**32 + 1, 2**70])
+def test_what_is_no_number_of_samples_is_refused_before_anything_changes(serve, join, samples, live):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer if live else SPEC)
+    before = values(model)
+    backward(model)
+    with pytest.raises(ConfigError, match=f"samples is {samples!r}"):
         worker.step(samples)
+    assert all(p.grad is not None for p in model.parameters())
+    assert same(values(model), before)
+    assert not optimizer.state
+    assert worker.step(np.int64(6)).applied
+    assert server.status()["samples"] == 6
+
+
+def test_a_live_optimizer_s_steps_of_more_samples_than_a_push_has_are_taken_back(serve, join):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, update_frequency=2, optimizer=optimizer)
+    before = values(model)
+    backward(model)
+    assert worker.step(samples=2**32) is None
+    backward(model)
+    with pytest.raises(ConfigError, match="samples is 8589934592"):
+        worker.step(samples=2**32)
+    assert same(values(model), before)
+    assert not optimizer.state
+    assert server.status()["version"] == 0
 
 
 @pytest.mark.parametrize("update_frequency", [1, 2])
@@ -151,6 +181,29 @@ def test_a_nan_gradient_raises_by_name_and_nothing_changes(serve, join, update_f
         backward(worker.model, number)
         receipt = worker.step()
     assert receipt.applied
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_nan_gradient_leaves_the_buffers_to_the_next_push(serve, join, in_flight):
+    server, twin = serve(normed()), normed()
+    worker = join(server, normed(), optimizer=offbeat.optim.SGD(lr=0.0), in_flight=in_flight)
+    receipts = []
+    for number in range(4):
+        for model in (worker.model, twin):
+            backward(model, number)
+        if number == 1:
+            worker.model[2].bias.grad[0] = float("nan")
+            with pytest.raises(NonFiniteError, match=r"2\.bias"):
+                worker.step()
+        else:
+            receipts.append(worker.step())
+    receipts = [r for r in (*receipts, *worker.flush()) if r is not None]
+    assert [r.version for r in receipts] == [1, 2, 3]
+    held = server.state_dict()
+    assert held["3.num_batches_tracked"] == 4
+    for name, buffer in twin.named_buffers():
+        if in_flight == 1:
+            torch.testing.assert_close(held[name], buffer)
 
 
 def test_a_push_before_any_optimizer_is_set_is_refused(serve, join):
@@ -190,17 +243,27 @@ def test_with_two_in_flight_each_step_brings_the_receipt_of_the_one_before(serve
     assert same(values(worker.model), server.state_dict().values())
 
 
-def test_the_gradients_of_a_push_are_held_until_it_is_answered(serve, join):
-    worker = join(serve(net()), net(), in_flight=2, optimizer=SPEC)
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_nothing_holds_the_gradients_of_a_push_when_the_step_has_returned(serve, join, in_flight):
+    worker = join(serve(net()), net(), in_flight=in_flight, optimizer=SPEC)
     backward(worker.model)
     gradients = [weakref.ref(p.grad) for p in worker.model.parameters()]
-    assert worker.step() is None
-    gc.collect()
-    assert all(p.grad is None for p in worker.model.parameters())
-    assert all(gradient() is not None for gradient in gradients)
-    assert len(worker.flush()) == 1
+    worker.step()
     gc.collect()
     assert all(gradient() is None for gradient in gradients)
+
+
+def test_gradients_may_be_written_to_while_their_push_is_in_flight(serve, join):
+    server = serve(net())
+    worker = join(server, net(), in_flight=2, optimizer=SPEC)
+    backward(worker.model)
+    gradients = [p.grad for p in worker.model.parameters()]
+    wanted = [p - 0.1 * g for p, g in zip(values(worker.model), gradients, strict=True)]
+    assert worker.step() is None
+    for gradient in gradients:
+        gradient.fill_(1e9)
+    worker.flush()
+    torch.testing.assert_close(values(worker.model), wanted)
 
 
 def test_a_live_optimizer_with_two_in_flight_ends_at_the_server_s_model(serve, join):
@@ -244,35 +307,75 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     fast = join(server, fast_model, optimizer=torch.optim.SGD(fast_model.parameters(), lr=0.01))
     backward(slow.model, 0)
     assert slow.step().applied
-    state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()] or [
-        s["exp_avg"].clone() for s in slow._steps.live.state.values()
-    ]
+    state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()]
+    assert state
     fast.evaluate([])
     backward(fast.model, 1)
     assert fast.step().applied
     backward(slow.model, 2)
     assert slow.step().reason is not None
-    assert same([s["exp_avg"] for s in slow._steps.live.state.values()], state)
+    assert same([s["exp_avg"] for s in slow.optimizer.state.values()], state)
     assert same(values(slow.model), server.state_dict().values())
 
 
-def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join):
-    server, model = serve(net()), net()
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_after_two_rejections_in_a_row_a_live_optimizer_is_as_before_both(serve, join, in_flight):
+    tiny = offbeat.staleness.GradientFiltering(max_norm=1e-9)
+    server, model = serve(net(), staleness_policy=tiny), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer, in_flight=in_flight)
+    receipts = []
+    for number in range(2):
+        backward(model, number)
+        receipts.append(worker.step())
+    receipts += worker.flush()
+    assert [r.applied for r in receipts if r is not None] == [False, False]
+    assert not optimizer.state
+    assert same(values(model), server.state_dict().values())
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_local_steps_that_overflow_are_refused_and_taken_back(serve, join, in_flight):
+    server, model = serve(normed()), normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=3e38, momentum=0.9)
-    worker = join(server, model, optimizer=optimizer)
-    before = values(model)
+    worker = join(server, model, optimizer=optimizer, in_flight=in_flight)
+    before = [t.clone() for t in model.state_dict().values()]
     backward(model)
     for p in model.parameters():
         p.grad.mul_(1e6)
     with pytest.raises(NonFiniteError):
         worker.step()
-    assert same(values(model), before)
+    assert same(model.state_dict().values(), before)
     assert not optimizer.state
     assert server.status()["version"] == 0
     optimizer.param_groups[0]["lr"] = 0.1
     backward(model)
-    assert worker.step().applied
-    assert same(values(model), server.state_dict().values())
+    receipts = [worker.step(), *worker.flush()]
+    assert [r.applied for r in receipts if r is not None] == [True]
+    assert server.state_dict()["3.num_batches_tracked"] == 1
+    assert same(model.state_dict().values(), server.state_dict().values())
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_push_in_flight_stays_so_where_the_next_steps_overflow(serve, join, applied):
+    tiny = offbeat.staleness.GradientFiltering(max_norm=1e9 if applied else 1e-9)
+    server, model = serve(normed(), staleness_policy=tiny), normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    worker = join(server, model, optimizer=optimizer, in_flight=2)
+    backward(model)
+    assert worker.step() is None
+    optimizer.param_groups[0]["lr"] = 3e38
+    backward(model)
+    for p in model.parameters():
+        p.grad.mul_(1e6)
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    assert len(optimizer.state) == 6
+    assert [r.applied for r in worker.flush()] == [applied]
+    assert len(optimizer.state) == (6 if applied else 0)
+    held = server.state_dict()
+    assert held["3.num_batches_tracked"] == int(applied)
+    assert same(values(model), [held[name] for name, _ in model.named_parameters()])
 
 
 def test_the_server_adds_weight_times_the_difference(serve, join):
@@ -538,6 +641,55 @@ def test_a_torch_lr_scheduler_works_with_a_live_optimizer(serve, join):
     gradient = worker.model[0].weight.grad.clone()
     worker.step()
     torch.testing.assert_close(worker.model[0].weight.detach(), before[0] - 0.1 * gradient)
+
+
+def test_the_optimizer_s_state_is_that_of_a_live_one(serve, join):
+    def made():
+        model = net()
+        return join(serve(net()), model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+
+    one, other = made(), made()
+    optimizer = one.optimizer
+    backward(one.model)
+    one.step()
+    assert len(optimizer.state) == 4
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0]["step"] == 1
+    assert saved["param_groups"][0]["lr"] == 0.01
+    fresh = other.optimizer
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict()["state"].keys() == saved["state"].keys()
+    for number, worker in enumerate((one, other)):
+        worker.model.load_state_dict(net().state_dict())
+        backward(worker.model)
+        worker.step()
+        assert worker.optimizer.state_dict()["state"][0]["step"] == 2, number
+    moments = [[s["exp_avg"] for s in o.state.values()] for o in (optimizer, fresh)]
+    assert same(*moments)
+
+
+def test_a_group_added_to_the_optimizer_is_a_live_one_s(serve, join):
+    model = net()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[2].requires_grad_(False)
+    worker = join(serve(net()), model, optimizer=optimizer)
+    held = worker.optimizer
+    held.add_param_group({"params": model[2].parameters(), "lr": 0.2})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    model[2].requires_grad_(True)
+    backward(model)
+    wanted = model[2].weight - 0.2 * model[2].weight.grad
+    held.step()
+    torch.testing.assert_close(model[2].weight, wanted)
+
+
+def test_state_and_groups_of_the_server_s_optimizer_are_not_to_be_set_here(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\) of worker\.optimizer .* on the server"):
+        worker.optimizer.load_state_dict(worker.optimizer.state_dict())
+    with pytest.raises(ConfigError, match=r"add_param_group\(\) of worker\.optimizer .* on the server"):
+        worker.optimizer.add_param_group({"params": [torch.zeros(2)]})
+    assert len(worker.optimizer.param_groups) == 1
 
 
 def test_the_facade_follows_replaced_parameters(serve, join):

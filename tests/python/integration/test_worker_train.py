@@ -365,6 +365,27 @@ def test_optimizers_of_every_form_are_taken(serve, join):
     assert "on the worker" in history.optimizer
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_the_worker_s_own_optimizer_means_the_one_there_is(serve, join, live):
+    model = net()
+    given = torch.optim.Adam(model.parameters()) if live else SPEC
+    worker = join(serve(net()), model, optimizer=given)
+    for _ in range(2):
+        history = worker.train(
+            dataset=dataset(), optimizer=worker.optimizer, loss_fn=LOSS, max_steps=2, progress=False
+        )
+        assert history.receipts == {"applied": 2}
+        assert ("on the worker" in history.optimizer) is live
+
+
+def test_another_worker_s_optimizer_is_refused(serve, join, train):
+    other = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match="optimizer of another worker"):
+        train(dataset=dataset(), optimizer=other.optimizer)
+    with pytest.raises(ConfigError, match="optimizer of another worker"):
+        join(serve(net()), net(), optimizer=other.optimizer)
+
+
 # ---------------------------------------------------------------------------------------- endings
 
 

@@ -192,23 +192,38 @@ def test_no_gradient_at_all_raises():
         add(Gradients(binding, "mean"), binding, 1)
 
 
-def test_gradients_of_ddp_buckets_are_copied(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
-        binding = bound(model)
-        contribution = Gradients(binding, "mean")
-        backward(model, 3)
-        wanted, held = gradients(model), [p.grad for p in model.parameters()]
-        add(contribution, binding, 3)
-        for gradient in held:
-            gradient.zero_()
-        found = pushed(contribution, binding)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.fixture
+def alone(tmp_path):
+    meet = f"file://{tmp_path}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_of_ddp_buckets_are_copied_where_they_wait_for_another_batch():
+    model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    binding = bound(model)
+    contribution = Gradients(binding, "mean", waits=True)
+    backward(model, 3)
+    wanted, held = gradients(model), [p.grad for p in model.parameters()]
+    add(contribution, binding, 3)
+    for gradient in held:
+        gradient.zero_()
+    found = pushed(contribution, binding)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("view", "waits"), [(False, True), (True, False)])
+def test_no_other_gradient_is_copied(view, waits):
+    model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
+    binding = bound(model)
+    contribution = Gradients(binding, "mean", waits=waits)
+    backward(model, 3)
+    where = [p.grad.data_ptr() for p in model.parameters()]
+    add(contribution, binding, 3)
+    assert [value.data_ptr() for value in pushed(contribution, binding)] == where
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
@@ -351,6 +366,34 @@ def test_after_a_rejection_the_optimizer_s_state_is_that_from_before_the_push():
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before, optimizer_values(optimizer), strict=True))
 
 
+@pytest.mark.parametrize("fate", [APPLIED, REJECTED], ids=["applied", "rejected"])
+def test_no_step_of_a_rejected_push_comes_back_with_the_push_after_it(fate):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    binding, contribution = live(model, optimizer)
+    local_step(model, binding, contribution, 0)
+    contribution.take()
+    contribution.settled(APPLIED)
+    before = optimizer_values(optimizer)
+
+    def is_as_before():
+        now = optimizer_values(optimizer)
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(before, now, strict=True))
+
+    for seed in (1, 2):
+        local_step(model, binding, contribution, seed)
+        contribution.take()
+    contribution.settled(REJECTED)
+    assert is_as_before()
+    local_step(model, binding, contribution, 3)
+    contribution.take()
+    assert not is_as_before()
+    contribution.settled(fate)
+    assert is_as_before() is (fate is REJECTED)
+    contribution.settled(REJECTED)
+    assert is_as_before()
+
+
 def test_after_a_rejected_first_push_the_optimizer_has_no_state():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -403,6 +446,13 @@ def test_a_live_optimizer_of_another_model_is_refused():
     model = mlp()
     optimizer = torch.optim.SGD([*model.parameters(), *mlp().parameters()], lr=0.01)
     with pytest.raises(ConfigError, match="not parameters of the worker's model"):
+        LiveOptimizer(bound(model), optimizer)
+
+
+def test_a_live_optimizer_whose_step_needs_a_closure_is_refused():
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure.* give an optimizer"):
         LiveOptimizer(bound(model), optimizer)
 
 
