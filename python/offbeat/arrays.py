@@ -123,12 +123,9 @@ def as_array(name: str, value: object) -> tuple[Array, str]:
     Raises:
         UnsupportedTensorError: If it is none of these, or of a kind that Offbeat does not carry.
     """
-    if isinstance(value, np.ndarray):
-        array: Array = value
-    elif is_tensor(value):
+    if is_tensor(value):
         return _from_torch(name, value)
-    else:
-        array = _from_protocol(name, value)
+    array: Array = value if isinstance(value, np.ndarray) else _from_protocol(name, value)
     kind = array.dtype.name
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -219,14 +216,29 @@ def writable(name: str, value: object, entry: Entry) -> Array:
 
     Raises:
         ModelMismatchError: If its shape or dtype is not the tensor's.
-        ConfigError: If it is not an array, not C-contiguous, or read-only.
+        ConfigError: If it is not an array, not C-contiguous, read-only, of foreign byte order or not in the
+            host's memory: what would be written is a copy.
     """
+    if is_tensor(value):
+        device = str(getattr(value, "device", "cpu"))  # no torch for the type checker here
+        if device != "cpu":
+            raise ConfigError(
+                f"out[{name!r}] is on {device}, so it cannot be written in place; give a tensor on the CPU, "
+                "and copy from it"
+            )
+    elif not isinstance(value, np.ndarray):
+        value = _from_protocol(name, value)
     array, code = as_array(name, value)
     entry.check(array, code, "out")
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        kind = "read-only" if array.flags.c_contiguous else "not C-contiguous"
+    faults = {
+        "not C-contiguous": not array.flags.c_contiguous,
+        "of foreign byte order": isinstance(value, np.ndarray) and not value.dtype.isnative,
+        "read-only": not array.flags.writeable,
+    }
+    if fault := next((fault for fault, is_so in faults.items() if is_so), None):
         raise ConfigError(
-            f"out[{name!r}] is {kind}, so it cannot be written in place; give np.empty_like of it"
+            f"out[{name!r}] is {fault}, so it cannot be written in place; give "
+            f"np.empty({entry.shape}, {entry.dtype.name!r})"
         )
     return array
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 from offbeat import process, schedule, staleness
 from offbeat.arrays import (
     Array,
+    Entry,
     as_array,
     by_name,
     contiguous,
@@ -217,10 +218,12 @@ class ParameterServer(process.Live):
         """Replace the model's values, in a new term: pushes on what was before are rejected.
 
         Args:
-            state: Arrays or tensors by name, all of the model's and no other; copied.
+            state: Arrays or tensors by name, all of the model's and no other; copied. A tensor with several
+                names may be given under any of them.
 
         Raises:
-            ModelMismatchError: If a name, shape or dtype is not the model's.
+            ModelMismatchError: If a name, shape or dtype is not the model's, or if two names of one tensor
+                are given different values.
         """
         server = self._open()
         held = server.tensors()
@@ -233,13 +236,7 @@ class ParameterServer(process.Live):
         for name in state:
             if name not in known:
                 raise no_such_tensor(name, known, "the state")
-        values = []
-        for entry in entries:
-            if entry.name not in state:
-                raise ModelMismatchError(f"the state has no {entry}")
-            array, code = as_array(entry.name, state[entry.name])
-            values.append(contiguous(entry.check(array, code, "the state")))
-        server.load_tensors(values)
+        server.load_tensors([_value_of(entry, state) for entry in entries])
 
     def set_lr(self, lr: float, group: int | None = None) -> None:
         """Change the learning rate, from the next push on; the schedule's factor multiplies it as before.
@@ -298,6 +295,25 @@ def _state(server: "_offbeat.Server") -> "dict[str, torch.Tensor] | dict[str, Ar
     with_torch = sys.modules.get("torch") is not None
     arrays = {e: from_bytes(e, data, tensor=with_torch) for e, data in zip(entries, held[1], strict=True)}
     return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
+
+
+def _value_of(entry: Entry, state: Mapping[str, object]) -> Array:
+    """Take one tensor out of a state, under whichever of its names it is given."""
+    values = {}
+    for name in (entry.name, *entry.aliases):
+        if name in state:
+            array, code = as_array(name, state[name])
+            values[name] = contiguous(entry.check(array, code, "the state"))
+    if not values:
+        raise ModelMismatchError(f"the state has no {entry}")
+    first, *others = values
+    for other in others:
+        if values[first].tobytes() != values[other].tobytes():
+            raise ModelMismatchError(
+                f"the state has two values for one tensor: {first!r} and {other!r} are tied in the model, "
+                "and what is given for them differs"
+            )
+    return values[first]
 
 
 def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbeat.Snapshot | None":

@@ -177,6 +177,11 @@ def test_out_that_overlaps_itself_is_refused(client):
         client.pull(out={"w": memory[:6].reshape(2, 3), "b": memory[5:8]})
 
 
+def test_out_of_foreign_byte_order_is_refused_instead_of_not_written(client):
+    with pytest.raises(ConfigError, match=r"out\['b'\] is of foreign byte order"):
+        client.pull(out={**model(), "b": np.full(3, -1, ">f4")})
+
+
 # -- push
 
 
