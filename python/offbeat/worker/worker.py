@@ -76,6 +76,7 @@ class AsyncWorker(process.Live):
     """
 
     _closed = True  # until there is something to close
+    _is_broken_off = False  # the last `train` raised: what was to be done is not
     _instead = "make one in each process, after it was started; worker.model and worker.history can be both"
 
     @known_keywords
@@ -238,6 +239,7 @@ class AsyncWorker(process.Live):
             KeyboardInterrupt: At Ctrl-C. What is not pushed is dropped, the worker stays joined, `history` is
                 kept, and `train` may be called again.
         """
+        self._is_broken_off = True  # until it returns
         source = self._source(dataset, dataloader)
         _at_least_one("epochs", epochs)
         _at_least_one("log_frequency", log_frequency)
@@ -269,6 +271,7 @@ class AsyncWorker(process.Live):
             run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
         finally:
             self._epochs_begun += history.epochs + (history.stopped != "epochs")
+        self._is_broken_off = False
         return history
 
     @overload
@@ -325,7 +328,7 @@ class AsyncWorker(process.Live):
 
     def __del__(self) -> None:
         """Leave when nobody holds the worker any more, as a function that made it returns."""
-        self._end(finished=True)
+        self._end(finished=not self._is_broken_off)
 
     # ------------------------------------------------------------------ inside
 
@@ -380,7 +383,7 @@ class AsyncWorker(process.Live):
         process.release(self)
 
     def _at_exit(self, *, failed: bool) -> None:
-        self._end(finished=not failed)
+        self._end(finished=not (failed or self._is_broken_off))
 
 
 def _address(given: str | None) -> str:
