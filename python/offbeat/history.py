@@ -40,7 +40,8 @@ class History:
         steps: Steps of this worker: pushes, or steps of a live optimizer.
         samples: Samples trained on.
         seconds: Wall time.
-        receipts: How many pushes met which fate: "applied", or the reason of a rejection.
+        receipts: How many pushes met which fate: "applied", or the reason of a rejection. Pushes from before
+            `train` whose receipts nobody had seen are among them.
         stopped: Why it ended.
         optimizer: Which optimizer ran, and on which side.
     """

@@ -28,10 +28,12 @@ class Steps:
 
     Attributes:
         batches: Batches gathered and not pushed.
+        kept: Receipts that came in where nobody could be given them, oldest first.
     """
 
     def __init__(self, link: Link, *, update_frequency: int, reduction: LossReduction) -> None:
         self.batches = 0
+        self.kept: list[Receipt] = []
         self._samples = 0
         self._link = link
         self._update_frequency = update_frequency
@@ -51,7 +53,7 @@ class Steps:
             if not isinstance(self._contribution_or_none, Gradients):
                 self._begin(Gradients(self._link.binding, self._reduction))
         elif optimizer is not self.live:
-            self.push_rest()
+            self.kept.extend(self.push_rest())
             live = LiveOptimizer(self._link.binding, optimizer)
             try:
                 self._link.session.configure(live.kind, None)
@@ -118,6 +120,11 @@ class Steps:
         self._mend()
         broken_off, receipts = self._link.settle()
         return [*broken_off, *map(self._settled, receipts)]
+
+    def take_kept(self) -> list[Receipt]:
+        """Give out what is kept, once."""
+        kept, self.kept = self.kept, []
+        return kept
 
     def drop(self) -> None:
         """Forget what was not pushed, and what was pushed and not answered."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +61,19 @@ class TrainPlan:
 
 
 def run(
-    plan: TrainPlan, *, link: Link, steps: Steps, device: torch.device, history: History, progress: Progress
+    plan: TrainPlan,
+    *,
+    link: Link,
+    steps: Steps,
+    device: torch.device,
+    history: History,
+    progress: Progress,
+    before: Sequence[Receipt] = (),
 ) -> None:
     """Train by the plan and write down in `history` what happened, whatever happens.
 
-    Afterwards nothing is in flight, and the module holds the newest model pulled.
+    Afterwards nothing is in flight, and the module holds the newest model pulled. `before` are receipts of
+    earlier pushes, which nobody has seen yet: they are noted with the others.
 
     Raises:
         RejectedError: After 100 rejections in a row, with their reasons.
@@ -74,7 +82,7 @@ def run(
     loop = _Loop(plan, link=link, steps=steps, device=device, history=history, progress=progress)
     try:
         with progress:
-            loop.run()
+            loop.run(before)
     except KeyboardInterrupt:
         history.stopped = "interrupted"
         raise
@@ -111,11 +119,14 @@ class _Loop:
         self._rejected_in_a_row: Counter[str] = Counter()
         self._out_of_budget = False
 
-    def run(self) -> None:
+    def run(self, before: Sequence[Receipt]) -> None:
         _wake(self._link.binding.module)
         self._link.binding.clear_gradients()
-        self._train()
-        self._note(self._steps.settle())
+        self._note(before)
+        if not self._out_of_budget:
+            self._train()
+        settled = self._steps.settle()
+        self._note([*self._steps.take_kept(), *settled])
         if self._out_of_budget:
             self._history.stopped = "budget"
         if self._history.steps > self._logged_step:
@@ -164,11 +175,11 @@ class _Loop:
         receipts = act()
         pushed = self._steps.batches < gathered + batches
         history.steps += batches if self._steps.kind == "delta" else int(pushed)
-        self._note(receipts)
+        self._note([*self._steps.take_kept(), *receipts])  # a metric may have called `evaluate`
         if history.steps >= self._logged_step + self._plan.log_frequency:
             self._log()
 
-    def _note(self, receipts: list[Receipt]) -> None:
+    def _note(self, receipts: Sequence[Receipt]) -> None:
         for receipt in receipts:
             fate = "applied" if receipt.applied else receipt.reason or receipt.verdict
             self._history.receipts[fate] = self._history.receipts.get(fate, 0) + 1

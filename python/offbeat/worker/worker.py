@@ -176,25 +176,30 @@ class AsyncWorker(process.Live):
 
         Returns:
             The receipt of the push; None while batches are gathered. With two pushes in flight it is the
-            receipt of the push before.
+            receipt of the push before, also where `evaluate` has waited for that in between.
 
         Raises:
             StateError: If no parameter has a gradient.
             NonFiniteError: If a gradient is NaN or infinite; nothing was sent.
         """
-        receipts = self._usable().step(self.local_batch_size if samples is None else samples)
+        steps = self._usable()
+        receipts = steps.step(self.local_batch_size if samples is None else samples)
         if self._facade is not None:
             self._followed_facade()
+        if not receipts and not steps.batches and steps.kept:  # this push has no answer yet
+            return steps.kept.pop(0)
         return receipts[-1] if receipts else None
 
     def flush(self) -> list[Receipt]:
         """Push what is gathered, and wait for everything in flight.
 
         Returns:
-            The receipts that came in, oldest first.
+            The receipts that came in since they were last given out, oldest first.
         """
         steps = self._usable()
-        return [*steps.push_rest(), *steps.settle()]
+        steps.kept.extend(steps.push_rest())
+        steps.kept.extend(steps.settle())
+        return steps.take_kept()
 
     # ------------------------------------------------------------------ a loop of ours
 
@@ -263,12 +268,20 @@ class AsyncWorker(process.Live):
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
         self._link.binding.rescan()
-        self.flush()
+        before = self.flush()
         self._link.pull()
         try:
             total = plan.num_batches(1 if steps.live else self.update_frequency)
             shown = progress_for(asked=progress, total=total, name=self.id)
-            run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
+            run(
+                plan,
+                link=self._link,
+                steps=steps,
+                device=self.device,
+                history=history,
+                progress=shown,
+                before=before,
+            )
         finally:
             self._epochs_begun += history.epochs + (history.stopped != "epochs")
         self._is_broken_off = False
@@ -369,7 +382,7 @@ class AsyncWorker(process.Live):
             _log.info("worker %s measures its model as it is: batches wait to be pushed", self.id)
             return
         try:
-            self._steps.settle()
+            self._steps.kept.extend(self._steps.settle())
             self._link.pull()
         except (ConnectError, ConnectionLostError) as error:
             _log.warning("the parameters last pulled are measured, for the server cannot be asked: %s", error)

@@ -190,6 +190,57 @@ def test_with_two_in_flight_each_step_brings_the_receipt_of_the_one_before(serve
     assert same(values(worker.model), server.state_dict().values())
 
 
+def test_receipts_that_evaluate_waited_for_are_given_by_the_next_step_or_flush(serve, join):
+    worker = join(serve(net(), max_samples=12), net(), in_flight=2, optimizer=SPEC)
+    receipts = []
+    for number in range(4):
+        backward(worker.model, number)
+        receipts.append(worker.step(samples=6))
+        worker.evaluate([])
+    assert receipts[0] is None
+    receipts = [*receipts[1:], *worker.flush()]
+    assert [r.reason or r.version for r in receipts] == [1, 2, "budget", "budget"]
+    assert worker.flush() == []
+
+
+def test_none_still_means_gathering_while_a_receipt_waits(serve, join):
+    worker = join(serve(net()), net(), update_frequency=2, in_flight=2, optimizer=SPEC)
+    versions = []
+    for number in range(4):
+        backward(worker.model, number)
+        receipt = worker.step()
+        versions.append(receipt and receipt.version)
+        worker.evaluate([])
+    assert versions == [None, None, None, 1]
+    assert [r.version for r in worker.flush()] == [2]
+
+
+def test_the_receipt_of_the_rest_that_a_new_optimizer_pushes_is_not_lost(serve, join):
+    server, model = serve(net()), net()
+    live = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    worker = join(server, model, update_frequency=2, optimizer=live[0])
+    backward(model)
+    assert worker.step() is None
+    history = worker.train(dataloader=[], optimizer=live[1], loss_fn=functional.cross_entropy, progress=False)
+    assert server.status()["version"] == 1
+    assert history.receipts == {"applied": 1}
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_train_notes_the_receipts_of_what_was_pushed_before_it(serve, join, in_flight):
+    worker = join(serve(net(), max_samples=6), net(), update_frequency=2, in_flight=in_flight, optimizer=SPEC)
+    for number in range(3):
+        backward(worker.model, number)
+        worker.step(samples=6)
+    history = worker.train(
+        dataloader=[(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))],
+        loss_fn=functional.cross_entropy,
+        progress=False,
+    )
+    assert history.receipts == {"budget": 1} | ({"applied": 1} if in_flight == 2 else {})
+    assert (history.stopped, history.steps) == ("budget", 0)
+
+
 def test_the_gradients_of_a_push_are_held_until_it_is_answered(serve, join):
     worker = join(serve(net()), net(), in_flight=2, optimizer=SPEC)
     backward(worker.model)

@@ -309,6 +309,20 @@ def test_after_train_nothing_is_in_flight_and_the_model_is_the_newest(serve, joi
         assert torch.equal(worker.model.state_dict()[name], tensor)
 
 
+def test_receipts_that_an_evaluate_inside_of_train_waited_for_are_noted(serve, join):
+    worker = join(serve(net()), net(), in_flight=2)
+
+    def loss(outputs, targets):
+        worker.evaluate([])
+        return LOSS(worker.model(dataset().tensors[0]), dataset().tensors[1])
+
+    history = worker.train(
+        dataset=dataset(), max_steps=3, loss_fn=loss, optimizer=SPEC, metrics=(), progress=False
+    )
+    assert history.receipts == {"applied": 3}
+    assert worker.flush() == []
+
+
 def test_metrics_of_every_kind_are_means_over_samples(serve, join):
     worker = join(serve(net()), net(), 16)
     worker.model.eval()
