@@ -16,7 +16,7 @@ from offbeat.history import History
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords, unknown
 from offbeat.receipt import Receipt
-from offbeat.worker.batches import Epochs, Given
+from offbeat.worker.batches import batches_of
 from offbeat.worker.evaluate import measure
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.gradients import LossReduction
@@ -222,7 +222,7 @@ class AsyncWorker(process.Live):
         Args:
             dataset: Gives samples (inputs, targets); loaded in batches of `local_batch_size`, in an order
                 that is this worker's own and the same in every run of the same name.
-            dataloader: Gives batches (inputs, targets) and is used as it is. One of the two.
+            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch. One of the two.
             epochs: Passes over this worker's data.
             optimizer: A spec (`offbeat.optim.SGD(lr=0.1)`, or `functools.partial(torch.optim.SGD, lr=0.1)`)
                 runs on the server; a live `torch.optim.Optimizer` over `worker.model.parameters()` runs here.
@@ -244,14 +244,21 @@ class AsyncWorker(process.Live):
             KeyboardInterrupt: At Ctrl-C. What is not pushed is dropped, the worker stays joined, `history` is
                 kept, and `train` may be called again.
         """
+        steps = self._usable()
         self._is_broken_off = True  # until it returns
-        source = self._source(dataset, dataloader)
+        source = batches_of(
+            dataset,
+            dataloader,
+            epochs=epochs,
+            batch_size=self.local_batch_size,
+            order=self._order(),
+            pin_memory=self.device.type == "cuda",
+        )
         _at_least_one("epochs", epochs)
         _at_least_one("log_frequency", log_frequency)
         if max_steps is not None:
             _at_least_one("max_steps", max_steps)
         measured = meters(metrics)
-        steps = self._usable()
         if optimizer is not None:
             steps.use(optimizer)
         steps.require_optimizer()
@@ -356,19 +363,9 @@ class AsyncWorker(process.Live):
             raise ClosedError("this AsyncWorker is closed: make a new one")
         return self._steps
 
-    def _source(self, dataset: Dataset[Any] | None, dataloader: Iterable[Any] | None) -> Epochs | Given:
-        """Where `train`'s batches come from."""
-        self._usable()
-        if (dataset is None) == (dataloader is None):
-            given = "neither" if dataset is None else "both"
-            raise ConfigError(f"train takes a dataset= or a dataloader=, one of the two, and got {given}")
-        if dataset is None:
-            return Given(dataloader or ())
-        order = f"seed {self._seed}"
-        if self._seed is None:
-            order = f"run {self.run_id} worker {self.id}"
-        pinned = self.device.type == "cuda"
-        return Epochs(dataset, self.local_batch_size, order, pin_memory=pinned)
+    def _order(self) -> str:
+        """What the order of this worker's batches follows from."""
+        return f"run {self.run_id} worker {self.id}" if self._seed is None else f"seed {self._seed}"
 
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]

@@ -78,6 +78,24 @@ def test_dataset_and_dataloader_both_or_neither_are_refused(train, given, reques
         train(**given)
 
 
+def test_a_loader_without_a_length_is_trained_on(train):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(dataset(30))
+
+    history = train(dataloader=DataLoader(Stream(), batch_size=10), epochs=2)
+    assert (history.samples, history.epochs, history.stopped) == (60, 2, "epochs")
+
+
+def test_a_loader_that_gives_its_batches_once_is_refused_for_several_epochs(train):
+    def batches():
+        yield tuple(dataset(30).tensors)
+
+    with pytest.raises(ConfigError, match="a generator, which gives its batches once, and epochs is 3: give"):
+        train(dataloader=batches(), epochs=3)
+    assert train(dataloader=batches()).samples == 30
+
+
 @pytest.mark.parametrize("name", ["epochs", "log_frequency", "max_steps"])
 @pytest.mark.parametrize("value", [0, 1.5, True])
 def test_a_count_that_is_none_is_refused(train, name, value):
