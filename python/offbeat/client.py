@@ -22,6 +22,7 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
+from offbeat.checks import refuse, seconds
 from offbeat.errors import (
     ClosedError,
     ConfigError,
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from offbeat import _offbeat
 
 __all__ = ["Client"]
+
+
+NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
 
 class Client(process.Live):
@@ -77,10 +81,12 @@ class Client(process.Live):
         self._session: _offbeat.Session | None = None
         address = address or os.environ.get("OFFBEAT_SERVER")
         token = token or os.environ.get("OFFBEAT_TOKEN") or None
-        if not address:
-            raise ConfigError('which server? Give address="HOST:PORT", or set OFFBEAT_SERVER')
+        faults = seconds(connect_timeout_s=connect_timeout_s)
         if in_flight not in (1, 2):
-            raise ConfigError(f"in_flight is {in_flight!r}: one push in flight, or 2")
+            faults.append(f"in_flight is {in_flight!r}: one push in flight, or 2")
+        if not address:
+            raise ConfigError("; ".join([NO_ADDRESS, *faults]))
+        refuse(faults)
         from offbeat._offbeat import Session
 
         self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)

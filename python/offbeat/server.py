@@ -22,6 +22,7 @@ from offbeat.arrays import (
     no_such_tensor,
     read_table,
 )
+from offbeat.checks import seconds
 from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
@@ -411,6 +412,6 @@ def _workers(n: int) -> int:
 
 
 def _timeout(timeout_s: float | None) -> float | None:
-    if timeout_s is not None and not timeout_s >= 0:
+    if timeout_s is not None and seconds(timeout_s=timeout_s):
         raise ConfigError(f"timeout_s is {timeout_s!r}: it is a number of seconds, or None for no limit")
     return timeout_s

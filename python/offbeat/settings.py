@@ -1,12 +1,11 @@
 """From `ParameterServer`'s keywords to what the Rust server reads; every bad one is named at once."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from offbeat import schedule, staleness
-from offbeat.errors import ConfigError
+from offbeat.checks import Faults, refuse, seconds
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
 
@@ -16,8 +15,6 @@ UPDATE_RULES = ("async_sgd",)
 TRANSACTIONS = ("fragment", "model")
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65_535
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,7 @@ class Settings:
         Raises:
             ConfigError: Naming every setting that cannot be used.
         """
-        faults = _Faults()
+        faults = Faults()
         faults += self._plain_faults()
         late, correction = faults.catch(self._staleness) or ({}, self.momentum_correction)
         rate = faults.catch(lambda: schedule.resolve(self.lr_schedule, max_samples=self.max_samples).spec())
@@ -64,8 +61,7 @@ class Settings:
                 f"host is {host!r} but there is no token, so anyone who reaches the port could train the "
                 "model: give token= (or set OFFBEAT_TOKEN, here and on the workers), or say insecure=True"
             )
-        if faults:
-            raise ConfigError("; ".join(faults))
+        refuse(faults)
         return {
             "host": host,
             "port": self.port,
@@ -111,9 +107,7 @@ class Settings:
             )
             if value is not None
         ]
-        for name, seconds in (("linger_s", self.linger_s), ("rejoin_grace_s", self.rejoin_grace_s)):
-            if type(seconds) not in (int, float) or not seconds >= 0:
-                faults.append(f"{name} is {seconds!r}: it is a number of seconds, 0 or more")
+        faults += seconds(finite=True, linger_s=self.linger_s, rejoin_grace_s=self.rejoin_grace_s)
         if self.resume == "must":
             faults.append(
                 "resume is 'must', but checkpoints come with a later version of Offbeat: use 'auto'"
@@ -121,17 +115,6 @@ class Settings:
         elif self.resume not in ("auto", "never"):
             faults.append(unknown("resume", self.resume, ("auto", "never", "must")))
         return faults
-
-
-class _Faults(list[str]):
-    """What is wrong so far."""
-
-    def catch(self, check: Callable[[], T]) -> T | None:
-        try:
-            return check()
-        except ConfigError as error:
-            self.append(str(error))
-            return None
 
 
 def _is_whole(value: object) -> bool:

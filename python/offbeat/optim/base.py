@@ -134,7 +134,7 @@ class OptimizerSpec:
         number = (
             math.nan if isinstance(value, bool | str) else float(cast(float, value))
         )  # also takes 0-d tensors
-        if not low <= number < high:
+        if not (low <= number < high and math.isfinite(number)):
             raise ValueError(f"it is a number from {low:g} to below {high:g}")
         return number
 

@@ -4,23 +4,24 @@ import logging
 import os
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Never, Self, overload
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import process
-from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
+from offbeat.checks import at_least_one, refuse
+from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.metrics import Metric, meters
-from offbeat.naming import known_keywords, unknown
+from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
 from offbeat.worker.batches import batches_of
 from offbeat.worker.evaluate import measure
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.gradients import LossReduction
-from offbeat.worker.join import Buffers, JoinConfig, join
+from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import LossFunction, TrainPlan, run
@@ -98,28 +99,26 @@ class AsyncWorker(process.Live):
         seed: int | None = None,
     ) -> None:
         self._pid = os.getpid()
-        self.local_batch_size = _at_least_one("local_batch_size", local_batch_size)
-        self.update_frequency = _at_least_one("update_frequency", update_frequency)
-        self.device = _device(device)
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(unknown("loss reduction", loss_reduction, ("mean", "sum")))
-        self._reduction: LossReduction = loss_reduction
+        self._config = config = JoinConfig(
+            server_address=server_address,
+            token=token,
+            worker_id=worker_id,
+            local_batch_size=local_batch_size,
+            update_frequency=update_frequency,
+            device=device,
+            loss_reduction=loss_reduction,
+            in_flight=in_flight,
+            buffers=buffers,
+            connect_timeout_s=connect_timeout_s,
+        )
+        self.local_batch_size = local_batch_size
         self._seed = seed
         self._epochs_begun = 0
         self._history = History()
         self._loss_fn: LossFunction | None = None
         self._facade: WorkerOptimizer | None = None
-        config = JoinConfig(
-            address=_address(server_address),
-            token=token or os.environ.get("OFFBEAT_TOKEN") or None,
-            worker_id=worker_id,
-            device=self.device,
-            in_flight=in_flight,
-            buffers=buffers,
-            connect_timeout_s=connect_timeout_s,
-        )
         self._link: Link = join(config, model)
-        self._steps = Steps(self._link, update_frequency=self.update_frequency, reduction=loss_reduction)
+        self._steps = Steps(self._link, update_frequency=update_frequency, reduction=loss_reduction)
         self._closed = False
         process.register(self)
         try:
@@ -135,6 +134,24 @@ class AsyncWorker(process.Live):
     def model(self) -> nn.Module:
         """The module it trains: the one given, or the one built."""
         return self._link.binding.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; chosen when the worker is made."""
+        return self._config.torch_device
+
+    @device.setter
+    def device(self, value: Never) -> None:
+        raise AttributeError(fixed("device", value))
+
+    @property
+    def update_frequency(self) -> int:
+        """Batches per push, or local steps per push; chosen when the worker is made."""
+        return self._config.update_frequency
+
+    @update_frequency.setter
+    def update_frequency(self, value: Never) -> None:
+        raise AttributeError(fixed("update_frequency", value))
 
     @property
     def id(self) -> str:
@@ -246,6 +263,8 @@ class AsyncWorker(process.Live):
         """
         steps = self._usable()
         self._is_broken_off = True  # until it returns
+        limit = {} if max_steps is None else {"max_steps": max_steps}
+        refuse(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
         source = batches_of(
             dataset,
             dataloader,
@@ -254,10 +273,6 @@ class AsyncWorker(process.Live):
             order=self._order(),
             pin_memory=self.device.type == "cuda",
         )
-        _at_least_one("epochs", epochs)
-        _at_least_one("log_frequency", log_frequency)
-        if max_steps is not None:
-            _at_least_one("max_steps", max_steps)
         measured = meters(metrics)
         if optimizer is not None:
             steps.use(optimizer)
@@ -268,7 +283,7 @@ class AsyncWorker(process.Live):
             first_epoch=self._epochs_begun,
             max_steps=max_steps,
             loss_fn=loss_fn,
-            reduction=self._reduction,
+            reduction=self._config.loss_reduction,
             meters=measured,
             log_frequency=log_frequency,
         )
@@ -323,7 +338,7 @@ class AsyncWorker(process.Live):
             measured,
             device=self.device,
             loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
-            reduction=self._reduction,
+            reduction=self._config.loss_reduction,
         )
         return found if several else found[measured[0].name]
 
@@ -394,25 +409,3 @@ class AsyncWorker(process.Live):
 
     def _at_exit(self, *, failed: bool) -> None:
         self._end(finished=not (failed or self._is_broken_off))
-
-
-def _address(given: str | None) -> str:
-    if address := given or os.environ.get("OFFBEAT_SERVER"):
-        return address
-    raise ConfigError(
-        "no server address: give AsyncWorker(server_address='HOST:PORT') or set OFFBEAT_SERVER; the server "
-        "prints the line to use when it starts"
-    )
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is {device!r}, which torch does not know: {error}") from error
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} is {value!r}: give a whole number, 1 or more")
-    return value

@@ -496,6 +496,14 @@ def test_in_flight_is_one_or_two(in_flight):
         offbeat.Client("127.0.0.1:1", in_flight=in_flight)
 
 
+@pytest.mark.parametrize("timeout_s", [-1, "x", "5", None, float("nan"), True])
+def test_time_to_connect_is_a_number_of_seconds(timeout_s):
+    with pytest.raises(ConfigError) as caught:
+        offbeat.Client(connect_timeout_s=timeout_s, in_flight=3)
+    for said in ("OFFBEAT_SERVER", "in_flight is 3", f"connect_timeout_s is {timeout_s!r}"):
+        assert said in str(caught.value)
+
+
 def test_worker_id_is_the_users_or_the_servers(server):
     with offbeat.Client(server.address, worker_id="mine") as named, offbeat.Client(server.address) as unnamed:
         assert named.worker_id == "mine"

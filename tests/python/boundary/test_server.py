@@ -354,6 +354,14 @@ def test_number_of_workers_is_a_count(n):
                 wait(n)
 
 
+@pytest.mark.parametrize("timeout_s", [-1, "5", float("nan")])
+def test_time_to_wait_is_a_number_of_seconds(timeout_s):
+    with offbeat.ParameterServer() as server:
+        for wait in (server.wait_for_workers, lambda **time: server.wait_until_joined(1, **time)):
+            with pytest.raises(ConfigError, match=f"timeout_s is {timeout_s!r}"):
+                wait(timeout_s=timeout_s)
+
+
 def test_many_threads_may_use_one_server():
     with offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0)) as server:
         faults = []

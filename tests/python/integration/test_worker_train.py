@@ -103,6 +103,11 @@ def test_a_count_that_is_none_is_refused(train, name, value):
         train(dataset=dataset(), **{name: value})
 
 
+def test_every_count_that_is_none_is_named_at_once(train):
+    with pytest.raises(ConfigError, match=r"epochs is '3'.*log_frequency is 0.*max_steps is 0"):
+        train(dataset=dataset(), epochs="3", log_frequency=0, max_steps=0)
+
+
 def test_an_unknown_keyword_names_the_nearest(serve, join):
     server = serve(net())
     with pytest.raises(

@@ -147,6 +147,7 @@ def test_near_miss_names_the_nearest(made, said):
         (optim.SGD, {"nesterov": True}, "nesterov=True needs momentum > 0 and dampening = 0"),
         (optim.SGD, {"nesterov": 1.5}, "nesterov is 1.5"),
         (optim.SGD, {"momentum": -1}, "momentum is -1"),
+        (optim.SGD, {"dampening": float("-inf")}, "dampening is -inf"),
         (optim.Adam, {"betas": (0.9, 1.0)}, "betas is"),
         (optim.Adam, {"betas": 0.9}, "betas is 0.9"),
         (optim.Adam, {"eps": -1}, "eps is -1"),

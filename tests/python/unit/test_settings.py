@@ -87,6 +87,9 @@ def test_resume_auto_and_never_begin_anew_and_must_is_refused():
         ({"momentum_correction": "yes"}, "momentum_correction is 'yes'"),
         ({"host": "0.0.0.0"}, "insecure=True"),  # noqa: S104  refused, not bound to
         ({"linger_s": -1}, "linger_s is -1"),
+        ({"linger_s": float("inf")}, "linger_s is inf: it is a finite number of seconds"),
+        ({"rejoin_grace_s": float("nan")}, "rejoin_grace_s is nan"),
+        ({"rejoin_grace_s": 10**400}, "rejoin_grace_s is 1000"),
         ({"optimizer": optim.Adam(), "momentum_correction": True}, "needs SGD with momentum > 0"),
         (
             {"optimizer": optim.SGD(), "staleness_policy": "momentum_correction"},
