@@ -90,6 +90,7 @@ class Client(process.Live):
         from offbeat._offbeat import Session
 
         self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+        self._words = f"{self._session.worker_id} at {self._session.address}"
         self._table: list[Entry] = []
         self._names: dict[str, Entry] = {}
         self._arrays: _offbeat.ArrayTable
@@ -283,7 +284,9 @@ class Client(process.Live):
     def __repr__(self) -> str:
         if self._session is None:
             return "<offbeat.Client, closed>"
-        return f"<offbeat.Client {self._session.worker_id} at {self._session.address}>"
+        return (
+            f"<offbeat.Client {self._words}>"  # a session answers neither in a child nor two threads at once
+        )
 
     # -- inside
 

@@ -546,6 +546,7 @@ def test_two_threads_in_one_client_are_told_so(host):
             threads[0].join(0.01)  # one of them is refused, the other waits for a model
         with pytest.raises(StateError, match="another thread"):
             client.status()
+        assert repr(client).startswith("<offbeat.Client ")
         with offbeat.Client(server.address) as other:
             other.init(model())
         for thread in threads:
