@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -39,6 +40,7 @@ class Steps:
         self._update_frequency = update_frequency
         self._reduction: LossReduction = reduction
         self._contribution_or_none: Contribution | None = None
+        self._announced: object = None  # which optimizer the log was told of
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -62,7 +64,7 @@ class Steps:
                 live.close()
                 raise
             self._begin(live)
-        _log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
+        self._announce()
 
     def require_optimizer(self) -> None:
         """See that there is an optimizer, on either side.
@@ -75,6 +77,7 @@ class Steps:
             raise ConfigError(
                 "there is no optimizer: give train(optimizer=offbeat.optim.SGD(lr=...)), or the server one"
             )
+        self._announce()
 
     @property
     def live(self) -> torch.optim.Optimizer | None:
@@ -143,13 +146,20 @@ class Steps:
         """What pushes carry: where nothing was said, gradients for the server's optimizer."""
         if self._contribution_or_none is None:
             self._link.session.configure("gradient", None)
-            return self._begin(Gradients(self._link.binding, self._reduction))
-        return self._contribution_or_none
+            self._begin(Gradients(self._link.binding, self._reduction))
+            self._announce()
+        return cast(Contribution, self._contribution_or_none)
 
-    def _begin(self, contribution: Contribution) -> Contribution:
+    def _begin(self, contribution: Contribution) -> None:
         self.close()
         self._contribution_or_none = contribution
-        return contribution
+
+    def _announce(self) -> None:
+        """Tell the log which optimizer runs where, once for each that begins."""
+        which = self.words if self.live is None else self.live
+        if which not in (self._announced, words.NONE_YET):
+            self._announced = which
+            _log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
 
     def _push(self) -> list[Receipt]:
         contribution = self._contribution
@@ -172,4 +182,6 @@ class Steps:
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)
+        if self._announced is None:  # the server came by its optimizer after this worker's first step
+            self._announce()
         return receipt

@@ -507,21 +507,58 @@ def test_an_equal_spec_of_another_worker_is_fine_and_another_lr_is_refused(serve
         join(server, net(), optimizer=offbeat.optim.Adam(lr=0.1))
 
 
-def test_which_optimizer_runs_where_is_one_info_line(serve, join, caplog):
+ON_THE_SERVER = "SGD(lr=0.1, momentum=0.9) on the server, its momentum in the workers"
+MOMENTUM = offbeat.optim.SGD(lr=0.1, momentum=0.9)
+
+
+def stepped(worker):
+    backward(worker.model)
+    worker.step()
+
+
+def trained(worker, optimizer=None):
+    batch = (torch.ones(6, 4), torch.zeros(6, dtype=torch.long))
+    worker.train(dataloader=[batch], optimizer=optimizer, loss_fn=functional.cross_entropy, progress=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (None, lambda model: MOMENTUM, ON_THE_SERVER),
+        (MOMENTUM, lambda model: MOMENTUM, ON_THE_SERVER),
+        (MOMENTUM, lambda model: None, ON_THE_SERVER),
+        (None, lambda model: torch.optim.Adam(model.parameters(), lr=0.5), "Adam(lr=0.5) on the worker"),
+    ],
+    ids=["the worker brings it", "both have it", "the server has it", "live"],
+)
+@pytest.mark.parametrize("loop", ["step", "train", "both"])
+def test_which_optimizer_runs_where_is_one_info_line(serve, join, caplog, case, loop):
+    of_server, of_worker, said = case
     caplog.set_level(logging.INFO, "offbeat")
     model = net()
-    join(serve(net()), net(), optimizer=offbeat.optim.SGD(lr=0.1, momentum=0.9))
-    join(serve(net()), model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
-    lines = [
-        r.getMessage()
-        for r in caplog.records
-        if "optimizer" in r.getMessage() and "worker" in r.name + r.getMessage()
-    ]
-    said = [line for line in lines if " on the " in line]
-    assert any(
-        "SGD(lr=0.1, momentum=0.9) on the server, its momentum in the workers" in line for line in said
-    )
-    assert any("Adam(lr=0.5) on the worker" in line for line in said)
+    optimizer = of_worker(model)
+    worker = join(serve(net(), optimizer=of_server), model, optimizer=None if loop == "train" else optimizer)
+    for _ in range(2):
+        if loop != "train":
+            stepped(worker)
+        if loop != "step":
+            trained(worker, optimizer)
+    lines = [r.getMessage() for r in caplog.records if " on the " in r.getMessage()]
+    assert len(lines) == 1, lines
+    assert said in lines[0]
+
+
+def test_an_optimizer_that_comes_after_the_first_step_is_said_when_it_is_there(serve, join, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    server = serve(net())
+    worker = join(server, net())
+    stepped(worker)  # and is rejected
+    assert not [r for r in caplog.records if "optimizer" in r.getMessage() and worker.id in r.getMessage()]
+    server.set_optimizer(MOMENTUM)
+    for _ in range(3):
+        stepped(worker)
+    said = [r.getMessage() for r in caplog.records if " on the " in r.getMessage()]
+    assert said == [f"worker {worker.id}: optimizer {ON_THE_SERVER}"]
 
 
 # ---------------------------------------------------------------------------------------- the facade
