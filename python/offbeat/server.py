@@ -1,16 +1,13 @@
 """The parameter server: it holds the model, and every worker's pushes move it."""
 
 import json
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from offbeat import process, schedule, staleness
+from offbeat.address import reachable, start_line
 from offbeat.arrays import (
     Array,
     Entry,
@@ -26,7 +23,8 @@ from offbeat.checks import seconds
 from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
-from offbeat.settings import THIS_MACHINE, Settings
+from offbeat.settings import Settings
+from offbeat.termination import stopping_on_sigterm
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
     from offbeat import _offbeat
 
 __all__ = ["ParameterServer", "stop_and_take"]
-
-EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
 
 
 class ParameterServer(process.Live):
@@ -147,12 +143,12 @@ class ParameterServer(process.Live):
         self._server = Server(json.dumps(self._config), self._model)
         self._model = None
         process.register(self)
-        process.announce(_start_line(self._server.address, has_token=self._config["token"] is not None))
+        process.announce(start_line(self._server.address, has_token=self._config["token"] is not None))
 
     @property
     def address(self) -> str:
         """Where workers find it, "HOST:PORT"."""
-        return _reachable(self._open().address)
+        return reachable(self._open().address)
 
     def wait_for_workers(self, n: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
@@ -170,12 +166,12 @@ class ParameterServer(process.Live):
         Raises:
             ConnectionLostError: If all workers were lost and none has finished.
         """
-        with _stopping_on_sigterm(self):
+        with stopping_on_sigterm(self.stop):
             return self._open().wait_for_workers(_workers(1 if n is None else n), _timeout(timeout_s))
 
     def wait_until_joined(self, n: int, timeout_s: float | None = None) -> bool:
         """Wait until n workers have joined; False if the time was up. SIGTERM as in `wait_for_workers`."""
-        with _stopping_on_sigterm(self):
+        with stopping_on_sigterm(self.stop):
             return self._open().wait_until_joined(_workers(n), _timeout(timeout_s))
 
     def stop(self) -> None:
@@ -348,61 +344,6 @@ def _blueprint(model: object) -> str | None:
 def _is_module(model: object) -> "TypeGuard[torch.nn.Module]":
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
-
-
-def _start_line(address: str, *, has_token: bool) -> str:
-    """Say where the server listens, how a worker joins, and how to let other machines in."""
-    reachable = _reachable(address)
-    local = address.rpartition(":")[0].strip("[]") in THIS_MACHINE
-    where = f"{address} (this machine only)" if local else address
-    token = "OFFBEAT_TOKEN=$OFFBEAT_TOKEN " if has_token else ""
-    line = (
-        f"parameter server on {where}; a worker joins with: {token}OFFBEAT_SERVER={reachable} python train.py"
-    )
-    if local and has_token:
-        return line + '; for other machines give host="0.0.0.0", or set OFFBEAT_HOST'
-    if local:
-        return line + "; for other machines set OFFBEAT_TOKEN to the same secret here and there"
-    return line
-
-
-def _reachable(address: str) -> str:
-    """Put this machine's own address in the place of "every interface"."""
-    host, _, port = address.rpartition(":")
-    if host not in EVERY_INTERFACE:
-        return address
-    try:  # a datagram socket is connected without sending anything: the system says which way it would send
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))
-            return f"{probe.getsockname()[0]}:{port}"
-    except OSError:  # no network
-        return f"{THIS_MACHINE[0]}:{port}"
-
-
-class _Terminated(SystemExit):
-    """SIGTERM came while the server was being waited for."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
-    raise _Terminated(0)
-
-
-@contextmanager
-def _stopping_on_sigterm(server: ParameterServer) -> Iterator[None]:
-    """Let SIGTERM stop the server and end the process with code 0, unless it has another handler."""
-    on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except _Terminated:
-        server.stop()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _workers(n: int) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat import schedule, staleness
+from offbeat.address import THIS_MACHINE
 from offbeat.checks import Faults, refuse, seconds
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
@@ -13,7 +14,6 @@ __all__ = ["Settings"]
 
 UPDATE_RULES = ("async_sgd",)
 TRANSACTIONS = ("fragment", "model")
-THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65_535
 
 

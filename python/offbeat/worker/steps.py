@@ -124,6 +124,11 @@ class Steps:
         broken_off, receipts = self._link.settle()
         return [*broken_off, *map(self._settled, receipts)]
 
+    def flush(self) -> None:
+        """Push what is gathered, wait for everything in flight, and keep the receipts."""
+        self.kept.extend(self.push_rest())
+        self.kept.extend(self.settle())
+
     def take_kept(self) -> list[Receipt]:
         """Give out what is kept, once."""
         kept, self.kept = self.kept, []

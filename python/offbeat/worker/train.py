@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -61,19 +61,12 @@ class TrainPlan:
 
 
 def run(
-    plan: TrainPlan,
-    *,
-    link: Link,
-    steps: Steps,
-    device: torch.device,
-    history: History,
-    progress: Progress,
-    before: Sequence[Receipt] = (),
+    plan: TrainPlan, *, link: Link, steps: Steps, device: torch.device, history: History, progress: Progress
 ) -> None:
     """Train by the plan and write down in `history` what happened, whatever happens.
 
-    Afterwards nothing is in flight, and the module holds the newest model pulled. `before` are receipts of
-    earlier pushes, which nobody has seen yet: they are noted with the others.
+    Receipts of earlier pushes that `steps` has kept are noted with the others. Afterwards nothing is in
+    flight, and the module holds the newest model pulled.
 
     Raises:
         RejectedError: After 100 rejections in a row, with their reasons.
@@ -82,7 +75,7 @@ def run(
     loop = _Loop(plan, link=link, steps=steps, device=device, history=history, progress=progress)
     try:
         with progress:
-            loop.run(before)
+            loop.run()
     except KeyboardInterrupt:
         history.stopped = "interrupted"
         raise
@@ -119,14 +112,15 @@ class _Loop:
         self._rejected_in_a_row: Counter[str] = Counter()
         self._out_of_budget = False
 
-    def run(self, before: Sequence[Receipt]) -> None:
+    def run(self) -> None:
         _wake(self._link.binding.module)
         self._link.binding.clear_gradients()
-        self._note(before)
+        self._note_kept()
         if not self._out_of_budget:
             self._train()
-        settled = self._steps.settle()
-        self._note([*self._steps.take_kept(), *settled])
+        settled = self._steps.settle()  # what is gathered and not pushed is for `drop`
+        self._note_kept()
+        self._note(settled)
         if self._out_of_budget:
             self._history.stopped = "budget"
         if self._history.steps > self._logged_step:
@@ -175,11 +169,15 @@ class _Loop:
         receipts = act()
         pushed = self._steps.batches < gathered + batches
         history.steps += batches if self._steps.kind == "delta" else int(pushed)
-        self._note([*self._steps.take_kept(), *receipts])  # a metric may have called `evaluate`
+        self._note_kept()  # a metric may have called `evaluate`
+        self._note(receipts)
         if history.steps >= self._logged_step + self._plan.log_frequency:
             self._log()
 
-    def _note(self, receipts: Sequence[Receipt]) -> None:
+    def _note_kept(self) -> None:
+        self._note(self._steps.take_kept())
+
+    def _note(self, receipts: list[Receipt]) -> None:
         for receipt in receipts:
             fate = "applied" if receipt.applied else receipt.reason or receipt.verdict
             self._history.receipts[fate] = self._history.receipts.get(fate, 0) + 1

@@ -214,8 +214,7 @@ class AsyncWorker(process.Live):
             The receipts that came in since they were last given out, oldest first.
         """
         steps = self._usable()
-        steps.kept.extend(steps.push_rest())
-        steps.kept.extend(steps.settle())
+        steps.flush()
         return steps.take_kept()
 
     # ------------------------------------------------------------------ a loop of ours
@@ -270,7 +269,7 @@ class AsyncWorker(process.Live):
             dataloader,
             epochs=epochs,
             batch_size=self.local_batch_size,
-            order=self._order(),
+            order=f"run {self.run_id} worker {self.id}" if self._seed is None else f"seed {self._seed}",
             pin_memory=self.device.type == "cuda",
         )
         measured = meters(metrics)
@@ -290,20 +289,12 @@ class AsyncWorker(process.Live):
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
         self._link.binding.rescan()
-        before = self.flush()
+        steps.flush()
         self._link.pull()
         try:
             total = plan.num_batches(1 if steps.live else self.update_frequency)
             shown = progress_for(asked=progress, total=total, name=self.id)
-            run(
-                plan,
-                link=self._link,
-                steps=steps,
-                device=self.device,
-                history=history,
-                progress=shown,
-                before=before,
-            )
+            run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
         finally:
             self._epochs_begun += history.epochs + (history.stopped != "epochs")
         self._is_broken_off = False
@@ -378,10 +369,6 @@ class AsyncWorker(process.Live):
             raise ClosedError("this AsyncWorker is closed: make a new one")
         return self._steps
 
-    def _order(self) -> str:
-        """What the order of this worker's batches follows from."""
-        return f"run {self.run_id} worker {self.id}" if self._seed is None else f"seed {self._seed}"
-
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
@@ -394,7 +381,7 @@ class AsyncWorker(process.Live):
             _log.info("worker %s measures its model as it is: batches wait to be pushed", self.id)
             return
         try:
-            self._steps.kept.extend(self._steps.settle())
+            self._steps.flush()
             self._link.pull()
         except (ConnectError, ConnectionLostError) as error:
             _log.warning("the parameters last pulled are measured, for the server cannot be asked: %s", error)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import offbeat
-from offbeat import optim, schedule, server, staleness
+from offbeat import optim, schedule, staleness
+from offbeat.address import start_line
 from offbeat.errors import ClosedError, ConfigError, StateError, UnsupportedTensorError
 
 # Issue 3's signature, in its order.
@@ -200,13 +201,13 @@ def test_server_that_is_not_started_says_so():
     ],
 )
 def test_start_line_says_where_how_to_join_and_how_to_open(address, token, said):
-    line = server._start_line(address, has_token=token)
+    line = start_line(address, has_token=token)
     assert all(part in line for part in said), line
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7", "[::]:7"])
 def test_start_line_names_a_real_address_for_every_interface(address):
-    line = server._start_line(address, has_token=True)
+    line = start_line(address, has_token=True)
     joins = line.split("OFFBEAT_SERVER=")[1]
     assert not joins.startswith(("0.0.0.0", "[::]"))  # noqa: S104
     assert ":7 python" in joins
