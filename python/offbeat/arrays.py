@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from offbeat.dtypes import CODES, NAMES, TRAINABLE, Role
 from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
 from offbeat.naming import nearest
 
@@ -32,30 +33,14 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-Role = Literal["parameter", "buffer"]
 
-#: The tensor table's dtypes and numpy's. bfloat16 is `ml_dtypes`' own or, without it, its bits as uint16.
-NAMES = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f64": "float64",
-    "i8": "int8",
-    "i16": "int16",
-    "i32": "int32",
-    "i64": "int64",
-    "u8": "uint8",
-    "bool": "bool",
-}
-_CODES = {name: code for code, name in NAMES.items()}
-_TRAINABLE = frozenset({"f32", "f16", "bf16"})
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """BatchNorm's names of what the forward pass moves; a dict does not say it otherwise."""
 
 
 @cache
 def dtype_of(code: str) -> np.dtype[Any]:
-    """Give the numpy dtype of a table's dtype."""
+    """Give numpy's dtype; bfloat16 is `ml_dtypes`' own or, without it, its bits as uint16."""
     if code != "bf16":
         return np.dtype(NAMES[code])
     try:
@@ -133,11 +118,11 @@ def as_array(name: str, value: object) -> tuple[Array, str]:
         return array.view(np.uint16), "bf16"
     if kind == "uint16":
         return array, "u16"
-    if kind not in _CODES:
+    if kind not in CODES:
         raise UnsupportedTensorError(
-            f"{name!r} has dtype {kind}: tensors are {', '.join(_CODES)}; cast it with .astype(np.float32)"
+            f"{name!r} has dtype {kind}: tensors are {', '.join(CODES)}; cast it with .astype(np.float32)"
         )
-    return array, _CODES[kind]
+    return array, CODES[kind]
 
 
 def is_tensor(value: object) -> bool:
@@ -171,7 +156,7 @@ def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
             faults.append(str(error))
             continue
         if code == "f64":
-            known = ", ".join(NAMES[c] for c in NAMES if c in _TRAINABLE)
+            known = ", ".join(NAMES[c] for c in TRAINABLE)
             faults.append(
                 f"{name!r} has dtype float64: parameters are {known}; cast it with .astype(np.float32)"
             )
@@ -179,7 +164,7 @@ def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
             faults.append(f"{name!r} has dtype uint16, which no tensor has; for bfloat16 install ml_dtypes")
         else:
             is_statistic = name.rpartition(".")[2] in _STATISTICS
-            role: Role = "parameter" if code in _TRAINABLE and not is_statistic else "buffer"
+            role: Role = "parameter" if code in TRAINABLE and not is_statistic else "buffer"
             table.append(Entry(name, (), array.shape, code, role, dtype_of(code)).json())
             arrays.append(contiguous(array))
     if faults:

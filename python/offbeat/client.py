@@ -11,7 +11,6 @@ import numpy as np
 
 from offbeat import process
 from offbeat.arrays import (
-    NAMES,
     Array,
     Entry,
     as_array,
@@ -23,6 +22,7 @@ from offbeat.arrays import (
     writable,
 )
 from offbeat.checks import refuse, seconds
+from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
     ConfigError,

@@ -323,7 +323,7 @@ def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbe
         from offbeat.module import describe as describe_module
 
         description = describe_module(model)
-        table, arrays = description.table, list(description.buffers())
+        table, arrays = description.table, list(description.arrays())
     else:
         raise ConfigError(
             f"model is a {type(model).__name__}: give an nn.Module, a dict of named arrays, or None"

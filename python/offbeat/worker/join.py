@@ -140,6 +140,6 @@ def _agree(session: "Session", model: nn.Module | None) -> str:
     """Give the server's tensor table; bring it our model if it has none."""
     if session.table is None and model is not None:
         description = describe(model)
-        memories = [(b, b.ctypes.data, b.nbytes) for b in description.buffers()]
+        memories = [(b, b.ctypes.data, b.nbytes) for b in description.arrays()]
         session.init(description.table, memories, blueprint.describe(model))
     return session.wait_for_model()

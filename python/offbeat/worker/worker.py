@@ -185,6 +185,9 @@ class AsyncWorker(process.Live):
     def step(self, samples: int | None = None) -> Receipt | None:
         """Take the batch whose gradients are on the model; call it after `backward()` and clipping.
 
+        What it takes is a batch. `history.steps` counts what batches make: pushes, or the steps of a live
+        optimizer.
+
         On every `update_frequency`-th call it pushes, and the model then holds the server's newest
         parameters. The gradients are None afterwards.
 
