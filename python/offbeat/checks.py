@@ -7,7 +7,10 @@ from typing import TypeVar
 
 from offbeat.errors import ConfigError
 
-__all__ = ["Faults", "at_least_one", "refuse", "seconds"]
+__all__ = ["Faults", "at_least_one", "is_count", "is_number", "refuse", "seconds"]
+
+LARGEST_COUNT = 2**63 - 1
+"""Beyond it a count does not travel."""
 
 T = TypeVar("T")
 
@@ -34,6 +37,16 @@ def refuse(faults: Iterable[str]) -> None:
         raise ConfigError(text)
 
 
+def is_count(value: object, *, least: int = 0) -> bool:
+    """Tell whether a value is a whole number from `least` on that the server can take."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_COUNT
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a finite number, a Python one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_float(value))
+
+
 def at_least_one(**counts: object) -> list[str]:
     """Tell which of the named values are not whole numbers, 1 or more."""
     return [
@@ -52,8 +65,13 @@ def seconds(*, finite: bool = False, **times: object) -> list[str]:
 def _is_time(value: object, *, finite: bool) -> bool:
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
+    number = _float(value)
     return number >= 0 and (math.isfinite(number) or not finite)
+
+
+def _float(value: Real | float) -> float:
+    """Give a number as a float; NaN where it is a whole number beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

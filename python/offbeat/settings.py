@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat import schedule, staleness
 from offbeat.address import THIS_MACHINE
-from offbeat.checks import Faults, refuse, seconds
+from offbeat.checks import Faults, is_count, refuse, seconds
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
 
@@ -88,7 +88,7 @@ class Settings:
 
     def _plain_faults(self) -> list[str]:
         faults = []
-        if not _is_whole(self.port) or not 0 <= self.port <= LARGEST_PORT:
+        if not is_count(self.port) or self.port > LARGEST_PORT:
             faults.append(f"port is {self.port!r}: it is 0 (a free one) to {LARGEST_PORT}")
         if self.update_rule not in UPDATE_RULES:
             faults.append(unknown("update_rule", self.update_rule, UPDATE_RULES))
@@ -96,7 +96,7 @@ class Settings:
             faults.append(unknown("transaction", self.transaction, TRANSACTIONS))
         if self.momentum_correction not in (None, True, False):
             faults.append(f"momentum_correction is {self.momentum_correction!r}: it is True, False or None")
-        if self.max_samples is not None and (not _is_whole(self.max_samples) or self.max_samples < 1):
+        if self.max_samples is not None and not is_count(self.max_samples, least=1):
             faults.append(f"max_samples is {self.max_samples!r}: it is 1 or more, or None for no end")
         faults += [
             f"{name} is {value!r}, but checkpoints come with a later version of Offbeat: leave it out, and "
@@ -115,7 +115,3 @@ class Settings:
         elif self.resume not in ("auto", "never"):
             faults.append(unknown("resume", self.resume, ("auto", "never", "must")))
         return faults
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -111,7 +111,7 @@ class OptimizerSpec:
             if name in defaults:
                 try:
                     values[name] = self._value(name, value, defaults[name])
-                except (TypeError, ValueError, RuntimeError) as error:
+                except (TypeError, ValueError, OverflowError, RuntimeError) as error:
                     faults.append(f"{where}{name} is {value!r}: {error}")
             elif name not in IGNORED:
                 faults.append(

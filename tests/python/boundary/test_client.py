@@ -496,7 +496,7 @@ def test_in_flight_is_one_or_two(in_flight):
         offbeat.Client("127.0.0.1:1", in_flight=in_flight)
 
 
-@pytest.mark.parametrize("timeout_s", [-1, "x", "5", None, float("nan"), True])
+@pytest.mark.parametrize("timeout_s", [-1, "x", "5", None, float("nan"), True, 10**400])
 def test_time_to_connect_is_a_number_of_seconds(timeout_s):
     with pytest.raises(ConfigError) as caught:
         offbeat.Client(connect_timeout_s=timeout_s, in_flight=3)

@@ -142,6 +142,7 @@ def test_near_miss_names_the_nearest(made, said):
         (optim.SGD, {"lr": -0.1}, "lr is -0.1"),
         (optim.SGD, {"lr": float("nan")}, "lr is nan"),
         (optim.SGD, {"lr": float("inf")}, "lr is inf"),
+        (optim.SGD, {"lr": 10**400}, "lr is 1000"),
         (optim.SGD, {"lr": "0.1"}, "lr is '0.1'"),
         (optim.SGD, {"lr": True}, "lr is True"),
         (optim.SGD, {"nesterov": True}, "nesterov=True needs momentum > 0 and dampening = 0"),

@@ -90,6 +90,9 @@ def test_resume_auto_and_never_begin_anew_and_must_is_refused():
         ({"linger_s": -1}, "linger_s is -1"),
         ({"linger_s": float("inf")}, "linger_s is inf: it is a finite number of seconds"),
         ({"rejoin_grace_s": float("nan")}, "rejoin_grace_s is nan"),
+        ({"max_samples": 10**30}, "max_samples is 1000"),
+        ({"max_staleness": 10**30}, "max_staleness is 1000"),
+        ({"staleness_policy": "adaptive_lr", "staleness_lr_factor": 10**400}, "factor is 1000"),
         ({"rejoin_grace_s": 10**400}, "rejoin_grace_s is 1000"),
         ({"optimizer": optim.Adam(), "momentum_correction": True}, "needs SGD with momentum > 0"),
         (
