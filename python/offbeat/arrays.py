@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from offbeat.dtypes import CODES, NAMES, TRAINABLE, Role
 from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
 from offbeat.naming import nearest
 
@@ -32,30 +33,14 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-Role = Literal["parameter", "buffer"]
 
-#: The tensor table's dtypes and numpy's. bfloat16 is `ml_dtypes`' own or, without it, its bits as uint16.
-NAMES = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f64": "float64",
-    "i8": "int8",
-    "i16": "int16",
-    "i32": "int32",
-    "i64": "int64",
-    "u8": "uint8",
-    "bool": "bool",
-}
-_CODES = {name: code for code, name in NAMES.items()}
-_TRAINABLE = frozenset({"f32", "f16", "bf16"})
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """BatchNorm's names of what the forward pass moves; a dict does not say it otherwise."""
 
 
 @cache
 def dtype_of(code: str) -> np.dtype[Any]:
-    """Give the numpy dtype of a table's dtype."""
+    """Give numpy's dtype; bfloat16 is `ml_dtypes`' own or, without it, its bits as uint16."""
     if code != "bf16":
         return np.dtype(NAMES[code])
     try:
@@ -123,12 +108,9 @@ def as_array(name: str, value: object) -> tuple[Array, str]:
     Raises:
         UnsupportedTensorError: If it is none of these, or of a kind that Offbeat does not carry.
     """
-    if isinstance(value, np.ndarray):
-        array: Array = value
-    elif is_tensor(value):
+    if is_tensor(value):
         return _from_torch(name, value)
-    else:
-        array = _from_protocol(name, value)
+    array: Array = value if isinstance(value, np.ndarray) else _from_protocol(name, value)
     kind = array.dtype.name
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -136,11 +118,11 @@ def as_array(name: str, value: object) -> tuple[Array, str]:
         return array.view(np.uint16), "bf16"
     if kind == "uint16":
         return array, "u16"
-    if kind not in _CODES:
+    if kind not in CODES:
         raise UnsupportedTensorError(
-            f"{name!r} has dtype {kind}: tensors are {', '.join(_CODES)}; cast it with .astype(np.float32)"
+            f"{name!r} has dtype {kind}: tensors are {', '.join(CODES)}; cast it with .astype(np.float32)"
         )
-    return array, _CODES[kind]
+    return array, CODES[kind]
 
 
 def is_tensor(value: object) -> bool:
@@ -174,7 +156,7 @@ def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
             faults.append(str(error))
             continue
         if code == "f64":
-            known = ", ".join(NAMES[c] for c in NAMES if c in _TRAINABLE)
+            known = ", ".join(NAMES[c] for c in TRAINABLE)
             faults.append(
                 f"{name!r} has dtype float64: parameters are {known}; cast it with .astype(np.float32)"
             )
@@ -182,7 +164,7 @@ def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:
             faults.append(f"{name!r} has dtype uint16, which no tensor has; for bfloat16 install ml_dtypes")
         else:
             is_statistic = name.rpartition(".")[2] in _STATISTICS
-            role: Role = "parameter" if code in _TRAINABLE and not is_statistic else "buffer"
+            role: Role = "parameter" if code in TRAINABLE and not is_statistic else "buffer"
             table.append(Entry(name, (), array.shape, code, role, dtype_of(code)).json())
             arrays.append(contiguous(array))
     if faults:
@@ -219,14 +201,29 @@ def writable(name: str, value: object, entry: Entry) -> Array:
 
     Raises:
         ModelMismatchError: If its shape or dtype is not the tensor's.
-        ConfigError: If it is not an array, not C-contiguous, or read-only.
+        ConfigError: If it is not an array, not C-contiguous, read-only, of foreign byte order or not in the
+            host's memory: what would be written is a copy.
     """
+    if is_tensor(value):
+        device = str(getattr(value, "device", "cpu"))  # no torch for the type checker here
+        if device != "cpu":
+            raise ConfigError(
+                f"out[{name!r}] is on {device}, so it cannot be written in place; give a tensor on the CPU, "
+                "and copy from it"
+            )
+    elif not isinstance(value, np.ndarray):
+        value = _from_protocol(name, value)
     array, code = as_array(name, value)
     entry.check(array, code, "out")
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        kind = "read-only" if array.flags.c_contiguous else "not C-contiguous"
+    faults = {
+        "not C-contiguous": not array.flags.c_contiguous,
+        "of foreign byte order": isinstance(value, np.ndarray) and not value.dtype.isnative,
+        "read-only": not array.flags.writeable,
+    }
+    if fault := next((fault for fault, is_so in faults.items() if is_so), None):
         raise ConfigError(
-            f"out[{name!r}] is {kind}, so it cannot be written in place; give np.empty_like of it"
+            f"out[{name!r}] is {fault}, so it cannot be written in place; give "
+            f"np.empty({entry.shape}, {entry.dtype.name!r})"
         )
     return array
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from offbeat import process
 from offbeat.arrays import (
-    NAMES,
     Array,
     Entry,
     as_array,
@@ -22,6 +21,8 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
+from offbeat.checks import refuse, seconds
+from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
     ConfigError,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from offbeat import _offbeat
 
 __all__ = ["Client"]
+
+
+NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
 
 class Client(process.Live):
@@ -78,13 +82,16 @@ class Client(process.Live):
         self._session: _offbeat.Session | None = None
         address = address or os.environ.get("OFFBEAT_SERVER")
         token = token or os.environ.get("OFFBEAT_TOKEN") or None
-        if not address:
-            raise ConfigError('which server? Give address="HOST:PORT", or set OFFBEAT_SERVER')
+        faults = seconds(connect_timeout_s=connect_timeout_s)
         if in_flight not in (1, 2):
-            raise ConfigError(f"in_flight is {in_flight!r}: one push in flight, or 2")
+            faults.append(f"in_flight is {in_flight!r}: one push in flight, or 2")
+        if not address:
+            raise ConfigError("; ".join([NO_ADDRESS, *faults]))
+        refuse(faults)
         from offbeat._offbeat import Session
 
         self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+        self._words = f"{self._session.worker_id} at {self._session.address}"
         self._table: list[Entry] = []
         self._names: dict[str, Entry] = {}
         self._arrays: _offbeat.ArrayTable
@@ -278,7 +285,9 @@ class Client(process.Live):
     def __repr__(self) -> str:
         if self._session is None:
             return "<offbeat.Client, closed>"
-        return f"<offbeat.Client {self._session.worker_id} at {self._session.address}>"
+        return (
+            f"<offbeat.Client {self._words}>"  # a session answers neither in a child nor two threads at once
+        )
 
     # -- inside
 

@@ -37,10 +37,12 @@ class History:
     Attributes:
         records: The log lines, one per `log_frequency` steps and one for the rest.
         epochs: Passes over this worker's data that were finished.
-        steps: Steps of this worker: pushes, or steps of a live optimizer.
+        steps: Steps of this worker: pushes, or steps of a live optimizer. Not calls of `worker.step()`, each
+            of which takes a batch.
         samples: Samples trained on.
         seconds: Wall time.
-        receipts: How many pushes met which fate: "applied", or the reason of a rejection.
+        receipts: How many pushes met which fate: "applied", or the reason of a rejection. Pushes from before
+            `train` whose receipts nobody had seen are among them.
         stopped: Why it ended.
         optimizer: Which optimizer ran, and on which side.
     """

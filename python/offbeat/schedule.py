@@ -4,11 +4,11 @@ The server counts, so workers of different speed need no schedule of their own: 
 place in the run. `server.set_lr` changes the base that the factor multiplies.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from offbeat.checks import is_count, is_number
 from offbeat.errors import ConfigError
 from offbeat.naming import strict_keywords, unknown
 
@@ -35,7 +35,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         faults = [*self._faults(), *_whole("warmup", self.warmup, least=0)]
-        if not (_is_number(self.warmup_start_factor) and 0 <= self.warmup_start_factor <= 1):
+        if not (is_number(self.warmup_start_factor) and 0 <= self.warmup_start_factor <= 1):
             faults.append(f"warmup_start_factor is {self.warmup_start_factor!r}: it is a number from 0 to 1")
         if self.unit not in ("version", "samples"):
             faults.append(unknown("unit", self.unit, ["version", "samples"]))
@@ -81,7 +81,7 @@ class Step(Schedule):
     name = "step"
 
     def _faults(self) -> list[str]:
-        good = _is_number(self.gamma) and 0 < self.gamma <= 1
+        good = is_number(self.gamma) and 0 < self.gamma <= 1
         wrong = [] if good else [f"gamma is {self.gamma!r}: it is a number above 0 and at most 1"]
         return _whole("step_size", self.step_size, least=1) + wrong
 
@@ -103,7 +103,7 @@ class _Decay(Schedule):
     end_factor: float = 0.0
 
     def _faults(self) -> list[str]:
-        good = _is_number(self.end_factor) and self.end_factor >= 0
+        good = is_number(self.end_factor) and self.end_factor >= 0
         wrong = [] if good else [f"end_factor is {self.end_factor!r}: it is a number, 0 or more"]
         return _whole("total", self.total, least=1) + wrong
 
@@ -166,10 +166,9 @@ def resolve(schedule: Schedule | str | None, *, max_samples: int | None = None) 
     raise ConfigError(unknown("lr_schedule", schedule, list(_SCHEDULES)))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _whole(name: str, value: object, *, least: int) -> list[str]:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    return [] if good else [f"{name} is {value!r}: it is a whole number, {least} or more"]
+    return (
+        []
+        if is_count(value, least=least)
+        else [f"{name} is {value!r}: it is a whole number, {least} or more"]
+    )

@@ -1,18 +1,16 @@
 """The parameter server: it holds the model, and every worker's pushes move it."""
 
 import json
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from offbeat import process, schedule, staleness
+from offbeat.address import reachable, start_line
 from offbeat.arrays import (
     Array,
+    Entry,
     as_array,
     by_name,
     contiguous,
@@ -21,10 +19,12 @@ from offbeat.arrays import (
     no_such_tensor,
     read_table,
 )
+from offbeat.checks import seconds
 from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
-from offbeat.settings import THIS_MACHINE, Settings
+from offbeat.settings import Settings
+from offbeat.termination import stopping_on_sigterm
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from offbeat import _offbeat
 
 __all__ = ["ParameterServer", "stop_and_take"]
-
-EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
 
 
 class ParameterServer(process.Live):
@@ -145,12 +143,12 @@ class ParameterServer(process.Live):
         self._server = Server(json.dumps(self._config), self._model)
         self._model = None
         process.register(self)
-        process.announce(_start_line(self._server.address, has_token=self._config["token"] is not None))
+        process.announce(start_line(self._server.address, has_token=self._config["token"] is not None))
 
     @property
     def address(self) -> str:
         """Where workers find it, "HOST:PORT"."""
-        return _reachable(self._open().address)
+        return reachable(self._open().address)
 
     def wait_for_workers(self, n: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
@@ -168,12 +166,12 @@ class ParameterServer(process.Live):
         Raises:
             ConnectionLostError: If all workers were lost or have left, and none has finished.
         """
-        with _stopping_on_sigterm(self):
+        with stopping_on_sigterm(self.stop):
             return self._open().wait_for_workers(_workers(1 if n is None else n), _timeout(timeout_s))
 
     def wait_until_joined(self, n: int, timeout_s: float | None = None) -> bool:
         """Wait until n workers have joined; False if the time was up. SIGTERM as in `wait_for_workers`."""
-        with _stopping_on_sigterm(self):
+        with stopping_on_sigterm(self.stop):
             return self._open().wait_until_joined(_workers(n), _timeout(timeout_s))
 
     def stop(self) -> None:
@@ -217,10 +215,12 @@ class ParameterServer(process.Live):
         """Replace the model's values, in a new term: pushes on what was before are rejected.
 
         Args:
-            state: Arrays or tensors by name, all of the model's and no other; copied.
+            state: Arrays or tensors by name, all of the model's and no other; copied. A tensor with several
+                names may be given under any of them.
 
         Raises:
-            ModelMismatchError: If a name, shape or dtype is not the model's.
+            ModelMismatchError: If a name, shape or dtype is not the model's, or if two names of one tensor
+                are given different values.
         """
         server = self._open()
         held = server.tensors()
@@ -233,13 +233,7 @@ class ParameterServer(process.Live):
         for name in state:
             if name not in known:
                 raise no_such_tensor(name, known, "the state")
-        values = []
-        for entry in entries:
-            if entry.name not in state:
-                raise ModelMismatchError(f"the state has no {entry}")
-            array, code = as_array(entry.name, state[entry.name])
-            values.append(contiguous(entry.check(array, code, "the state")))
-        server.load_tensors(values)
+        server.load_tensors([_value_of(entry, state) for entry in entries])
 
     def set_lr(self, lr: float, group: int | None = None) -> None:
         """Change the learning rate, from the next push on; the schedule's factor multiplies it as before.
@@ -300,6 +294,25 @@ def _state(server: "_offbeat.Server") -> "dict[str, torch.Tensor] | dict[str, Ar
     return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
 
 
+def _value_of(entry: Entry, state: Mapping[str, object]) -> Array:
+    """Take one tensor out of a state, under whichever of its names it is given."""
+    values = {}
+    for name in (entry.name, *entry.aliases):
+        if name in state:
+            array, code = as_array(name, state[name])
+            values[name] = contiguous(entry.check(array, code, "the state"))
+    if not values:
+        raise ModelMismatchError(f"the state has no {entry}")
+    first, *others = values
+    for other in others:
+        if values[first].tobytes() != values[other].tobytes():
+            raise ModelMismatchError(
+                f"the state has two values for one tensor: {first!r} and {other!r} are tied in the model, "
+                "and what is given for them differs"
+            )
+    return values[first]
+
+
 def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbeat.Snapshot | None":
     """Copy a model's values, so that what its owner does to it later is nothing to the server."""
     if model is None:
@@ -310,7 +323,7 @@ def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbe
         from offbeat.module import describe as describe_module
 
         description = describe_module(model)
-        table, arrays = description.table, list(description.buffers())
+        table, arrays = description.table, list(description.arrays())
     else:
         raise ConfigError(
             f"model is a {type(model).__name__}: give an nn.Module, a dict of named arrays, or None"
@@ -333,61 +346,6 @@ def _is_module(model: object) -> "TypeGuard[torch.nn.Module]":
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _start_line(address: str, *, has_token: bool) -> str:
-    """Say where the server listens, how a worker joins, and how to let other machines in."""
-    reachable = _reachable(address)
-    local = address.rpartition(":")[0].strip("[]") in THIS_MACHINE
-    where = f"{address} (this machine only)" if local else address
-    token = "OFFBEAT_TOKEN=$OFFBEAT_TOKEN " if has_token else ""
-    line = (
-        f"parameter server on {where}; a worker joins with: {token}OFFBEAT_SERVER={reachable} python train.py"
-    )
-    if local and has_token:
-        return line + '; for other machines give host="0.0.0.0", or set OFFBEAT_HOST'
-    if local:
-        return line + "; for other machines set OFFBEAT_TOKEN to the same secret here and there"
-    return line
-
-
-def _reachable(address: str) -> str:
-    """Put this machine's own address in the place of "every interface"."""
-    host, _, port = address.rpartition(":")
-    if host not in EVERY_INTERFACE:
-        return address
-    try:  # a datagram socket is connected without sending anything: the system says which way it would send
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))
-            return f"{probe.getsockname()[0]}:{port}"
-    except OSError:  # no network
-        return f"{THIS_MACHINE[0]}:{port}"
-
-
-class _Terminated(SystemExit):
-    """SIGTERM came while the server was being waited for."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
-    raise _Terminated(0)
-
-
-@contextmanager
-def _stopping_on_sigterm(server: ParameterServer) -> Iterator[None]:
-    """Let SIGTERM stop the server and end the process with code 0, unless it has another handler."""
-    on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except _Terminated:
-        server.stop()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _workers(n: int) -> int:
     if type(n) is not int or n < 1:
         raise ConfigError(f"n is {n!r}: it is a number of workers, 1 or more")
@@ -395,6 +353,6 @@ def _workers(n: int) -> int:
 
 
 def _timeout(timeout_s: float | None) -> float | None:
-    if timeout_s is not None and not timeout_s >= 0:
+    if timeout_s is not None and seconds(timeout_s=timeout_s):
         raise ConfigError(f"timeout_s is {timeout_s!r}: it is a number of seconds, or None for no limit")
     return timeout_s

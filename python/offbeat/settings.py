@@ -1,12 +1,12 @@
 """From `ParameterServer`'s keywords to what the Rust server reads; every bad one is named at once."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from offbeat import schedule, staleness
-from offbeat.errors import ConfigError
+from offbeat.address import THIS_MACHINE
+from offbeat.checks import Faults, is_count, refuse, seconds
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
 
@@ -14,10 +14,7 @@ __all__ = ["Settings"]
 
 UPDATE_RULES = ("async_sgd",)
 TRANSACTIONS = ("fragment", "model")
-THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65_535
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,7 @@ class Settings:
         Raises:
             ConfigError: Naming every setting that cannot be used.
         """
-        faults = _Faults()
+        faults = Faults()
         faults += self._plain_faults()
         late, correction = faults.catch(self._staleness) or ({}, self.momentum_correction)
         rate = faults.catch(lambda: schedule.resolve(self.lr_schedule, max_samples=self.max_samples).spec())
@@ -64,8 +61,7 @@ class Settings:
                 f"host is {host!r} but there is no token, so anyone who reaches the port could train the "
                 "model: give token= (or set OFFBEAT_TOKEN, here and on the workers), or say insecure=True"
             )
-        if faults:
-            raise ConfigError("; ".join(faults))
+        refuse(faults)
         return {
             "host": host,
             "port": self.port,
@@ -92,7 +88,7 @@ class Settings:
 
     def _plain_faults(self) -> list[str]:
         faults = []
-        if not _is_whole(self.port) or not 0 <= self.port <= LARGEST_PORT:
+        if not is_count(self.port) or self.port > LARGEST_PORT:
             faults.append(f"port is {self.port!r}: it is 0 (a free one) to {LARGEST_PORT}")
         if self.update_rule not in UPDATE_RULES:
             faults.append(unknown("update_rule", self.update_rule, UPDATE_RULES))
@@ -100,7 +96,7 @@ class Settings:
             faults.append(unknown("transaction", self.transaction, TRANSACTIONS))
         if self.momentum_correction not in (None, True, False):
             faults.append(f"momentum_correction is {self.momentum_correction!r}: it is True, False or None")
-        if self.max_samples is not None and (not _is_whole(self.max_samples) or self.max_samples < 1):
+        if self.max_samples is not None and not is_count(self.max_samples, least=1):
             faults.append(f"max_samples is {self.max_samples!r}: it is 1 or more, or None for no end")
         faults += [
             f"{name} is {value!r}, but checkpoints come with a later version of Offbeat: leave it out, and "
@@ -111,9 +107,7 @@ class Settings:
             )
             if value is not None
         ]
-        for name, seconds in (("linger_s", self.linger_s), ("rejoin_grace_s", self.rejoin_grace_s)):
-            if type(seconds) not in (int, float) or not seconds >= 0:
-                faults.append(f"{name} is {seconds!r}: it is a number of seconds, 0 or more")
+        faults += seconds(finite=True, linger_s=self.linger_s, rejoin_grace_s=self.rejoin_grace_s)
         if self.resume == "must":
             faults.append(
                 "resume is 'must', but checkpoints come with a later version of Offbeat: use 'auto'"
@@ -121,18 +115,3 @@ class Settings:
         elif self.resume not in ("auto", "never"):
             faults.append(unknown("resume", self.resume, ("auto", "never", "must")))
         return faults
-
-
-class _Faults(list[str]):
-    """What is wrong so far."""
-
-    def catch(self, check: Callable[[], T]) -> T | None:
-        try:
-            return check()
-        except ConfigError as error:
-            self.append(str(error))
-            return None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -5,12 +5,12 @@ weight in (0, 1] that scales everything the push will ever do; several multiply.
 ``staleness_policy="adaptive_lr"`` is ``AdaptiveLR()`` with `ParameterServer`'s keywords filled in.
 """
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from offbeat.checks import is_count, is_number
 from offbeat.errors import ConfigError
 from offbeat.naming import strict_keywords, unknown
 
@@ -38,7 +38,7 @@ class StalenessPolicy:
 
     def __post_init__(self) -> None:
         faults = self._faults()
-        if not (self.max_staleness is None or _is_whole(self.max_staleness)):
+        if not (self.max_staleness is None or is_count(self.max_staleness)):
             faults.append(f"max_staleness is {self.max_staleness!r}: it is 0 or more updates, or None")
         if faults:
             raise ConfigError(f"{type(self).__name__}: " + "; ".join(faults))
@@ -80,7 +80,7 @@ class AdaptiveLR(StalenessPolicy):
     name = "adaptive_lr"
 
     def _faults(self) -> list[str]:
-        good = _is_number(self.factor) and 0 < self.factor <= 1
+        good = is_number(self.factor) and 0 < self.factor <= 1
         return [] if good else [f"factor is {self.factor!r}: it is a number above 0 and at most 1"]
 
     def _weight(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Hinge(StalenessPolicy):
     name = "hinge"
 
     def _faults(self) -> list[str]:
-        wrong = [] if _is_whole(self.b) else [f"b is {self.b!r}: it is a whole number, 0 or more"]
+        wrong = [] if is_count(self.b) else [f"b is {self.b!r}: it is a whole number, 0 or more"]
         return _not_negative("a", self.a) + wrong
 
     def _weight(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class GradientFiltering(StalenessPolicy):
     name = "gradient_filtering"
 
     def _faults(self) -> list[str]:
-        good = self.max_norm is None or (_is_number(self.max_norm) and self.max_norm > 0)
+        good = self.max_norm is None or (is_number(self.max_norm) and self.max_norm > 0)
         return (
             [] if good else [f"max_norm is {self.max_norm!r}: it is a number above 0, or None for no limit"]
         )
@@ -262,14 +262,6 @@ def _warn_of_unheard_factor(kinds: Sequence[type], lr_factor: float) -> None:
         warnings.warn(f"{given} has no effect: no staleness policy is 'adaptive_lr'", stacklevel=4)
 
 
-def _is_whole(value: Any) -> bool:  # noqa: ANN401  what a user gave
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:  # noqa: ANN401  what a user gave
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _not_negative(name: str, value: float) -> list[str]:
-    good = _is_number(value) and value >= 0
+    good = is_number(value) and value >= 0
     return [] if good else [f"{name} is {value!r}: it is a number, 0 or more"]

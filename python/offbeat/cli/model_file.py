@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.arrays import NAMES, as_array, contiguous
+from offbeat.arrays import as_array, contiguous
+from offbeat.dtypes import NAMES
 from offbeat.errors import ConfigError
 
 __all__ = ["check_writable", "load", "save"]

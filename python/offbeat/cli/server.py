@@ -7,6 +7,7 @@ import threading
 from argparse import Namespace
 
 from offbeat import ParameterServer
+from offbeat.address import THIS_MACHINE
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.cli.serving import (
@@ -19,7 +20,6 @@ from offbeat.cli.serving import (
     stopping_on_signals,
 )
 from offbeat.errors import ConfigError
-from offbeat.settings import THIS_MACHINE
 
 __all__ = ["add_arguments", "run"]
 

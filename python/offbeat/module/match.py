@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from offbeat.dtypes import NAMES
 from offbeat.errors import ModelMismatchError
-from offbeat.module.table import Found, TensorSpec, dtype_name
+from offbeat.module.table import Found, TensorSpec
 
 __all__ = ["match", "words"]
 
@@ -38,7 +39,7 @@ def match(table: Sequence[TensorSpec], found: Sequence[Found]) -> list[Found]:
 def words(spec: TensorSpec) -> str:
     """Name a tensor with everything two models may differ in."""
     tied = f", tied with {', '.join(map(repr, spec['aliases']))}" if spec["aliases"] else ""
-    shape, dtype = spec["shape"], dtype_name(spec["dtype"])
+    shape, dtype = spec["shape"], NAMES.get(spec["dtype"], spec["dtype"])
     return f"{spec['role']} {spec['name']!r} of shape {shape} and dtype {dtype}{tied}"
 
 

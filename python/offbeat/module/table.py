@@ -8,45 +8,27 @@ name.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from offbeat.dtypes import NAMES, TRAINABLE, Role
 from offbeat.errors import ConfigError, UnsupportedTensorError
 
 __all__ = [
-    "DTYPES",
     "Description",
     "Found",
-    "Role",
     "TensorSpec",
     "describe",
-    "dtype_name",
     "find",
     "spec_of",
     "unwrap",
 ]
 
-Role = Literal["parameter", "buffer"]
-
-#: torch's dtypes as the tensor table spells them. Parameters are of the first three.
-DTYPES: dict[torch.dtype, str] = {
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float64: "f64",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
-_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
-_TORCH_NAME = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
+_CODES: dict[torch.dtype, str] = {getattr(torch, name): code for code, name in NAMES.items()}
 
 
 class TensorSpec(TypedDict):
@@ -75,7 +57,7 @@ class Description:
     table: str
     tensors: list[torch.Tensor]
 
-    def buffers(self) -> list[npt.NDArray[np.uint8]]:
+    def arrays(self) -> list[npt.NDArray[np.uint8]]:
         """Give each tensor's bytes in logical (C) order; copied only where its own memory is not that."""
         return [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in self.tensors]
 
@@ -145,11 +127,6 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def dtype_name(code: str) -> str:
-    """Name a dtype as torch's users know it."""
-    return _TORCH_NAME.get(code, code)
-
-
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, dict[str, Any], str, Role]]:
     """Go through (name, owner, key, role) of every tensor that is in the plain module's `state_dict()`."""
     inside = vars(unwrap(module))
@@ -165,7 +142,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, dict[str, Any],
 
 
 def _spec(name: str, tensor: torch.Tensor, role: Role) -> TensorSpec:
-    shape, dtype = list(tensor.shape), DTYPES[tensor.dtype]
+    shape, dtype = list(tensor.shape), _CODES[tensor.dtype]
     return {"name": name, "aliases": [], "shape": shape, "dtype": dtype, "role": role}
 
 
@@ -198,11 +175,11 @@ def _dtype_faults(tensor: torch.Tensor, role: Role) -> Iterator[str]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_complex():
         yield f"is {dtype}: hold its real and imaginary parts in two tensors"
-    if role == "parameter" and tensor.dtype not in _TRAINABLE:
-        known = ", ".join(_TORCH_NAME[DTYPES[trainable]] for trainable in _TRAINABLE)
+    if role == "parameter" and _CODES.get(tensor.dtype) not in TRAINABLE:
+        known = ", ".join(NAMES[code] for code in TRAINABLE)
         yield f"is {dtype}: parameters are {known} (cast it, or make it a buffer)"
-    if tensor.dtype not in DTYPES:
-        yield f"is {dtype}: buffers are {', '.join(_TORCH_NAME.values())}"
+    if tensor.dtype not in _CODES:
+        yield f"is {dtype}: buffers are {', '.join(NAMES.values())}"
 
 
 def _shared_memory(found: list[Found]) -> list[str]:

@@ -111,7 +111,7 @@ class OptimizerSpec:
             if name in defaults:
                 try:
                     values[name] = self._value(name, value, defaults[name])
-                except (TypeError, ValueError, RuntimeError) as error:
+                except (TypeError, ValueError, OverflowError, RuntimeError) as error:
                     faults.append(f"{where}{name} is {value!r}: {error}")
             elif name not in IGNORED:
                 faults.append(
@@ -134,7 +134,7 @@ class OptimizerSpec:
         number = (
             math.nan if isinstance(value, bool | str) else float(cast(float, value))
         )  # also takes 0-d tensors
-        if not low <= number < high:
+        if not (low <= number < high and math.isfinite(number)):
             raise ValueError(f"it is a number from {low:g} to below {high:g}")
         return number
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from offbeat.errors import ConfigError
 
-__all__ = ["Epochs", "Given", "count", "moved", "split"]
+__all__ = ["Epochs", "Given", "batches_of", "count", "moved", "split"]
 
 _OWN_LOOP = """a loop of your own takes any batch:
     for batch in loader:
@@ -66,6 +66,35 @@ class Given:
     def __len__(self) -> int:
         """Count the batches of one pass; TypeError where nobody knows."""
         return len(cast(Sized, self._loader))
+
+
+def batches_of(
+    dataset: Dataset[Any] | None,
+    dataloader: Iterable[Any] | None,
+    *,
+    epochs: int,
+    batch_size: int,
+    order: str,
+    pin_memory: bool,
+) -> Epochs | Given:
+    """Make a source of what `train` was given: a dataset or a loader, one of the two.
+
+    Raises:
+        ConfigError: If it is both, neither, a dataset without a length, or what gives its batches only once
+            where there are several epochs.
+    """
+    if dataloader is None:
+        if dataset is None:
+            raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got neither")
+        return Epochs(dataset, batch_size, order, pin_memory=pin_memory)
+    if dataset is not None:
+        raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got both")
+    if epochs > 1 and isinstance(dataloader, Iterator) and iter(dataloader) is dataloader:
+        raise ConfigError(
+            f"the dataloader is a {type(dataloader).__name__}, which gives its batches once, and epochs is "
+            f"{epochs}: give what begins anew at each pass, such as a DataLoader or a list, or epochs=1"
+        )
+    return Given(dataloader)
 
 
 class _Permutation(Sampler[int]):

@@ -1,22 +1,25 @@
 """Joining a server: reach it, agree on the model, fill the module."""
 
 import logging
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from offbeat import blueprint
+from offbeat.checks import Faults, at_least_one, refuse, seconds
 from offbeat.errors import ConfigError
 from offbeat.module import Binding, describe
 from offbeat.naming import unknown
+from offbeat.worker.gradients import LossReduction
 from offbeat.worker.link import Link
 
 if TYPE_CHECKING:
     from offbeat._offbeat import Session
 
-__all__ = ["Buffers", "JoinConfig", "join"]
+__all__ = ["Buffers", "JoinConfig", "fixed", "join"]
 
 Buffers = Literal["sync", "local"]
 
@@ -25,28 +28,71 @@ _log = logging.getLogger("offbeat")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinConfig:
-    """What a worker needs to join."""
+    """What a worker is made with, as given, and what becomes of it.
 
-    address: str
+    Attributes:
+        address: Where the server is: `server_address`, or the environment's.
+        torch_device: `device`, as torch has it.
+
+    Raises:
+        ConfigError: Naming every setting that cannot be used.
+    """
+
+    server_address: str | None
     token: str | None
     worker_id: str | None
-    device: torch.device
+    local_batch_size: int
+    update_frequency: int
+    device: str | torch.device
+    loss_reduction: LossReduction
     in_flight: int
     buffers: Buffers
     connect_timeout_s: float
+    address: str = field(init=False)
+    torch_device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        faults = []
+        faults = Faults()
+        address = faults.catch(lambda: _address(self.server_address))
+        faults += at_least_one(local_batch_size=self.local_batch_size, update_frequency=self.update_frequency)
+        device = faults.catch(lambda: _device(self.device))
+        if self.loss_reduction not in ("mean", "sum"):
+            faults.append(unknown("loss reduction", self.loss_reduction, ("mean", "sum")))
         if self.in_flight not in (1, 2):
             faults.append(f"in_flight is {self.in_flight!r}: one push or two can be under way")
         if self.buffers not in ("sync", "local"):
             faults.append(unknown("way to treat buffers", self.buffers, ("sync", "local")))
-        if not self.connect_timeout_s >= 0:
-            faults.append(f"connect_timeout_s is {self.connect_timeout_s!r}: give seconds, 0 or more")
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            faults.append(f"device is {self.device}, and torch sees no CUDA device here")
-        if faults:
-            raise ConfigError("; ".join(faults))
+        faults += seconds(connect_timeout_s=self.connect_timeout_s)
+        refuse(faults)
+        object.__setattr__(self, "address", address)
+        object.__setattr__(self, "torch_device", device)
+
+
+def _address(given: str | None) -> str:
+    if address := given or os.environ.get("OFFBEAT_SERVER"):
+        return address
+    raise ConfigError(
+        "no server address: give AsyncWorker(server_address='HOST:PORT') or set OFFBEAT_SERVER; the server "
+        "prints the line to use when it starts"
+    )
+
+
+def _device(given: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {given!r}, which torch does not know: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device}, and torch sees no CUDA device here")
+    return device
+
+
+def fixed(name: str, value: object) -> str:
+    """Word the refusal to change a setting of a worker that has joined."""
+    return (
+        f"worker.{name} cannot be set to {value!r}: it is chosen when the worker is made; close this one and "
+        f"make a new one, with AsyncWorker({name}={value!r})"
+    )
 
 
 def join(config: JoinConfig, model: nn.Module | None) -> Link:
@@ -66,11 +112,11 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
 
     if model is not None:
         describe(model)  # what cannot be trained is told before anything is sent
-        model.to(config.device)
+        model.to(config.torch_device)
     session = Session(
         config.address,
         config.worker_id,
-        config.token,
+        config.token or os.environ.get("OFFBEAT_TOKEN") or None,
         None,
         config.in_flight,
         config.connect_timeout_s,
@@ -79,7 +125,7 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
     try:
         table = _agree(session, model)
         if model is None:
-            model = blueprint.build(session.blueprint or "null", config.device)
+            model = blueprint.build(session.blueprint or "null", config.torch_device)
         binding = Binding(model, table, local_buffers=config.buffers == "local")
         link = Link(session, binding, in_flight=config.in_flight)
         link.pull()
@@ -94,6 +140,6 @@ def _agree(session: "Session", model: nn.Module | None) -> str:
     """Give the server's tensor table; bring it our model if it has none."""
     if session.table is None and model is not None:
         description = describe(model)
-        memories = [(b, b.ctypes.data, b.nbytes) for b in description.buffers()]
+        memories = [(b, b.ctypes.data, b.nbytes) for b in description.arrays()]
         session.init(description.table, memories, blueprint.describe(model))
     return session.wait_for_model()

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -30,15 +31,18 @@ class Steps:
 
     Attributes:
         batches: Batches gathered and not pushed.
+        kept: Receipts that came in where nobody could be given them, oldest first.
     """
 
     def __init__(self, link: Link, *, update_frequency: int, reduction: LossReduction) -> None:
         self.batches = 0
+        self.kept: list[Receipt] = []
         self._samples = 0
         self._link = link
         self._update_frequency = update_frequency
         self._reduction: LossReduction = reduction
         self._contribution_or_none: Contribution | None = None
+        self._announced: object = None  # which optimizer the log was told of
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -58,7 +62,7 @@ class Steps:
             if not isinstance(self._contribution_or_none, Gradients):
                 self._begin(self._gradients())
         elif optimizer is not self.live:
-            self.push_rest()
+            self.kept.extend(self.push_rest())
             live = LiveOptimizer(self._link.binding, optimizer)
             try:
                 self._link.session.configure(live.kind, None)
@@ -67,7 +71,7 @@ class Steps:
                 live.close()
                 raise
             self._begin(live)
-        _log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
+        self._announce()
 
     def require_optimizer(self) -> None:
         """See that there is an optimizer, on either side.
@@ -80,6 +84,7 @@ class Steps:
             raise ConfigError(
                 "there is no optimizer: give train(optimizer=offbeat.optim.SGD(lr=...)), or the server one"
             )
+        self._announce()
 
     @property
     def live(self) -> torch.optim.Optimizer | None:
@@ -125,6 +130,16 @@ class Steps:
         broken_off, receipts = self._link.settle()
         return [*broken_off, *map(self._settled, receipts)]
 
+    def flush(self) -> None:
+        """Push what is gathered, wait for everything in flight, and keep the receipts."""
+        self.kept.extend(self.push_rest())
+        self.kept.extend(self.settle())
+
+    def take_kept(self) -> list[Receipt]:
+        """Give out what is kept, once."""
+        kept, self.kept = self.kept, []
+        return kept
+
     def drop(self) -> None:
         """Forget what was not pushed, and what was pushed and not answered."""
         self._contribution.drop()
@@ -142,16 +157,23 @@ class Steps:
         """What pushes carry: where nothing was said, gradients for the server's optimizer."""
         if self._contribution_or_none is None:
             self._link.session.configure("gradient", None)
-            return self._begin(self._gradients())
-        return self._contribution_or_none
+            self._begin(self._gradients())
+            self._announce()
+        return cast(Contribution, self._contribution_or_none)
 
     def _gradients(self) -> Gradients:
         return Gradients(self._link.binding, self._reduction, waits=self._update_frequency > 1)
 
-    def _begin(self, contribution: Contribution) -> Contribution:
+    def _begin(self, contribution: Contribution) -> None:
         self.close()
         self._contribution_or_none = contribution
-        return contribution
+
+    def _announce(self) -> None:
+        """Tell the log which optimizer runs where, once for each that begins."""
+        which = self.words if self.live is None else self.live
+        if which not in (self._announced, words.NONE_YET):
+            self._announced = which
+            _log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
 
     def _push(self) -> list[Receipt]:
         contribution = self._contribution
@@ -173,4 +195,6 @@ class Steps:
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)
+        if self._announced is None:  # the server came by its optimizer after this worker's first step
+            self._announce()
         return receipt

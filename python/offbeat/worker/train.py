@@ -65,7 +65,8 @@ def run(
 ) -> None:
     """Train by the plan and write down in `history` what happened, whatever happens.
 
-    Afterwards nothing is in flight, and the module holds the newest model pulled.
+    Receipts of earlier pushes that `steps` has kept are noted with the others. Afterwards nothing is in
+    flight, and the module holds the newest model pulled.
 
     Raises:
         RejectedError: After 100 rejections in a row, with their reasons.
@@ -114,8 +115,12 @@ class _Loop:
     def run(self) -> None:
         _wake(self._link.binding.module)
         self._link.binding.clear_gradients()
-        self._train()
-        self._note(self._steps.settle())
+        self._note_kept()
+        if not self._out_of_budget:
+            self._train()
+        settled = self._steps.settle()  # what is gathered and not pushed is for `drop`
+        self._note_kept()
+        self._note(settled)
         if self._out_of_budget:
             self._history.stopped = "budget"
         if self._history.steps > self._logged_step:
@@ -164,9 +169,13 @@ class _Loop:
         receipts = act()
         pushed = self._steps.batches < gathered + batches
         history.steps += batches if self._steps.kind == "delta" else int(pushed)
+        self._note_kept()  # a metric may have called `evaluate`
         self._note(receipts)
         if history.steps >= self._logged_step + self._plan.log_frequency:
             self._log()
+
+    def _note_kept(self) -> None:
+        self._note(self._steps.take_kept())
 
     def _note(self, receipts: list[Receipt]) -> None:
         for receipt in receipts:

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["of_live", "of_run"]
+__all__ = ["NONE_YET", "of_live", "of_run"]
+
+NONE_YET = "none yet: the server waits for one"
 
 
 def of_live(optimizer: torch.optim.Optimizer, update_frequency: int) -> str:
@@ -20,7 +22,7 @@ def of_run(run: str) -> str:
     config: dict[str, Any] = json.loads(run)
     spec = config.get("optimizer")
     if spec is None:
-        return "none yet: the server waits for one"
+        return NONE_YET
     rules = " and ".join(_rule(group) for group in spec["groups"])
     momentum = ", its momentum in the workers" if config.get("momentum_correction") else ""
     return f"{rules} on the server{momentum}"

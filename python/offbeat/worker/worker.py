@@ -4,23 +4,24 @@ import logging
 import os
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Never, Self, overload
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import process
-from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
+from offbeat.checks import at_least_one, refuse
+from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.metrics import Metric, meters
-from offbeat.naming import known_keywords, unknown
+from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
-from offbeat.worker.batches import Epochs, Given
+from offbeat.worker.batches import batches_of
 from offbeat.worker.evaluate import measure
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.gradients import LossReduction
-from offbeat.worker.join import Buffers, JoinConfig, join
+from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import LossFunction, TrainPlan, run
@@ -53,9 +54,9 @@ class AsyncWorker(process.Live):
         loss_reduction: Whether losses are means over their batch, or sums.
         in_flight: 1: each step waits for its answer. 2: a step pushes and takes the answer to the one before,
             so that the network is busy in both directions; every push is then one update late at least.
-        buffers: "sync": changes of buffers (BatchNorm and others) are added up on the server; floats are taken
-            for averages and go no further than the value that a worker brings, counts belong in integers.
-            "local": this worker keeps its own, and the server's stay as they began.
+        buffers: "sync": changes of buffers (BatchNorm and others) are added up on the server; floats are
+            taken for averages and go no further than the value that a worker brings, counts belong in
+            integers. "local": this worker keeps its own, and the server's stay as they began.
         token: The server's; OFFBEAT_TOKEN if not given.
         worker_id: A name of one's own, under which a restarted process takes its old place. None: the server
             gives one.
@@ -77,6 +78,7 @@ class AsyncWorker(process.Live):
     """
 
     _closed = True  # until there is something to close
+    _is_broken_off = False  # the last `train` raised: what was to be done is not
     _instead = "make one in each process, after it was started; worker.model and worker.history can be both"
 
     @known_keywords
@@ -98,28 +100,26 @@ class AsyncWorker(process.Live):
         seed: int | None = None,
     ) -> None:
         self._pid = os.getpid()
-        self.local_batch_size = _at_least_one("local_batch_size", local_batch_size)
-        self.update_frequency = _at_least_one("update_frequency", update_frequency)
-        self.device = _device(device)
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(unknown("loss reduction", loss_reduction, ("mean", "sum")))
-        self._reduction: LossReduction = loss_reduction
+        self._config = config = JoinConfig(
+            server_address=server_address,
+            token=token,
+            worker_id=worker_id,
+            local_batch_size=local_batch_size,
+            update_frequency=update_frequency,
+            device=device,
+            loss_reduction=loss_reduction,
+            in_flight=in_flight,
+            buffers=buffers,
+            connect_timeout_s=connect_timeout_s,
+        )
+        self.local_batch_size = local_batch_size
         self._seed = seed
         self._epochs_begun = 0
         self._history = History()
         self._loss_fn: LossFunction | None = None
         self._facade: WorkerOptimizer | None = None
-        config = JoinConfig(
-            address=_address(server_address),
-            token=token or os.environ.get("OFFBEAT_TOKEN") or None,
-            worker_id=worker_id,
-            device=self.device,
-            in_flight=in_flight,
-            buffers=buffers,
-            connect_timeout_s=connect_timeout_s,
-        )
         self._link: Link = join(config, model)
-        self._steps = Steps(self._link, update_frequency=self.update_frequency, reduction=loss_reduction)
+        self._steps = Steps(self._link, update_frequency=update_frequency, reduction=loss_reduction)
         self._closed = False
         process.register(self)
         try:
@@ -135,6 +135,24 @@ class AsyncWorker(process.Live):
     def model(self) -> nn.Module:
         """The module it trains: the one given, or the one built."""
         return self._link.binding.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; chosen when the worker is made."""
+        return self._config.torch_device
+
+    @device.setter
+    def device(self, value: Never) -> None:
+        raise AttributeError(fixed("device", value))
+
+    @property
+    def update_frequency(self) -> int:
+        """Batches per push, or local steps per push; chosen when the worker is made."""
+        return self._config.update_frequency
+
+    @update_frequency.setter
+    def update_frequency(self, value: Never) -> None:
+        raise AttributeError(fixed("update_frequency", value))
 
     @property
     def id(self) -> str:
@@ -168,6 +186,9 @@ class AsyncWorker(process.Live):
     def step(self, samples: int | None = None) -> Receipt | None:
         """Take the batch whose gradients are on the model; call it after `backward()` and clipping.
 
+        What it takes is a batch. `history.steps` counts what batches make: pushes, or the steps of a live
+        optimizer.
+
         On every `update_frequency`-th call it pushes, and the model then holds the server's newest
         parameters. The gradients are None afterwards.
 
@@ -176,25 +197,29 @@ class AsyncWorker(process.Live):
 
         Returns:
             The receipt of the push; None while batches are gathered. With two pushes in flight it is the
-            receipt of the push before.
+            receipt of the push before, also where `evaluate` has waited for that in between.
 
         Raises:
             StateError: If no parameter has a gradient.
             NonFiniteError: If a gradient is NaN or infinite; nothing was sent.
         """
-        receipts = self._usable().step(self.local_batch_size if samples is None else samples)
+        steps = self._usable()
+        receipts = steps.step(self.local_batch_size if samples is None else samples)
         if self._facade is not None:
             self._followed_facade()
+        if not receipts and not steps.batches and steps.kept:  # this push has no answer yet
+            return steps.kept.pop(0)
         return receipts[-1] if receipts else None
 
     def flush(self) -> list[Receipt]:
         """Push what is gathered, and wait for everything in flight.
 
         Returns:
-            The receipts that came in, oldest first.
+            The receipts that came in since they were last given out, oldest first.
         """
         steps = self._usable()
-        return [*steps.push_rest(), *steps.settle()]
+        steps.flush()
+        return steps.take_kept()
 
     # ------------------------------------------------------------------ a loop of ours
 
@@ -217,7 +242,7 @@ class AsyncWorker(process.Live):
         Args:
             dataset: Gives samples (inputs, targets); loaded in batches of `local_batch_size`, in an order
                 that is this worker's own and the same in every run of the same name.
-            dataloader: Gives batches (inputs, targets) and is used as it is. One of the two.
+            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch. One of the two.
             epochs: Passes over this worker's data.
             optimizer: A spec (`offbeat.optim.SGD(lr=0.1)`, or `functools.partial(torch.optim.SGD, lr=0.1)`)
                 runs on the server; a live `torch.optim.Optimizer` over `worker.model.parameters()` runs here.
@@ -239,13 +264,19 @@ class AsyncWorker(process.Live):
             KeyboardInterrupt: At Ctrl-C. What is not pushed is dropped, the worker stays joined, `history` is
                 kept, and `train` may be called again.
         """
-        source = self._source(dataset, dataloader)
-        _at_least_one("epochs", epochs)
-        _at_least_one("log_frequency", log_frequency)
-        if max_steps is not None:
-            _at_least_one("max_steps", max_steps)
-        measured = meters(metrics)
         steps = self._usable()
+        self._is_broken_off = True  # until it returns
+        limit = {} if max_steps is None else {"max_steps": max_steps}
+        refuse(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
+        source = batches_of(
+            dataset,
+            dataloader,
+            epochs=epochs,
+            batch_size=self.local_batch_size,
+            order=f"run {self.run_id} worker {self.id}" if self._seed is None else f"seed {self._seed}",
+            pin_memory=self.device.type == "cuda",
+        )
+        measured = meters(metrics)
         if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
             steps.use(optimizer)
         steps.require_optimizer()
@@ -255,14 +286,14 @@ class AsyncWorker(process.Live):
             first_epoch=self._epochs_begun,
             max_steps=max_steps,
             loss_fn=loss_fn,
-            reduction=self._reduction,
+            reduction=self._config.loss_reduction,
             meters=measured,
             log_frequency=log_frequency,
         )
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
         self._link.binding.rescan()
-        self.flush()
+        steps.flush()
         self._link.pull()
         try:
             total = plan.num_batches(1 if steps.live else self.update_frequency)
@@ -270,6 +301,7 @@ class AsyncWorker(process.Live):
             run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
         finally:
             self._epochs_begun += history.epochs + (history.stopped != "epochs")
+        self._is_broken_off = False
         return history
 
     @overload
@@ -301,7 +333,7 @@ class AsyncWorker(process.Live):
             measured,
             device=self.device,
             loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
-            reduction=self._reduction,
+            reduction=self._config.loss_reduction,
         )
         return found if several else found[measured[0].name]
 
@@ -326,7 +358,7 @@ class AsyncWorker(process.Live):
 
     def __del__(self) -> None:
         """Leave when nobody holds the worker any more, as a function that made it returns."""
-        self._end(finished=True)
+        self._end(finished=not self._is_broken_off)
 
     # ------------------------------------------------------------------ inside
 
@@ -341,20 +373,6 @@ class AsyncWorker(process.Live):
             raise ClosedError("this AsyncWorker is closed: make a new one")
         return self._steps
 
-    def _source(self, dataset: Dataset[Any] | None, dataloader: Iterable[Any] | None) -> Epochs | Given:
-        """Where `train`'s batches come from."""
-        self._usable()
-        if (dataset is None) == (dataloader is None):
-            given = "neither" if dataset is None else "both"
-            raise ConfigError(f"train takes a dataset= or a dataloader=, one of the two, and got {given}")
-        if dataset is None:
-            return Given(dataloader or ())
-        order = f"seed {self._seed}"
-        if self._seed is None:
-            order = f"run {self.run_id} worker {self.id}"
-        pinned = self.device.type == "cuda"
-        return Epochs(dataset, self.local_batch_size, order, pin_memory=pinned)
-
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
@@ -367,7 +385,7 @@ class AsyncWorker(process.Live):
             _log.info("worker %s measures its model as it is: batches wait to be pushed", self.id)
             return
         try:
-            self._steps.settle()
+            self._steps.flush()
             self._link.pull()
         except (ConnectError, ConnectionLostError) as error:
             _log.warning("the parameters last pulled are measured, for the server cannot be asked: %s", error)
@@ -381,26 +399,4 @@ class AsyncWorker(process.Live):
         process.release(self)
 
     def _at_exit(self, *, failed: bool) -> None:
-        self._end(finished=not failed)
-
-
-def _address(given: str | None) -> str:
-    if address := given or os.environ.get("OFFBEAT_SERVER"):
-        return address
-    raise ConfigError(
-        "no server address: give AsyncWorker(server_address='HOST:PORT') or set OFFBEAT_SERVER; the server "
-        "prints the line to use when it starts"
-    )
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is {device!r}, which torch does not know: {error}") from error
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} is {value!r}: give a whole number, 1 or more")
-    return value
+        self._end(finished=not (failed or self._is_broken_off))

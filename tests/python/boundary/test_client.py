@@ -177,6 +177,11 @@ def test_out_that_overlaps_itself_is_refused(client):
         client.pull(out={"w": memory[:6].reshape(2, 3), "b": memory[5:8]})
 
 
+def test_out_of_foreign_byte_order_is_refused_instead_of_not_written(client):
+    with pytest.raises(ConfigError, match=r"out\['b'\] is of foreign byte order"):
+        client.pull(out={**model(), "b": np.full(3, -1, ">f4")})
+
+
 # -- push
 
 
@@ -491,6 +496,14 @@ def test_in_flight_is_one_or_two(in_flight):
         offbeat.Client("127.0.0.1:1", in_flight=in_flight)
 
 
+@pytest.mark.parametrize("timeout_s", [-1, "x", "5", None, float("nan"), True, 10**400])
+def test_time_to_connect_is_a_number_of_seconds(timeout_s):
+    with pytest.raises(ConfigError) as caught:
+        offbeat.Client(connect_timeout_s=timeout_s, in_flight=3)
+    for said in ("OFFBEAT_SERVER", "in_flight is 3", f"connect_timeout_s is {timeout_s!r}"):
+        assert said in str(caught.value)
+
+
 def test_worker_id_is_the_users_or_the_servers(server):
     with offbeat.Client(server.address, worker_id="mine") as named, offbeat.Client(server.address) as unnamed:
         assert named.worker_id == "mine"
@@ -533,6 +546,7 @@ def test_two_threads_in_one_client_are_told_so(host):
             threads[0].join(0.01)  # one of them is refused, the other waits for a model
         with pytest.raises(StateError, match="another thread"):
             client.status()
+        assert repr(client).startswith("<offbeat.Client ")
         with offbeat.Client(server.address) as other:
             other.init(model())
         for thread in threads:

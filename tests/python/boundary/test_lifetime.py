@@ -109,6 +109,13 @@ def test_fork_is_allowed_and_using_what_was_inherited_raises(server):
         assert server.status()["version"] == 1
 
 
+def test_repr_of_what_was_inherited_is_that_of_the_parent(server):
+    with offbeat.Client(server.address, worker_id="parent") as client:
+        assert repr(client) == f"<offbeat.Client parent at {server.address}>"
+        for thing in (client, server):
+            assert in_child(lambda thing=thing: repr(thing)) == repr(thing)
+
+
 def test_closing_what_was_inherited_says_nothing_to_the_other_side(server):
     with offbeat.Client(server.address, worker_id="parent") as client:
 

@@ -152,6 +152,32 @@ def test_buffers_may_be_infinite():
         assert server.state_dict()["mask"] == -torch.inf
 
 
+def tied_module():
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+    module[1].weight = module[0].weight
+    return module
+
+
+def test_load_state_dict_takes_a_tied_tensor_under_any_of_its_names():
+    one = np.ones((2, 2), np.float32)
+    with offbeat.ParameterServer(tied_module()) as server:
+        for value, names in enumerate((("0.weight",), ("1.weight",), ("0.weight", "1.weight"))):
+            server.load_state_dict(dict.fromkeys(names, one * value))
+            assert {float(t[0, 0]) for t in server.state_dict().values()} == {value}
+        server.load_state_dict(server.state_dict())
+        with pytest.raises(ModelMismatchError, match=r"the state has no parameter '0\.weight'"):
+            server.load_state_dict({})
+
+
+def test_load_state_dict_with_two_values_for_a_tied_tensor_is_refused_naming_both():
+    one = np.ones((2, 2), np.float32)
+    with offbeat.ParameterServer(tied_module()) as server:
+        server.load_state_dict({"0.weight": one})
+        with pytest.raises(ModelMismatchError, match=r"'0\.weight' and '1\.weight' are tied"):
+            server.load_state_dict({"0.weight": one * 2, "1.weight": one * 3})
+        assert float(server.state_dict()["0.weight"][0, 0]) == 1
+
+
 # -- the run
 
 
@@ -359,6 +385,14 @@ def test_number_of_workers_is_a_count(n):
         for wait in (server.wait_for_workers, server.wait_until_joined):
             with pytest.raises(ConfigError, match="n is"):
                 wait(n)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, "5", float("nan")])
+def test_time_to_wait_is_a_number_of_seconds(timeout_s):
+    with offbeat.ParameterServer() as server:
+        for wait in (server.wait_for_workers, lambda **time: server.wait_until_joined(1, **time)):
+            with pytest.raises(ConfigError, match=f"timeout_s is {timeout_s!r}"):
+                wait(timeout_s=timeout_s)
 
 
 def test_many_threads_may_use_one_server():

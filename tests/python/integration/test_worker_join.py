@@ -165,13 +165,46 @@ def test_a_server_that_is_not_there_is_told_with_address_time_and_remedy():
         ({"in_flight": 3}, "in_flight is 3"),
         ({"buffers": "locale"}, "did you mean 'local'"),
         ({"connect_timeout_s": -1}, "connect_timeout_s is -1"),
+        ({"connect_timeout_s": "5"}, "connect_timeout_s is '5'"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    ids=lambda value: repr(value) if isinstance(value, dict) else None,
 )
 def test_a_setting_that_cannot_be_used_is_named(setting, said):
     with pytest.raises(ConfigError) as caught:
         offbeat.AsyncWorker("127.0.0.1:1", **setting)
     assert said in str(caught.value)
+
+
+def test_every_bad_setting_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        offbeat.AsyncWorker(
+            local_batch_size=0,
+            update_frequency=True,
+            device="gpu",
+            loss_reduction="no",
+            in_flight=7,
+            buffers="x",
+            connect_timeout_s=None,
+        )
+    for said in (
+        "set OFFBEAT_SERVER",
+        "local_batch_size is 0",
+        "update_frequency is True",
+        "device is 'gpu'",
+        "loss reduction 'no'",
+        "in_flight is 7",
+        "buffers 'x'",
+        "connect_timeout_s is None",
+    ):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [("update_frequency", 1, 4), ("device", "cpu", "meta")])
+def test_what_is_chosen_when_a_worker_is_made_cannot_be_changed_afterwards(serve, join, name, old, new):
+    worker = join(serve(net()), net())
+    with pytest.raises(AttributeError, match=rf"worker\.{name} .*make a new one, with AsyncWorker\({name}="):
+        setattr(worker, name, new)
+    assert str(getattr(worker, name)) == str(old)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here CUDA works")

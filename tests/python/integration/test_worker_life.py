@@ -1,5 +1,6 @@
 """A worker's life: forks, copies, ends. What the server sees of each."""
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -169,10 +170,34 @@ def test_a_worker_that_goes_out_of_scope_finishes(serve):
     assert last_departure(server)["state"] == "finished"
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_worker_whose_train_was_broken_off_only_leaves_when_it_goes_out_of_scope(serve, error):
+    server = serve(net())
+
+    def loss(outputs, targets):
+        raise error
+
+    def run(*losses):
+        worker = offbeat.AsyncWorker(server.address, worker_id="a", optimizer=SPEC)
+        batch = (torch.ones(3, 4), torch.zeros(3, dtype=torch.long))
+        for loss_fn in losses:
+            with contextlib.suppress(error):
+                worker.train(dataloader=[batch], loss_fn=loss_fn, progress=False)
+
+    run(loss)
+    assert last_departure(server)["state"] == "left"
+    run(loss, nn.CrossEntropyLoss())
+    assert last_departure(server)["state"] == "finished"
+
+
 ENDINGS = {
     "the end of the script": ("", "finished"),
     "sys.exit(0)": ("sys.exit(0)", "finished"),
     "an exception": ("raise ZeroDivisionError", "left"),
+    "a train that failed": (
+        "\ntry: worker.train(dataloader=[1], loss_fn=None)\nexcept Exception: pass",
+        "left",
+    ),
     "a kill": ("os.kill(os.getpid(), 9)", "lost"),
     "os._exit": ("os._exit(0)", "lost"),
 }

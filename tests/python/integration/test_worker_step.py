@@ -243,6 +243,57 @@ def test_with_two_in_flight_each_step_brings_the_receipt_of_the_one_before(serve
     assert same(values(worker.model), server.state_dict().values())
 
 
+def test_receipts_that_evaluate_waited_for_are_given_by_the_next_step_or_flush(serve, join):
+    worker = join(serve(net(), max_samples=12), net(), in_flight=2, optimizer=SPEC)
+    receipts = []
+    for number in range(4):
+        backward(worker.model, number)
+        receipts.append(worker.step(samples=6))
+        worker.evaluate([])
+    assert receipts[0] is None
+    receipts = [*receipts[1:], *worker.flush()]
+    assert [r.reason or r.version for r in receipts] == [1, 2, "budget", "budget"]
+    assert worker.flush() == []
+
+
+def test_none_still_means_gathering_while_a_receipt_waits(serve, join):
+    worker = join(serve(net()), net(), update_frequency=2, in_flight=2, optimizer=SPEC)
+    versions = []
+    for number in range(4):
+        backward(worker.model, number)
+        receipt = worker.step()
+        versions.append(receipt and receipt.version)
+        worker.evaluate([])
+    assert versions == [None, None, None, 1]
+    assert [r.version for r in worker.flush()] == [2]
+
+
+def test_the_receipt_of_the_rest_that_a_new_optimizer_pushes_is_not_lost(serve, join):
+    server, model = serve(net()), net()
+    live = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    worker = join(server, model, update_frequency=2, optimizer=live[0])
+    backward(model)
+    assert worker.step() is None
+    history = worker.train(dataloader=[], optimizer=live[1], loss_fn=functional.cross_entropy, progress=False)
+    assert server.status()["version"] == 1
+    assert history.receipts == {"applied": 1}
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_train_notes_the_receipts_of_what_was_pushed_before_it(serve, join, in_flight):
+    worker = join(serve(net(), max_samples=6), net(), update_frequency=2, in_flight=in_flight, optimizer=SPEC)
+    for number in range(3):
+        backward(worker.model, number)
+        worker.step(samples=6)
+    history = worker.train(
+        dataloader=[(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))],
+        loss_fn=functional.cross_entropy,
+        progress=False,
+    )
+    assert history.receipts == {"budget": 1} | ({"applied": 1} if in_flight == 2 else {})
+    assert (history.stopped, history.steps) == ("budget", 0)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_nothing_holds_the_gradients_of_a_push_when_the_step_has_returned(serve, join, in_flight):
     worker = join(serve(net()), net(), in_flight=in_flight, optimizer=SPEC)
@@ -559,21 +610,58 @@ def test_an_equal_spec_of_another_worker_is_fine_and_another_lr_is_refused(serve
         join(server, net(), optimizer=offbeat.optim.Adam(lr=0.1))
 
 
-def test_which_optimizer_runs_where_is_one_info_line(serve, join, caplog):
+ON_THE_SERVER = "SGD(lr=0.1, momentum=0.9) on the server, its momentum in the workers"
+MOMENTUM = offbeat.optim.SGD(lr=0.1, momentum=0.9)
+
+
+def stepped(worker):
+    backward(worker.model)
+    worker.step()
+
+
+def trained(worker, optimizer=None):
+    batch = (torch.ones(6, 4), torch.zeros(6, dtype=torch.long))
+    worker.train(dataloader=[batch], optimizer=optimizer, loss_fn=functional.cross_entropy, progress=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (None, lambda model: MOMENTUM, ON_THE_SERVER),
+        (MOMENTUM, lambda model: MOMENTUM, ON_THE_SERVER),
+        (MOMENTUM, lambda model: None, ON_THE_SERVER),
+        (None, lambda model: torch.optim.Adam(model.parameters(), lr=0.5), "Adam(lr=0.5) on the worker"),
+    ],
+    ids=["the worker brings it", "both have it", "the server has it", "live"],
+)
+@pytest.mark.parametrize("loop", ["step", "train", "both"])
+def test_which_optimizer_runs_where_is_one_info_line(serve, join, caplog, case, loop):
+    of_server, of_worker, said = case
     caplog.set_level(logging.INFO, "offbeat")
     model = net()
-    join(serve(net()), net(), optimizer=offbeat.optim.SGD(lr=0.1, momentum=0.9))
-    join(serve(net()), model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
-    lines = [
-        r.getMessage()
-        for r in caplog.records
-        if "optimizer" in r.getMessage() and "worker" in r.name + r.getMessage()
-    ]
-    said = [line for line in lines if " on the " in line]
-    assert any(
-        "SGD(lr=0.1, momentum=0.9) on the server, its momentum in the workers" in line for line in said
-    )
-    assert any("Adam(lr=0.5) on the worker" in line for line in said)
+    optimizer = of_worker(model)
+    worker = join(serve(net(), optimizer=of_server), model, optimizer=None if loop == "train" else optimizer)
+    for _ in range(2):
+        if loop != "train":
+            stepped(worker)
+        if loop != "step":
+            trained(worker, optimizer)
+    lines = [r.getMessage() for r in caplog.records if " on the " in r.getMessage()]
+    assert len(lines) == 1, lines
+    assert said in lines[0]
+
+
+def test_an_optimizer_that_comes_after_the_first_step_is_said_when_it_is_there(serve, join, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    server = serve(net())
+    worker = join(server, net())
+    stepped(worker)  # and is rejected
+    assert not [r for r in caplog.records if "optimizer" in r.getMessage() and worker.id in r.getMessage()]
+    server.set_optimizer(MOMENTUM)
+    for _ in range(3):
+        stepped(worker)
+    said = [r.getMessage() for r in caplog.records if " on the " in r.getMessage()]
+    assert said == [f"worker {worker.id}: optimizer {ON_THE_SERVER}"]
 
 
 # ---------------------------------------------------------------------------------------- the facade

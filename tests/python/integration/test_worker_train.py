@@ -78,11 +78,34 @@ def test_dataset_and_dataloader_both_or_neither_are_refused(train, given, reques
         train(**given)
 
 
+def test_a_loader_without_a_length_is_trained_on(train):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(dataset(30))
+
+    history = train(dataloader=DataLoader(Stream(), batch_size=10), epochs=2)
+    assert (history.samples, history.epochs, history.stopped) == (60, 2, "epochs")
+
+
+def test_a_loader_that_gives_its_batches_once_is_refused_for_several_epochs(train):
+    def batches():
+        yield tuple(dataset(30).tensors)
+
+    with pytest.raises(ConfigError, match="a generator, which gives its batches once, and epochs is 3: give"):
+        train(dataloader=batches(), epochs=3)
+    assert train(dataloader=batches()).samples == 30
+
+
 @pytest.mark.parametrize("name", ["epochs", "log_frequency", "max_steps"])
 @pytest.mark.parametrize("value", [0, 1.5, True])
 def test_a_count_that_is_none_is_refused(train, name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         train(dataset=dataset(), **{name: value})
+
+
+def test_every_count_that_is_none_is_named_at_once(train):
+    with pytest.raises(ConfigError, match=r"epochs is '3'.*log_frequency is 0.*max_steps is 0"):
+        train(dataset=dataset(), epochs="3", log_frequency=0, max_steps=0)
 
 
 def test_an_unknown_keyword_names_the_nearest(serve, join):
@@ -307,6 +330,20 @@ def test_after_train_nothing_is_in_flight_and_the_model_is_the_newest(serve, joi
     assert worker.flush() == []
     for name, tensor in server.state_dict().items():
         assert torch.equal(worker.model.state_dict()[name], tensor)
+
+
+def test_receipts_that_an_evaluate_inside_of_train_waited_for_are_noted(serve, join):
+    worker = join(serve(net()), net(), in_flight=2)
+
+    def loss(outputs, targets):
+        worker.evaluate([])
+        return LOSS(worker.model(dataset().tensors[0]), dataset().tensors[1])
+
+    history = worker.train(
+        dataset=dataset(), max_steps=3, loss_fn=loss, optimizer=SPEC, metrics=(), progress=False
+    )
+    assert history.receipts == {"applied": 3}
+    assert worker.flush() == []
 
 
 def test_metrics_of_every_kind_are_means_over_samples(serve, join):

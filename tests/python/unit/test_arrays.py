@@ -139,6 +139,27 @@ def test_out_that_cannot_be_written_in_place_is_refused():
         arrays.writable("w", np.zeros((3, 2), np.float32).T, entry)
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that is not in the host's memory, as far as one can be told without a device."""
+
+    device = torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (np.full(3, -1, ">f4"), "of foreign byte order"),
+        (memoryview(np.full(3, -1, ">f4")), "of foreign byte order"),
+        (torch.zeros(3).as_subclass(Elsewhere), "on cuda:3"),
+    ],
+    ids=["big endian", "big-endian memoryview", "device"],
+)
+def test_out_of_which_a_copy_would_be_written_is_refused(given, said):
+    (entry,) = arrays.read_table(arrays.describe({"w": np.zeros(3, np.float32)})[0])
+    with pytest.raises(ConfigError, match=rf"out\['w'\] is {said}, so it cannot be written in place; give"):
+        arrays.writable("w", given, entry)
+
+
 def test_bfloat16_without_ml_dtypes_is_uint16():
     code = (
         "import sys\n"

@@ -63,14 +63,14 @@ def test_data_parallel_leaves_no_trace_in_names():
 def test_the_bytes_are_those_of_the_logical_order():
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.register_buffer("every_other", torch.arange(4, dtype=torch.bfloat16)[::2])
-    weight, _bias, half = describe(model).buffers()
+    weight, _bias, half = describe(model).arrays()
     assert weight.tobytes() == model.weight.detach().contiguous().numpy().tobytes()
     assert torch.frombuffer(half.copy(), dtype=torch.bfloat16).tolist() == [0.0, 2.0]
 
 
 def test_describing_copies_nothing_that_is_in_order():
     model = mlp()
-    assert describe(model).buffers()[0].ctypes.data == model[0].weight.data_ptr()
+    assert describe(model).arrays()[0].ctypes.data == model[0].weight.data_ptr()
 
 
 # ---------------------------------------------------------------------------------------- refusals

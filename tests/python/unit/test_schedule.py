@@ -65,6 +65,8 @@ def test_unknown_keyword_names_the_nearest():
     ("made", "said"),
     [
         (lambda: schedule.Step(step_size=0), "step_size is 0"),
+        (lambda: schedule.Step(step_size=10**30), "step_size is 1000"),
+        (lambda: schedule.Linear(total=1, end_factor=10**400), "end_factor is 1000"),
         (lambda: schedule.Step(step_size=1, gamma=0), "gamma is 0"),
         (lambda: schedule.Linear(total=0.5, end_factor=-1), r"total is 0\.5.*end_factor is -1"),
         (lambda: schedule.Constant(warmup=-1), "warmup is -1"),

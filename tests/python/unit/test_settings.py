@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import offbeat
-from offbeat import optim, schedule, server, staleness
+from offbeat import optim, schedule, staleness
+from offbeat.address import start_line
 from offbeat.errors import ClosedError, ConfigError, StateError, UnsupportedTensorError
 
 # Issue 3's signature, in its order.
@@ -87,6 +88,12 @@ def test_resume_auto_and_never_begin_anew_and_must_is_refused():
         ({"momentum_correction": "yes"}, "momentum_correction is 'yes'"),
         ({"host": "0.0.0.0"}, "insecure=True"),  # noqa: S104  refused, not bound to
         ({"linger_s": -1}, "linger_s is -1"),
+        ({"linger_s": float("inf")}, "linger_s is inf: it is a finite number of seconds"),
+        ({"rejoin_grace_s": float("nan")}, "rejoin_grace_s is nan"),
+        ({"max_samples": 10**30}, "max_samples is 1000"),
+        ({"max_staleness": 10**30}, "max_staleness is 1000"),
+        ({"staleness_policy": "adaptive_lr", "staleness_lr_factor": 10**400}, "factor is 1000"),
+        ({"rejoin_grace_s": 10**400}, "rejoin_grace_s is 1000"),
         ({"optimizer": optim.Adam(), "momentum_correction": True}, "needs SGD with momentum > 0"),
         (
             {"optimizer": optim.SGD(), "staleness_policy": "momentum_correction"},
@@ -197,13 +204,13 @@ def test_server_that_is_not_started_says_so():
     ],
 )
 def test_start_line_says_where_how_to_join_and_how_to_open(address, token, said):
-    line = server._start_line(address, has_token=token)
+    line = start_line(address, has_token=token)
     assert all(part in line for part in said), line
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7", "[::]:7"])
 def test_start_line_names_a_real_address_for_every_interface(address):
-    line = server._start_line(address, has_token=True)
+    line = start_line(address, has_token=True)
     joins = line.split("OFFBEAT_SERVER=")[1]
     assert not joins.startswith(("0.0.0.0", "[::]"))  # noqa: S104
     assert ":7 python" in joins

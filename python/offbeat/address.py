@@ -1,0 +1,35 @@
+"""Where a server listens, and what to tell those who want to reach it."""
+
+import socket
+
+__all__ = ["THIS_MACHINE", "reachable", "start_line"]
+
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
+
+
+def start_line(address: str, *, has_token: bool) -> str:
+    """Say where the server listens, how a worker joins, and how to let other machines in."""
+    local = address.rpartition(":")[0].strip("[]") in THIS_MACHINE
+    where = f"{address} (this machine only)" if local else address
+    token = "OFFBEAT_TOKEN=$OFFBEAT_TOKEN " if has_token else ""
+    join = f"{token}OFFBEAT_SERVER={reachable(address)} python train.py"
+    line = f"parameter server on {where}; a worker joins with: {join}"
+    if local and has_token:
+        return line + '; for other machines give host="0.0.0.0", or set OFFBEAT_HOST'
+    if local:
+        return line + "; for other machines set OFFBEAT_TOKEN to the same secret here and there"
+    return line
+
+
+def reachable(address: str) -> str:
+    """Put this machine's own address in the place of "every interface"."""
+    host, _, port = address.rpartition(":")
+    if host not in EVERY_INTERFACE:
+        return address
+    try:  # a datagram socket is connected without sending anything: the system says which way it would send
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+            return f"{probe.getsockname()[0]}:{port}"
+    except OSError:  # no network
+        return f"{THIS_MACHINE[0]}:{port}"

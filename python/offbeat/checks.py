@@ -1,0 +1,77 @@
+"""Checking what a user gave: each check says what is wrong in words, so that all of it is told at once."""
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import TypeVar
+
+from offbeat.errors import ConfigError
+
+__all__ = ["Faults", "at_least_one", "is_count", "is_number", "refuse", "seconds"]
+
+LARGEST_COUNT = 2**63 - 1
+"""Beyond it a count does not travel."""
+
+T = TypeVar("T")
+
+
+class Faults(list[str]):
+    """What is wrong so far."""
+
+    def catch(self, check: Callable[[], T]) -> T | None:
+        """Do something that may raise a ConfigError, and take down what that says."""
+        try:
+            return check()
+        except ConfigError as error:
+            self.append(str(error))
+            return None
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise with everything that is wrong, if anything is.
+
+    Raises:
+        ConfigError: Naming all of it.
+    """
+    if text := "; ".join(faults):
+        raise ConfigError(text)
+
+
+def is_count(value: object, *, least: int = 0) -> bool:
+    """Tell whether a value is a whole number from `least` on that the server can take."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_COUNT
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a finite number, a Python one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_float(value))
+
+
+def at_least_one(**counts: object) -> list[str]:
+    """Tell which of the named values are not whole numbers, 1 or more."""
+    return [
+        f"{name} is {value!r}: give a whole number, 1 or more"
+        for name, value in counts.items()
+        if type(value) is not int or value < 1
+    ]
+
+
+def seconds(*, finite: bool = False, **times: object) -> list[str]:
+    """Tell which of the named values are not times in seconds; where `finite`, infinity is none."""
+    what = "a finite number of seconds, 0 or more" if finite else "a number of seconds, 0 or more"
+    return [f"{name} is {v!r}: it is {what}" for name, v in times.items() if not _is_time(v, finite=finite)]
+
+
+def _is_time(value: object, *, finite: bool) -> bool:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number = _float(value)
+    return number >= 0 and (math.isfinite(number) or not finite)
+
+
+def _float(value: Real | float) -> float:
+    """Give a number as a float; NaN where it is a whole number beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
