@@ -125,7 +125,12 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
     try:
         table = _agree(session, model)
         if model is None:
-            model = blueprint.build(session.blueprint or "null", config.torch_device)
+            if session.blueprint is None:
+                raise ConfigError(
+                    "the server's model was given as arrays, which do not say how it computes: give "
+                    "AsyncWorker(model=...) the module they belong to"
+                )
+            model = blueprint.build(session.blueprint, config.torch_device)
         binding = Binding(model, table, local_buffers=config.buffers == "local")
         link = Link(session, binding, in_flight=config.in_flight)
         link.pull()

@@ -70,6 +70,13 @@ def test_a_model_that_cannot_be_described_is_named_and_model_is_the_remedy(serve
     assert worker.step().applied
 
 
+def test_arrays_have_no_description_and_model_is_the_remedy(serve, join):
+    server = serve({"weight": torch.ones(2, 4), "bias": torch.zeros(2)})
+    with pytest.raises(ConfigError, match=r"given as arrays.*model="):
+        join(server)
+    assert same(join(server, nn.Linear(4, 2)).model, {"weight": torch.ones(2, 4), "bias": torch.zeros(2)})
+
+
 def test_the_first_worker_brings_the_model_and_the_second_builds_it(serve, join):
     server, model = serve(), net(5)
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
