@@ -125,12 +125,7 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
     try:
         table = _agree(session, model)
         if model is None:
-            if session.blueprint is None:
-                raise ConfigError(
-                    "the server's model was given as arrays, which do not say how it computes: give "
-                    "AsyncWorker(model=...) the module they belong to"
-                )
-            model = blueprint.build(session.blueprint, config.torch_device)
+            model = _build(session.blueprint, config.torch_device)
         binding = Binding(model, table, local_buffers=config.buffers == "local")
         link = Link(session, binding, in_flight=config.in_flight)
         link.pull()
@@ -139,6 +134,15 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         raise
     _log.info("worker %s joined run %s at %s", session.worker_id, session.run_id, config.address)
     return link
+
+
+def _build(description: str | None, device: torch.device) -> nn.Module:
+    if description is None:
+        raise ConfigError(
+            "the server's model was given as arrays, which do not say how it computes: give "
+            "AsyncWorker(model=...) the module they belong to"
+        )
+    return blueprint.build(description, device)
 
 
 def _agree(session: "Session", model: nn.Module | None) -> str:
