@@ -14,6 +14,7 @@ from offbeat.samples import sample_count
 from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
 from offbeat.worker.facade import WorkerOptimizer
+from offbeat.worker.fates import Watch
 from offbeat.worker.gradients import Gradients, LossReduction
 from offbeat.worker.link import UNSENT, Link
 from offbeat.worker.live import LiveOptimizer
@@ -42,6 +43,7 @@ class Steps:
         self._update_frequency = update_frequency
         self._reduction: LossReduction = reduction
         self._contribution_or_none: Contribution | None = None
+        self._watch = Watch(link.session.worker_id)
         self._announced: object = None  # which optimizer the log was told of
 
     # ------------------------------------------------------------------ the optimizer
@@ -128,6 +130,8 @@ class Steps:
         """Wait for what is in flight. Returns its receipts, after those of pushes that were broken off."""
         self._mend()
         broken_off, receipts = self._link.settle()
+        for receipt in broken_off:
+            self._watch.see(receipt)
         return [*broken_off, *map(self._settled, receipts)]
 
     def flush(self) -> None:
@@ -195,6 +199,7 @@ class Steps:
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)
+        self._watch.see(receipt)
         if self._announced is None:  # the server came by its optimizer after this worker's first step
             self._announce()
         return receipt
