@@ -1,6 +1,7 @@
 """A worker of one's own in numpy: pull parameters, compute whatever you like, push gradients."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
+_log = logging.getLogger("offbeat")
 
 NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
@@ -165,6 +167,12 @@ class Client(process.Live):
         """
         session = self._open()
         if not self._table:
+            if session.table is None:
+                _log.warning(
+                    "the server has no model yet: client %s waits for another to bring one (client.init() "
+                    "brings one from here)",
+                    self._words,
+                )
             self._learn(session.wait_for_model())
         out = out if out is not None else self._empty()
         self._is_answer_due = False

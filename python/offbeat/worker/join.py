@@ -142,4 +142,11 @@ def _agree(session: "Session", model: nn.Module | None) -> str:
         description = describe(model)
         memories = [(b, b.ctypes.data, b.nbytes) for b in description.arrays()]
         session.init(description.table, memories, blueprint.describe(model))
+    elif session.table is None:
+        _log.warning(
+            "the server at %s has no model yet, and worker %s brings none: waiting for another to bring one "
+            "(give model= to bring it here)",
+            session.address,
+            session.worker_id,
+        )
     return session.wait_for_model()

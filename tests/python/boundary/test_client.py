@@ -3,6 +3,7 @@
 import array
 import os
 import socket
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from offbeat.errors import (
     StateError,
     UnsupportedTensorError,
 )
+from support.command import command
 
 TOKEN = "a secret of the test"  # noqa: S105
 
@@ -396,6 +398,19 @@ def test_client_waits_for_the_model_that_another_brings(host):
             bringing.init(model())
         thread.join(20)
         assert pulled[0]["w"].tolist() == model()["w"].tolist()
+
+
+def test_client_that_waits_for_a_model_says_so(host):
+    code = "import sys, offbeat; print(*offbeat.Client(sys.argv[1]).pull())"
+    with (
+        host.serving() as server,
+        offbeat.Client(server.address) as other,
+        command("-c", code, server.address, program=(sys.executable,)) as waiting,
+    ):
+        assert "has no model yet" in waiting.line("waits for another to bring one")
+        other.init(model())
+        assert waiting.ends() == 0, waiting.said
+        assert waiting.out == ["w b\n"]
 
 
 def test_another_model_is_refused_naming_the_first_tensor_that_differs(client):

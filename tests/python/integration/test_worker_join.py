@@ -1,6 +1,7 @@
 """Joining: how a worker comes by its model, and what it hears when it may not."""
 
 import socket
+import sys
 import threading
 import time
 
@@ -16,6 +17,7 @@ from offbeat.errors import (
     ModelMismatchError,
     UnsupportedTensorError,
 )
+from support.command import command
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 
@@ -92,6 +94,17 @@ def test_a_worker_without_a_model_waits_for_the_one_that_brings_it(serve, join, 
     join(server, net())
     waiting.join()
     assert printed == ["4\n"]
+
+
+def test_a_worker_that_waits_for_a_model_says_so(serve, join):
+    server = serve()
+    code = "import sys, offbeat; offbeat.AsyncWorker(sys.argv[1], worker_id='me').close()"
+    with command("-c", code, server.address, program=(sys.executable,)) as waiting:
+        line = waiting.line("waiting for another to bring one")
+        assert "has no model yet" in line
+        assert "worker me" in line
+        join(server, net())
+        assert waiting.ends() == 0, waiting.said
 
 
 def test_order_is_the_server_s_and_names_decide(serve, join):
