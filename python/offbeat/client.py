@@ -92,7 +92,13 @@ class Client(process.Live):
         refuse(faults)
         from offbeat._offbeat import Session
 
-        self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+        process.register(self)  # now already: connecting may have to tell the log what it waits for
+        try:
+            session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+        except BaseException:
+            process.release(self)
+            raise
+        self._session = session
         self._words = f"{self._session.worker_id} at {self._session.address}"
         self._table: list[Entry] = []
         self._names: dict[str, Entry] = {}
@@ -104,7 +110,6 @@ class Client(process.Live):
         self._has_read = False
         if self._session.table is not None:
             self._learn(self._session.table)
-        process.register(self)
 
     # -- the model
 

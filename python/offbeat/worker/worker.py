@@ -118,10 +118,14 @@ class AsyncWorker(process.Live):
         self._history = History()
         self._loss_fn: LossFunction | None = None
         self._facade: WorkerOptimizer | None = None
-        self._link: Link = join(config, model)
+        process.register(self)  # now already: connecting may have to tell the log what it waits for
+        try:
+            self._link: Link = join(config, model)
+        except BaseException:
+            process.release(self)
+            raise
         self._steps = Steps(self._link, update_frequency=update_frequency, reduction=loss_reduction)
         self._closed = False
-        process.register(self)
         try:
             if optimizer is not None:
                 self._steps.use(optimizer)

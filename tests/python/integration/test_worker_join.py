@@ -168,6 +168,32 @@ def test_a_server_that_is_not_there_is_told_with_address_time_and_remedy():
     assert "refused" in str(caught.value).lower()
 
 
+@pytest.mark.parametrize("of", ["Client", "AsyncWorker"])
+def test_who_is_there_before_the_server_says_what_it_waits_for(serve, of):
+    code = f"import sys, offbeat; offbeat.{of}(sys.argv[1]).close()"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        with command("-c", code, address, program=(sys.executable,)) as early:
+            line = early.line("no server at")
+            assert f"no server at {address} yet" in line
+            assert "refused" in line
+            assert "trying for up to 60 s" in line
+            nobody.close()
+            serve(net(), port=port)
+            assert early.ends() == 0, early.said
+    assert early.said.count("no server at") == 1
+
+
+@pytest.mark.parametrize("address", ["http://localhost:5000", "localhost:5000/run", "local host:5000"])
+def test_an_address_that_is_a_url_is_refused_at_once(address):
+    for of in (offbeat.AsyncWorker, offbeat.Client):
+        with pytest.raises(ConfigError, match=r"is not an address; give HOST:PORT") as caught:
+            of(address, connect_timeout_s=1e6)
+        assert repr(address)[1:-1] in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
