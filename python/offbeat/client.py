@@ -22,7 +22,7 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
-from offbeat.checks import refuse, seconds
+from offbeat.checks import refuse, refuse_two_in_flight, seconds
 from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
@@ -95,6 +95,12 @@ class Client(process.Live):
         process.register(self)  # now already: connecting may have to tell the log what it waits for
         try:
             session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+            try:
+                if in_flight > 1:
+                    refuse_two_in_flight(json.loads(session.run))
+            except BaseException:
+                session.close(False)  # noqa: FBT003  not finished: it never began
+                raise
         except BaseException:
             process.release(self)
             raise

@@ -186,6 +186,16 @@ def test_who_is_there_before_the_server_says_what_it_waits_for(serve, of):
     assert early.said.count("no server at") == 1
 
 
+@pytest.mark.parametrize("of", [offbeat.AsyncWorker, offbeat.Client])
+def test_two_in_flight_are_refused_where_the_server_takes_no_late_push(serve, of):
+    server = serve(net(), max_staleness=0)
+    with pytest.raises(ConfigError, match=r"in_flight is 2 and the server's max_staleness is 0.*in_flight=1"):
+        of(server.address, worker_id="me", in_flight=2)
+    assert server.status()["workers"][0]["state"] == "left"
+    of(server.address, worker_id="me", in_flight=1).close()
+    of(serve(net(), max_staleness=1).address, in_flight=2).close()
+
+
 @pytest.mark.parametrize("address", ["http://localhost:5000", "localhost:5000/run", "local host:5000"])
 def test_an_address_that_is_a_url_is_refused_at_once(address):
     for of in (offbeat.AsyncWorker, offbeat.Client):
