@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import multiprocessing
 import os
 import pickle  # noqa: TID251  that it refuses is the claim
@@ -65,6 +66,39 @@ def test_close_says_finished_may_be_called_twice_and_the_model_stays_usable(serv
     assert last_departure(server)["state"] == "finished"
     assert worker.model(torch.ones(1, 4)).shape == (1, 2)
     assert worker.history.steps == 0
+
+
+@pytest.mark.parametrize(
+    "end", [lambda worker: worker.close(), lambda worker: worker.__exit__(None, None, None)]
+)
+def test_closing_with_batches_that_were_not_pushed_warns_with_their_number(serve, join, caplog, end):
+    server = serve(net())
+    worker = join(server, net(), update_frequency=3, optimizer=SPEC, worker_id="me")
+    for _ in range(5):
+        step(worker)
+    end(worker)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"worker me at {server.address} is closed with 2 batch(es) gathered and not pushed" in line
+    assert "flush()" in line
+
+
+def test_closing_after_a_flush_or_by_an_exception_warns_of_nothing(serve, join, caplog):
+    server = serve(net())
+    first, second = (join(server, net(), update_frequency=3, optimizer=SPEC) for _ in range(2))
+    step(first)
+    first.flush()
+    first.close()
+    step(second)
+    second.__exit__(ValueError, ValueError(), None)
+    assert [r for r in caplog.records if r.levelno == logging.WARNING] == []
+
+
+def test_repr_names_worker_and_server_or_says_closed(serve, join):
+    server = serve(net())
+    worker = join(server, net(), worker_id="me")
+    assert repr(worker) == f"<offbeat.AsyncWorker me at {server.address}>"
+    worker.close()
+    assert repr(worker) == "<offbeat.AsyncWorker, closed>"
 
 
 def busy(worker, relay):

@@ -267,7 +267,7 @@ mod tests {
             let look_up = |_: &str| -> io::Result<Vec<SocketAddr>> { panic!("it was looked up") };
             match runtime.block_on(resolve(name, Duration::from_secs(60), look_up)) {
                 Err(Failure::Final(error)) => {
-                    assert!(error.to_string().contains("give HOST:PORT"), "{error}")
+                    assert!(error.to_string().contains("give HOST:PORT"), "{error}");
                 }
                 Err(Failure::Silent | Failure::Again(_)) | Ok(_) => panic!("{name} was not refused"),
             }
