@@ -145,8 +145,8 @@ class Steps:
         return kept
 
     def drop(self) -> None:
-        """Forget what was not pushed, and what was pushed and not answered."""
-        self._contribution.drop()
+        """Forget what was not pushed. What is in flight is settled by the receipts that come."""
+        self._contribution.drop(self._link.num_unsettled)
         self.batches = self._samples = 0
 
     def close(self) -> None:
@@ -189,13 +189,13 @@ class Steps:
             contribution.unsent()
             raise
         except BaseException:
-            contribution.drop()
+            contribution.drop(self._link.num_unsettled)
             raise
         return [] if receipt is None else [self._settled(receipt)]
 
     def _mend(self) -> None:
         if self._link.mend() and self._contribution_or_none is not None:
-            self._contribution_or_none.drop()
+            self._contribution_or_none.drop(self._link.num_unsettled)
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)

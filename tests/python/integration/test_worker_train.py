@@ -492,6 +492,31 @@ def test_training_on_nothing_is_warned_of(serve, join, caplog, given):
     assert f"the {next(iter(given))} gave no batch" in line
 
 
+def test_a_push_in_flight_when_train_failed_is_settled_with_its_own_state(serve, join):
+    server = serve(net(), max_staleness=1)
+    fast, model = join(server, net()), net()
+    live = torch.optim.Adam(model.parameters(), lr=0.01)
+    worker = join(server, model, in_flight=2, optimizer=live)
+    fast_live = torch.optim.SGD(fast.model.parameters(), lr=0.01)
+    batch = dataset(4).tensors
+
+    def loss(outputs, targets):
+        if live.state:
+            raise ZeroDivisionError
+        for _ in range(2):  # so that the push of this batch is too late
+            LOSS(fast.model(batch[0]), batch[1]).backward()
+            assert fast.step().applied
+        return LOSS(outputs, targets)
+
+    fast.train(dataloader=[batch], loss_fn=LOSS, optimizer=fast_live, progress=False)
+    with pytest.raises(ZeroDivisionError):
+        worker.train(dataloader=[batch] * 2, loss_fn=loss, progress=False)
+    assert live.state
+    LOSS(worker.model(batch[0]), batch[1]).backward()
+    assert worker.step().reason == "stale"
+    assert not live.state  # as before the first push
+
+
 def test_fewer_rejections_are_counted_by_reason(serve, join):
     server = serve(net(), max_staleness=0)
     other = join(server, net(), optimizer=SPEC)
