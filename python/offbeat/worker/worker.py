@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self, overload
@@ -25,6 +26,7 @@ from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import LossFunction, TrainPlan, run
+from offbeat.worker.turn import one_thread
 
 if TYPE_CHECKING:
     from offbeat.worker.link import Link
@@ -39,7 +41,7 @@ class AsyncWorker(process.Live):
 
     Connects, pulls, and has `worker.model` when the constructor returns. The module is never re-pointed: a
     push reads the gradients where autograd left them, a pull writes into the parameters' own memory, and both
-    happen only inside `step()` and the methods that call it, on the calling thread.
+    happen only inside `step()` and the methods that call it, on the calling thread; one thread at a time.
 
     Args:
         server_address: "HOST:PORT"; OFFBEAT_SERVER if not given.
@@ -100,6 +102,7 @@ class AsyncWorker(process.Live):
         seed: int | None = None,
     ) -> None:
         self._pid = os.getpid()
+        self._turn = threading.RLock()
         self._config = config = JoinConfig(
             server_address=server_address,
             token=token,
@@ -191,6 +194,7 @@ class AsyncWorker(process.Live):
 
     # ------------------------------------------------------------------ a loop of one's own
 
+    @one_thread
     def step(self, samples: int | None = None) -> Receipt | None:
         """Take the batch whose gradients are on the model; call it after `backward()` and clipping.
 
@@ -219,6 +223,7 @@ class AsyncWorker(process.Live):
             return steps.kept.pop(0)
         return receipts[-1] if receipts else None
 
+    @one_thread
     def flush(self) -> list[Receipt]:
         """Push what is gathered, and wait for everything in flight.
 
@@ -232,6 +237,7 @@ class AsyncWorker(process.Live):
     # ------------------------------------------------------------------ a loop of ours
 
     @known_keywords
+    @one_thread
     def train(
         self,
         *,
@@ -322,6 +328,7 @@ class AsyncWorker(process.Live):
     ) -> dict[str, float]: ...
     @overload
     def evaluate(self, loader: Iterable[Any] | Dataset[Any], metrics: Metric = "accuracy") -> float: ...
+    @one_thread
     def evaluate(
         self, loader: Iterable[Any] | Dataset[Any], metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy"
     ) -> float | dict[str, float]:

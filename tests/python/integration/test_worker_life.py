@@ -110,6 +110,41 @@ def busy(worker, relay):
     return thread
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda worker: worker.step(),
+        lambda worker: worker.optimizer.step(),
+        lambda worker: worker.flush(),
+        lambda worker: worker.evaluate([]),
+        lambda worker: worker.train(dataloader=[], loss_fn=nn.MSELoss()),
+    ],
+)
+def test_two_threads_in_one_worker_are_told_so_and_nothing_is_mixed(serve, join, use):
+    server = serve(net(), optimizer=SPEC)
+    worker = join(server, net())
+    inside, go_on = threading.Event(), threading.Event()
+
+    def loss(outputs, targets):
+        inside.set()
+        assert go_on.wait(20)
+        return nn.functional.mse_loss(outputs, targets)
+
+    batches = [(torch.ones(3, 4), torch.zeros(3, 2))]
+    thread = threading.Thread(
+        target=worker.train, kwargs={"dataloader": batches, "loss_fn": loss, "progress": False}
+    )
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(StateError, match="another thread is in a call of this worker"):
+        use(worker)
+    go_on.set()
+    thread.join(20)
+    assert worker.history.receipts == {"applied": 1}
+    assert step(worker).applied
+    assert server.status()["version"] == 2
+
+
 def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards(serve, join):
     server = serve(nn.Linear(4, 100_000))
     with Relay(server.address, 300_000) as relay:
