@@ -15,6 +15,7 @@ from offbeat.arrays import (
     Array,
     Entry,
     as_array,
+    as_dict,
     by_name,
     contiguous,
     describe,
@@ -135,7 +136,7 @@ class Client(process.Live):
             ModelMismatchError: If the server has another model.
         """
         session = self._open()
-        table, values = describe(arrays)
+        table, values = describe(as_dict(arrays, "the model"))
         taken = session.init(table, values, None)
         self._has_read = self._has_read or taken
         self._learn(session.wait_for_model())
@@ -205,6 +206,7 @@ class Client(process.Live):
         Raises:
             ModelMismatchError: If a name, shape or dtype is not the model's.
             NonFiniteError: If there is a NaN or an infinity in it; nothing was sent.
+            ConfigError: If it is no dict, or names nothing.
         """
         session = self._ready()
         self._is_answer_due = False
@@ -347,10 +349,10 @@ class Client(process.Live):
         return {entry.name: np.empty(entry.shape, entry.dtype) for entry in self._table}
 
     def _memories(self, out: Mapping[str, Array]) -> list[Array]:
-        return self._arrays.memories(out if type(out) is dict else dict(out), self._adapt_out)
+        return self._arrays.memories(as_dict(out, "out"), self._adapt_out)
 
     def _values(self, gradients: Mapping[str, object]) -> list[Array | None]:
-        return self._arrays.values(gradients if type(gradients) is dict else dict(gradients), self._adapt)
+        return self._arrays.values(as_dict(gradients, "the push"), self._adapt)
 
     def _adapt(self, name: str, value: object) -> Array:
         entry = self._names.get(name)

@@ -248,6 +248,29 @@ def test_gradient_of_another_name_shape_or_dtype_is_refused_naming_both(client, 
     assert client.status()["version"] == 0
 
 
+@pytest.mark.parametrize("call", ["push", "push_pull", "init"])
+def test_arrays_without_names_are_refused_with_what_is_wanted(client, call):
+    client.pull()
+    with pytest.raises(ConfigError, match=r"is a list: give a dict of arrays by the model's names"):
+        getattr(client, call)([np.zeros((2, 3), np.float32)])
+    assert client.status()["version"] == 0
+
+
+def test_gradient_of_another_dtype_is_refused_with_the_cast(client):
+    client.pull()
+    with pytest.raises(
+        ModelMismatchError, match=r"float64; .* dtype float32: cast it with \.astype\(np\.float32\)"
+    ):
+        client.push_pull({"w": np.zeros((2, 3))})
+
+
+@pytest.mark.parametrize("push", [{}, {"w": None}])
+def test_push_of_nothing_is_refused_in_words_for_those_without_torch_too(client, push):
+    client.pull()
+    with pytest.raises(ConfigError, match=r"without any gradient: give that of one parameter at least"):
+        client.push(push)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_gradient_that_is_not_finite_changes_nothing(client, bad):
     before = client.pull()
