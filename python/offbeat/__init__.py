@@ -42,6 +42,16 @@ _MODULE_OF = {
     "Receipt": "offbeat.receipt",
     "partition": "offbeat.sharding",
 }
+_OF_A_LATER_VERSION = frozenset(
+    {
+        "AsyncGradientAccumulator",
+        "AsyncModelAverager",
+        "AsyncTrainer",
+        "AsyncTrainingMonitor",
+        "FaultTolerantTrainer",
+        "init_distributed",
+    }
+)
 _SUBMODULES = frozenset({"errors", "optim", "schedule", "staleness"})
 
 
@@ -49,17 +59,33 @@ def __getattr__(name: str) -> object:
     """Load a public name at its first use (PEP 562), and keep it."""
     value: object
     if name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        value = _loaded(name)
     elif name in _SUBMODULES:
         value = importlib.import_module(f"offbeat.{name}")
     elif name == "__version__":
         value = _installed_version()
+    elif name in _OF_A_LATER_VERSION:
+        raise AttributeError(f"offbeat.{name} comes with a later version of Offbeat; this one has no {name}")
     else:
         raise AttributeError(
             f"module 'offbeat' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
     globals()[name] = value
     return value
+
+
+def _loaded(name: str) -> object:
+    try:
+        module = importlib.import_module(_MODULE_OF[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"offbeat.{name} needs torch, which is not installed here: pip install torch; "
+            f"offbeat.ParameterServer and offbeat.Client run without it",
+            name="torch",
+        ) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,7 @@ __all__ = [
     "Array",
     "Entry",
     "as_array",
+    "as_dict",
     "by_name",
     "contiguous",
     "describe",
@@ -79,9 +80,12 @@ class Entry:
         """
         bits_given = code == "u16" and self.code == "bf16"
         if array.shape != self.shape or not (code == self.code or bits_given):
-            given = NAMES.get(code, array.dtype.name)
+            given, wanted = NAMES.get(code, array.dtype.name), NAMES[self.code]
+            cast = f"astype(np.{wanted})" if self.code != "bf16" else "astype(ml_dtypes.bfloat16)"
+            remedy = f": cast it with .{cast}" if array.shape == self.shape else ""
             raise ModelMismatchError(
-                f"{what} for {self.name!r} has shape {array.shape} and dtype {given}; the model has {self}"
+                f"{what} for {self.name!r} has shape {array.shape} and dtype {given}; the model has "
+                f"{self}{remedy}"
             )
         return array
 
@@ -134,6 +138,22 @@ def is_tensor(value: object) -> bool:
 def contiguous(array: Array) -> Array:
     """Give the array in C order, copied once if it is not."""
     return array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape)
+
+
+def as_dict(tensors: object, what: str) -> dict[str, Any]:
+    """Take named arrays.
+
+    Raises:
+        ConfigError: If they have no names, as those of a list.
+    """
+    if type(tensors) is dict:
+        return tensors
+    if isinstance(tensors, Mapping):
+        return dict(tensors)
+    raise ConfigError(
+        f"{what} is a {type(tensors).__name__}: give a dict of arrays by the model's names, as client.pull() "
+        f"gives one"
+    )
 
 
 def describe(tensors: Mapping[str, object]) -> tuple[str, list[Array]]:

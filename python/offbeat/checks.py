@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from offbeat.errors import ConfigError
 
-__all__ = ["Faults", "at_least_one", "is_count", "is_number", "refuse", "seconds"]
+__all__ = ["Faults", "at_least_one", "is_count", "is_number", "refuse", "refuse_two_in_flight", "seconds"]
 
 LARGEST_COUNT = 2**63 - 1
 """Beyond it a count does not travel."""
@@ -35,6 +35,20 @@ def refuse(faults: Iterable[str]) -> None:
     """
     if text := "; ".join(faults):
         raise ConfigError(text)
+
+
+def refuse_two_in_flight(run: dict[str, Any]) -> None:
+    """Refuse two pushes in flight where a run takes none that is late: every second one would be rejected.
+
+    Raises:
+        ConfigError: Naming both settings.
+    """
+    if run["staleness"]["max_staleness"] == 0:
+        raise ConfigError(
+            "in_flight is 2 and the server's max_staleness is 0: with two in flight each push is one update "
+            "late at least, so that every second one would be rejected; take in_flight=1, or give the server "
+            "max_staleness=1 or more"
+        )
 
 
 def is_count(value: object, *, least: int = 0) -> bool:

@@ -1,6 +1,7 @@
 """A worker of one's own in numpy: pull parameters, compute whatever you like, push gradients."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from offbeat.arrays import (
     Array,
     Entry,
     as_array,
+    as_dict,
     by_name,
     contiguous,
     describe,
@@ -21,7 +23,7 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
-from offbeat.checks import refuse, seconds
+from offbeat.checks import refuse, refuse_two_in_flight, seconds
 from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
+_log = logging.getLogger("offbeat")
 
 NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
@@ -90,7 +93,19 @@ class Client(process.Live):
         refuse(faults)
         from offbeat._offbeat import Session
 
-        self._session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+        process.register(self)  # now already: connecting may have to tell the log what it waits for
+        try:
+            session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+            try:
+                if in_flight > 1:
+                    refuse_two_in_flight(json.loads(session.run))
+            except BaseException:
+                session.close(False)  # noqa: FBT003  not finished: it never began
+                raise
+        except BaseException:
+            process.release(self)
+            raise
+        self._session = session
         self._words = f"{self._session.worker_id} at {self._session.address}"
         self._table: list[Entry] = []
         self._names: dict[str, Entry] = {}
@@ -102,7 +117,6 @@ class Client(process.Live):
         self._has_read = False
         if self._session.table is not None:
             self._learn(self._session.table)
-        process.register(self)
 
     # -- the model
 
@@ -122,7 +136,7 @@ class Client(process.Live):
             ModelMismatchError: If the server has another model.
         """
         session = self._open()
-        table, values = describe(arrays)
+        table, values = describe(as_dict(arrays, "the model"))
         taken = session.init(table, values, None)
         self._has_read = self._has_read or taken
         self._learn(session.wait_for_model())
@@ -165,6 +179,12 @@ class Client(process.Live):
         """
         session = self._open()
         if not self._table:
+            if session.table is None:
+                _log.warning(
+                    "the server has no model yet: client %s waits for another to bring one (client.init() "
+                    "brings one from here)",
+                    self._words,
+                )
             self._learn(session.wait_for_model())
         out = out if out is not None else self._empty()
         self._is_answer_due = False
@@ -186,6 +206,7 @@ class Client(process.Live):
         Raises:
             ModelMismatchError: If a name, shape or dtype is not the model's.
             NonFiniteError: If there is a NaN or an infinity in it; nothing was sent.
+            ConfigError: If it is no dict, or names nothing.
         """
         session = self._ready()
         self._is_answer_due = False
@@ -328,10 +349,10 @@ class Client(process.Live):
         return {entry.name: np.empty(entry.shape, entry.dtype) for entry in self._table}
 
     def _memories(self, out: Mapping[str, Array]) -> list[Array]:
-        return self._arrays.memories(out if type(out) is dict else dict(out), self._adapt_out)
+        return self._arrays.memories(as_dict(out, "out"), self._adapt_out)
 
     def _values(self, gradients: Mapping[str, object]) -> list[Array | None]:
-        return self._arrays.values(gradients if type(gradients) is dict else dict(gradients), self._adapt)
+        return self._arrays.values(as_dict(gradients, "the push"), self._adapt)
 
     def _adapt(self, name: str, value: object) -> Array:
         entry = self._names.get(name)

@@ -7,7 +7,8 @@ from typing import Literal
 __all__ = ["History", "Record", "Stopped"]
 
 #: Why training ended. "epochs" and "max_steps": all that was asked for is done. "budget": the run's
-#: `max_samples` are used up. "interrupted": Ctrl-C. "failed": an exception. "running": it has not ended.
+#: `max_samples` are used up. "interrupted": Ctrl-C. "failed": an exception. "running": it has not ended, or
+#: not begun.
 Stopped = Literal["running", "epochs", "max_steps", "budget", "interrupted", "failed"]
 
 
@@ -33,6 +34,9 @@ class Record:
 @dataclass(slots=True)
 class History:
     """What one call of `train` did.
+
+    A worker's is empty, and `stopped` is "running", until its first `train` ends: a loop of one's own around
+    `worker.step()` writes nothing here. What became of its pushes is in the receipts that `step()` gives.
 
     Attributes:
         records: The log lines, one per `log_frequency` steps and one for the rest.

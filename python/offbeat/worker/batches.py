@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from offbeat.errors import ConfigError
 
-__all__ = ["Epochs", "Given", "batches_of", "count", "moved", "split"]
+__all__ = ["Epochs", "Given", "batches_of", "count", "is_map_style", "loaded", "moved", "split"]
 
 _OWN_LOOP = """a loop of your own takes any batch:
     for batch in loader:
@@ -80,21 +80,40 @@ def batches_of(
     """Make a source of what `train` was given: a dataset or a loader, one of the two.
 
     Raises:
-        ConfigError: If it is both, neither, a dataset without a length, or what gives its batches only once
-            where there are several epochs.
+        ConfigError: If it is both, neither, a loader for a dataset or the reverse, a dataset without a
+            length, or what gives its batches only once where there are several epochs.
     """
     if dataloader is None:
         if dataset is None:
             raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got neither")
+        if isinstance(dataset, DataLoader):
+            raise ConfigError(
+                f"dataset is a {type(dataset).__name__}, which gives batches: give it as dataloader="
+            )
         return Epochs(dataset, batch_size, order, pin_memory=pin_memory)
     if dataset is not None:
         raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got both")
+    if is_map_style(dataloader):
+        raise ConfigError(
+            f"dataloader is a {type(dataloader).__name__}, which gives single samples: give it as dataset=, "
+            f"or a DataLoader of it as dataloader="
+        )
     if epochs > 1 and isinstance(dataloader, Iterator) and iter(dataloader) is dataloader:
         raise ConfigError(
             f"the dataloader is a {type(dataloader).__name__}, which gives its batches once, and epochs is "
             f"{epochs}: give what begins anew at each pass, such as a DataLoader or a list, or epochs=1"
         )
     return Given(dataloader)
+
+
+def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int) -> Iterable[Any]:
+    """Give batches of what gives batches, or of a dataset, in its order."""
+    return DataLoader(data, batch_size=batch_size) if is_map_style(data) else cast(Iterable[Any], data)
+
+
+def is_map_style(data: object) -> TypeGuard[Dataset[Any]]:
+    """Whether this is a torch dataset that gives a sample for each index."""
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
 
 
 class _Permutation(Sampler[int]):

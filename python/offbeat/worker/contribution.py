@@ -34,8 +34,11 @@ class Contribution(Protocol):
     def unsent(self) -> None:
         """What was taken last was refused here: the server will not see it. What is in flight stays so."""
 
-    def drop(self) -> None:
-        """Forget what was not pushed, and what was pushed and not answered."""
+    def drop(self, in_flight: int = 0) -> None:
+        """Forget what was not pushed, and what was pushed and not answered.
+
+        But for the newest `in_flight` of these, which are still to be settled.
+        """
 
     def close(self) -> None:
         """Let go of what belongs to the user."""

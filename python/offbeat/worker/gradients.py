@@ -66,7 +66,7 @@ class Gradients:
     def unsent(self) -> None:
         """Nothing of a gradient push is kept here."""
 
-    def drop(self) -> None:
+    def drop(self, in_flight: int = 0) -> None:  # noqa: ARG002  nothing of a push is kept here
         """Forget what was not pushed."""
         self._first = self._sum = None
         self._first_samples = self._samples = 0

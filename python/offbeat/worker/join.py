@@ -1,5 +1,6 @@
 """Joining a server: reach it, agree on the model, fill the module."""
 
+import json
 import logging
 import os
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from offbeat import blueprint
-from offbeat.checks import Faults, at_least_one, refuse, seconds
+from offbeat.checks import Faults, at_least_one, refuse, refuse_two_in_flight, seconds
 from offbeat.errors import ConfigError
 from offbeat.module import Binding, describe
 from offbeat.naming import unknown
@@ -104,7 +105,8 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
 
     Raises:
         ConnectError, AuthenticationError: If the server cannot be reached, or does not let us in.
-        ConfigError: If there is no model and the server's has no blueprint.
+        ConfigError: If there is no model and the server's has no blueprint, or if two pushes are to be in
+            flight where the server takes no late one.
         ModelMismatchError: If the model is not the server's.
         UnsupportedTensorError: If the model has tensors that the server cannot hold.
     """
@@ -123,6 +125,8 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         None,
     )
     try:
+        if config.in_flight > 1:
+            refuse_two_in_flight(json.loads(session.run))
         table = _agree(session, model)
         if model is None:
             model = _build(session.blueprint, config.torch_device)
@@ -151,4 +155,11 @@ def _agree(session: "Session", model: nn.Module | None) -> str:
         description = describe(model)
         memories = [(b, b.ctypes.data, b.nbytes) for b in description.arrays()]
         session.init(description.table, memories, blueprint.describe(model))
+    elif session.table is None:
+        _log.warning(
+            "the server at %s has no model yet, and worker %s brings none: waiting for another to bring one "
+            "(give model= to bring it here)",
+            session.address,
+            session.worker_id,
+        )
     return session.wait_for_model()

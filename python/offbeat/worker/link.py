@@ -42,6 +42,11 @@ class Link:
         if in_flight > 1:
             binding.use_spares()
 
+    @property
+    def num_unsettled(self) -> int:
+        """Pushes in flight, whose receipts `push_pull` and `settle` are still to give."""
+        return 0 if self._broken_off else self._num_unsettled
+
     def pull(self) -> None:
         """Bring the newest model into the module."""
         self.binding.refresh()

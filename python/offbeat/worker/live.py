@@ -104,14 +104,18 @@ class LiveOptimizer:
         else:
             self._binding.restore(buffers=True)
 
-    def drop(self) -> None:
-        """Take back the local steps that were not pushed, in the optimizer's state and in the model."""
+    def drop(self, in_flight: int = 0) -> None:
+        """Take back the local steps that were not pushed, in the optimizer's state and in the model.
+
+        The states from before the newest `in_flight` pushes stay, for their receipts.
+        """
         if self._before is not None:
             self._restore(self._before)
             self._before = None
             self._binding.restore()
         self._stepped.clear()
-        self._in_flight.clear()
+        while len(self._in_flight) > in_flight:
+            self._in_flight.popleft()
 
     def close(self) -> None:
         """Give the user back the optimizer's `step`."""

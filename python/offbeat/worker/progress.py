@@ -25,8 +25,8 @@ class Progress(Protocol):
     def advance(self) -> None:
         """One batch is done."""
 
-    def log(self, text: str, record: Record) -> None:
-        """Show a log line."""
+    def log(self, text: str, record: Record, fates: str) -> None:
+        """Show a log line; `fates` says what became of the pushes since the last, if any was rejected."""
 
 
 def progress_for(*, asked: bool | None, total: int | None, name: str) -> Progress:
@@ -61,7 +61,7 @@ class _Silent:
     def advance(self) -> None:
         pass
 
-    def log(self, text: str, record: Record) -> None:  # noqa: ARG002  of Progress
+    def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
         _log.info("%s", text)
 
 
@@ -71,7 +71,7 @@ class _Lines(_Silent):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def log(self, text: str, record: Record) -> None:  # noqa: ARG002  of Progress
+    def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
         announce(f"worker {self._name}: {text}")
 
 
@@ -98,9 +98,11 @@ class _Bar(_Silent):
     def advance(self) -> None:
         self._bar.update()
 
-    def log(self, text: str, record: Record) -> None:
+    def log(self, text: str, record: Record, fates: str) -> None:
         shown = {name: f"{value:.4g}" for name, value in record.metrics.items()}
-        self._bar.set_postfix({**shown, "version": record.version}, refresh=False)
+        shown["version"] = str(record.version)
+        listed = [f"{name}={value}" for name, value in shown.items()]
+        self._bar.set_postfix_str(", ".join([*listed, fates] if fates else listed), refresh=False)
         _log.info("%s", text)
 
 

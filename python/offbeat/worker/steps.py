@@ -14,6 +14,7 @@ from offbeat.samples import sample_count
 from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
 from offbeat.worker.facade import WorkerOptimizer
+from offbeat.worker.fates import Watch
 from offbeat.worker.gradients import Gradients, LossReduction
 from offbeat.worker.link import UNSENT, Link
 from offbeat.worker.live import LiveOptimizer
@@ -42,6 +43,7 @@ class Steps:
         self._update_frequency = update_frequency
         self._reduction: LossReduction = reduction
         self._contribution_or_none: Contribution | None = None
+        self._watch = Watch(link.session.worker_id)
         self._announced: object = None  # which optimizer the log was told of
 
     # ------------------------------------------------------------------ the optimizer
@@ -128,6 +130,8 @@ class Steps:
         """Wait for what is in flight. Returns its receipts, after those of pushes that were broken off."""
         self._mend()
         broken_off, receipts = self._link.settle()
+        for receipt in broken_off:
+            self._watch.see(receipt)
         return [*broken_off, *map(self._settled, receipts)]
 
     def flush(self) -> None:
@@ -141,8 +145,8 @@ class Steps:
         return kept
 
     def drop(self) -> None:
-        """Forget what was not pushed, and what was pushed and not answered."""
-        self._contribution.drop()
+        """Forget what was not pushed. What is in flight is settled by the receipts that come."""
+        self._contribution.drop(self._link.num_unsettled)
         self.batches = self._samples = 0
 
     def close(self) -> None:
@@ -185,16 +189,17 @@ class Steps:
             contribution.unsent()
             raise
         except BaseException:
-            contribution.drop()
+            contribution.drop(self._link.num_unsettled)
             raise
         return [] if receipt is None else [self._settled(receipt)]
 
     def _mend(self) -> None:
         if self._link.mend() and self._contribution_or_none is not None:
-            self._contribution_or_none.drop()
+            self._contribution_or_none.drop(self._link.num_unsettled)
 
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)
+        self._watch.see(receipt)
         if self._announced is None:  # the server came by its optimizer after this worker's first step
             self._announce()
         return receipt

@@ -15,6 +15,7 @@ from offbeat.history import History, Record
 from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
 from offbeat.worker.batches import Epochs, Given, count, moved, split
+from offbeat.worker.fates import Fates, fate_of
 from offbeat.worker.gradients import LossReduction
 from offbeat.worker.link import Link
 from offbeat.worker.progress import Progress
@@ -110,6 +111,7 @@ class _Loop:
         self._logged_step = 0
         self._logged = (self._began, 0)
         self._rejected_in_a_row: Counter[str] = Counter()
+        self._fates = Fates()  # since the last log line
         self._out_of_budget = False
 
     def run(self) -> None:
@@ -179,7 +181,8 @@ class _Loop:
 
     def _note(self, receipts: list[Receipt]) -> None:
         for receipt in receipts:
-            fate = "applied" if receipt.applied else receipt.reason or receipt.verdict
+            fate = fate_of(receipt)
+            self._fates.add(receipt)
             self._history.receipts[fate] = self._history.receipts.get(fate, 0) + 1
             if receipt.reason == "budget":
                 self._out_of_budget = True
@@ -208,8 +211,10 @@ class _Loop:
         self._logged_step = history.steps
         measured = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         epoch = f"epoch {min(history.epochs + 1, self._plan.epochs)}/{self._plan.epochs}"
-        text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({rate:,.0f} samples/s)"
-        self._progress.log(text, record)
+        fates = self._fates.read()
+        speed = f"{rate:,.0f} samples/s" + (f", with those of rejected pushes; {fates}" if fates else "")
+        text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({speed})"
+        self._progress.log(text, record, fates)
         self._link.session.set_progress(history.steps)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self, overload
@@ -17,7 +18,7 @@ from offbeat.history import History
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
-from offbeat.worker.batches import batches_of
+from offbeat.worker.batches import batches_of, loaded
 from offbeat.worker.evaluate import measure
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.gradients import LossReduction
@@ -25,6 +26,7 @@ from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import LossFunction, TrainPlan, run
+from offbeat.worker.turn import one_thread
 
 if TYPE_CHECKING:
     from offbeat.worker.link import Link
@@ -39,7 +41,7 @@ class AsyncWorker(process.Live):
 
     Connects, pulls, and has `worker.model` when the constructor returns. The module is never re-pointed: a
     push reads the gradients where autograd left them, a pull writes into the parameters' own memory, and both
-    happen only inside `step()` and the methods that call it, on the calling thread.
+    happen only inside `step()` and the methods that call it, on the calling thread; one thread at a time.
 
     Args:
         server_address: "HOST:PORT"; OFFBEAT_SERVER if not given.
@@ -100,6 +102,7 @@ class AsyncWorker(process.Live):
         seed: int | None = None,
     ) -> None:
         self._pid = os.getpid()
+        self._turn = threading.RLock()
         self._config = config = JoinConfig(
             server_address=server_address,
             token=token,
@@ -118,10 +121,15 @@ class AsyncWorker(process.Live):
         self._history = History()
         self._loss_fn: LossFunction | None = None
         self._facade: WorkerOptimizer | None = None
-        self._link: Link = join(config, model)
+        process.register(self)  # now already: connecting may have to tell the log what it waits for
+        try:
+            self._link: Link = join(config, model)
+        except BaseException:
+            process.release(self)
+            raise
         self._steps = Steps(self._link, update_frequency=update_frequency, reduction=loss_reduction)
+        self._words = f"{self.id} at {self._link.session.address}"
         self._closed = False
-        process.register(self)
         try:
             if optimizer is not None:
                 self._steps.use(optimizer)
@@ -172,7 +180,10 @@ class AsyncWorker(process.Live):
 
     @property
     def history(self) -> History:
-        """What the last `train` did, also if it was interrupted or failed."""
+        """What the last `train` did, also if it was interrupted or failed.
+
+        It is `train`'s alone: with a loop of one's own it stays empty, and says "running".
+        """
         return self._history
 
     @property
@@ -183,6 +194,7 @@ class AsyncWorker(process.Live):
 
     # ------------------------------------------------------------------ a loop of one's own
 
+    @one_thread
     def step(self, samples: int | None = None) -> Receipt | None:
         """Take the batch whose gradients are on the model; call it after `backward()` and clipping.
 
@@ -211,6 +223,7 @@ class AsyncWorker(process.Live):
             return steps.kept.pop(0)
         return receipts[-1] if receipts else None
 
+    @one_thread
     def flush(self) -> list[Receipt]:
         """Push what is gathered, and wait for everything in flight.
 
@@ -224,6 +237,7 @@ class AsyncWorker(process.Live):
     # ------------------------------------------------------------------ a loop of ours
 
     @known_keywords
+    @one_thread
     def train(
         self,
         *,
@@ -277,6 +291,7 @@ class AsyncWorker(process.Live):
             pin_memory=self.device.type == "cuda",
         )
         measured = meters(metrics)
+        _warn_of_reduction(loss_fn, self._config.loss_reduction)
         if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
             steps.use(optimizer)
         steps.require_optimizer()
@@ -302,14 +317,20 @@ class AsyncWorker(process.Live):
         finally:
             self._epochs_begun += history.epochs + (history.stopped != "epochs")
         self._is_broken_off = False
+        if not history.samples and history.stopped == "epochs":
+            what = "dataset" if dataloader is None else "dataloader"
+            _log.warning("worker %s trained on nothing: the %s gave no batch", self.id, what)
         return history
 
     @overload
-    def evaluate(self, loader: Iterable[Any], metrics: list[Any] | tuple[Any, ...]) -> dict[str, float]: ...
-    @overload
-    def evaluate(self, loader: Iterable[Any], metrics: Metric = "accuracy") -> float: ...
     def evaluate(
-        self, loader: Iterable[Any], metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy"
+        self, loader: Iterable[Any] | Dataset[Any], metrics: list[Any] | tuple[Any, ...]
+    ) -> dict[str, float]: ...
+    @overload
+    def evaluate(self, loader: Iterable[Any] | Dataset[Any], metrics: Metric = "accuracy") -> float: ...
+    @one_thread
+    def evaluate(
+        self, loader: Iterable[Any] | Dataset[Any], metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy"
     ) -> float | dict[str, float]:
         """Measure the newest model, in eval mode; no mode and no random state is other afterwards.
 
@@ -317,7 +338,8 @@ class AsyncWorker(process.Live):
         be pushed, the model is measured as it is.
 
         Args:
-            loader: Gives batches (inputs, targets).
+            loader: Gives batches (inputs, targets). A dataset of samples, one for each index, is loaded in
+                batches of `local_batch_size`.
             metrics: One metric, or a list of them: "accuracy" (0..1), "loss" (of the last `train`'s loss
                 function), callables of (outputs, targets), torchmetrics objects.
 
@@ -329,7 +351,7 @@ class AsyncWorker(process.Live):
         self._pull_newest()
         found = measure(
             self.model,
-            loader,
+            loaded(loader, self.local_batch_size),
             measured,
             device=self.device,
             loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
@@ -341,6 +363,8 @@ class AsyncWorker(process.Live):
 
     def close(self) -> None:
         """Say goodbye to the server. May be called twice; the model stays usable.
+
+        Batches that are gathered and not pushed are dropped, with a warning: `flush()` pushes them.
 
         Raises:
             StateError: If another thread is in a call of this worker, which then stays as it is.
@@ -355,6 +379,11 @@ class AsyncWorker(process.Live):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end(finished=kind is None)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<offbeat.AsyncWorker, closed>"
+        return f"<offbeat.AsyncWorker {self._words}>"  # a session answers neither in a child nor two threads
 
     def __del__(self) -> None:
         """Leave when nobody holds the worker any more, as a function that made it returns."""
@@ -395,8 +424,33 @@ class AsyncWorker(process.Live):
             return
         self._link.session.close(finished)  # raises where another thread is in a call: then nothing is closed
         self._closed = True
+        if finished and (batches := self._steps.batches):
+            _log.warning(
+                "worker %s is closed with %d batch(es) gathered and not pushed, which are lost: call "
+                "worker.flush() before, which pushes them",
+                self._words,
+                batches,
+            )
         self._steps.close()
         process.release(self)
 
     def _at_exit(self, *, failed: bool) -> None:
         self._end(finished=not (failed or self._is_broken_off))
+
+
+def _warn_of_reduction(loss_fn: LossFunction, reduction: LossReduction) -> None:
+    """Warn where a loss function says that it reduces otherwise than the worker was told."""
+    said = getattr(loss_fn, "reduction", None)
+    if said in ("mean", "sum") and said != reduction:
+        name = type(loss_fn).__name__
+        _log.warning(
+            'the loss function is a %s(reduction="%s") and the worker has loss_reduction="%s": what it gives '
+            'is taken for the %s over the batch; make the worker with loss_reduction="%s", or the loss '
+            'function with reduction="%s"',
+            name,
+            said,
+            reduction,
+            reduction,
+            said,
+            reduction,
+        )

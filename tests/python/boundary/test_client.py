@@ -3,6 +3,7 @@
 import array
 import os
 import socket
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from offbeat.errors import (
     StateError,
     UnsupportedTensorError,
 )
+from support.command import command
 
 TOKEN = "a secret of the test"  # noqa: S105
 
@@ -246,6 +248,29 @@ def test_gradient_of_another_name_shape_or_dtype_is_refused_naming_both(client, 
     assert client.status()["version"] == 0
 
 
+@pytest.mark.parametrize("call", ["push", "push_pull", "init"])
+def test_arrays_without_names_are_refused_with_what_is_wanted(client, call):
+    client.pull()
+    with pytest.raises(ConfigError, match=r"is a list: give a dict of arrays by the model's names"):
+        getattr(client, call)([np.zeros((2, 3), np.float32)])
+    assert client.status()["version"] == 0
+
+
+def test_gradient_of_another_dtype_is_refused_with_the_cast(client):
+    client.pull()
+    with pytest.raises(
+        ModelMismatchError, match=r"float64; .* dtype float32: cast it with \.astype\(np\.float32\)"
+    ):
+        client.push_pull({"w": np.zeros((2, 3))})
+
+
+@pytest.mark.parametrize("push", [{}, {"w": None}])
+def test_push_of_nothing_is_refused_in_words_for_those_without_torch_too(client, push):
+    client.pull()
+    with pytest.raises(ConfigError, match=r"without any gradient: give that of one parameter at least"):
+        client.push(push)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_gradient_that_is_not_finite_changes_nothing(client, bad):
     before = client.pull()
@@ -396,6 +421,19 @@ def test_client_waits_for_the_model_that_another_brings(host):
             bringing.init(model())
         thread.join(20)
         assert pulled[0]["w"].tolist() == model()["w"].tolist()
+
+
+def test_client_that_waits_for_a_model_says_so(host):
+    code = "import sys, offbeat; print(*offbeat.Client(sys.argv[1]).pull())"
+    with (
+        host.serving() as server,
+        offbeat.Client(server.address) as other,
+        command("-c", code, server.address, program=(sys.executable,)) as waiting,
+    ):
+        assert "has no model yet" in waiting.line("waits for another to bring one")
+        other.init(model())
+        assert waiting.ends() == 0, waiting.said
+        assert waiting.out == ["w b\n"]
 
 
 def test_another_model_is_refused_naming_the_first_tensor_that_differs(client):

@@ -38,6 +38,14 @@ def expected(model):
     return float((outputs.argmax(1) == y).float().mean()), float(nn.functional.cross_entropy(outputs, y))
 
 
+def test_a_dataset_is_measured_in_batches(serve, join):
+    worker = join(serve(net()), net(), local_batch_size=16, optimizer=SPEC)
+    share, _ = expected(worker.model)
+    state = torch.get_rng_state()
+    assert worker.evaluate(dataset()) == pytest.approx(share)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_one_metric_gives_a_float_and_a_list_a_dict(serve, join):
     worker = join(serve(net()), net(), optimizer=SPEC)
     loader = DataLoader(dataset(), batch_size=16)  # the last batch is ragged: weighted by samples

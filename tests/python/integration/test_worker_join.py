@@ -1,6 +1,7 @@
 """Joining: how a worker comes by its model, and what it hears when it may not."""
 
 import socket
+import sys
 import threading
 import time
 
@@ -16,6 +17,7 @@ from offbeat.errors import (
     ModelMismatchError,
     UnsupportedTensorError,
 )
+from support.command import command
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 
@@ -101,6 +103,17 @@ def test_a_worker_without_a_model_waits_for_the_one_that_brings_it(serve, join, 
     assert printed == ["4\n"]
 
 
+def test_a_worker_that_waits_for_a_model_says_so(serve, join):
+    server = serve()
+    code = "import sys, offbeat; offbeat.AsyncWorker(sys.argv[1], worker_id='me').close()"
+    with command("-c", code, server.address, program=(sys.executable,)) as waiting:
+        line = waiting.line("waiting for another to bring one")
+        assert "has no model yet" in line
+        assert "worker me" in line
+        join(server, net())
+        assert waiting.ends() == 0, waiting.said
+
+
 def test_order_is_the_server_s_and_names_decide(serve, join):
     state = net().state_dict()
     del state["1.num_batches_tracked"]
@@ -160,6 +173,42 @@ def test_a_server_that_is_not_there_is_told_with_address_time_and_remedy():
         assert time.monotonic() - began < 10
     assert address in str(caught.value)
     assert "refused" in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("of", ["Client", "AsyncWorker"])
+def test_who_is_there_before_the_server_says_what_it_waits_for(serve, of):
+    code = f"import sys, offbeat; offbeat.{of}(sys.argv[1]).close()"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        with command("-c", code, address, program=(sys.executable,)) as early:
+            line = early.line("no server at")
+            assert f"no server at {address} yet" in line
+            assert "refused" in line
+            assert "trying for up to 60 s" in line
+            nobody.close()
+            serve(net(), port=port)
+            assert early.ends() == 0, early.said
+    assert early.said.count("no server at") == 1
+
+
+@pytest.mark.parametrize("of", [offbeat.AsyncWorker, offbeat.Client])
+def test_two_in_flight_are_refused_where_the_server_takes_no_late_push(serve, of):
+    server = serve(net(), max_staleness=0)
+    with pytest.raises(ConfigError, match=r"in_flight is 2 and the server's max_staleness is 0.*in_flight=1"):
+        of(server.address, worker_id="me", in_flight=2)
+    assert server.status()["workers"][0]["state"] == "left"
+    of(server.address, worker_id="me", in_flight=1).close()
+    of(serve(net(), max_staleness=1).address, in_flight=2).close()
+
+
+@pytest.mark.parametrize("address", ["http://localhost:5000", "localhost:5000/run", "local host:5000"])
+def test_an_address_that_is_a_url_is_refused_at_once(address):
+    for of in (offbeat.AsyncWorker, offbeat.Client):
+        with pytest.raises(ConfigError, match=r"is not an address; give HOST:PORT") as caught:
+            of(address, connect_timeout_s=1e6)
+        assert repr(address)[1:-1] in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import multiprocessing
 import os
 import pickle  # noqa: TID251  that it refuses is the claim
@@ -67,6 +68,39 @@ def test_close_says_finished_may_be_called_twice_and_the_model_stays_usable(serv
     assert worker.history.steps == 0
 
 
+@pytest.mark.parametrize(
+    "end", [lambda worker: worker.close(), lambda worker: worker.__exit__(None, None, None)]
+)
+def test_closing_with_batches_that_were_not_pushed_warns_with_their_number(serve, join, caplog, end):
+    server = serve(net())
+    worker = join(server, net(), update_frequency=3, optimizer=SPEC, worker_id="me")
+    for _ in range(5):
+        step(worker)
+    end(worker)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"worker me at {server.address} is closed with 2 batch(es) gathered and not pushed" in line
+    assert "flush()" in line
+
+
+def test_closing_after_a_flush_or_by_an_exception_warns_of_nothing(serve, join, caplog):
+    server = serve(net())
+    first, second = (join(server, net(), update_frequency=3, optimizer=SPEC) for _ in range(2))
+    step(first)
+    first.flush()
+    first.close()
+    step(second)
+    second.__exit__(ValueError, ValueError(), None)
+    assert [r for r in caplog.records if r.levelno == logging.WARNING] == []
+
+
+def test_repr_names_worker_and_server_or_says_closed(serve, join):
+    server = serve(net())
+    worker = join(server, net(), worker_id="me")
+    assert repr(worker) == f"<offbeat.AsyncWorker me at {server.address}>"
+    worker.close()
+    assert repr(worker) == "<offbeat.AsyncWorker, closed>"
+
+
 def busy(worker, relay):
     """A thread that stays in a step of the worker until the relay goes on."""
     worker.model.weight.sum().backward()
@@ -74,6 +108,41 @@ def busy(worker, relay):
     thread.start()
     assert relay.reached.wait(20)
     return thread
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda worker: worker.step(),
+        lambda worker: worker.optimizer.step(),
+        lambda worker: worker.flush(),
+        lambda worker: worker.evaluate([]),
+        lambda worker: worker.train(dataloader=[], loss_fn=nn.MSELoss()),
+    ],
+)
+def test_two_threads_in_one_worker_are_told_so_and_nothing_is_mixed(serve, join, use):
+    server = serve(net(), optimizer=SPEC)
+    worker = join(server, net())
+    inside, go_on = threading.Event(), threading.Event()
+
+    def loss(outputs, targets):
+        inside.set()
+        assert go_on.wait(20)
+        return nn.functional.mse_loss(outputs, targets)
+
+    batches = [(torch.ones(3, 4), torch.zeros(3, 2))]
+    thread = threading.Thread(
+        target=worker.train, kwargs={"dataloader": batches, "loss_fn": loss, "progress": False}
+    )
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(StateError, match="another thread is in a call of this worker"):
+        use(worker)
+    go_on.set()
+    thread.join(20)
+    assert worker.history.receipts == {"applied": 1}
+    assert step(worker).applied
+    assert server.status()["version"] == 2
 
 
 def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards(serve, join):

@@ -532,6 +532,16 @@ def test_two_pushes_in_flight_lose_no_change_of_a_buffer(pair):
     is_the_server_s(worker, server)
 
 
+def test_with_two_in_flight_rejected_pushes_leave_no_change_of_a_buffer_in_the_worker(serve, join):
+    server = serve(net(), staleness_policy=offbeat.staleness.GradientFiltering(max_norm=1e-9))
+    worker = join(server, net(), in_flight=2, optimizer=SPEC)
+    for seed in range(3):
+        loss_of(worker.model, seed).backward()
+        worker.step(samples=8)
+    assert [receipt.reason for receipt in worker.flush()] == ["norm"]
+    is_the_server_s(worker, server)
+
+
 def test_a_rejected_push_changes_no_buffer(serve, join):
     server = serve(net(), max_staleness=0)
     fast, slow = join(server, net(), optimizer=SPEC), join(server, net(), optimizer=SPEC)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.worker.fates import Watch
 from offbeat.worker.progress import _Bar, _Lines, _Silent, progress_for
 
 SPEC = offbeat.optim.SGD(lr=0.1)
@@ -98,6 +99,56 @@ def test_on_a_terminal_there_is_a_bar_with_the_metrics(train):
     assert "10/10" in shown
     assert "loss=" in shown
     assert "version=10" in shown
+
+
+@pytest.fixture
+def refused(serve, join):
+    """A worker whose pushes come to nothing."""
+    server = serve(nn.Linear(3, 2), staleness_policy=offbeat.staleness.GradientFiltering(max_norm=1e-9))
+    return join(server, nn.Linear(3, 2), worker_id="me", optimizer=SPEC)
+
+
+def test_a_log_line_says_how_many_pushes_were_rejected_and_why(refused, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    refused.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), log_frequency=4)
+    said = [r.getMessage() for r in caplog.records if "step" in r.getMessage()]
+    assert len(said) == 3, said
+    assert "rejected pushes; 0 pushes applied, 4 rejected: 4x norm, staleness 0.0)" in said[0]
+    assert "0 pushes applied, 2 rejected: 2x norm" in said[2]
+
+
+def test_a_bar_says_how_many_pushes_were_rejected_and_why(refused, capsys):
+    refused.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), log_frequency=5, progress=True)
+    assert "version=0, 0 pushes applied, 5 rejected: 5x norm" in capsys.readouterr().err
+
+
+def warned(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_a_worker_most_of_whose_pushes_are_rejected_is_told_once(refused, caplog):
+    for number in range(120):
+        assert bool(warned(caplog)) == (number > 50)
+        nn.functional.cross_entropy(refused.model(BATCHES[0][0]), BATCHES[0][1]).backward()
+        assert not refused.step(samples=4).applied
+    (line,) = warned(caplog)
+    assert "worker me: of its last 51 pushes the server rejected 51 (51x norm)" in line
+    assert "raise the max_norm" in line
+
+
+def test_a_worker_half_of_whose_pushes_are_applied_is_told_nothing(caplog):
+    watch = Watch("me")
+    applied = offbeat.Receipt(1, 1, 0, 1.0, "admit", applied=True, duplicate=False)
+    for _ in range(150):
+        watch.see(applied)
+        watch.see(applied._replace(verdict="reject", applied=False, reason="stale"))
+    assert warned(caplog) == []
+    watch.see(applied._replace(verdict="reject", applied=False, reason="stale"))
+    watch.see(applied._replace(verdict="reject", applied=False, reason="budget"))
+    assert len(warned(caplog)) == 1
+    assert "of its last 100 pushes" in warned(caplog)[0]
+    assert "max_staleness" in warned(caplog)[0]
+    assert "update_frequency" in warned(caplog)[0]
 
 
 @unconfigured()

@@ -1,6 +1,7 @@
 """`train`: what it does with data, what it writes down, how it ends."""
 
 import functools
+import logging
 import os
 import signal
 import threading
@@ -455,6 +456,65 @@ def test_a_hundred_rejections_in_a_row_raise_with_the_reasons(serve, join, in_fl
         worker.train(dataset=dataset(400), loss_fn=LOSS, optimizer=SPEC, progress=False)
     assert worker.history.stopped == "failed"
     assert server.status()["version"] == 0
+
+
+def warned(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(("said", "taken"), [("sum", "mean"), ("mean", "sum")])
+def test_a_loss_that_reduces_otherwise_than_the_worker_was_told_is_warned_of(
+    serve, join, caplog, said, taken
+):
+    worker = join(serve(net(), optimizer=offbeat.optim.SGD(lr=1e-3)), net(), loss_reduction=taken)
+    loss = nn.CrossEntropyLoss(reduction=said)
+    worker.train(dataset=dataset(64), loss_fn=loss, progress=False)
+    (line,) = warned(caplog)
+    assert f'CrossEntropyLoss(reduction="{said}")' in line
+    assert f'loss_reduction="{taken}"' in line
+    worker.train(dataset=dataset(64), loss_fn=nn.CrossEntropyLoss(reduction=taken), progress=False)
+    assert len(warned(caplog)) == 1
+
+
+def test_a_loader_given_as_dataset_and_a_dataset_given_as_loader_are_refused_by_name(serve, join):
+    worker = join(serve(net(), optimizer=SPEC), net())
+    with pytest.raises(ConfigError, match=r"dataset is a DataLoader.*give it as dataloader="):
+        worker.train(dataset=DataLoader(dataset()), loss_fn=LOSS)
+    with pytest.raises(ConfigError, match=r"dataloader is a TensorDataset.*give it as dataset="):
+        worker.train(dataloader=dataset(), loss_fn=LOSS)
+
+
+@pytest.mark.parametrize("given", [{"dataset": dataset(0)}, {"dataloader": []}])
+def test_training_on_nothing_is_warned_of(serve, join, caplog, given):
+    worker = join(serve(net(), optimizer=SPEC), net())
+    assert worker.train(**given, loss_fn=LOSS, progress=False).steps == 0
+    (line,) = warned(caplog)
+    assert f"the {next(iter(given))} gave no batch" in line
+
+
+def test_a_push_in_flight_when_train_failed_is_settled_with_its_own_state(serve, join):
+    server = serve(net(), max_staleness=1)
+    fast, model = join(server, net()), net()
+    live = torch.optim.Adam(model.parameters(), lr=0.01)
+    worker = join(server, model, in_flight=2, optimizer=live)
+    fast_live = torch.optim.SGD(fast.model.parameters(), lr=0.01)
+    batch = dataset(4).tensors
+
+    def loss(outputs, targets):
+        if live.state:
+            raise ZeroDivisionError
+        for _ in range(2):  # so that the push of this batch is too late
+            LOSS(fast.model(batch[0]), batch[1]).backward()
+            assert fast.step().applied
+        return LOSS(outputs, targets)
+
+    fast.train(dataloader=[batch], loss_fn=LOSS, optimizer=fast_live, progress=False)
+    with pytest.raises(ZeroDivisionError):
+        worker.train(dataloader=[batch] * 2, loss_fn=loss, progress=False)
+    assert live.state
+    LOSS(worker.model(batch[0]), batch[1]).backward()
+    assert worker.step().reason == "stale"
+    assert not live.state  # as before the first push
 
 
 def test_fewer_rejections_are_counted_by_reason(serve, join):

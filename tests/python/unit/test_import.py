@@ -94,3 +94,24 @@ def test_unknown_name_raises_and_suggests_the_nearest():
     )
     assert "AttributeError: module 'offbeat' has no attribute 'ParameterServr'" in failed.stderr
     assert "Did you mean: 'ParameterServer'?" in failed.stderr
+
+
+@pytest.mark.parametrize("name", ["AsyncWorker", "partition"])
+def test_what_needs_torch_says_so_without_torch(run_python, name):
+    said = run_python(
+        "import sys, offbeat\n"
+        "sys.modules['torch'] = None  # makes `import torch` an ImportError\n"
+        "try: getattr(offbeat, sys.argv[1])\n"
+        "except ImportError as error: print(error)",
+        name,
+    )
+    assert f"offbeat.{name} needs torch, which is not installed here: pip install torch" in said
+
+
+def test_names_of_a_later_version_say_so():
+    names = offbeat._OF_A_LATER_VERSION
+    assert len(names) == 6
+    assert not names & set(offbeat.__all__)
+    for name in names:
+        with pytest.raises(AttributeError, match=f"offbeat.{name} comes with a later version"):
+            getattr(offbeat, name)

@@ -464,3 +464,20 @@ def test_unfreezing_what_a_live_optimizer_does_not_hold_is_refused():
     model[0].requires_grad_(True)
     with pytest.raises(ConfigError, match=r"'0\.weight'"):
         local_step(model, binding, contribution, 0)
+
+
+def test_what_is_in_flight_keeps_its_state_when_the_rest_is_dropped():
+    model = mlp()
+    binding = bound(model)
+    live = torch.optim.Adam(model.parameters())
+    contribution = LiveOptimizer(binding, live)
+    for seed in range(2):
+        backward(model, 4, seed)
+        binding.refresh()
+        contribution.add(4)
+        if seed == 0:
+            contribution.take()
+    contribution.drop(in_flight=1)
+    assert all(state["step"] == 1 for state in live.state.values())
+    contribution.settled(REJECTED)
+    assert not live.state

@@ -14,11 +14,14 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
+use tracing::warn;
 
 /// Longest try of one address.
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// Pauses between attempts grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// After so long without a server it is said that there is none yet: who waits wants to know for what.
+const SILENT: Duration = Duration::from_secs(1);
 /// A peer that vanished without a word is noticed after idle + retries × interval, where nothing is on its way to it.
 const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
     .with_time(Duration::from_secs(10))
@@ -74,6 +77,7 @@ impl Target {
         let begun = Instant::now();
         let mut pause = PAUSES.0;
         let mut attempts = 0;
+        let mut is_told = false;
         loop {
             attempts += 1;
             let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
@@ -90,6 +94,15 @@ impl Target {
                     Failure::Again(cause) => ClientError::Unreachable { address, attempts, waited, cause },
                     Failure::Final(error) => error,
                 });
+            }
+            if waited >= SILENT && !is_told {
+                is_told = true;
+                let cause = match &failure {
+                    Failure::Again(cause) => cause.as_str(),
+                    Failure::Silent | Failure::Final(_) => "something there accepts, and says nothing",
+                };
+                let (address, limit) = (&self.address, limit.as_secs_f64());
+                warn!("no server at {address} yet ({cause}); trying for up to {limit:.0} s");
             }
             // Workers that lost one server must not come back in step.
             let jitter = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 255.0);
@@ -186,6 +199,11 @@ async fn resolve(
     if let Ok(address) = name.parse() {
         return Ok(vec![address]);
     }
+    if name.contains('/') || name.contains(char::is_whitespace) {
+        let message =
+            format!("{name:?} is not an address; give HOST:PORT, without a scheme, a path or spaces");
+        return Err(Failure::Final(ClientError::bad_input(message)));
+    }
     let (found, finding) = oneshot::channel();
     let of_thread = name.to_owned();
     let thread = std::thread::Builder::new().name("offbeat-resolve".into()).spawn(move || {
@@ -241,6 +259,20 @@ pub(super) fn host() -> String {
 mod tests {
     use super::*;
     use std::sync::mpsc;
+
+    #[test]
+    fn what_is_a_url_and_no_address_is_refused_without_looking_it_up() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        for name in ["http://localhost:5000", "localhost:5000/run", "local host:5000"] {
+            let look_up = |_: &str| -> io::Result<Vec<SocketAddr>> { panic!("it was looked up") };
+            match runtime.block_on(resolve(name, Duration::from_secs(60), look_up)) {
+                Err(Failure::Final(error)) => {
+                    assert!(error.to_string().contains("give HOST:PORT"), "{error}");
+                }
+                Err(Failure::Silent | Failure::Again(_)) | Ok(_) => panic!("{name} was not refused"),
+            }
+        }
+    }
 
     #[test]
     fn a_name_that_nobody_answers_for_is_waited_for_within_the_limit() {

@@ -40,10 +40,10 @@ impl Connection {
             self.pool.push(bytes);
         } else {
             // The server has what was pulled; a module's forward pass may have moved its buffers since.
+            held.arrived(model, fragment, version, None);
             if model.is_buffers(fragment) {
                 model.scatter(fragment, held.buffers(fragment), out);
             }
-            held.arrived(model, fragment, version, None);
         }
         if model.is_buffers(fragment) {
             for push in self.flight.iter_mut().filter_map(|p| p.push.as_mut()) {

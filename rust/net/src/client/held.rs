@@ -21,8 +21,10 @@ pub(super) struct Held {
     /// Fragments of `out` that a broken-off call left half written; their version is the older one, and until they
     /// have come whole nothing may be answered by "unchanged".
     torn: Vec<bool>,
-    /// Per fragment of buffers, its bytes as pulled: what a push's new value is compared with.
+    /// Per fragment of buffers, its bytes as pulled, or as pushed since: what a push's new value is compared with.
     buffers: Vec<Vec<u8>>,
+    /// Per fragment of buffers that were pushed since, its bytes as pulled: a push that is rejected leaves them so.
+    pulled: Vec<Option<Vec<u8>>>,
     /// Per fragment of parameters, its bytes as pulled, where the next push needs them and cannot find them in `out`.
     parameters: Option<Vec<Vec<u8>>>,
 }
@@ -37,6 +39,7 @@ impl Held {
             ready: false,
             torn: vec![false; n],
             buffers: vec![Vec::new(); n],
+            pulled: vec![None; n],
             parameters: None,
         }
     }
@@ -89,11 +92,18 @@ impl Held {
         model.is_buffers(fragment) || self.parameters.is_some()
     }
 
-    /// A fragment is whole in `out`.
+    /// A fragment is whole in `out`. Buffers without bytes are as they were pulled, so that what was pushed since was
+    /// rejected.
     pub(super) fn arrived(&mut self, model: &Model, fragment: usize, version: u64, bytes: Option<&[u8]>) {
         self.versions[fragment] = version;
         self.torn[fragment] = false;
-        let Some(bytes) = bytes else { return };
+        let pulled = self.pulled[fragment].take();
+        let Some(bytes) = bytes else {
+            if let Some(pulled) = pulled {
+                self.buffers[fragment] = pulled;
+            }
+            return;
+        };
         let copy = if model.is_buffers(fragment) {
             &mut self.buffers[fragment]
         } else if let Some(parameters) = &mut self.parameters {
@@ -115,7 +125,7 @@ impl Held {
         (0..model.num_fragments()).all(|f| model.is_buffers(f) || self.parameters(f).is_some())
     }
 
-    /// A fragment of buffers as pulled.
+    /// A fragment of buffers as pulled, or as pushed since.
     pub(super) fn buffers(&self, fragment: usize) -> &[u8] {
         &self.buffers[fragment]
     }
@@ -124,6 +134,7 @@ impl Held {
     /// was pushed.
     pub(super) fn pushed(&mut self, model: &Model, fragment: usize, present: &Presence, values: &[u8]) {
         let old = &mut self.buffers[fragment];
+        self.pulled[fragment].get_or_insert_with(|| old.clone());
         let (layout, mut rest) = (&model.layout.fragments[fragment], values);
         for s in layout.present_segments(present) {
             let size = layout.dtype.size();

@@ -104,7 +104,9 @@ impl Model {
             }
         }
         if values.iter().all(Option::is_none) {
-            return Err(ClientError::bad_input("a push without any gradient; call backward() first"));
+            return Err(ClientError::bad_input(
+                "a push without any gradient: give that of one parameter at least (in torch, call backward() first)",
+            ));
         }
         Ok(())
     }

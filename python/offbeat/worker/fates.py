@@ -1,0 +1,87 @@
+"""What became of a worker's pushes: for its log lines, and for a warning when most come to nothing."""
+
+import logging
+from collections import Counter, deque
+
+from offbeat.receipt import Receipt
+
+__all__ = ["Fates", "Watch", "fate_of"]
+
+_log = logging.getLogger("offbeat")
+
+#: The receipts that the warning is about: the last so many.
+WINDOW = 100
+
+_REMEDIES = {
+    "stale": "raise the server's max_staleness, or let each worker push less often, with a larger "
+    "update_frequency",
+    "norm": "raise the max_norm of the server's GradientFiltering, or clip the gradients",
+    "no_optimizer": "give train, the worker or the server an optimizer",
+    "nonfinite_result": "lower the learning rate",
+    "non_finite": "look for what makes the gradients NaN or infinite",
+}
+_ELSEWHERE = "look at the receipts' detail, and at the server's log"
+
+
+def fate_of(receipt: Receipt) -> str:
+    """Name what became of a push: "applied", or why it was not."""
+    return "applied" if receipt.applied else receipt.reason or receipt.verdict
+
+
+class Fates:
+    """Counts receipts, from one log line to the next."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._staleness = 0
+
+    def add(self, receipt: Receipt) -> None:
+        """Take one."""
+        self._counts[fate_of(receipt)] += 1
+        self._staleness += receipt.staleness
+
+    def read(self) -> str:
+        """Say what became of the pushes, if any was rejected, else nothing; and begin anew."""
+        counts, total = self._counts, self._counts.total()
+        applied = counts.pop("applied", 0)
+        late = self._staleness / max(total, 1)
+        self._counts, self._staleness = Counter(), 0
+        if not counts:
+            return ""
+        return (
+            f"{applied} pushes applied, {total - applied} rejected: {_listed(counts)}, staleness {late:.1f}"
+        )
+
+
+class Watch:
+    """Warns, once, when of the last receipts more than half were rejected."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the worker's."""
+        self._name = name
+        self._last: deque[str] = deque(maxlen=WINDOW)
+        self._is_told = False
+
+    def see(self, receipt: Receipt) -> None:
+        """Take one; the end of the run is no fault."""
+        if self._is_told or receipt.reason == "budget":
+            return
+        self._last.append(fate_of(receipt))
+        rejected = len(self._last) - self._last.count("applied")
+        if rejected * 2 <= WINDOW:
+            return
+        self._is_told = True
+        reasons = Counter(fate for fate in self._last if fate != "applied")
+        remedies = dict.fromkeys(_REMEDIES.get(reason, _ELSEWHERE) for reason, _ in reasons.most_common())
+        _log.warning(
+            "worker %s: of its last %d pushes the server rejected %d (%s), so that their work is lost; %s",
+            self._name,
+            len(self._last),
+            rejected,
+            _listed(reasons),
+            "; ".join(remedies),
+        )
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{n}x {reason}" for reason, n in reasons.most_common())
