@@ -14,7 +14,6 @@ from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.errors import StateError
-from offbeat.server import stop_and_take
 
 __all__ = [
     "Stopped",
@@ -145,11 +144,11 @@ def _schedule(text: str | None) -> schedule.Schedule | str | None:
 
 def stop(server: ParameterServer, path: Path | None) -> None:
     """Stop a server, then write its model to a file, if one was asked for and there is a model."""
+    server.stop()
     if path is None:
-        server.stop()
         return
     try:
-        state = stop_and_take(server)
+        state = server.state_dict()  # as it is now: every push that was acknowledged is in it
     except StateError as error:
         print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
         return
