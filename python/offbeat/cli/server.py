@@ -74,9 +74,10 @@ def run(arguments: Namespace) -> int:
     handler.setLevel(logging.WARNING)  # the start is told below, in full
     try:
         with stopping_on_signals(), server:
-            handler.setLevel(logging.NOTSET)
-            print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
             try:
+                handler.setLevel(logging.NOTSET)
+                # A worker may have pushed before this returns, so a signal from here on is to save, too.
+                print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
                 if arguments.keep_running:
                     threading.Event().wait()
                 server.wait_for_workers(arguments.workers)
