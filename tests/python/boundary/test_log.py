@@ -24,6 +24,42 @@ def test_events_of_the_rust_server_are_records_of_logging(caplog):
     assert "worker=mine" in joined[0].getMessage()
 
 
+@pytest.mark.parametrize(("held", "given"), [("right", "wrong"), (None, "one too many"), ("right", None)])
+def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(caplog, held, given):
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, token=held, host="127.0.0.1") as server,
+        pytest.raises(offbeat.errors.AuthenticationError),
+    ):
+        offbeat.Client(server.address, token=given)
+    (said,) = [r.getMessage() for r in caplog.records if "did not get in" in r.getMessage()]
+    assert "peer=127.0.0.1:" in said
+    assert "token" in said.split("error=")[1]
+
+
+def test_waiting_for_nobody_is_announced(caplog, run_python):
+    with (
+        caplog.at_level(logging.INFO, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, linger_s=0.3, rejoin_grace_s=0.5) as server,
+    ):
+        offbeat.Client(server.address).close()
+        run_python(
+            "import subprocess, sys\n"
+            "kill = 'import os, sys, offbeat; c = offbeat.Client(sys.argv[1]); os.kill(os.getpid(), 9)'\n"
+            "subprocess.run([sys.executable, '-c', kill, sys.argv[1]])\n",
+            server.address,
+        )
+        assert server.wait_for_workers(2)
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    (lost,) = [i for i, text in enumerate(said) if "1 lost: waiting up to 0.5 s for them" in text]
+    (gone,) = [
+        i
+        for i, text in enumerate(said)
+        if text.startswith("all workers have gone: the work is over in 0.3 s")
+    ]
+    assert lost < gone
+
+
 def test_level_of_the_logger_is_obeyed(caplog):
     with (
         caplog.at_level(logging.ERROR, logger="offbeat"),

@@ -323,6 +323,11 @@ def test_port_in_use_is_told_with_what_to_do():
         assert isinstance(refused.value, OSError)
 
 
+def test_host_that_is_not_this_machines_is_told_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*address of this machine"):
+        offbeat.ParameterServer(arrays(), host="192.0.2.1", insecure=True).start()
+
+
 def test_without_a_token_it_listens_on_this_machine_only_and_with_one_everywhere():
     with offbeat.ParameterServer(arrays()) as server:
         assert server._server.address.startswith("127.0.0.1:")
