@@ -32,8 +32,8 @@ TOKEN_BYTES = 16
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
-    parser.usage = f"{parser.prog} [OPTION …] SCRIPT [ARGUMENT …]"
-    parser.add_argument("--workers", type=positive_int, metavar="N", help="how many processes")
+    parser.usage = f"{parser.prog} --workers N [OPTION …] SCRIPT [ARGUMENT …]"
+    parser.add_argument("--workers", type=positive_int, metavar="N", help="how many processes; required")
     parser.add_argument(
         "--server", metavar="HOST:PORT", help="join this one (with OFFBEAT_TOKEN) and start none"
     )
@@ -43,7 +43,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--world-size", type=positive_int, metavar="N", help="WORLD_SIZE; none: --workers")
     add_run_options(parser)
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the Python script each worker runs")
-    parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
+    rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
+    rest.required = False  # where SCRIPT is missing, argparse would ask for this, too
 
 
 def run(arguments: Namespace) -> int:
