@@ -1,6 +1,8 @@
 """The parameter server: it holds the model, and every worker's pushes move it."""
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from offbeat import _offbeat
 
 __all__ = ["ParameterServer"]
+
+SHORT_TOKEN = 16
+"""Characters: a shorter token gets a warning, since whoever reaches the port may try as many as he likes."""
+
+_log = logging.getLogger("offbeat")
 
 
 class ParameterServer(process.Live):
@@ -143,7 +150,16 @@ class ParameterServer(process.Live):
         self._server = Server(json.dumps(self._config), self._model)
         self._model = None
         process.register(self)
-        process.announce(start_line(self._server.address, has_token=self._config["token"] is not None))
+        token = self._config["token"]
+        if token is not None and len(token) < SHORT_TOKEN:
+            _log.warning(
+                "the token is %d characters long and could be guessed: take %d or more, such as "
+                "secrets.token_hex(16)",
+                len(token),
+                SHORT_TOKEN,
+            )
+        known = token is not None and token == os.environ.get("OFFBEAT_TOKEN")
+        process.announce(start_line(self._server.address, token=token, in_environment=known))
 
     @property
     def address(self) -> str:

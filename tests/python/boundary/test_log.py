@@ -26,13 +26,18 @@ def test_events_of_the_rust_server_are_records_of_logging(caplog):
 
 @pytest.mark.parametrize(("held", "given"), [("right", "wrong"), (None, "one too many"), ("right", None)])
 def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(caplog, held, given):
+    def refused():
+        return [r.getMessage() for r in list(caplog.records) if "did not get in" in r.getMessage()]
+
     with (
         caplog.at_level(logging.WARNING, logger="offbeat"),
         offbeat.ParameterServer(MODEL, token=held, host="127.0.0.1") as server,
-        pytest.raises(offbeat.errors.AuthenticationError),
     ):
-        offbeat.Client(server.address, token=given)
-    (said,) = [r.getMessage() for r in caplog.records if "did not get in" in r.getMessage()]
+        with pytest.raises(offbeat.errors.AuthenticationError):
+            offbeat.Client(server.address, token=given)
+        while not refused():
+            pass
+    (said,) = refused()
     assert "peer=127.0.0.1:" in said
     assert "token" in said.split("error=")[1]
 
@@ -113,3 +118,20 @@ def test_shared_velocity_warns_when_a_second_worker_joins(caplog, correction, wa
                 another.push(another.pull())
     said = [r for r in caplog.records if "one velocity" in r.getMessage()]
     assert len(said) == warnings
+
+
+@pytest.mark.parametrize(("length", "warnings"), [(15, 1), (16, 0)])
+def test_a_short_token_is_warned_of_and_never_shown(caplog, length, warnings):
+    word = "x" * length
+    with (
+        caplog.at_level(logging.INFO, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, token=word, host="127.0.0.1") as server,
+        offbeat.Client(server.address, token=word),
+    ):
+        pass
+    said = [
+        r for r in caplog.records if r.levelno == logging.WARNING and "could be guessed" in r.getMessage()
+    ]
+    assert len(said) == warnings
+    assert word not in caplog.text
+    assert "OFFBEAT_TOKEN=<the server's token>" in caplog.text
