@@ -56,8 +56,9 @@ def run(arguments: Namespace) -> int:
     command = [sys.executable, str(arguments.script), *arguments.arguments]
     num_workers = arguments.workers
     failed: list[Ended] = []
+    of_server: list[ExitCode] = []
     try:
-        with stopping_on_signals(), _server(arguments) as joining:
+        with stopping_on_signals(), _server(arguments, of_server) as joining:
             variables = [
                 environment(
                     os.environ,
@@ -78,7 +79,7 @@ def run(arguments: Namespace) -> int:
         print(f"offbeat: stopped by {signal}", file=sys.stderr)
         return ExitCode.INTERRUPTED
     if not failed:
-        return ExitCode.OK
+        return next(iter(of_server), ExitCode.OK)
     print(
         f"offbeat: {len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}",
         file=sys.stderr,
@@ -119,8 +120,13 @@ def exit_code(of_worker: int) -> int:
 
 
 @contextlib.contextmanager
-def _server(arguments: Namespace) -> Iterator[dict[str, str]]:
-    """Run a server for the workers, if none is named; gives the variables by which they find it."""
+def _server(arguments: Namespace, ends: list[ExitCode]) -> Iterator[dict[str, str]]:
+    """Run a server for the workers, if none is named; gives the variables by which they find it.
+
+    Args:
+        arguments: The command line.
+        ends: Gets how the server ended.
+    """
     if arguments.server is not None:
         yield {"OFFBEAT_SERVER": arguments.server}
         return
@@ -134,7 +140,7 @@ def _server(arguments: Namespace) -> Iterator[dict[str, str]]:
         try:
             yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token}
         finally:
-            stop(server, arguments.save)
+            ends.append(stop(server, arguments.save))
 
 
 def _words(ended: Ended) -> str:

@@ -72,6 +72,7 @@ def run(arguments: Namespace) -> int:
     )
     handler = log_to_stderr()
     handler.setLevel(logging.WARNING)  # the start is told below, in full
+    code = ExitCode.OK
     try:
         with stopping_on_signals(), server:
             try:
@@ -82,10 +83,10 @@ def run(arguments: Namespace) -> int:
                     threading.Event().wait()
                 server.wait_for_workers(arguments.workers)
             finally:
-                stop(server, arguments.save)
+                code = stop(server, arguments.save)
     except Stopped as signal:
         _log.info("stopped by %s", signal)
-    return ExitCode.OK
+    return code
 
 
 def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:

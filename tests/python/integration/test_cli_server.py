@@ -96,6 +96,14 @@ def test_a_server_that_waits_stops_at_a_signal_with_code_0(number):
         assert "Traceback" not in server.said
 
 
+def test_a_save_that_found_no_model_is_code_13(tmp_path):
+    with serving("--save", str(tmp_path / "model.safetensors")) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 13, server.said
+        assert "nothing is saved: the server has no model yet" in server.said
+
+
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):
     with serving("--model", str(model), "--new-token", "--host", "127.0.0.1") as server:
         variables, python = joining(server)

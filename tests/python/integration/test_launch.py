@@ -49,6 +49,14 @@ def test_each_worker_has_its_rank_and_a_server(script, tmp_path):
     assert "[server] " in "".join(launch.err)
 
 
+def test_a_save_that_found_no_model_is_code_13(script, tmp_path):
+    saved = tmp_path / "model.safetensors"
+    with command("launch", "--workers", "1", "--save", str(saved), script("print('no worker')")) as launch:
+        assert launch.ends() == 13, launch.said
+        assert "nothing is saved" in launch.said
+    assert not saved.exists()
+
+
 def test_the_first_failure_is_the_exit_code_and_its_last_line_is_told(script):
     train = script(
         """
