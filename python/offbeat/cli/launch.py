@@ -131,14 +131,18 @@ def _server(arguments: Namespace, ends: list[ExitCode]) -> Iterator[dict[str, st
         yield {"OFFBEAT_SERVER": arguments.server}
         return
     # This machine only, and even so with a token: other users of the machine can reach the port too.
-    token = os.environ.get("OFFBEAT_TOKEN") or secrets.token_hex(TOKEN_BYTES)
+    given = os.environ.get("OFFBEAT_TOKEN")
+    token = given or secrets.token_hex(TOKEN_BYTES)
+    # With our token a server of the script's own would listen on every interface, which nobody has asked for.
+    ours = not given and not os.environ.get("OFFBEAT_HOST")
+    host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
     server = make_server(arguments, host="127.0.0.1", port=0, token=token)
     handler = log_to_stderr("[server] ")
     handler.setLevel(logging.WARNING)  # nobody has to be told how to join
     with server:
         handler.setLevel(logging.NOTSET)
         try:
-            yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token}
+            yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
         finally:
             ends.append(stop(server, arguments.save))
 
