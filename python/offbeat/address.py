@@ -2,7 +2,7 @@
 
 import socket
 
-__all__ = ["THIS_MACHINE", "reachable", "start_line"]
+__all__ = ["EVERY_INTERFACE", "THIS_MACHINE", "reachable", "start_line"]
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to

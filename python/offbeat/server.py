@@ -220,6 +220,7 @@ class ParameterServer(process.Live):
         After `stop()` it tells how the run ended.
         """
         status: dict[str, Any] = json.loads(self._held().status())
+        status["address"] = reachable(status["address"])
         return status
 
     def state_dict(self) -> "dict[str, torch.Tensor] | dict[str, Array]":
