@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from offbeat.address import EVERY_INTERFACE, THIS_MACHINE, reachable
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatTimeoutError, ProtocolError
 
 __all__ = ["add_arguments", "columns", "report", "run"]
 
@@ -26,6 +27,10 @@ GLOSSARY = (
     "still reads; idle, kept for the next update; staging, pushes that are on their way in."
 )
 """What the tables' words mean, for `--help`."""
+
+PROBE_TIMEOUT_S = 2.0
+FIRST_BYTE = b"O"
+"""Of whatever an Offbeat server sends."""
 
 Status = Mapping[str, Any]
 
@@ -49,12 +54,31 @@ def run(arguments: Namespace) -> int:
     from offbeat._offbeat import fetch_status
 
     token = arguments.token or os.environ.get("OFFBEAT_TOKEN") or None
-    text = fetch_status(address, token, arguments.timeout_s)
+    try:
+        text = fetch_status(address, token, arguments.timeout_s)
+    except OffbeatTimeoutError as error:
+        if _answers_http(address):
+            raise ProtocolError(
+                f"{address} is no Offbeat server: it answers in text, as HTTP servers do"
+            ) from error
+        raise
     if arguments.format == "json":
         print(text)
     else:
         print(report(json.loads(text), asked=address))
     return ExitCode.OK
+
+
+def _answers_http(address: str) -> bool:
+    """Whether what is there answers in text: such a server waits for the end of a line, and we send none."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as probe:
+            probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            probe.shutdown(socket.SHUT_WR)
+            return probe.recv(1) not in (b"", FIRST_BYTE)
+    except (OSError, ValueError):
+        return False
 
 
 def report(status: Status, *, asked: str) -> str:

@@ -1,5 +1,6 @@
 """`offbeat server` and `offbeat status`, as processes: joining by what is printed, stopping, saving."""
 
+import http.server
 import json
 import os
 import shlex
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -185,6 +187,26 @@ def test_status_tells_people_and_programs(model):
         with command("status", address, OFFBEAT_TOKEN=WORD + "?") as status:
             assert status.ends() == 5
             assert "token" in status.said
+
+
+def test_status_of_an_http_server_is_code_10():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            with command("status", f"127.0.0.1:{other.server_port}", "--timeout", "1") as status:
+                assert status.ends() == 10, status.said  # in other words where the hello's nonce ends a line
+                assert str(other.server_port) in status.said
+        finally:
+            other.shutdown()
+            thread.join()
+
+
+def test_status_of_something_that_says_nothing_is_code_9():
+    with socket.create_server(("127.0.0.1", 0)) as quiet:
+        address = f"127.0.0.1:{quiet.getsockname()[1]}"
+        with command("status", address, "--timeout", "1") as status:
+            assert status.ends() == 9, status.said
 
 
 def test_status_of_a_server_that_is_not_there_is_code_4():
