@@ -1,7 +1,6 @@
 """The parameter server: it holds the model, and every worker's pushes move it."""
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -37,8 +36,6 @@ __all__ = ["ParameterServer"]
 
 SHORT_TOKEN = 16
 """Characters: a shorter token gets a warning, since whoever reaches the port may try as many as he likes."""
-
-_log = logging.getLogger("offbeat")
 
 
 class ParameterServer(process.Live):
@@ -152,11 +149,9 @@ class ParameterServer(process.Live):
         process.register(self)
         token = self._config["token"]
         if token is not None and len(token) < SHORT_TOKEN:
-            _log.warning(
-                "the token is %d characters long and could be guessed: take %d or more, such as "
-                "secrets.token_hex(16)",
-                len(token),
-                SHORT_TOKEN,
+            process.warn(
+                f"the token is {len(token)} characters long and could be guessed: take {SHORT_TOKEN} or "
+                "more, such as secrets.token_hex(16)"
             )
         known = token is not None and token == os.environ.get("OFFBEAT_TOKEN")
         process.announce(start_line(self._server.address, token=token, in_environment=known))
