@@ -2,20 +2,27 @@
 
 import socket
 
-__all__ = ["THIS_MACHINE", "reachable", "start_line"]
+__all__ = ["EVERY_INTERFACE", "THIS_MACHINE", "reachable", "start_line"]
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
 
 
-def start_line(address: str, *, has_token: bool) -> str:
-    """Say where the server listens, how a worker joins, and how to let other machines in."""
+def start_line(address: str, *, token: str | None, in_environment: bool) -> str:
+    """Say where the server listens, how a worker joins, and how to let other machines in.
+
+    Args:
+        address: The server's, "HOST:PORT".
+        token: The server's; it is not shown.
+        in_environment: Whether this process's OFFBEAT_TOKEN is the token, so that a shell here knows it, too.
+    """
     local = address.rpartition(":")[0].strip("[]") in THIS_MACHINE
     where = f"{address} (this machine only)" if local else address
-    token = "OFFBEAT_TOKEN=$OFFBEAT_TOKEN " if has_token else ""
-    join = f"{token}OFFBEAT_SERVER={reachable(address)} python train.py"
+    word = "$OFFBEAT_TOKEN" if in_environment else "<the server's token>"
+    secret = f"OFFBEAT_TOKEN={word} " if token else ""
+    join = f"{secret}OFFBEAT_SERVER={reachable(address)} python train.py"
     line = f"parameter server on {where}; a worker joins with: {join}"
-    if local and has_token:
+    if local and token:
         return line + '; for other machines give host="0.0.0.0", or set OFFBEAT_HOST'
     if local:
         return line + "; for other machines set OFFBEAT_TOKEN to the same secret here and there"

@@ -19,7 +19,7 @@ from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat.errors import OffbeatError
 
-__all__ = ["Live", "announce", "register", "release"]
+__all__ = ["Live", "announce", "register", "release", "warn"]
 
 LOGGER = logging.getLogger("offbeat")
 PUMP_INTERVAL_S = 0.2
@@ -77,6 +77,16 @@ def announce(message: str) -> None:
         print(message, file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
 
 
+def warn(message: str) -> None:
+    """Warn through `logging`; on a bare terminal the line says from whom it is."""
+    LOGGER.warning("%s%s", _prefix(), message)
+
+
+def _prefix() -> str:
+    """Begin a line where nobody has set `logging` up, whose last resort prints the bare message."""
+    return "" if LOGGER.hasHandlers() else "offbeat: "
+
+
 def _run_pump() -> None:
     # Not a daemon, which would be killed inside the extension: it ends by itself with the last object or with
     # the main thread, whichever is first.
@@ -94,9 +104,10 @@ def _log_waiting(timeout_s: float) -> None:
     from offbeat import _offbeat
 
     _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
+    prefix = _prefix()
     for level, target, text in _offbeat.next_log_records(timeout_s):
         name = target.replace("::", ".").replace("_", ".", 1)
-        logging.getLogger(name).log(level, "%s", text)
+        logging.getLogger(name).log(level, "%s%s", prefix, text)
 
 
 def _say_goodbye() -> None:

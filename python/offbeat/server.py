@@ -1,6 +1,7 @@
 """The parameter server: it holds the model, and every worker's pushes move it."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
     from offbeat import _offbeat
 
-__all__ = ["ParameterServer", "stop_and_take"]
+__all__ = ["ParameterServer"]
+
+SHORT_TOKEN = 16
+"""Characters: a shorter token gets a warning, since whoever reaches the port may try as many as he likes."""
 
 
 class ParameterServer(process.Live):
@@ -143,7 +147,14 @@ class ParameterServer(process.Live):
         self._server = Server(json.dumps(self._config), self._model)
         self._model = None
         process.register(self)
-        process.announce(start_line(self._server.address, has_token=self._config["token"] is not None))
+        token = self._config["token"]
+        if token is not None and len(token) < SHORT_TOKEN:
+            process.warn(
+                f"the token is {len(token)} characters long and could be guessed: take {SHORT_TOKEN} or "
+                "more, such as secrets.token_hex(16)"
+            )
+        known = token is not None and token == os.environ.get("OFFBEAT_TOKEN")
+        process.announce(start_line(self._server.address, token=token, in_environment=known))
 
     @property
     def address(self) -> str:
@@ -175,15 +186,19 @@ class ParameterServer(process.Live):
             return self._open().wait_until_joined(_workers(n), _timeout(timeout_s))
 
     def stop(self) -> None:
-        """End the run: workers are told, and the socket is closed. Stopping twice is fine."""
-        server, self._server, self._stopped = self._server, None, True
-        if server is not None:
-            server.stop()
+        """End the run: workers are told, and the socket is closed. Stopping twice is fine.
+
+        Model and status stay readable as long as this object lives: a `state_dict()` taken after it holds
+        every push that was acknowledged.
+        """
+        self._stopped = True
+        if self._server is not None:
+            self._server.stop()
             process.release(self)
 
     def __enter__(self) -> Self:
         """Use as a context manager: started at the begin, if it was not before, and stopped at the end."""
-        if self._server is None:
+        if self._server is None or self._stopped:
             self.start()
         return self
 
@@ -195,12 +210,16 @@ class ParameterServer(process.Live):
     # -- the model and the run
 
     def status(self) -> dict[str, Any]:
-        """Tell everything there is to know: version, optimizer, workers and how they fare, pushes by fate."""
-        status: dict[str, Any] = json.loads(self._open().status())
+        """Tell everything there is to know: version, optimizer, workers and how they fare, pushes by fate.
+
+        After `stop()` it tells how the run ended.
+        """
+        status: dict[str, Any] = json.loads(self._held().status())
+        status["address"] = reachable(status["address"])
         return status
 
     def state_dict(self) -> "dict[str, torch.Tensor] | dict[str, Array]":
-        """Copy the model as it is now.
+        """Copy the model as it is now, or as `stop()` left it.
 
         Returns:
             CPU tensors by name, as the plain module's `load_state_dict(strict=True)` takes them; arrays
@@ -209,7 +228,7 @@ class ParameterServer(process.Live):
         Raises:
             StateError: If nobody has brought a model yet.
         """
-        return _state(self._open())
+        return _state(self._held())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Replace the model's values, in a new term: pushes on what was before are rejected.
@@ -254,7 +273,7 @@ class ParameterServer(process.Live):
         self._open().set_optimizer(json.dumps(spec))
 
     def __repr__(self) -> str:
-        if self._server is None:
+        if self._server is None or self._stopped:
             return f"<offbeat.ParameterServer, {'stopped' if self._stopped else 'not started'}>"
         return f"<offbeat.ParameterServer at {self._server.address}>"
 
@@ -267,21 +286,15 @@ class ParameterServer(process.Live):
     def _open(self) -> "_offbeat.Server":
         if self._stopped:
             raise ClosedError("this server was stopped; make a new one")
+        return self._held()
+
+    def _held(self) -> "_offbeat.Server":
+        """Give what holds the model, whether it is still open or was stopped."""
+        if self._server is None and self._stopped:
+            raise ClosedError("this server was stopped before it was started; make a new one")
         if self._server is None:
             raise StateError("this server has not been started: call server.start(), or use a with statement")
         return self._server
-
-
-def stop_and_take(server: ParameterServer) -> "dict[str, torch.Tensor] | dict[str, Array]":
-    """Stop a server and copy its model afterwards, so that every push that was acknowledged is in the copy.
-
-    Raises:
-        StateError: If nobody has brought a model.
-        ClosedError: If it was stopped before.
-    """
-    held = server._open()  # noqa: SLF001  of this module
-    server.stop()
-    return _state(held)
 
 
 def _state(server: "_offbeat.Server") -> "dict[str, torch.Tensor] | dict[str, Array]":

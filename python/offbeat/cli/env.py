@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,13 +120,17 @@ def _torch() -> dict[str, Any]:
         return {"import": f"fails: {error}"}
     facts = {
         "threads": torch.get_num_threads(),
-        "CUDA": torch.version.cuda or "built without",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
     }
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        facts["devices"] = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts["CUDA"] = cuda(torch.version.cuda, [torch.cuda.get_device_name(i) for i in range(count)])
     return facts
+
+
+def cuda(built_for: str | None, devices: Sequence[str]) -> str:
+    """Word which CUDA torch was built for, and which GPUs it finds."""
+    build = "torch built without CUDA" if built_for is None else f"torch built for CUDA {built_for}"
+    return f"{build}; {', '.join(devices) or 'no GPU that it can use here'}"
 
 
 def _machine() -> dict[str, Any]:

@@ -38,6 +38,7 @@ class ExitCode(IntEnum):
     PROTOCOL = 10
     FILE = 11
     MISSING_PACKAGE = 12
+    NOT_SAVED = 13
     INTERRUPTED = SIGNALLED + 2  # SIGINT
 
 

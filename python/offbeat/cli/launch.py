@@ -32,8 +32,8 @@ TOKEN_BYTES = 16
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
-    parser.usage = f"{parser.prog} [OPTION …] SCRIPT [ARGUMENT …]"
-    parser.add_argument("--workers", type=positive_int, metavar="N", help="how many processes")
+    parser.usage = f"{parser.prog} --workers N [OPTION …] SCRIPT [ARGUMENT …]"
+    parser.add_argument("--workers", type=positive_int, metavar="N", help="how many processes; required")
     parser.add_argument(
         "--server", metavar="HOST:PORT", help="join this one (with OFFBEAT_TOKEN) and start none"
     )
@@ -43,7 +43,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--world-size", type=positive_int, metavar="N", help="WORLD_SIZE; none: --workers")
     add_run_options(parser)
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the Python script each worker runs")
-    parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
+    rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
+    rest.required = False  # where SCRIPT is missing, argparse would ask for this, too
 
 
 def run(arguments: Namespace) -> int:
@@ -55,8 +56,9 @@ def run(arguments: Namespace) -> int:
     command = [sys.executable, str(arguments.script), *arguments.arguments]
     num_workers = arguments.workers
     failed: list[Ended] = []
+    of_server: list[ExitCode] = []
     try:
-        with stopping_on_signals(), _server(arguments) as joining:
+        with stopping_on_signals(), _server(arguments, of_server) as joining:
             variables = [
                 environment(
                     os.environ,
@@ -77,7 +79,7 @@ def run(arguments: Namespace) -> int:
         print(f"offbeat: stopped by {signal}", file=sys.stderr)
         return ExitCode.INTERRUPTED
     if not failed:
-        return ExitCode.OK
+        return next(iter(of_server), ExitCode.OK)
     print(
         f"offbeat: {len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}",
         file=sys.stderr,
@@ -118,22 +120,31 @@ def exit_code(of_worker: int) -> int:
 
 
 @contextlib.contextmanager
-def _server(arguments: Namespace) -> Iterator[dict[str, str]]:
-    """Run a server for the workers, if none is named; gives the variables by which they find it."""
+def _server(arguments: Namespace, ends: list[ExitCode]) -> Iterator[dict[str, str]]:
+    """Run a server for the workers, if none is named; gives the variables by which they find it.
+
+    Args:
+        arguments: The command line.
+        ends: Gets how the server ended.
+    """
     if arguments.server is not None:
         yield {"OFFBEAT_SERVER": arguments.server}
         return
     # This machine only, and even so with a token: other users of the machine can reach the port too.
-    token = os.environ.get("OFFBEAT_TOKEN") or secrets.token_hex(TOKEN_BYTES)
+    given = os.environ.get("OFFBEAT_TOKEN")
+    token = given or secrets.token_hex(TOKEN_BYTES)
+    # With our token a server of the script's own would listen on every interface, which nobody has asked for.
+    ours = not given and not os.environ.get("OFFBEAT_HOST")
+    host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
     server = make_server(arguments, host="127.0.0.1", port=0, token=token)
     handler = log_to_stderr("[server] ")
     handler.setLevel(logging.WARNING)  # nobody has to be told how to join
     with server:
         handler.setLevel(logging.NOTSET)
         try:
-            yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token}
+            yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
         finally:
-            stop(server, arguments.save)
+            ends.append(stop(server, arguments.save))
 
 
 def _words(ended: Ended) -> str:

@@ -72,19 +72,21 @@ def run(arguments: Namespace) -> int:
     )
     handler = log_to_stderr()
     handler.setLevel(logging.WARNING)  # the start is told below, in full
+    code = ExitCode.OK
     try:
         with stopping_on_signals(), server:
-            handler.setLevel(logging.NOTSET)
-            print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
             try:
+                handler.setLevel(logging.NOTSET)
+                # A worker may have pushed before this returns, so a signal from here on is to save, too.
+                print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
                 if arguments.keep_running:
                     threading.Event().wait()
                 server.wait_for_workers(arguments.workers)
             finally:
-                stop(server, arguments.save)
+                code = stop(server, arguments.save)
     except Stopped as signal:
         _log.info("stopped by %s", signal)
-    return ExitCode.OK
+    return code
 
 
 def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:

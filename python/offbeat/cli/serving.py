@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
+from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.errors import StateError
-from offbeat.server import stop_and_take
 
 __all__ = [
     "Stopped",
@@ -143,18 +143,23 @@ def _schedule(text: str | None) -> schedule.Schedule | str | None:
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
 
 
-def stop(server: ParameterServer, path: Path | None) -> None:
-    """Stop a server, then write its model to a file, if one was asked for and there is a model."""
+def stop(server: ParameterServer, path: Path | None) -> ExitCode:
+    """Stop a server, then write its model to a file, if one was asked for and there is a model.
+
+    Returns:
+        How the command ends if nothing else has failed.
+    """
+    server.stop()
     if path is None:
-        server.stop()
-        return
+        return ExitCode.OK
     try:
-        state = stop_and_take(server)
+        state = server.state_dict()  # as it is now: every push that was acknowledged is in it
     except StateError as error:
         print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
-        return
+        return ExitCode.NOT_SAVED
     model_file.save(state, path)
     print(f"the model is in {path}", flush=True)
+    return ExitCode.OK
 
 
 def join_lines(address: str, *, token: str | None, has_token: bool) -> str:

@@ -2,13 +2,15 @@
 
 import json
 import os
+import socket
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.address import EVERY_INTERFACE, THIS_MACHINE, reachable
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatTimeoutError, ProtocolError
 
 __all__ = ["add_arguments", "columns", "report", "run"]
 
@@ -17,11 +19,25 @@ DEFAULT_TIMEOUT_S = 10.0
 MAX_DEPARTURES = 10
 """The latest; `--format json` has more."""
 
+GLOSSARY = (
+    "In the tables: damped, pushes that were worth less because they were late. Pushes applied, to the whole "
+    "model; partial, to some pieces of it only; dropped, admitted and yet applied to none. Staleness, "
+    "in updates since the worker's last pull. Longest poll, the longest time that a thread of the server was "
+    "busy at a stretch. Memory, of the model: roots, the newest values; pinned, older ones that somebody "
+    "still reads; idle, kept for the next update; staging, pushes that are on their way in."
+)
+"""What the tables' words mean, for `--help`."""
+
+PROBE_TIMEOUT_S = 2.0
+FIRST_BYTE = b"O"
+"""Of whatever an Offbeat server sends."""
+
 Status = Mapping[str, Any]
 
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
+    parser.epilog = GLOSSARY
     parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="none: OFFBEAT_SERVER")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--token", metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN")
@@ -38,18 +54,42 @@ def run(arguments: Namespace) -> int:
     from offbeat._offbeat import fetch_status
 
     token = arguments.token or os.environ.get("OFFBEAT_TOKEN") or None
-    text = fetch_status(address, token, arguments.timeout_s)
+    try:
+        text = fetch_status(address, token, arguments.timeout_s)
+    except OffbeatTimeoutError as error:
+        if _answers_http(address):
+            raise ProtocolError(
+                f"{address} is no Offbeat server: it answers in text, as HTTP servers do"
+            ) from error
+        raise
     if arguments.format == "json":
         print(text)
     else:
-        print(report(json.loads(text)))
+        print(report(json.loads(text), asked=address))
     return ExitCode.OK
 
 
-def report(status: Status) -> str:
-    """Word a server's status for people."""
+def _answers_http(address: str) -> bool:
+    """Whether what is there answers in text: such a server waits for the end of a line, and we send none."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as probe:
+            probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            probe.shutdown(socket.SHUT_WR)
+            return probe.recv(1) not in (b"", FIRST_BYTE)
+    except (OSError, ValueError):
+        return False
+
+
+def report(status: Status, *, asked: str) -> str:
+    """Word a server's status for people.
+
+    Args:
+        status: What it told.
+        asked: The address where it was asked.
+    """
     parts = [
-        _run(status),
+        _run(status, asked),
         _workers(status["workers"]),
         _departures(status["departures"]),
         _memory(status["memory"]),
@@ -57,17 +97,33 @@ def report(status: Status) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _run(status: Status) -> str:
-    tickets, schedule, optimizer = status["tickets"], status["schedule"], status["optimizer"]
+def _address(told: str, asked: str) -> str:
+    """Give an address to join with, where a server listens on every interface."""
+    if told.rpartition(":")[0] not in EVERY_INTERFACE:
+        return told
+    local = asked.rpartition(":")[0].strip("[]") in THIS_MACHINE
+    return f"{reachable(told) if local else asked} (every interface)"
+
+
+def _optimizer(status: Status) -> str:
+    optimizer = status["optimizer"]
+    if optimizer is None:
+        return "none yet"
+    if optimizer["runs_on"] == "worker":  # the server adds what they push
+        return "live ones, on the workers"
+    return f"{optimizer['summary']}, on the server" + (
+        ", momentum in the workers" if status["momentum_correction"] else ""
+    )
+
+
+def _run(status: Status, asked: str) -> str:
+    tickets, schedule = status["tickets"], status["schedule"]
     of = f" of {status['max_samples']:,}" if status["max_samples"] is not None else ""
     lines = {
-        "run": f"{status['run_id']} on {status['address']}, {status['state'].replace('_', ' ')}, "
-        f"up {_duration(status['uptime_s'])}",
+        "run": f"{status['run_id']} on {_address(status['address'], asked)}, "
+        f"{status['state'].replace('_', ' ')}, up {_duration(status['uptime_s'])}",
         "model": f"version {status['version']:,}, {status['samples']:,}{of} samples, term {status['term']}",
-        "optimizer": "none yet"
-        if optimizer is None
-        else f"{optimizer['summary']}, on the {optimizer['runs_on']}"
-        + (", momentum in the workers" if status["momentum_correction"] else ""),
+        "optimizer": _optimizer(status),
         "learning rate": f"{', '.join(f'{lr:g}' for lr in schedule['lr']) or '-'} (schedule's factor "
         f"{schedule['factor']:g})",
         "staleness": _staleness(status["staleness"]),

@@ -4,14 +4,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from offbeat.demo.result import DemoResult, Run, TaskResult, WorkerResult
+from offbeat.demo.result import AsyncRun, DemoResult, Run, TaskResult, WorkerResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["table", "write_json", "write_png"]
+
+MEANINGS = {"constant": "a late push counts as much as any other"}
 
 
 def table(result: DemoResult) -> str:
@@ -20,6 +22,13 @@ def table(result: DemoResult) -> str:
     if result.quick:
         heads.append("cut short by --quick: the accuracies say nothing")
     parts = ["\n".join(heads), *map(_task, result.tasks)]
+    num_workers = max(len(task.asynchronous.workers) for task in result.tasks)
+    cores = result.machine.get("cores", "?")
+    parts.append(
+        f"The {num_workers} workers and the server shared this machine's {cores} cores, and the single "
+        "process was timed\nalone on them, so the times say little about speed. What they show is that "
+        "nobody waits for the slow one."
+    )
     parts.append(f"{result.seconds:.0f} s in all")
     return "\n\n".join(parts)
 
@@ -30,26 +39,48 @@ def _task(task: TaskResult) -> str:
     side = "below" if task.points_below > 0 else "above"
     lines = [
         f"{task.title}: SGD, lr {task.lr:g} falling to 0, momentum {task.momentum:g}, {_amount(task)}",
-        _row("", "samples", "samples/s", "pushes", "staleness", "largest", "rejected"),
+        f"  staleness policy: {together.staleness_policy}{_meaning(together.staleness_policy)}",
+        f"  {'':55}{'staleness, updates':>22}  rejected",
+        _row("worker", "samples", "samples/s", "pushes", "mean", "largest", "pushes"),
         *(_worker(worker) for worker in together.workers),
         _run("single process", alone, "one thread"),
         _run(f"{len(together.workers)} workers", together, f"{speed:.2f} times as fast"),
         f"  the workers are {abs(task.points_below):.2f} points {side} the single process",
+        *_beside(together.workers),
     ]
     return "\n".join(lines)
 
 
+def _meaning(policy: str) -> str:
+    return f" ({MEANINGS[policy]})" if policy in MEANINGS else ""
+
+
+def _beside(workers: Sequence[WorkerResult]) -> list[str]:
+    fast = [worker.samples_per_s for worker in workers if worker.slowed == 1]
+    slow = [worker for worker in workers if worker.slowed != 1]
+    if not fast or not slow:
+        return []
+    mean = sum(fast) / len(fast)
+    return [
+        f"  {worker.id} did {worker.samples_per_s:,.0f} samples/s, and beside it the others {mean:,.0f} each"
+        for worker in slow
+    ]
+
+
+def _name(worker: WorkerResult) -> str:
+    return worker.id + (f", {worker.slowed:g}x slower" if worker.slowed != 1 else "")
+
+
 def _worker(worker: WorkerResult) -> str:
-    name = worker.id + (f", {worker.slowed:g}x slower" if worker.slowed != 1 else "")
     total = sum(worker.rejected.values())
     reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(worker.rejected.items()))
     return _row(
-        name,
+        _name(worker),
         f"{worker.samples:,}",
         f"{worker.samples_per_s:,.0f}",
         f"{worker.pushes:,}",
         f"{worker.mean_staleness:.1f}",
-        str(worker.max_staleness),
+        f"{worker.max_staleness:,}",
         f"{total} ({reasons})" if total else "0",
     )
 
@@ -79,12 +110,14 @@ def write_png(result: DemoResult, path: Path) -> None:
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(5.5 * len(result.tasks), 7.5), layout="constrained")
+        num_workers = max(len(task.asynchronous.workers) for task in result.tasks)
+        figure = Figure(figsize=(5.5 * len(result.tasks), 4 + 1.2 * num_workers), layout="constrained")
         FigureCanvasAgg(figure)  # draws without a screen, and leaves pyplot's own state alone
-        axes = figure.subplots(2, len(result.tasks), squeeze=False)
+        heights = [3.2] + num_workers * [1]
+        axes = figure.subplots(1 + num_workers, len(result.tasks), squeeze=False, height_ratios=heights)
         for column, task in enumerate(result.tasks):
             _draw_loss(axes[0][column], task)
-            _draw_staleness(axes[1][column], task.asynchronous.workers)
+            _draw_staleness(list(axes[1:, column]), task.asynchronous)
         figure.suptitle(f"{result.data}, seed {result.seed}")
         figure.savefig(path, dpi=110, format="png")
 
@@ -101,16 +134,19 @@ def _draw_loss(axes: "Axes", task: TaskResult) -> None:
     axes.legend()
 
 
-def _draw_staleness(axes: "Axes", workers: Sequence[WorkerResult]) -> None:
-    longest = max(len(worker.staleness_histogram) for worker in workers)
-    top = max((i for w in workers for i, n in enumerate(w.staleness_histogram) if n), default=0)
-    below: list[int] = [0] * longest
-    for worker in workers:
-        counts = worker.staleness_histogram + [0] * (longest - len(worker.staleness_histogram))
-        label = worker.id + (f", {worker.slowed:g}x slower" if worker.slowed != 1 else "")
-        shown: dict[str, Any] = {"width": 0.9, "label": label}
-        axes.bar(range(top + 1), counts[: top + 1], bottom=below[: top + 1], **shown)
-        below = [a + b for a, b in zip(below, counts, strict=True)]
-    beyond = " (the last bar: that and above)" if top == longest - 1 else ""
-    axes.set(xlabel=f"staleness, updates{beyond}", ylabel="pushes")
-    axes.legend()
+def _draw_staleness(axes: "Sequence[Axes]", run: AsyncRun) -> None:
+    """Draw a row for each worker, with its own scale: a slow one has far fewer pushes than the others."""
+    histograms = [worker.staleness_histogram for worker in run.workers]
+    top = max((i for counts in histograms for i, n in enumerate(counts) if n), default=0)
+    beyond = " (the last bar: that and above)" if top == max(map(len, histograms)) - 1 else ""
+    for number, (row, worker) in enumerate(zip(axes, run.workers, strict=False)):
+        counts = worker.staleness_histogram[: top + 1]
+        row.bar(range(len(counts)), counts, width=0.9, color=f"C{number}")
+        title = f"{_name(worker)}: {worker.pushes:,} pushes"
+        row.set_title(title, loc="right", fontsize="small", y=0.8)
+        room = 1.4 * max(1, *counts)  # for the title above the bars
+        row.set(ylabel="pushes", xlim=(-1, top + 1), ylim=(0, room))
+        row.locator_params(axis="y", nbins=4, integer=True)
+        row.tick_params(labelbottom=worker is run.workers[-1])
+    axes[len(run.workers) - 1].set_xlabel(f"staleness, updates{beyond}")
+    axes[0].set_title(f"staleness policy: {run.staleness_policy}", loc="left", fontsize="small")

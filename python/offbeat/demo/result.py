@@ -72,11 +72,13 @@ class AsyncRun(Run):
         workers: One each.
         version: Of the model at the end: updates applied.
         optimizer: The server's, in words.
+        staleness_policy: What late pushes were worth.
     """
 
     workers: list[WorkerResult]
     version: int
     optimizer: str
+    staleness_policy: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

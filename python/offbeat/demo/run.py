@@ -23,7 +23,7 @@ from offbeat.demo.workers import Crew, Finished, Job, crew
 from offbeat.errors import StateError
 from offbeat.schedule import Linear
 
-__all__ = ["DemoConfig", "run_demo"]
+__all__ = ["DemoConfig", "note", "run_demo"]
 
 TICK_S = 0.25
 """How often the server is asked how far the run is."""
@@ -32,6 +32,9 @@ STAND_IN_SAMPLES = 76_800
 """What is trained on of the stand-in, which has a fortieth of the pictures."""
 
 QUICK_SAMPLES = 12_800
+
+STALENESS_POLICY = "constant"
+"""Without any damping: what is late is to be seen, and costs what it costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +128,7 @@ class _Stage:
             token=token,
             max_samples=task.num_samples,
             lr_schedule=Linear(total=task.num_samples, unit="samples"),
+            staleness_policy=STALENESS_POLICY,
         )
         with server:
             jobs = self._jobs(task, server.address, token)
@@ -144,6 +148,7 @@ class _Stage:
             workers=[_worker(status, job, seconds) for job in jobs],
             version=status["version"],
             optimizer=status["optimizer"]["summary"],
+            staleness_policy=STALENESS_POLICY,
         )
 
     def _jobs(self, task: Task, address: str, token: str) -> list[Job]:
@@ -167,9 +172,14 @@ class _Stage:
             if result is not None:
                 finished.append(result)
             status = server.status()
-            rates = " ".join(f"{worker['samples_per_s']:.0f}" for worker in status["workers"])
-            self._progress.update(status["samples"], f"version {status['version']:,}, samples/s {rates}")
+            self._progress.update(status["samples"], note(status))
         return finished
+
+
+def note(status: Mapping[str, Any]) -> str:
+    """Word how a run goes from its server's status: the version, and each worker's speed by name."""
+    rates = [f"{worker['id']} {worker['samples_per_s']:,.0f}" for worker in status["workers"]]
+    return f"version {status['version']:,}; samples/s: {', '.join(rates) or 'nobody has joined yet'}"
 
 
 def _check(finished: Sequence[Finished]) -> None:

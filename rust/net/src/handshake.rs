@@ -6,7 +6,7 @@
 //! worker → Authenticate { proof }
 //!          Welcome                               ← server      (or Refused, and the connection ends)
 //! ```
-//! Until Welcome the server has read at most two messages of 4 KiB and said nothing about its model.
+//! A worker that finds the server's proof wrong sends Refused in the place of Authenticate. Until Welcome the server has read at most two messages of 4 KiB and said nothing about its model.
 
 use crate::frame::{FrameError, FrameReader, Socket};
 use offbeat_core::wire::auth::{Nonce, Side, prove, verify};
@@ -27,7 +27,7 @@ pub const FAREWELL: Duration = Duration::from_secs(1);
 pub enum HandshakeError {
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// The server has no token or another one: found by the worker.
+    /// The two do not share a token: found by the worker, which tells the server.
     #[error("{0}")]
     Authentication(&'static str),
     /// The other side said no; or, on the server, what it was told.
@@ -114,15 +114,23 @@ pub async fn greet(
     send(socket, Kind::Hello, 0, &hello).await?;
     let challenge: Challenge = expect(socket, reader, Kind::Challenge, MAX_HANDSHAKE_BYTES).await?;
     if let Some(token) = token {
-        let Some(proof) = challenge.proof else {
-            return Err(HandshakeError::Authentication(
+        let distrusted = match challenge.proof {
+            None => Some(
                 "this worker has a token and the server has none: give the server the same token, or this worker none",
-            ));
+            ),
+            Some(proof) if verify(token, Side::Server, &nonce, &challenge.nonce, &proof) => None,
+            Some(_) => {
+                Some("the server's token is not this worker's: give both the same (token= or OFFBEAT_TOKEN)")
+            }
         };
-        if !verify(token, Side::Server, &nonce, &challenge.nonce, &proof) {
-            return Err(HandshakeError::Authentication(
-                "the server's token is not this worker's: give both the same (token= or OFFBEAT_TOKEN)",
-            ));
+        if let Some(message) = distrusted {
+            // For the server's log. Nothing of its is unread, so closing does not throw it away.
+            let refused =
+                Refused { code: RefusalCode::Authentication, message: message.to_owned(), fatal: true };
+            if let Err(error) = send(socket, Kind::Refused, 0, &refused).await {
+                tracing::debug!(peer = %socket.peer(), %error, "a server was not told that its token is another");
+            }
+            return Err(HandshakeError::Authentication(message));
         }
     }
     let proof = token.map(|token| prove(token, Side::Worker, &nonce, &challenge.nonce));
@@ -173,7 +181,20 @@ async fn challenge(
     let proof = token.map(|token| prove(token, Side::Server, &hello.nonce, &nonce));
     let challenge = Challenge { protocol: PROTOCOL, nonce, token_required: token.is_some(), proof };
     send(socket, Kind::Challenge, 0, &challenge).await?;
-    let answer: Authenticate = expect(socket, reader, Kind::Authenticate, MAX_HANDSHAKE_BYTES).await?;
+    let answer: Authenticate = match expect(socket, reader, Kind::Authenticate, MAX_HANDSHAKE_BYTES).await {
+        // In our own words: nobody has to prove anything to say it.
+        Err(HandshakeError::Refused(Refused { code: RefusalCode::Authentication, .. })) => {
+            return Err(HandshakeError::Authentication(match token {
+                Some(_) => {
+                    "the worker's token is not the server's: give both the same (token= or OFFBEAT_TOKEN)"
+                }
+                None => {
+                    "the worker has a token and the server has none: give both the same, or the worker none"
+                }
+            }));
+        }
+        answer => answer?,
+    };
     if let Some(token) = token {
         let message = match answer.proof {
             None => Some("the server asks for a token and this worker has none (token= or OFFBEAT_TOKEN)"),

@@ -24,6 +24,47 @@ def test_events_of_the_rust_server_are_records_of_logging(caplog):
     assert "worker=mine" in joined[0].getMessage()
 
 
+@pytest.mark.parametrize(("held", "given"), [("right", "wrong"), (None, "one too many"), ("right", None)])
+def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(caplog, held, given):
+    def refused():
+        return [r.getMessage() for r in list(caplog.records) if "did not get in" in r.getMessage()]
+
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, token=held, host="127.0.0.1") as server,
+    ):
+        with pytest.raises(offbeat.errors.AuthenticationError):
+            offbeat.Client(server.address, token=given)
+        while not refused():
+            pass
+    (said,) = refused()
+    assert "peer=127.0.0.1:" in said
+    assert "token" in said.split("error=")[1]
+
+
+def test_waiting_for_nobody_is_announced(caplog, run_python):
+    with (
+        caplog.at_level(logging.INFO, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, linger_s=0.3, rejoin_grace_s=0.5) as server,
+    ):
+        offbeat.Client(server.address).close()
+        run_python(
+            "import subprocess, sys\n"
+            "kill = 'import os, sys, offbeat; c = offbeat.Client(sys.argv[1]); os.kill(os.getpid(), 9)'\n"
+            "subprocess.run([sys.executable, '-c', kill, sys.argv[1]])\n",
+            server.address,
+        )
+        assert server.wait_for_workers(2)
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    (lost,) = [i for i, text in enumerate(said) if "1 lost: waiting up to 0.5 s for them" in text]
+    (gone,) = [
+        i
+        for i, text in enumerate(said)
+        if text.startswith("all workers have gone: the work is over in 0.3 s")
+    ]
+    assert lost < gone
+
+
 def test_level_of_the_logger_is_obeyed(caplog):
     with (
         caplog.at_level(logging.ERROR, logger="offbeat"),
@@ -58,7 +99,8 @@ def test_warnings_are_seen_where_logging_is_not_set_up(run_python):
         "done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)\n"
         "print(done.stderr)"
     )
-    assert "a worker is lost" in told
+    (lost,) = [line for line in told.splitlines() if "a worker is lost" in line]
+    assert lost.startswith("offbeat: ")
 
 
 @pytest.mark.parametrize(("correction", "warnings"), [(False, 1), (None, 0)])
@@ -77,3 +119,20 @@ def test_shared_velocity_warns_when_a_second_worker_joins(caplog, correction, wa
                 another.push(another.pull())
     said = [r for r in caplog.records if "one velocity" in r.getMessage()]
     assert len(said) == warnings
+
+
+@pytest.mark.parametrize(("length", "warnings"), [(15, 1), (16, 0)])
+def test_a_short_token_is_warned_of_and_never_shown(caplog, length, warnings):
+    word = "x" * length
+    with (
+        caplog.at_level(logging.INFO, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, token=word, host="127.0.0.1") as server,
+        offbeat.Client(server.address, token=word),
+    ):
+        pass
+    said = [
+        r for r in caplog.records if r.levelno == logging.WARNING and "could be guessed" in r.getMessage()
+    ]
+    assert len(said) == warnings
+    assert word not in caplog.text
+    assert "OFFBEAT_TOKEN=<the server's token>" in caplog.text

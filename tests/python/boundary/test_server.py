@@ -272,15 +272,34 @@ def test_start_returns_at_once_and_twice_is_refused():
         assert server.status()["version"] == 0
     server.stop()
     for use in (
-        server.status,
-        server.state_dict,
         lambda: server.set_lr(1.0),
+        lambda: server.load_state_dict(arrays()),
+        server.wait_for_workers,
         server.start,
+        server.__enter__,
         lambda: server.address,
     ):
         with pytest.raises(ClosedError):
             use()
     assert "stopped" in repr(server)
+
+
+def test_model_and_status_stay_readable_after_stop():
+    with (
+        offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0)) as server,
+        offbeat.Client(server.address) as client,
+    ):
+        client.pull()
+        assert client.push(gradient(), samples=4).applied
+        before = server.state_dict()["w"].tolist()
+        server.stop()
+        assert server.state_dict()["w"].tolist() == before
+    assert server.state_dict()["w"].tolist() == before
+    assert server.status()["samples"] == 4
+    never_started = offbeat.ParameterServer(arrays())
+    never_started.stop()
+    with pytest.raises(ClosedError, match="before it was started"):
+        never_started.state_dict()
 
 
 def test_start_that_failed_may_be_tried_again_with_the_same_model():
@@ -302,6 +321,11 @@ def test_port_in_use_is_told_with_what_to_do():
         ) as refused:
             offbeat.ParameterServer(arrays(), port=port).start()
         assert isinstance(refused.value, OSError)
+
+
+def test_host_that_is_not_this_machines_is_told_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*address of this machine"):
+        offbeat.ParameterServer(arrays(), host="192.0.2.1", insecure=True).start()
 
 
 def test_without_a_token_it_listens_on_this_machine_only_and_with_one_everywhere():

@@ -1,5 +1,6 @@
 """`offbeat server` and `offbeat status`, as processes: joining by what is printed, stopping, saving."""
 
+import http.server
 import json
 import os
 import shlex
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -96,6 +98,14 @@ def test_a_server_that_waits_stops_at_a_signal_with_code_0(number):
         assert "Traceback" not in server.said
 
 
+def test_a_save_that_found_no_model_is_code_13(tmp_path):
+    with serving("--save", str(tmp_path / "model.safetensors")) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 13, server.said
+        assert "nothing is saved: the server has no model yet" in server.said
+
+
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):
     with serving("--model", str(model), "--new-token", "--host", "127.0.0.1") as server:
         variables, python = joining(server)
@@ -177,6 +187,26 @@ def test_status_tells_people_and_programs(model):
         with command("status", address, OFFBEAT_TOKEN=WORD + "?") as status:
             assert status.ends() == 5
             assert "token" in status.said
+
+
+def test_status_of_an_http_server_is_code_10():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            with command("status", f"127.0.0.1:{other.server_port}", "--timeout", "1") as status:
+                assert status.ends() == 10, status.said  # in other words where the hello's nonce ends a line
+                assert str(other.server_port) in status.said
+        finally:
+            other.shutdown()
+            thread.join()
+
+
+def test_status_of_something_that_says_nothing_is_code_9():
+    with socket.create_server(("127.0.0.1", 0)) as quiet:
+        address = f"127.0.0.1:{quiet.getsockname()[1]}"
+        with command("status", address, "--timeout", "1") as status:
+            assert status.ends() == 9, status.said
 
 
 def test_status_of_a_server_that_is_not_there_is_code_4():

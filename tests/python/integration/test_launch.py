@@ -49,6 +49,33 @@ def test_each_worker_has_its_rank_and_a_server(script, tmp_path):
     assert "[server] " in "".join(launch.err)
 
 
+@pytest.mark.parametrize(
+    ("given", "local"),
+    [({}, True), ({"OFFBEAT_TOKEN": "one-that-the-user-chose"}, False), ({"OFFBEAT_HOST": "0.0.0.0"}, False)],  # noqa: S104
+    ids=["none", "token", "host"],
+)
+def test_a_server_of_the_script_s_own_opens_to_others_only_where_the_user_has_said_so(script, given, local):
+    train = script(
+        """
+        import offbeat
+        with offbeat.ParameterServer() as server:
+            print("listens on", server._server.address)
+        """
+    )
+    with command("launch", "--workers", "1", train, **given) as launch:
+        where = launch.line("listens on").split()[-1]
+        assert launch.ends() == 0, launch.said
+    assert where.startswith("127.0.0.1:") == local, where
+
+
+def test_a_save_that_found_no_model_is_code_13(script, tmp_path):
+    saved = tmp_path / "model.safetensors"
+    with command("launch", "--workers", "1", "--save", str(saved), script("print('no worker')")) as launch:
+        assert launch.ends() == 13, launch.said
+        assert "nothing is saved" in launch.said
+    assert not saved.exists()
+
+
 def test_the_first_failure_is_the_exit_code_and_its_last_line_is_told(script):
     train = script(
         """

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+
+from support.command import command
 
 README = Path(__file__).parents[3] / "README.md"
 TIMEOUT_S = 100
@@ -31,9 +34,14 @@ def with_port(code, port):
     return changed
 
 
-def test_the_code_of_the_readme_runs(tmp_path):
+def programs():
     blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     serving, training = blocks  # a third one needs a test too
+    return serving, training
+
+
+def test_the_code_of_the_readme_runs(tmp_path):
+    serving, training = programs()
     port = free_port()
     with contextlib.ExitStack() as stack:
         running = []
@@ -56,3 +64,21 @@ def test_the_code_of_the_readme_runs(tmp_path):
     model.load_state_dict(torch.load(tmp_path / "model.pt"))
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
     assert not any(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_the_server_of_the_readme_leaves_its_model_when_it_is_stopped(tmp_path, number):
+    serving, _ = programs()
+    with command(program=[sys.executable, "-c", with_port(serving, free_port())], cwd=tmp_path) as server:
+        server.line("parameter server on")
+        while not catches(server.process.pid, signal.SIGTERM):  # it does so once it waits for its workers
+            assert server.process.poll() is None, server.said
+        server.signal(number)
+        assert server.ends() == (0 if number == signal.SIGTERM else -signal.SIGINT), server.said
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+def catches(pid, number):
+    status = Path(f"/proc/{pid}/status").read_text("ascii")
+    return int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16) >> (number - 1) & 1

@@ -24,6 +24,12 @@ def test_secrets_are_not_shown_and_others_are():
     assert shown.keys() == {"OFFBEAT_TOKEN", "OFFBEAT_SERVER", "HTTPS_PROXY", "OMP_NUM_THREADS", "RANK"}
 
 
+def test_what_torch_was_built_for_is_told_apart_from_what_is_here():
+    assert env.cuda("13.2", []) == "torch built for CUDA 13.2; no GPU that it can use here"
+    assert env.cuda("13.2", ["H100", "A100"]) == "torch built for CUDA 13.2; H100, A100"
+    assert env.cuda(None, []) == "torch built without CUDA; no GPU that it can use here"
+
+
 def test_processor_is_read():
     text = "processor\t: 0\nmodel name\t: Some CPU @ 2GHz\nflags\t\t: fpu avx avx2 fma sse4_2\n"
     assert env.cpu(text) == ("Some CPU @ 2GHz", ["sse4_2", "avx", "fma", "avx2"])

@@ -60,6 +60,7 @@ def test_unknown_names_come_with_the_nearest_known_one(capsys, given, nearest):
         (["server", "extra"], "one argument too many"),
         (["launch", "--workers", "2", "nowhere.py"], "nowhere.py"),
         (["launch", "train.py"], "--workers"),
+        (["launch", "--workers", "2"], "are required: SCRIPT ("),
         (["status"], "OFFBEAT_SERVER"),
         (["demo", "--json", "no/such/folder/demo.json"], "no/such/folder"),
     ],
@@ -158,3 +159,11 @@ def test_the_documentation_names_every_option():
                 assert f"`{option}" in text, f"docs/cli.md does not name {option} of offbeat {name}"
                 seen += 1
     assert seen > 20
+
+
+def test_help_of_launch_says_that_the_number_of_workers_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["launch", "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: offbeat launch --workers N [OPTION …] SCRIPT [ARGUMENT …]\n")
+    assert "how many processes; required" in said

@@ -2,7 +2,10 @@
 
 import pytest
 
+from offbeat.cli import main
 from offbeat.cli.status import columns, report
+
+ASKED = "server.example:5000"
 
 
 def status(**changes):
@@ -84,11 +87,43 @@ def status(**changes):
     ],
 )
 def test_the_report_says(said):
-    assert said in report(status())
+    assert said in report(status(), asked=ASKED)
+
+
+def test_a_server_on_every_interface_is_told_with_an_address_to_join_with():
+    everywhere = status(address="[::]:5000")
+    assert "r1 on server.example:5000 (every interface)," in report(everywhere, asked=ASKED)
+    here = report(everywhere, asked="127.0.0.1:5000")
+    assert "[::]" not in here
+    assert ":5000 (every interface)," in here
+
+
+def test_live_optimizers_are_said_to_be_on_the_workers():
+    text = report(status(optimizer={"summary": "Add(lr=1)", "runs_on": "worker"}), asked=ASKED)
+    assert "live ones, on the workers" in text
+    assert "Add" not in text
+
+
+def test_help_explains_the_words_of_the_tables(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["status", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for word in (
+        "damped",
+        "applied",
+        "partial",
+        "dropped",
+        "ongest poll",
+        "roots",
+        "pinned",
+        "idle",
+        "staging",
+    ):
+        assert f"{word}," in said
 
 
 def test_each_worker_has_a_row_below_its_headings():
-    lines = report(status()).splitlines()
+    lines = report(status(), asked=ASKED).splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("worker "))
     amy = " ".join(lines[head + 1].split())
     assert amy == "amy joined north 39,488 1,520 1,236 12 2 (2 stale) 1.2 9 0.0 s ago"
@@ -106,7 +141,8 @@ def test_a_server_without_a_model_or_workers_has_a_report_too():
             departures=[],
             memory=empty,
             schedule={"factor": 1.0, "lr": []},
-        )
+        ),
+        asked=ASKED,
     )
     assert "waiting for model" in text
     assert "no worker has joined yet" in text

@@ -3,9 +3,11 @@
 import json
 from dataclasses import asdict
 
+from matplotlib.figure import Figure
+
 from offbeat.demo import report
 from offbeat.demo.result import AsyncRun, DemoResult, Point, Run, TaskResult, WorkerResult
-from offbeat.demo.run import _pooled
+from offbeat.demo.run import _pooled, note
 from offbeat.demo.workers import Finished
 from offbeat.history import History, Record
 
@@ -41,6 +43,7 @@ def result(**changes: object) -> DemoResult:
             workers=[worker(0), worker(1, 5.0, stale=2, budget=1)],
             version=16,
             optimizer="SGD",
+            staleness_policy="constant",
         ),
     )
     whole = {"data": "pictures", "is_benchmark": True, "seed": 3, "quick": False, "seconds": 21.0}
@@ -57,6 +60,36 @@ def test_the_table_has_both_accuracies_and_every_worker():
     assert "3 (1 budget, 2 stale)" in text
     assert "12,345" in text
     assert "seed 3" in text
+
+
+def test_the_table_says_what_its_numbers_are_and_what_they_show():
+    text = report.table(result())
+    assert "staleness policy: constant (a late push counts as much as any other)" in text
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if "staleness, updates" in line)
+    above, heads = lines[first].split(), lines[first + 1].split()
+    assert above == ["staleness,", "updates", "rejected"]
+    assert heads == ["worker", "samples", "samples/s", "pushes", "mean", "largest", "pushes"]
+    assert "worker-1 did 678 samples/s, and beside it the others 678 each" in text
+    assert "The 2 workers and the server shared this machine's 2 cores" in text
+
+
+def test_the_note_beside_the_progress_names_each_worker():
+    workers = [{"id": "worker-0", "samples_per_s": 33_181.4}, {"id": "worker-3", "samples_per_s": 212.0}]
+    said = note({"version": 1234, "workers": workers})
+    assert said == "version 1,234; samples/s: worker-0 33,181, worker-3 212"
+    assert note({"version": 0, "workers": []}).endswith("nobody has joined yet")
+
+
+def test_the_picture_has_a_row_for_each_worker(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    report.write_png(result(), tmp_path / "demo.png")
+    _, *rows = drawn[0].axes
+    assert len(rows) == 2
+    for row, seen in zip(rows, result().tasks[0].asynchronous.workers, strict=True):
+        assert seen.id in row.get_title("right")
+        assert max(bar.get_height() for bar in row.patches) >= row.get_ylim()[1] / 2
 
 
 def test_a_run_that_was_cut_short_says_so():

@@ -11,6 +11,8 @@ from offbeat import optim, schedule, staleness
 from offbeat.address import start_line
 from offbeat.errors import ClosedError, ConfigError, StateError, UnsupportedTensorError
 
+WORD = "open-sesame-of-these-tests"
+
 # Issue 3's signature, in its order.
 KEYWORDS = {
     "port": 0,
@@ -204,13 +206,21 @@ def test_server_that_is_not_started_says_so():
     ],
 )
 def test_start_line_says_where_how_to_join_and_how_to_open(address, token, said):
-    line = start_line(address, has_token=token)
+    line = start_line(address, token=WORD if token else None, in_environment=True)
+    assert WORD not in line
     assert all(part in line for part in said), line
+
+
+def test_start_line_names_no_variable_that_is_not_set():
+    line = start_line("10.0.0.1:7", token=WORD, in_environment=False)
+    assert "joins with: OFFBEAT_TOKEN=<the server's token> OFFBEAT_SERVER=10.0.0.1:7 python" in line
+    assert WORD not in line
+    assert "$" not in line
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7", "[::]:7"])
 def test_start_line_names_a_real_address_for_every_interface(address):
-    line = start_line(address, has_token=True)
+    line = start_line(address, token=WORD, in_environment=True)
     joins = line.split("OFFBEAT_SERVER=")[1]
     assert not joins.startswith(("0.0.0.0", "[::]"))  # noqa: S104
     assert ":7 python" in joins

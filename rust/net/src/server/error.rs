@@ -13,7 +13,10 @@ pub enum ServerError {
         "address {address} is in use: stop what listens there, or choose another port (0 for any free one)"
     )]
     AddressInUse { address: String },
-    #[error("cannot listen on {address}: {cause}")]
+    #[error(
+        "cannot listen on {address}: {cause}; host must be an address of this machine (0.0.0.0 is all of them, \
+         127.0.0.1 this machine only), and ports below 1024 may need privileges"
+    )]
     Bind { address: String, cause: io::Error },
     #[error("host {host:?} is not an address of this machine: {cause}")]
     Host { host: String, cause: io::Error },

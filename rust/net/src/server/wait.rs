@@ -2,7 +2,7 @@
 
 use super::Server;
 use super::error::ServerError;
-use super::membership::{Members, Outcome, Patience};
+use super::membership::{Members, Outcome, Patience, Pause};
 use std::time::{Duration, Instant};
 
 /// How often a wait asks whether it is interrupted.
@@ -22,9 +22,18 @@ impl Server {
     ) -> Result<bool, ServerError> {
         let config = &self.shared.config;
         let patience = Patience { linger: config.linger, rejoin_grace: config.rejoin_grace };
+        let mut told = Pause::None;
         self.wait(timeout, interrupt, |members, over| {
-            match members.outcome(n, patience, over, Instant::now()) {
-                Outcome::Waiting => None,
+            let now = Instant::now();
+            match members.outcome(n, patience, over, now) {
+                Outcome::Waiting => {
+                    let pause = members.pause(n, patience, now);
+                    if pause != told {
+                        announce(pause, patience);
+                        told = pause;
+                    }
+                    None
+                }
                 Outcome::Done => Some(Ok(())),
                 Outcome::NoneFinished(causes) => Some(Err(ServerError::NoneFinished { causes })),
             }
@@ -48,7 +57,7 @@ impl Server {
         &self,
         timeout: Option<Duration>,
         interrupt: &dyn Fn() -> bool,
-        done: impl Fn(&Members, bool) -> Option<Result<(), ServerError>>,
+        mut done: impl FnMut(&Members, bool) -> Option<Result<(), ServerError>>,
     ) -> Result<bool, ServerError> {
         self.check()?;
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
@@ -76,5 +85,20 @@ impl Server {
                 return Err(ServerError::Interrupted);
             }
         }
+    }
+}
+
+/// Says what is waited for when nobody is there, so that the wait does not look like a hang.
+fn announce(pause: Pause, patience: Patience) {
+    match pause {
+        Pause::None => {}
+        Pause::Linger => tracing::info!(
+            "all workers have gone: the work is over in {} s unless one comes",
+            patience.linger.as_secs_f64()
+        ),
+        Pause::Grace { num_lost } => tracing::info!(
+            "nobody is there, {num_lost} lost: waiting up to {} s for them",
+            patience.rejoin_grace.as_secs_f64()
+        ),
     }
 }

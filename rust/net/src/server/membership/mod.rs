@@ -51,6 +51,17 @@ pub(super) enum Outcome {
     NoneFinished(Vec<(String, String)>),
 }
 
+/// What waiting for the workers waits for while none of them is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pause {
+    /// Somebody is there, or too few have come yet.
+    None,
+    /// That nobody comes any more.
+    Linger,
+    /// That lost ones come back.
+    Grace { num_lost: usize },
+}
+
 /// Bounds for [`Members::outcome`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
@@ -261,6 +272,19 @@ impl Members {
         }
     }
 
+    /// What is waited for as long as [`Members::outcome`] says `Waiting`.
+    pub(super) fn pause(&self, n: usize, patience: Patience, now: Instant) -> Pause {
+        if self.by_id.len() < n.max(1) || self.by_id.values().any(|m| m.state.is_present()) {
+            return Pause::None;
+        }
+        let missed =
+            |m: &&Member| m.state == State::Lost && now.duration_since(m.since) < patience.rejoin_grace;
+        match self.by_id.values().filter(missed).count() {
+            0 => Pause::Linger,
+            num_lost => Pause::Grace { num_lost },
+        }
+    }
+
     /// Workers that have ever come.
     pub(super) fn num_joined(&self) -> usize {
         self.by_id.len()
@@ -411,6 +435,19 @@ mod tests {
         members.lost(b, "killed", start);
         assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
         assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(70)), Outcome::Done);
+    }
+
+    #[tokio::test]
+    async fn what_is_waited_for_when_nobody_is_there_is_known() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "nobody has come");
+        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+        members.goodbye(a, true, start);
+        assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "one is there");
+        members.lost(b, "killed", start);
+        assert_eq!(members.pause(3, PATIENCE, start), Pause::None, "a third one is waited for");
+        assert_eq!(members.pause(2, PATIENCE, start + seconds(59)), Pause::Grace { num_lost: 1 });
+        assert_eq!(members.pause(2, PATIENCE, start + seconds(60)), Pause::Linger);
     }
 
     #[tokio::test]
