@@ -31,6 +31,8 @@ def of_run(run: str) -> str:
 def _rule(group: dict[str, Any]) -> str:
     rule = dict(group["rule"])
     name = rule.pop("name")
+    if rule.pop("decoupled_weight_decay", False):
+        name = "AdamW"
     settings = {"lr": group["lr"]} | {key: value for key, value in rule.items() if value}
     where = "" if group["pattern"] == "*" else f" for {group['pattern']}"
     return f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())}){where}"

@@ -364,12 +364,14 @@ class AsyncWorker(process.Live):
     def close(self) -> None:
         """Say goodbye to the server. May be called twice; the model stays usable.
 
+        The work counts as finished unless the last `train` raised.
+
         Batches that are gathered and not pushed are dropped, with a warning: `flush()` pushes them.
 
         Raises:
             StateError: If another thread is in a call of this worker, which then stays as it is.
         """
-        self._end(finished=True)
+        self._end(finished=not self._is_broken_off)
 
     def __enter__(self) -> Self:
         """Use the worker in a `with` block, at whose end it is closed."""

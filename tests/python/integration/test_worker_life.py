@@ -240,8 +240,9 @@ def test_a_worker_that_goes_out_of_scope_finishes(serve):
     assert last_departure(server)["state"] == "finished"
 
 
+@pytest.mark.parametrize("closed", [False, True], ids=["goes out of scope", "is closed"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_worker_whose_train_was_broken_off_only_leaves_when_it_goes_out_of_scope(serve, error):
+def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, closed):
     server = serve(net())
 
     def loss(outputs, targets):
@@ -253,6 +254,8 @@ def test_a_worker_whose_train_was_broken_off_only_leaves_when_it_goes_out_of_sco
         for loss_fn in losses:
             with contextlib.suppress(error):
                 worker.train(dataloader=[batch], loss_fn=loss_fn, progress=False)
+        if closed:
+            worker.close()
 
     run(loss)
     assert last_departure(server)["state"] == "left"
