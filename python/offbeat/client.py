@@ -180,10 +180,9 @@ class Client(process.Live):
         session = self._open()
         if not self._table:
             if session.table is None:
-                _log.warning(
-                    "the server has no model yet: client %s waits for another to bring one (client.init() "
-                    "brings one from here)",
-                    self._words,
+                process.warn(
+                    f"the server has no model yet: client {self._words} waits for another to bring one "
+                    f"(client.init() brings one from here)"
                 )
             self._learn(session.wait_for_model())
         out = out if out is not None else self._empty()

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sized
+from types import GeneratorType
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -95,15 +96,21 @@ def batches_of(
         raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got both")
     if is_map_style(dataloader):
         raise ConfigError(
-            f"dataloader is a {type(dataloader).__name__}, which gives single samples: give it as dataset=, "
-            f"or a DataLoader of it as dataloader="
+            f"dataloader is a {type(dataloader).__name__}, a dataset: give it as dataset=; or, where its "
+            f"items are whole batches, dataloader=DataLoader(it, batch_size=None)"
         )
-    if epochs > 1 and isinstance(dataloader, Iterator) and iter(dataloader) is dataloader:
+    if epochs > 1 and _gives_once(dataloader):
         raise ConfigError(
             f"the dataloader is a {type(dataloader).__name__}, which gives its batches once, and epochs is "
             f"{epochs}: give what begins anew at each pass, such as a DataLoader or a list, or epochs=1"
         )
     return Given(dataloader)
+
+
+def _gives_once(batches: Iterable[Any]) -> bool:
+    """Whether this is a generator or one of Python's own iterators; a loader's own may begin anew."""
+    once = isinstance(batches, GeneratorType) or type(batches).__module__ in ("builtins", "itertools")
+    return once and isinstance(batches, Iterator)
 
 
 def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int) -> Iterable[Any]:

@@ -1,20 +1,18 @@
 """What became of a worker's pushes: for its log lines, and for a warning when most come to nothing."""
 
-import logging
 from collections import Counter, deque
 
+from offbeat import process
 from offbeat.receipt import Receipt
 
 __all__ = ["Fates", "Watch", "fate_of"]
-
-_log = logging.getLogger("offbeat")
 
 #: The receipts that the warning is about: the last so many.
 WINDOW = 100
 
 _REMEDIES = {
-    "stale": "raise the server's max_staleness, or let each worker push less often, with a larger "
-    "update_frequency",
+    "stale": "raise the server's max_staleness above the staleness of this worker's receipts, or let the "
+    "others push less often, with a larger update_frequency",
     "norm": "raise the max_norm of the server's GradientFiltering, or clip the gradients",
     "no_optimizer": "give train, the worker or the server an optimizer",
     "nonfinite_result": "lower the learning rate",
@@ -73,13 +71,9 @@ class Watch:
         self._is_told = True
         reasons = Counter(fate for fate in self._last if fate != "applied")
         remedies = dict.fromkeys(_REMEDIES.get(reason, _ELSEWHERE) for reason, _ in reasons.most_common())
-        _log.warning(
-            "worker %s: of its last %d pushes the server rejected %d (%s), so that their work is lost; %s",
-            self._name,
-            len(self._last),
-            rejected,
-            _listed(reasons),
-            "; ".join(remedies),
+        process.warn(
+            f"worker {self._name}: of its last {len(self._last)} pushes the server rejected {rejected} "
+            f"({_listed(reasons)}), so that their work is lost; {'; '.join(remedies)}"
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from offbeat import blueprint
+from offbeat import blueprint, process
 from offbeat.checks import Faults, at_least_one, refuse, refuse_two_in_flight, seconds
 from offbeat.errors import ConfigError
 from offbeat.module import Binding, describe
@@ -156,10 +156,8 @@ def _agree(session: "Session", model: nn.Module | None) -> str:
         memories = [(b, b.ctypes.data, b.nbytes) for b in description.arrays()]
         session.init(description.table, memories, blueprint.describe(model))
     elif session.table is None:
-        _log.warning(
-            "the server at %s has no model yet, and worker %s brings none: waiting for another to bring one "
-            "(give model= to bring it here)",
-            session.address,
-            session.worker_id,
+        process.warn(
+            f"the server at {session.address} has no model yet, and worker {session.worker_id} brings none: "
+            f"waiting for another to bring one (give model= to bring it here)"
         )
     return session.wait_for_model()

@@ -27,12 +27,15 @@ class Link:
     Attributes:
         session: The connection.
         binding: The module's tensors.
+        version: The model's version, as last heard. Other threads may read it; the session's they may not
+            while a call is under way.
     """
 
     def __init__(self, session: "Session", binding: Binding, *, in_flight: int) -> None:
         """With two pushes in flight, pulls land in spare memory, from which the module is set."""
         self.session = session
         self.binding = binding
+        self.version = session.version
         self._in_flight = in_flight
         self._num_unsettled = 0  # pushes that were sent and not answered
         self._broken_off = False  # a call was, so that the session may have more in flight than is known here
@@ -85,6 +88,7 @@ class Link:
                 raise
             self._num_unsettled = self._in_flight - 1
             self._broken_off = False
+            self.version = self.session.version
             binding.landed(came=receipt is not None)
             answered = receipt if self._in_flight == 1 else None
             if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
@@ -106,6 +110,7 @@ class Link:
             receipts = self.session.flush(self.binding.out())
             self._num_unsettled = 0
             self._broken_off = False
+            self.version = self.session.version
             if in_flight:
                 self._unsure |= any(slot.dirty for slot in self.binding.parameters)
                 self.binding.landed()
@@ -137,6 +142,7 @@ class Link:
         self.session.pull(self.binding.out(), incremental)
         self._num_unsettled = 0
         self._broken_off = False
+        self.version = self.session.version
         self.binding.landed()
 
     def _forget(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,16 @@ class LiveOptimizer:
         self.optimizer = optimizer
         self._binding = binding
         self._gate = _Gate()
-        self._hook = optimizer.register_step_pre_hook(self._gate)
+        loaded = weakref.WeakMethod(self._loaded)  # weak: a worker that goes out of scope leaves at once
+
+        def has_loaded(optimizer: torch.optim.Optimizer) -> None:
+            if (take := loaded()) is not None:
+                take(optimizer)
+
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._gate),
+            optimizer.register_load_state_dict_post_hook(has_loaded),
+        )
         self._stepped: set[int] = set()
         self._before: dict[torch.Tensor, Any] | None = None
         self._in_flight: deque[dict[torch.Tensor, Any] | None] = deque()
@@ -119,7 +129,14 @@ class LiveOptimizer:
 
     def close(self) -> None:
         """Give the user back the optimizer's `step`."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what the user has loaded, whatever becomes of the pushes that were begun before."""
+        state = dict(optimizer.state)
+        self._before = None if self._before is None else _copied(state)
+        self._in_flight = deque(None if before is None else _copied(state) for before in self._in_flight)
 
     def _restore(self, state: dict[torch.Tensor, Any]) -> None:
         self.optimizer.state.clear()

@@ -199,7 +199,7 @@ class _Loop:
         metrics = {meter.name: meter.read() for meter in self._plan.meters}
         record = Record(
             step=history.steps,
-            version=self._link.session.version,
+            version=self._link.version,
             samples=history.samples,
             seconds=now - self._began,
             metrics=metrics,

@@ -1,12 +1,16 @@
 """One thread at a time in a worker: two would mix their gradients on one module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from offbeat.errors import StateError
 
-__all__ = ["one_thread"]
+if TYPE_CHECKING:
+    from threading import RLock
+
+__all__ = ["one_thread", "whole_turn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -14,23 +18,33 @@ F = TypeVar("F", bound=Callable[..., Any])
 def one_thread(method: F) -> F:
     """Let a method refuse what comes while another thread is in one; its object has the lock, `_turn`.
 
-    That is an RLock: the thread that is in may come again, as with a metric that evaluates.
-
     Raises:
+        ForkedError, ClosedError: From the method made, if the object may not be used here any more.
         StateError: From the method made; nothing was done.
     """
 
     @wraps(method)
     def alone(self: Any, *args: object, **keywords: object) -> object:  # noqa: ANN401  whatever has a turn
-        turn = self._turn
-        if not turn.acquire(blocking=False):
-            raise StateError(
-                f"another thread is in a call of this worker, and {method.__name__}() would mix its "
-                f"gradients with that thread's: use a worker from one thread, or make one for each"
-            )
-        try:
+        self._usable()  # first: in a forked child the turn stays with a thread that is not there
+        with whole_turn(self._turn, f"{method.__name__}()"):
             return method(self, *args, **keywords)
-        finally:
-            turn.release()
 
     return cast(F, alone)
+
+
+@contextmanager
+def whole_turn(turn: "RLock", call: str) -> "Iterator[None]":
+    """Keep other threads out; the one that is in may come again, as with a metric that evaluates.
+
+    Raises:
+        StateError: If another thread is in.
+    """
+    if not turn.acquire(blocking=False):
+        raise StateError(
+            f"another thread is in a call of this worker, and {call} would mix its gradients with that "
+            f"thread's: use a worker from one thread, or make one for each"
+        )
+    try:
+        yield
+    finally:
+        turn.release()

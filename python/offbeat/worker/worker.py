@@ -26,7 +26,7 @@ from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import LossFunction, TrainPlan, run
-from offbeat.worker.turn import one_thread
+from offbeat.worker.turn import one_thread, whole_turn
 
 if TYPE_CHECKING:
     from offbeat.worker.link import Link
@@ -128,13 +128,16 @@ class AsyncWorker(process.Live):
             process.release(self)
             raise
         self._steps = Steps(self._link, update_frequency=update_frequency, reduction=loss_reduction)
-        self._words = f"{self.id} at {self._link.session.address}"
+        session = self._link.session
+        self._id, self._run_id = session.worker_id, session.run_id
+        self._words = f"{self._id} at {session.address}"
+        self._has_warned_of_reduction = False
         self._closed = False
         try:
             if optimizer is not None:
                 self._steps.use(optimizer)
         except BaseException:
-            self.close()
+            self._end(finished=False)  # it never began
             raise
 
     # ------------------------------------------------------------------ what it is
@@ -165,18 +168,18 @@ class AsyncWorker(process.Live):
     @property
     def id(self) -> str:
         """Its name on the server."""
-        return self._link.session.worker_id
+        return self._id
 
     @property
     def run_id(self) -> str:
         """The run's name."""
-        return self._link.session.run_id
+        return self._run_id
 
     @property
     def version(self) -> int:
-        """The model's version, as last heard."""
+        """The model's version, as last heard; any thread may ask."""
         self._usable()
-        return self._link.session.version
+        return self._link.version
 
     @property
     def history(self) -> History:
@@ -291,7 +294,7 @@ class AsyncWorker(process.Live):
             pin_memory=self.device.type == "cuda",
         )
         measured = meters(metrics)
-        _warn_of_reduction(loss_fn, self._config.loss_reduction)
+        self._warn_of_reduction(loss_fn)
         if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
             steps.use(optimizer)
         steps.require_optimizer()
@@ -319,7 +322,7 @@ class AsyncWorker(process.Live):
         self._is_broken_off = False
         if not history.samples and history.stopped == "epochs":
             what = "dataset" if dataloader is None else "dataloader"
-            _log.warning("worker %s trained on nothing: the %s gave no batch", self.id, what)
+            process.warn(f"worker {self.id} trained on nothing: the {what} gave no batch")
         return history
 
     @overload
@@ -380,7 +383,7 @@ class AsyncWorker(process.Live):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(finished=kind is None)
+        self._end(finished=kind is None and not self._is_broken_off)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -404,6 +407,17 @@ class AsyncWorker(process.Live):
             raise ClosedError("this AsyncWorker is closed: make a new one")
         return self._steps
 
+    def _warn_of_reduction(self, loss_fn: LossFunction) -> None:
+        """Warn, once, where a loss function says that it reduces otherwise than the worker was told."""
+        said, told = getattr(loss_fn, "reduction", None), self._config.loss_reduction
+        if said in ("mean", "sum") and said != told and not self._has_warned_of_reduction:
+            self._has_warned_of_reduction = True
+            process.warn(
+                f'the loss function is a {type(loss_fn).__name__}(reduction="{said}") and the worker has '
+                f'loss_reduction="{told}": what it gives is taken for the {told} over the batch; make the '
+                f'worker with loss_reduction="{said}", or the loss function with reduction="{told}"'
+            )
+
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
@@ -419,40 +433,21 @@ class AsyncWorker(process.Live):
             self._steps.flush()
             self._link.pull()
         except (ConnectError, ConnectionLostError) as error:
-            _log.warning("the parameters last pulled are measured, for the server cannot be asked: %s", error)
+            process.warn(f"the parameters last pulled are measured, for the server cannot be asked: {error}")
 
     def _end(self, *, finished: bool) -> None:
         if self._closed or os.getpid() != self._pid:
             return
-        self._link.session.close(finished)  # raises where another thread is in a call: then nothing is closed
-        self._closed = True
-        if finished and (batches := self._steps.batches):
-            _log.warning(
-                "worker %s is closed with %d batch(es) gathered and not pushed, which are lost: call "
-                "worker.flush() before, which pushes them",
-                self._words,
-                batches,
-            )
-        self._steps.close()
+        with whole_turn(self._turn, "close()"):
+            self._link.session.close(finished)
+            self._closed = True
+            if finished and (batches := self._steps.batches):
+                process.warn(
+                    f"worker {self._words} is closed with {batches} batch(es) gathered and not pushed, which "
+                    f"are lost: call worker.flush() before, which pushes them"
+                )
+            self._steps.close()
         process.release(self)
 
     def _at_exit(self, *, failed: bool) -> None:
         self._end(finished=not (failed or self._is_broken_off))
-
-
-def _warn_of_reduction(loss_fn: LossFunction, reduction: LossReduction) -> None:
-    """Warn where a loss function says that it reduces otherwise than the worker was told."""
-    said = getattr(loss_fn, "reduction", None)
-    if said in ("mean", "sum") and said != reduction:
-        name = type(loss_fn).__name__
-        _log.warning(
-            'the loss function is a %s(reduction="%s") and the worker has loss_reduction="%s": what it gives '
-            'is taken for the %s over the batch; make the worker with loss_reduction="%s", or the loss '
-            'function with reduction="%s"',
-            name,
-            said,
-            reduction,
-            reduction,
-            said,
-            reduction,
-        )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import offbeat
+from support.waiting import wait_for
 
 MODEL = {"w": np.zeros(3, np.float32)}
 
@@ -35,8 +36,7 @@ def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(ca
     ):
         with pytest.raises(offbeat.errors.AuthenticationError):
             offbeat.Client(server.address, token=given)
-        while not refused():
-            pass
+        wait_for(refused)
     (said,) = refused()
     assert "peer=127.0.0.1:" in said
     assert "token" in said.split("error=")[1]
@@ -60,7 +60,7 @@ def test_waiting_for_nobody_is_announced(caplog, run_python):
     (gone,) = [
         i
         for i, text in enumerate(said)
-        if text.startswith("all workers have gone: the work is over in 0.3 s")
+        if text.startswith("all workers have gone: the wait is over in 0.3 s")
     ]
     assert lost < gone
 

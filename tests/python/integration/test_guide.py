@@ -56,7 +56,9 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "model.pt").exists()
-    for said in re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE):
+    printed = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+    assert len(printed) >= 2
+    for said in printed:
         assert said in ran.stdout
 
 

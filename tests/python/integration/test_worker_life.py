@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.errors import ClosedError, StateError
+from offbeat.errors import ClosedError, ConfigError, StateError
 from support.relay import Relay
+from support.waiting import wait_for
 from support.worker import train_in_a_process
 
 SPEC = offbeat.optim.SGD(lr=0.1)
@@ -39,14 +40,6 @@ def step(worker):
 
 def states(server):
     return [worker["state"] for worker in server.status()["workers"]]
-
-
-def wait_for(condition, timeout_s=20):
-    """Look until it is so; the server tells nobody when a worker is gone."""
-    waiting, end = threading.Event(), time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        waiting.wait(0.005)
 
 
 def last_departure(server):
@@ -119,6 +112,7 @@ def busy(worker, relay):
         lambda worker: worker.flush(),
         lambda worker: worker.evaluate([]),
         lambda worker: worker.train(dataloader=[], loss_fn=nn.MSELoss()),
+        lambda worker: worker.close(),
     ],
 )
 def test_two_threads_in_one_worker_are_told_so_and_nothing_is_mixed(serve, join, use):
@@ -144,6 +138,26 @@ def test_two_threads_in_one_worker_are_told_so_and_nothing_is_mixed(serve, join,
     assert worker.history.receipts == {"applied": 1}
     assert step(worker).applied
     assert server.status()["version"] == 2
+
+
+def test_a_worker_that_was_never_made_has_not_finished(serve):
+    server = serve(net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match="lr"):
+        offbeat.AsyncWorker(server.address, worker_id="a", optimizer=offbeat.optim.SGD(lr=0.123))
+    assert last_departure(server)["state"] == "left"
+
+
+def test_version_may_be_read_while_another_thread_is_in_a_call(serve, join):
+    server = serve(nn.Linear(4, 100_000))
+    with Relay(server.address, 300_000) as relay:
+        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC)
+        thread = busy(worker, relay)
+        try:
+            assert (worker.version, worker.id, worker.run_id) == (0, "worker-0", server.status()["run_id"])
+        finally:
+            relay.go_on()
+            thread.join()
+        assert worker.version == 1
 
 
 def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards(serve, join):
@@ -240,9 +254,9 @@ def test_a_worker_that_goes_out_of_scope_finishes(serve):
     assert last_departure(server)["state"] == "finished"
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["goes out of scope", "is closed"])
+@pytest.mark.parametrize("end", ["goes out of scope", "is closed", "with block"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, closed):
+def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, end):
     server = serve(net())
 
     def loss(outputs, targets):
@@ -254,8 +268,11 @@ def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, closed):
         for loss_fn in losses:
             with contextlib.suppress(error):
                 worker.train(dataloader=[batch], loss_fn=loss_fn, progress=False)
-        if closed:
+        if end == "is closed":
             worker.close()
+        elif end == "with block":
+            with worker:
+                pass
 
     run(loss)
     assert last_departure(server)["state"] == "left"

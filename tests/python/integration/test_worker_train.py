@@ -472,8 +472,14 @@ def test_a_loss_that_reduces_otherwise_than_the_worker_was_told_is_warned_of(
     (line,) = warned(caplog)
     assert f'CrossEntropyLoss(reduction="{said}")' in line
     assert f'loss_reduction="{taken}"' in line
-    worker.train(dataset=dataset(64), loss_fn=nn.CrossEntropyLoss(reduction=taken), progress=False)
-    assert len(warned(caplog)) == 1
+    worker.train(dataset=dataset(64), loss_fn=loss, progress=False)
+    assert len(warned(caplog)) == 1, "once is enough"
+
+
+def test_a_loss_that_reduces_as_the_worker_was_told_is_no_news(serve, join, caplog):
+    worker = join(serve(net(), optimizer=offbeat.optim.SGD(lr=1e-3)), net(), loss_reduction="sum")
+    worker.train(dataset=dataset(64), loss_fn=nn.CrossEntropyLoss(reduction="sum"), progress=False)
+    assert warned(caplog) == []
 
 
 def test_a_loader_given_as_dataset_and_a_dataset_given_as_loader_are_refused_by_name(serve, join):

@@ -394,6 +394,32 @@ def test_no_step_of_a_rejected_push_comes_back_with_the_push_after_it(fate):
     assert is_as_before()
 
 
+def test_what_is_loaded_into_the_optimizer_stays_when_pushes_begun_before_are_rejected():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    binding, contribution = live(model, optimizer)
+    local_step(model, binding, contribution, 0)
+    contribution.take()  # in flight
+    local_step(model, binding, contribution, 1)  # gathered
+    other = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for parameter in model.parameters():
+        other.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 7.0)
+    optimizer.load_state_dict(other.state_dict())
+
+    def is_loaded():
+        return all(bool((value == 7.0).all()) for _, value in optimizer_values(optimizer))
+
+    assert is_loaded()
+    local_step(model, binding, contribution, 2)
+    contribution.take()
+    for _ in range(2):
+        contribution.settled(REJECTED)
+        assert is_loaded()
+    contribution.close()
+    other.state.clear()
+    optimizer.load_state_dict(other.state_dict())  # and the hook is gone
+
+
 def test_after_a_rejected_first_push_the_optimizer_has_no_state():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -93,7 +93,7 @@ fn announce(pause: Pause, patience: Patience) {
     match pause {
         Pause::None => {}
         Pause::Linger => tracing::info!(
-            "all workers have gone: the work is over in {} s unless one comes",
+            "all workers have gone: the wait is over in {} s unless one comes",
             patience.linger.as_secs_f64()
         ),
         Pause::Grace { num_lost } => tracing::info!(
