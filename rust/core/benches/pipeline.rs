@@ -9,6 +9,7 @@ use offbeat_core::spec::Rule;
 use offbeat_core::velocity;
 use std::array;
 use std::hint::black_box;
+use std::time::Duration;
 
 const FRAGMENT: usize = 64 * 1024;
 const MODEL: usize = 4 * 1024 * 1024;
@@ -168,5 +169,15 @@ fn stepper(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, steps, scans, velocity, stepper);
+/// Short looks at many things: all of `cargo bench` is to take minutes. `--measurement-time` and its like say otherwise.
+fn short() -> Criterion {
+    let second = Duration::from_secs(1);
+    Criterion::default().warm_up_time(second / 2).measurement_time(second).sample_size(30)
+}
+
+criterion_group! {
+    name = benches;
+    config = short();
+    targets = steps, scans, velocity, stepper
+}
 criterion_main!(benches);

@@ -66,5 +66,15 @@ fn push_pull(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, push_pull);
+/// Short looks at many things: all of `cargo bench` is to take minutes. `--measurement-time` and its like say otherwise.
+fn short() -> Criterion {
+    let second = Duration::from_secs(1);
+    Criterion::default().warm_up_time(second / 2).measurement_time(second).sample_size(30)
+}
+
+criterion_group! {
+    name = benches;
+    config = short();
+    targets = push_pull
+}
 criterion_main!(benches);
