@@ -1,7 +1,6 @@
 """A worker of one's own in numpy: pull parameters, compute whatever you like, push gradients."""
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from offbeat import _offbeat
 
 __all__ = ["Client"]
-
-_log = logging.getLogger("offbeat")
 
 NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
@@ -305,9 +302,8 @@ class Client(process.Live):
     def __repr__(self) -> str:
         if self._session is None:
             return "<offbeat.Client, closed>"
-        return (
-            f"<offbeat.Client {self._words}>"  # a session answers neither in a child nor two threads at once
-        )
+        # A session answers neither in a child nor two threads at once.
+        return f"<offbeat.Client {self._words}>"
 
     # -- inside
 

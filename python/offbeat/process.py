@@ -60,6 +60,7 @@ def register(thing: Live) -> None:
         if _pump is None:
             _pump = threading.Thread(target=_run_pump, name="offbeat-log")
             _pump.start()
+    _follow_level()  # a thread that was there before looks only now and then
     _hook_multiprocessing()
 
 
@@ -100,10 +101,17 @@ def _run_pump() -> None:
                 return
 
 
-def _log_waiting(timeout_s: float) -> None:
+def _follow_level() -> None:
+    """Let Rust make the records that `logging` wants now, and no others."""
     from offbeat import _offbeat
 
     _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
+
+
+def _log_waiting(timeout_s: float) -> None:
+    from offbeat import _offbeat
+
+    _follow_level()
     prefix = _prefix()
     for level, target, text in _offbeat.next_log_records(timeout_s):
         name = target.replace("::", ".").replace("_", ".", 1)

@@ -6,7 +6,8 @@
 //! worker → Authenticate { proof }
 //!          Welcome                               ← server      (or Refused, and the connection ends)
 //! ```
-//! A worker that finds the server's proof wrong sends Refused in the place of Authenticate. Until Welcome the server has read at most two messages of 4 KiB and said nothing about its model.
+//! A worker that finds the server's proof wrong sends Refused in the place of Authenticate. Until Welcome the server has
+//! read at most two messages of 4 KiB and said nothing about its model.
 
 use crate::frame::{FrameError, FrameReader, Socket};
 use offbeat_core::wire::auth::{Nonce, Side, prove, verify};

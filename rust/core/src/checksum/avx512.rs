@@ -1,8 +1,8 @@
 //! XXH3-64 of a long input with 512-bit registers: one register is all eight accumulators, one load a stripe.
 //!
-//! Source: the XXH3 specification, "Algorithm for long inputs" (Y. Collet, `xxhash_spec.md` of xxHash), with its default secret and
-//! seed 0. twox-hash, which takes everything else, stops at AVX2. At 256 KiB on an EPYC of family 26: 148 GB/s
-//! against its 54.
+//! Source: the XXH3 specification, "Algorithm for long inputs" (Y. Collet, `xxhash_spec.md` of xxHash), with its default
+//! secret and seed 0. twox-hash, which takes everything else, stops at AVX2. At 256 KiB on an EPYC of family 26: 148
+//! GB/s against its 54.
 
 use pulp::x86::V4;
 use pulp::{NullaryFnOnce, cast};
