@@ -3,9 +3,13 @@
 //! Both also look at what they write. A float is infinite or NaN exactly where its exponent bits are all ones, so
 //! the largest magnitude seen, as an unsigned integer, tells for all of them at two instructions a vector.
 
+use super::prefetch::{AHEAD, prefetch};
 use super::scan::{self, INFINITY};
 use super::{Isa, Source, Target};
 use std::array;
+
+/// Elements between two askings for memory: few enough to come one by one, enough to reduce `largest` seldom.
+const BLOCK: usize = 256;
 
 /// An update rule's formula for one element with `N` values of state.
 pub(crate) trait Element<const N: usize>: Copy {
@@ -49,6 +53,7 @@ pub(crate) fn in_place<const N: usize, E: Element<N>>(
     )
 }
 
+/// Walks the slices block by block, and asks for what comes [`AHEAD`] of each.
 #[inline(always)]
 fn write<const N: usize, E: Element<N>>(
     element: E,
@@ -56,14 +61,47 @@ fn write<const N: usize, E: Element<N>>(
     param: &[f32],
     state: [&[f32]; N],
     to_param: &mut [f32],
-    to_state: [&mut [f32]; N],
+    mut to_state: [&mut [f32]; N],
 ) -> bool {
     let n = grad.len();
-    // The compiler drops the bounds checks below because of these.
     assert!(param.len() == n && to_param.len() == n, "a step over slices of different lengths");
     for slot in 0..N {
         assert!(state[slot].len() == n && to_state[slot].len() == n, "a step over state of another length");
     }
+    let mut largest = 0;
+    for start in (0..n).step_by(BLOCK) {
+        let end = n.min(start + BLOCK);
+        let ahead = n.min(start + AHEAD)..n.min(end + AHEAD);
+        prefetch(&param[ahead.clone()]);
+        for slot in state {
+            prefetch(&slot[ahead.clone()]);
+        }
+        let state = state.map(|slot| &slot[start..end]);
+        let to_state = to_state.each_mut().map(|slot| &mut slot[start..end]);
+        let block = write_block(
+            element,
+            &grad[start..end],
+            &param[start..end],
+            state,
+            &mut to_param[start..end],
+            to_state,
+        );
+        largest = largest.max(block);
+    }
+    largest < INFINITY
+}
+
+/// One block, all its slices of the same length, which the compiler sees; returns the largest magnitude written.
+#[inline(always)]
+fn write_block<const N: usize, E: Element<N>>(
+    element: E,
+    grad: &[f32],
+    param: &[f32],
+    state: [&[f32]; N],
+    to_param: &mut [f32],
+    to_state: [&mut [f32]; N],
+) -> u32 {
+    let n = grad.len();
     let mut largest = 0;
     for i in 0..n {
         let (next, next_state) = element.apply(grad[i], param[i], array::from_fn(|slot| state[slot][i]));
@@ -74,7 +112,7 @@ fn write<const N: usize, E: Element<N>>(
             largest = scan::larger(largest, next_state[slot]);
         }
     }
-    largest < INFINITY
+    largest
 }
 
 #[inline(always)]

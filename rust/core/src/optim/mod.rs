@@ -14,6 +14,7 @@ mod adam;
 mod add;
 mod isa;
 pub(crate) mod kernel;
+mod prefetch;
 mod rmsprop;
 mod scan;
 pub(crate) mod sgd;
