@@ -1,17 +1,19 @@
 """The server's optimizers against torch.optim through real sockets: 200 steps, groups, gradients left out.
 
 torch runs with `foreach=False, fused=False`, whose order of operations is the defined one. SGD must be the
-same bits; the others max|a - b| <= 1e-6 * max|b| per tensor.
+same bits, and so must the others once torch's square roots are exact; as they come, they must be
+max|a - b| <= 1e-6 * max|b| per tensor.
 """
 
 import fnmatch
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 import offbeat
 from offbeat import optim, staleness
@@ -79,11 +81,22 @@ def torchs(kind, keywords, groups, parameters):
     return getattr(torch.optim, kind.__name__)(used, foreach=False, **keywords)
 
 
+class ExactRoots(TorchFunctionMode):
+    """Square roots as IEEE 754 has them: torch's builds with MKL miss the last bit of a fifth of them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.sqrt:
+            return func(args[0].double()).float()
+        if func is torch.Tensor.sqrt_:
+            return args[0].copy_(args[0].double().sqrt())
+        return func(*args, **(kwargs or {}))
+
+
 def normal(random, shape):
     return np.asarray(random.standard_normal(shape, np.float32))
 
 
-def run_both(host, kind, keywords, groups, *, shapes=SHAPES, seed, **server_keywords):
+def run_both(host, kind, keywords, groups, *, shapes=SHAPES, seed, torch_runs_under=None, **server_keywords):
     """Run the same steps on the server and in torch; return both sides' parameters by name."""
     random = np.random.default_rng(seed)
     start = {name: normal(random, shape) for name, shape in shapes.items()}
@@ -105,7 +118,8 @@ def run_both(host, kind, keywords, groups, *, shapes=SHAPES, seed, **server_keyw
                 continue
             for name, parameter in parameters.items():
                 parameter.grad = torch.tensor(gradients[name]) if name in gradients else None
-            theirs.step()
+            with torch_runs_under or nullcontext():
+                theirs.step()
             receipt = client.push_pull(gradients, out=ours)
             assert (receipt.verdict, receipt.weight) == ("admit", 1.0), receipt
     return ours, {name: p.detach().numpy() for name, p in parameters.items()}
@@ -132,13 +146,26 @@ def test_sgd_is_torchs_bit_for_bit(host, keywords, groups, seed):
     assert_same_bits(*run_both(host, optim.SGD, keywords, groups, seed=seed))
 
 
-@pytest.mark.parametrize(
+those_with_roots = pytest.mark.parametrize(
     "kind", [optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop], ids=lambda k: k.__name__
 )
+
+
+@those_with_roots
+@quiet
+@given(data=st.data(), groups=GROUPS, seed=st.integers(0, 2**32 - 1))
+def test_optimizer_is_torchs_bit_for_bit_where_its_roots_are_exact(host, kind, data, groups, seed):
+    keywords = data.draw(KEYWORDS[kind])
+    assert_same_bits(*run_both(host, kind, keywords, groups, seed=seed, torch_runs_under=ExactRoots()))
+
+
+@those_with_roots
 @quiet
 @given(data=st.data(), groups=GROUPS, seed=st.integers(0, 2**32 - 1))
 def test_optimizer_is_torchs_within_1e_6(host, kind, data, groups, seed):
     keywords = data.draw(KEYWORDS[kind])
+    # The centred variance is a difference that may cancel: a last bit of torch's roots then makes 5e-6.
+    assume(not keywords.get("centered"))
     assert_close(*run_both(host, kind, keywords, groups, shapes=NO_SCALAR, seed=seed))
 
 
