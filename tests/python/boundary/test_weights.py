@@ -117,7 +117,7 @@ def test_momentum_correction_of_one_client_is_torchs_nesterov_bit_for_bit(host):
             parameter.grad = torch.from_numpy(gradient.copy())
             theirs.step()
             assert client.push_pull({"w": gradient}, out=ours).applied
-    assert np.array_equal(ours["w"], parameter.detach().numpy())
+    assert np.array_equal(ours["w"].view(np.uint32), parameter.detach().numpy().view(np.uint32))
 
 
 CORRECTED = optim.SGD(lr=1.0, momentum=0.5)

@@ -209,6 +209,17 @@ def test_status_of_something_that_says_nothing_is_code_9():
             assert status.ends() == 9, status.said
 
 
+def test_insecure_opens_every_interface_without_a_token_and_says_so(model):
+    with serving("--model", str(model), "--host", "0.0.0.0", "--insecure") as server:
+        variables, _ = joining(server)
+        assert "Whoever reaches this port can join: there is no token (--insecure)." in server.said
+        port = variables["OFFBEAT_SERVER"].rpartition(":")[2]
+        with offbeat.Client(f"127.0.0.1:{port}") as client:
+            assert client.pull().keys() == ZEROS.keys()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+
+
 def test_status_of_a_server_that_is_not_there_is_code_4():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -22,6 +22,16 @@ def free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def network_address():
+    """The address by which other machines reach this one (nothing is sent to the one named here)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError as error:
+            pytest.skip(f"this machine has no network: {error}")
+        return probe.getsockname()[0]
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start examples; whatever of them is left when the test ends is ended too."""
@@ -98,6 +108,20 @@ def test_the_tutorial_in_separate_processes(start):
     found = accuracies("".join(printed))
     assert sorted(found) == ["0", "1"]
     assert min(found.values()) > 0.8
+
+
+def test_the_tutorial_on_the_network_s_address_with_one_environment_variable(start):
+    address = f"{network_address()}:{free_address().rpartition(':')[2]}"
+    environment = {"TUTORIAL_SERVER": address, "OFFBEAT_TOKEN": "the same here and there"}
+    server = start("document_tutorial.py", "server", **environment)
+    stranger = start("document_tutorial.py", "worker", "0", "2", **environment | {"OFFBEAT_TOKEN": "another"})
+    refused, output = stranger
+    assert refused.wait(timeout=200) == 1
+    output.seek(0)
+    assert "AuthenticationError" in output.read()
+    workers = [start("document_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
+    _, *printed = finish(server, *workers)
+    assert sorted(accuracies("".join(printed))) == ["0", "1"]
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])

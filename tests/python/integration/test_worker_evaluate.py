@@ -124,10 +124,12 @@ def test_no_random_state_moves(serve, join):
 
 def test_no_gradient_and_no_buffer_moves(serve, join):
     worker = join(serve(net()), net())
-    before = worker.model[1].num_batches_tracked.clone()
+    worker.model(dataset().tensors[0]).sum().backward()
+    gradients = [p.grad.clone() for p in worker.model.parameters()]
+    buffers = [b.clone() for b in worker.model.buffers()]
     worker.evaluate(DataLoader(dataset(), 16))
-    assert worker.model[1].num_batches_tracked == before
-    assert all(p.grad is None for p in worker.model.parameters())
+    assert all(map(torch.equal, buffers, worker.model.buffers()))
+    assert all(torch.equal(p.grad, kept) for p, kept in zip(worker.model.parameters(), gradients, strict=True))
 
 
 @pytest.mark.parametrize("live", [False, True])

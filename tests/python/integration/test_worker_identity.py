@@ -65,8 +65,9 @@ def plain_loop(model, make, epochs=2):
 def same_bits(found, wanted):
     assert sorted(found) == sorted(wanted)
     for name, tensor in wanted.items():
-        same = torch.equal(found[name], tensor)
-        assert same, f"{name}: {(found[name] != tensor).sum()} of {tensor.numel()} differ"
+        # As integers: 0.0 and -0.0 are equal and not the same.
+        both = [t.view(torch.int32) if t.dtype is torch.float32 else t for t in (found[name], tensor)]
+        assert torch.equal(*both), f"{name}: {(both[0] != both[1]).sum()} of {tensor.numel()} differ"
 
 
 def sgd(parameters):

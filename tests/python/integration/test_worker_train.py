@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import offbeat
@@ -603,3 +604,34 @@ def test_an_exception_of_the_user_s_is_raised_and_the_next_train_works(serve, jo
         worker.train(dataset=dataset(), loss_fn=loss, optimizer=SPEC, progress=False)
     assert worker.history.stopped == "failed"
     assert worker.train(dataset=dataset(), loss_fn=LOSS, progress=False).stopped == "epochs"
+
+
+class ReadsOfScalars(TorchDispatchMode):
+    """Counts what makes Python wait for a device: `item()`, `float()`, `if tensor`."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("metrics", ["loss", ["loss", "accuracy"]], ids=str)
+@pytest.mark.parametrize("update_frequency", [1, 2])
+def test_between_log_lines_no_scalar_is_read(serve, join, metrics, update_frequency):
+    def reads(num_batches):
+        worker = join(serve(net()), net(), local_batch_size=8, update_frequency=update_frequency)
+        with ReadsOfScalars() as reads:
+            worker.train(
+                dataset=dataset(8 * num_batches),
+                loss_fn=LOSS,
+                optimizer=SPEC,
+                metrics=metrics,
+                log_frequency=1000,
+                progress=False,
+            )
+        return reads.count
+
+    assert reads(40) == reads(4) > 0

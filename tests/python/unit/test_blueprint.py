@@ -186,6 +186,19 @@ def test_describing_and_building_use_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_layers_are_built_without_memory_and_get_it_once(monkeypatch):
+    text = blueprint.describe(nn.Linear(2, 3))
+    devices, reset = [], nn.Linear.reset_parameters
+
+    def watched(self):
+        devices.append(self.weight.device.type)
+        reset(self)
+
+    monkeypatch.setattr(nn.Linear, "reset_parameters", watched)
+    assert blueprint.build(text).weight.device.type == "cpu"
+    assert devices == ["meta"]
+
+
 def test_tied_shared_frozen_and_half_precision_survive():
     shared = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model = nn.Sequential(shared, nn.Linear(3, 3), shared, nn.Linear(3, 3), nn.Linear(3, 3))

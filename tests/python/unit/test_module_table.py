@@ -155,10 +155,16 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch():
     assert names(model) == ["0.weight", "0.bias"]
 
 
-def test_fsdp_is_refused_by_name():
-    wrapped = type("FullyShardedDataParallel", (nn.Module,), {})()
-    with pytest.raises(UnsupportedTensorError, match="FSDP"):
-        describe(wrapped)
+def test_fsdp_is_refused_by_name(tmp_path):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        with pytest.raises(UnsupportedTensorError, match="the model is wrapped in FSDP"):
+            describe(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_two_parameters_in_one_memory_are_refused_by_both_names():

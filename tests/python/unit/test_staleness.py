@@ -25,7 +25,15 @@ def test_name_class_and_object_are_the_same_policy(name):
         assert staleness.resolve(given) == (expected, None)
 
 
-@pytest.mark.parametrize("policy", [p for _, p in NAMES.values()], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(p for _, p in NAMES.values()),
+        staleness.GradientFiltering(max_staleness=3, max_norm=2.0),
+        staleness.MomentumCorrection(),
+    ],
+    ids=repr,
+)
 def test_policy_is_frozen_and_pickles(policy):
     assert pickle.loads(pickle.dumps(policy)) == policy  # noqa: S301  our own bytes
     with pytest.raises(AttributeError):
