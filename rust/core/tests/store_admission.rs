@@ -322,6 +322,20 @@ fn an_overflowing_update_is_never_published_even_in_part() {
 }
 
 #[test]
+fn after_a_commit_that_was_refused_no_reader_is_late() {
+    let staleness = StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() };
+    let store = store_with(Transaction::Model, staleness, None);
+    let worker = store.register("a").unwrap();
+    assert!(commit(&store, worker, 1, f32::MAX).applied);
+    assert_eq!(commit(&store, worker, 2, f32::MAX).reason, Some(Reason::NonfiniteResult));
+    let read = PushHead { base: store.reader().version(), ..head(&store, worker, 3) };
+    let mut commit = store.commit(read, stage(&store, 1.0));
+    drop(commit.role);
+    let receipt = commit.receipt.try_recv().unwrap().unwrap();
+    assert!(receipt.applied, "{receipt:?}");
+}
+
+#[test]
 fn readers_pin_at_most_the_versions_they_may() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
     let worker = store.register("a").unwrap();

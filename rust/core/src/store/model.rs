@@ -103,7 +103,12 @@ impl ModelRole {
                 self.publish(roots, record.ticket.version);
                 self.store.settle(&record)
             }
-            End::Refused(record) => self.store.settle(&record),
+            End::Refused(record) => {
+                // Its ticket counts: readers who kept the version before it would all be late by one for good.
+                let roots = self.store.model().roots.clone();
+                self.publish(roots, record.ticket.version);
+                self.store.settle(&record)
+            }
             End::Settled(receipt) => receipt,
         };
         // A session that died does not hear; its push is committed and the ledger keeps the answer.
