@@ -4,12 +4,13 @@
 mod common;
 
 use common::{
-    B, FRAGMENTS, NEVER, Raw, W, client, config, eventually, floats, parameters, start, status, until_state,
-    values,
+    B, FRAGMENTS, NEVER, Raw, W, client, config, eventually, floats, parameters, start, status, tensor,
+    until_state, values,
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{StalenessSpec, Transaction};
 use offbeat_core::store::Fate;
+use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
 use offbeat_core::wire::{Kind, Want};
 use offbeat_net::client::{Memory, PushInput};
@@ -193,6 +194,45 @@ fn what_the_worker_has_need_not_come_again() {
         push(&mut raw, &server, 1, pulled.read, 0, 1.0);
         assert_eq!(raw.pull(joined.term, Some(&[0, 1])).roots, [(1, Some(-1.0)), (1, None)]);
     }
+}
+
+#[test]
+fn an_answer_holds_the_push_it_answers_however_slowly_others_read() {
+    const FRAGMENTS: u32 = 64;
+    const LEN: usize = 65_536; // 16 MiB in all: more than a sender's socket and a small receiver's hold
+    let large = TensorTable::new(vec![tensor("w", FRAGMENTS as usize * LEN, Role::Parameter)]).unwrap();
+    let zeros = floats(FRAGMENTS as usize * LEN, 0.0);
+    let server =
+        Server::with_model(with(Transaction::Model), Snapshot::of(large, &[zeros]).unwrap()).unwrap();
+    let (mut a, joined) = Raw::joined(&server, "a");
+    let push = |a: &mut Raw, sequence: u64| {
+        a.push_head(sequence, (joined.term, sequence - 1), Want::Parameters, None);
+        assert_eq!(a.next().unwrap().0.kind, Kind::Grant);
+        let ones = floats(LEN, 1.0);
+        (0..FRAGMENTS).for_each(|i| a.fragment(sequence, i, sequence - 1, &ones));
+    };
+    // Reads the beginning of the newest version, and so holds it.
+    let pin = |id: &str| {
+        let (mut slow, _) = Raw::joined(&server, id);
+        socket2::SockRef::from(&slow.stream).set_recv_buffer_size(64 << 10).unwrap();
+        slow.ask_to_pull(joined.term, None);
+        let (first, _) = slow.next().unwrap();
+        (slow, first.version)
+    };
+    let (_slow, held) = pin("b");
+    assert_eq!(held, 0);
+    push(&mut a, 1);
+    assert_eq!(a.answer().read.1, 1);
+    let (slower, held) = pin("c");
+    assert_eq!(held, 1);
+    push(&mut a, 2);
+    eventually(&server, "the second push committed", |s| {
+        s["version"] == 2 && s["memory"]["live_versions"] == 3 && s["memory"]["staging_bytes"] == 0
+    });
+    drop(slower);
+    let answer = a.answer();
+    assert_eq!(answer.read, (joined.term, 2));
+    assert!(answer.roots.iter().all(|&root| root == (2, Some(-2.0))), "{:?}", answer.roots);
 }
 
 #[test]

@@ -269,7 +269,7 @@ impl Session {
             }
         };
         let mut term = LowestTerm::default();
-        let reader = self.turn(&place).await;
+        let reader = self.turn(&place).await?;
         for index in 0..layout.fragments.len() {
             let has = have.as_ref().map(|have| (header.term, have[index]));
             let root = reader.root(index);
@@ -299,14 +299,14 @@ impl Session {
     }
 
     /// A reader, when it is our turn for one.
-    pub(super) async fn turn(&mut self, place: &Place) -> Reader {
+    pub(super) async fn turn(&mut self, place: &Place) -> Result<Reader, End> {
         loop {
             match place.model.store.turn(self.own_version) {
-                Turn::Now(reader) => return reader,
+                Turn::Now(reader) => return Ok(reader),
                 Turn::Wait(released) => {
                     self.connection.enter(Phase::Waiting);
                     // An error says that somebody else was told; ask again.
-                    released.await.ok();
+                    self.or_closed(released).await?.ok();
                     self.connection.enter(Phase::Receiving);
                 }
             }

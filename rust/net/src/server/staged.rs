@@ -48,9 +48,14 @@ impl Session {
         }
         let receipt = self.commit(header, place, &asked, fragments).await?;
         drop(reserved);
-        let mut term = LowestTerm::default();
-        let reader = self.turn(place).await;
+        if receipt.applied {
+            // Before the turn: what is sent in answer holds this push.
+            self.own_version = self.own_version.max(receipt.version);
+        }
+        let (mut term, mut read) = (LowestTerm::default(), receipt.version);
         if asked.want == Want::Parameters {
+            let reader = self.turn(place).await?;
+            read = reader.version();
             let (mut next, mut num_absent) = (0, 0);
             for index in 0..layout.fragments.len() {
                 let has = if indices.get(next) == Some(&index) {
@@ -66,7 +71,7 @@ impl Session {
             }
         }
         let term = term.or(receipt.term);
-        self.finish(header, &receipt, (term, reader.version()), asked.head.samples).await
+        self.finish(header, &receipt, (term, read), asked.head.samples).await
     }
 
     /// Hands a staged push over and waits for its receipt.

@@ -284,10 +284,14 @@ impl Raw {
     }
 
     pub fn pull(&mut self, term: u64, have: Option<&[u64]>) -> Answer {
+        self.ask_to_pull(term, have);
+        self.answer()
+    }
+
+    pub fn ask_to_pull(&mut self, term: u64, have: Option<&[u64]>) {
         let mut bytes = vec![];
         PullRequest { have: have.map(Versions::Numbers) }.encode(&mut bytes);
         self.frame(Header { request: 77, term, ..Header::new(Kind::Pull) }, &bytes);
-        self.answer()
     }
 }
 
