@@ -13,10 +13,17 @@ use loom::sync::{Arc, Mutex};
 use loom::thread;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs a model that must have a failing interleaving.
-fn must_fail(mutation: &str, model: impl Fn() + Send + Sync + 'static) {
-    let result = catch_unwind(AssertUnwindSafe(|| loom::model(model)));
-    assert!(result.is_err(), "loom found nothing wrong with the mutation {mutation:?}");
+/// Runs a model that must have an interleaving which fails in the way that the mutation invites.
+fn must_fail(mutation: &str, symptom: &str, model: impl Fn() + Send + Sync + 'static) {
+    let Err(panic) = catch_unwind(AssertUnwindSafe(|| loom::model(model))) else {
+        panic!("loom found nothing wrong with the mutation {mutation:?}");
+    };
+    let said = panic.downcast_ref::<String>().map(String::as_str);
+    let said = said.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
+    assert!(
+        said.contains(symptom),
+        "the mutation {mutation:?} failed in another way than {symptom:?}: {said}"
+    );
 }
 
 /// How items get from many threads to one worker at a time.
@@ -160,17 +167,25 @@ fn loom_combine_strands_nothing_and_never_overlaps() {
 
 #[test]
 fn loom_combine_fails_with_a_busy_flag() {
-    must_fail("busy flag and a last look at the queue", every_item_is_worked_on_once::<BusyFlag>);
+    must_fail(
+        "busy flag and a last look at the queue",
+        "an item was stranded",
+        every_item_is_worked_on_once::<BusyFlag>,
+    );
 }
 
 #[test]
 fn loom_combine_fails_with_relaxed_orderings() {
-    must_fail("relaxed counter", every_item_is_worked_on_once::<RelaxedCounter>);
+    must_fail("relaxed counter", "Concurrent write accesses", every_item_is_worked_on_once::<RelaxedCounter>);
 }
 
 #[test]
 fn loom_combine_fails_when_counting_before_queueing() {
-    must_fail("count, then queue", every_item_is_worked_on_once::<CountFirst>);
+    must_fail(
+        "count, then queue",
+        "a counted item is in the queue",
+        every_item_is_worked_on_once::<CountFirst>,
+    );
 }
 
 struct Version {
@@ -221,7 +236,9 @@ fn loom_publish_loses_no_update() {
 
 #[test]
 fn loom_publish_fails_without_the_turn() {
-    must_fail("publish without holding the turn", || every_push_is_in_the_last_root(false));
+    must_fail("publish without holding the turn", "an update was lost", || {
+        every_push_is_in_the_last_root(false)
+    });
 }
 
 /// Where roots' memory comes from, and what becomes of a root's when the next one has been published.
@@ -338,7 +355,11 @@ fn loom_recycling_waits_for_the_last_reader() {
 
 #[test]
 fn loom_recycling_fails_when_done_at_the_swap() {
-    must_fail("recycle at the swap", readers_never_see_reused_memory::<FreedAtTheSwap>);
+    must_fail(
+        "recycle at the swap",
+        "Concurrent read and write accesses",
+        readers_never_see_reused_memory::<FreedAtTheSwap>,
+    );
 }
 
 fn version(number: u64) -> std::sync::Arc<ModelRoot> {
@@ -347,6 +368,9 @@ fn version(number: u64) -> std::sync::Arc<ModelRoot> {
 
 /// How readers pin versions: the orders that [`super::pins`] keeps.
 trait Pinning: Send + Sync + 'static {
+    fn publish(pins: &Pins, newest: &RootCell<ModelRoot>, root: std::sync::Arc<ModelRoot>) {
+        pins.publish(newest, root);
+    }
     fn pin(pins: &Pins) -> Pin {
         pins.pin(1, 2)
     }
@@ -431,6 +455,53 @@ fn a_waiting_reader_is_told<P: Pinning>() {
     );
 }
 
+/// The mutation: the newest takes the place of the one before, which nobody hears of (against PIN-2).
+struct SilentPublisher;
+
+impl Pinning for SilentPublisher {
+    fn publish(pins: &Pins, newest: &RootCell<ModelRoot>, root: std::sync::Arc<ModelRoot>) {
+        pins.add(&root);
+        thread::yield_now(); // loom does not see that a look before the replacement differs from one after it
+        newest.store(root);
+    }
+}
+
+/// A version is published while two readers want it; only the store holds the one before.
+fn the_publisher_tells<P: Pinning>() {
+    let old = version(0);
+    let shared = Arc::new((Pins::default(), RootCell::new(std::sync::Arc::clone(&old))));
+    shared.0.add(&old);
+    drop(old);
+    let readers: Vec<_> = (0..2)
+        .map(|_| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || match P::pin(&shared.0) {
+                Pin::Now(root) => {
+                    P::release(&shared.0, root);
+                    None
+                }
+                Pin::Wait(told) => Some(told),
+            })
+        })
+        .collect();
+    P::publish(&shared.0, &shared.1, version(1));
+    for reader in readers {
+        if let Some(mut told) = reader.join().unwrap() {
+            assert_eq!(told.try_recv(), Ok(Some(())), "a reader waits for ever");
+        }
+    }
+}
+
+#[test]
+fn loom_pins_tell_when_a_version_is_replaced() {
+    loom::model(the_publisher_tells::<InOrder>);
+}
+
+#[test]
+fn loom_pins_fail_when_the_publisher_is_silent() {
+    must_fail("a silent publisher", "a reader waits for ever", the_publisher_tells::<SilentPublisher>);
+}
+
 #[test]
 fn loom_pins_let_no_reader_wait_for_ever() {
     loom::model(a_waiting_reader_is_told::<InOrder>);
@@ -438,15 +509,19 @@ fn loom_pins_let_no_reader_wait_for_ever() {
 
 #[test]
 fn loom_pins_fail_when_looking_before_enlisting() {
-    must_fail("look, then enlist", a_waiting_reader_is_told::<LookThenEnlist>);
+    must_fail("look, then enlist", "a reader waits for ever", a_waiting_reader_is_told::<LookThenEnlist>);
 }
 
 #[test]
 fn loom_pins_fail_when_telling_before_letting_go() {
-    must_fail("tell, then let go", a_waiting_reader_is_told::<TellThenLetGo>);
+    must_fail("tell, then let go", "a reader waits for ever", a_waiting_reader_is_told::<TellThenLetGo>);
 }
 
 #[test]
 fn loom_pins_fail_when_a_look_holds() {
-    must_fail("a look that holds what it finds", a_waiting_reader_is_told::<HoldingLook>);
+    must_fail(
+        "a look that holds what it finds",
+        "a reader waits for ever",
+        a_waiting_reader_is_told::<HoldingLook>,
+    );
 }

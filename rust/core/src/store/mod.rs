@@ -238,9 +238,7 @@ impl Store {
     }
 
     fn publish_model(&self, root: ModelRoot) {
-        let root = Arc::new(root);
-        self.pins.add(&root);
-        self.model.store(root);
+        self.pins.publish(&self.model, Arc::new(root));
     }
 
     /// A pull, for whoever needs no turn (status, checkpoints, "fragment").

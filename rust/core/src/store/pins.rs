@@ -2,11 +2,11 @@
 //! only so many alive, since each is as large as what the pushes since then have changed.
 //!
 //! * **PIN-1** A reader that may have to wait is on the list of those to be told before it looks at what is alive.
-//! * **PIN-2** Whoever holds a version lets go of it first and tells then, every holder: one that let go in silence
-//!   could be the last that a reader waits for. So a look takes no hold.
+//! * **PIN-2** Whoever holds a version lets go of it first and tells then, every holder, the store with its newest
+//!   among them: one that let go in silence could be the last that a reader waits for. So a look takes no hold.
 
 use super::model::ModelRoot;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, RootCell};
 use futures_channel::oneshot;
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -44,6 +44,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Pins {
+    /// Makes a version the newest, and lets go of the one before.
+    pub(super) fn publish(&self, newest: &RootCell<ModelRoot>, root: Arc<ModelRoot>) {
+        self.add(&root);
+        newest.store(root); // PIN-2
+        self.tell();
+    }
+
     /// Remembers a version that is being published.
     pub(super) fn add(&self, root: &Arc<ModelRoot>) {
         let mut published = lock(&self.published);

@@ -43,7 +43,6 @@ pub struct PushRecord {
 #[derive(Debug, Default)]
 struct Progress {
     applied: usize,
-    refused: usize,
     reason: Option<Reason>,
     detail: String,
     weighted: f64,
@@ -90,7 +89,6 @@ impl PushRecord {
 
     pub(super) fn count_refused(&self, reason: Reason, detail: &str) {
         let mut p = self.progress();
-        p.refused += 1;
         p.reason.get_or_insert(reason);
         if p.detail.is_empty() {
             detail.clone_into(&mut p.detail);

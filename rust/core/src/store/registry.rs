@@ -1,5 +1,5 @@
 //! The one place that issues: terms, incarnations, tickets, verdicts. A plain state machine behind one short lock,
-//! taken twice a push (to admit and to settle), never once a fragment.
+//! taken a few times a push (to admit it, to read the version, to settle it), never once a fragment.
 
 use super::ledger::WorkerKey;
 use super::push::{Ending, PushHead, PushRecord};

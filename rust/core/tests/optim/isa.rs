@@ -34,7 +34,8 @@ fn shifted(n: usize) -> impl Strategy<Value = Shifted> {
 }
 
 fn push() -> impl Strategy<Value = (Vec<f32>, Vec<Shifted>)> {
-    (0_usize..=70)
+    // Around a vector, and around a kernel's block.
+    prop_oneof![4 => 0_usize..=70, 1 => 250_usize..=270, 1 => 505_usize..=520]
         .prop_flat_map(|n| (prop::collection::vec(extreme(), n), prop::collection::vec(shifted(n), 1..4)))
 }
 
@@ -43,7 +44,7 @@ fn the_widest_instruction_set_is_among_the_available() {
     let all = Isa::available();
     assert_eq!(all[0].name(), "scalar");
     assert_eq!(all.last(), Some(&Isa::detect()));
-    println!("{all:?}");
+    println!("instruction sets held against each other here: {all:?}");
 }
 
 proptest! {
