@@ -36,7 +36,7 @@ help: ## List the targets
 demo: develop ## Train two models with four unequal workers beside a single process (ARGS="--json FILE" and others)
 	@$(VENV)/bin/offbeat demo $(ARGS)
 
-test: lint ## Run everything that is checked, cheap things first
+test: lint $(STAMPS)/nextest ## Run everything that is checked, cheap things first
 	@if cargo nextest --version >/dev/null 2>&1; then \
 		$(STAGE) "Rust tests" cargo nextest run $(LOCKED) --workspace --profile $(NEXTEST_PROFILE); \
 	else \
@@ -80,6 +80,10 @@ $(STAMPS)/tools: pyproject.toml scripts/make-venv scripts/setup-machine
 	@$(STAGE) "set up the machine" scripts/setup-machine
 	@$(STAGE) "set up .venv" scripts/make-venv
 	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/nextest: scripts/setup-nextest $(STAMPS)/tools
+	@$(STAGE) "set up cargo-nextest" scripts/setup-nextest
+	@touch $@
 
 # Python's own files are used where they lie, so only Rust's make this stale.
 $(STAMPS)/extension: $(STAMPS)/tools $(RUST_SOURCES)

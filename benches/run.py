@@ -21,6 +21,7 @@ import harness
 import machine
 import measure
 import reference
+import store
 import summary
 from harness import BenchError, Line
 
@@ -52,6 +53,7 @@ class Plan:
         mlp_seconds: Of one training.
         memory_seconds: Of one measurement of memory; 0 for none.
         limits: Whether memory's and loopback's own limits are measured.
+        store: Whether the store alone is measured, by the crate's bench.
     """
 
     num_rounds: int
@@ -63,6 +65,7 @@ class Plan:
     mlp_seconds: float
     memory_seconds: float
     limits: bool
+    store: bool
 
 
 class Log:
@@ -115,6 +118,8 @@ def run(plan: Plan, log: Log) -> None:
         load = harness.Load(num_params=MEMORY_PARAMS, num_workers=MEMORY_WORKERS, seconds=plan.memory_seconds)
         log.take("memory", {}, lambda: memory.measure(load))
     longest_s = 0.0
+    if plan.store:
+        store.build()
     for number in range(plan.num_rounds):
         begin_s = log.elapsed_s
         if number and begin_s + longest_s > plan.budget_s:
@@ -125,6 +130,8 @@ def run(plan: Plan, log: Log) -> None:
 
 
 def _round(plan: Plan, log: Log, number: int) -> None:
+    if plan.store:
+        log.take("store", {"round": number}, store.measure)
     for num_params in plan.seconds:
         for num_workers in plan.num_workers:
             _block(plan, log, number, num_params, num_workers)
@@ -191,6 +198,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds-factor", type=float, help="on every duration; default: 1; 0.5 if quick")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-limits", action="store_true")
+    parser.add_argument(
+        "--no-store", action="store_true", help="not the store alone, for which cargo is needed"
+    )
     parser.add_argument("--lines", type=Path, default=OUT / "bench.jsonl", help="default: .out/bench.jsonl")
     parser.add_argument("--results", type=Path, help="default: benches/RESULTS.md; .out/RESULTS.md if quick")
     return parser.parse_args(arguments)
@@ -210,6 +220,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         mlp_seconds=MLP_SECONDS * factor,
         memory_seconds=0.0 if args.no_memory else MEMORY_SECONDS * factor,
         limits=not (args.quick or args.no_limits),
+        store=not args.no_store,
     )
 
 

@@ -30,6 +30,10 @@ FORMULA_TOLERANCE = 0.05
 MLP_TARGET = 1.1
 """Offbeat's samples per second with one push in flight, over Python sockets'."""
 MLP_BATCH = 32
+APPLY_TARGET = 0.9
+"""The store's update of a whole model, as a share of the same arithmetic done in place."""
+QUEUED_TARGET = 0.75
+"""Time of four pushes that wait on one fragment together, as a share of four that come one by one."""
 
 Cell = tuple[int, int]
 
@@ -141,6 +145,12 @@ def targets(lines: list[Line]) -> list[Target]:
             limit = f"≤ the formula's {predicted:.0f} + {FORMULA_TOLERANCE:.0%}"
             is_met = _at_most(measured, predicted * (1 + FORMULA_TOLERANCE))
             found.append(Target(what, limit, measured, is_met))
+    apply = _spread(_store(lines, "update_25M_vs_in_place_simd"), lambda line: line["share"])
+    what = "store alone, an update of 25e6, share of the same in place"
+    found.append(Target(what, f"≥ {APPLY_TARGET}", apply, _at_least(apply, APPLY_TARGET)))
+    queued = _spread(_store(lines, "four_queued_vs_four_separate"), lambda line: 1 / line["share"])
+    what = "store alone, four queued pushes, time over four separate ones'"
+    found.append(Target(what, f"≤ {QUEUED_TARGET}", queued, _at_most(queued, QUEUED_TARGET)))
     gain = _mlp_ratios(lines, "mlp:offbeat", "mlp:pysock")
     found.append(
         Target("MLP samples/s, over Python sockets", f"≥ {MLP_TARGET}", gain, _at_least(gain, MLP_TARGET))
@@ -159,6 +169,10 @@ def _mlp_ratios(lines: list[Line], system: str, peer: str) -> Spread:
 
 def _of(lines: list[Line], kind: str, system: str, cell: Cell) -> list[Line]:
     return [x for x in lines if x["kind"] == kind and x["system"] == system and _cell(x) == cell]
+
+
+def _store(lines: list[Line], bench: str) -> list[Line]:
+    return [line for line in lines if line["kind"] == "store" and line["system"] == f"store:{bench}"]
 
 
 def _spread(

@@ -47,7 +47,15 @@ def test_a_run_measures_between_two_references_names_what_fails_and_writes_the_p
     done = run_bench(
         "run.py",
         *("--rounds", "1", "--seconds-factor", "0.1", "--sizes", "1e4", "--workers", "2"),
-        *("--systems", "offbeat:nothing,offbeat,offbeat:2,pysock", "--mlp", "", "--no-memory", "--no-limits"),
+        *(
+            "--systems",
+            "offbeat:nothing,offbeat,offbeat:2,pysock",
+            "--mlp",
+            "",
+            "--no-memory",
+            "--no-limits",
+            "--no-store",
+        ),
         *("--lines", str(lines), "--results", str(page)),
     )
     assert done.returncode == 1, done.stderr

@@ -129,7 +129,9 @@ def test_no_gradient_and_no_buffer_moves(serve, join):
     buffers = [b.clone() for b in worker.model.buffers()]
     worker.evaluate(DataLoader(dataset(), 16))
     assert all(map(torch.equal, buffers, worker.model.buffers()))
-    assert all(torch.equal(p.grad, kept) for p, kept in zip(worker.model.parameters(), gradients, strict=True))
+    assert all(
+        torch.equal(p.grad, kept) for p, kept in zip(worker.model.parameters(), gradients, strict=True)
+    )
 
 
 @pytest.mark.parametrize("live", [False, True])
