@@ -124,7 +124,8 @@ def test_no_random_state_moves(serve, join):
 
 def test_no_gradient_and_no_buffer_moves(serve, join):
     worker = join(serve(net()), net())
-    worker.model(dataset().tensors[0]).sum().backward()
+    worker.model.eval()(dataset().tensors[0]).sum().backward()  # which leaves BatchNorm's statistics alone
+    worker.model.train()
     gradients = [p.grad.clone() for p in worker.model.parameters()]
     buffers = [b.clone() for b in worker.model.buffers()]
     worker.evaluate(DataLoader(dataset(), 16))

@@ -156,11 +156,15 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch():
 
 
 def test_fsdp_is_refused_by_name(tmp_path):
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        wrapped = FullyShardedDataParallel(
+            nn.Linear(2, 2),
+            sharding_strategy=ShardingStrategy.NO_SHARD,  # all that a world of one can do
+            device_id=torch.device("cpu"),
+        )
         with pytest.raises(UnsupportedTensorError, match="the model is wrapped in FSDP"):
             describe(wrapped)
     finally:
