@@ -46,13 +46,16 @@ pub(super) struct Connection {
     phase: AtomicU8,
     /// Bytes received when the last frame had been taken whole.
     boundary: AtomicU64,
+    /// The model's version that the last answer was read from.
+    read: AtomicU64,
     end: Mutex<Option<(RefusalCode, String)>>,
 }
 
 impl Connection {
     pub(super) fn new(socket: Socket, thread: Option<usize>) -> Self {
         let phase = AtomicU8::new(Phase::Receiving as u8);
-        Self { socket, thread, phase, boundary: AtomicU64::new(0), end: Mutex::new(None) }
+        let (boundary, read) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { socket, thread, phase, boundary, read, end: Mutex::new(None) }
     }
 
     /// Relaxed, as all that the watchdog reads: it looks again, and acts on what has not changed for seconds.
@@ -64,6 +67,17 @@ impl Connection {
     pub(super) fn idle(&self, buffered: usize) {
         self.boundary.store(self.socket.received() - buffered as u64, Ordering::Relaxed);
         self.enter(Phase::Idle);
+    }
+
+    /// An answer is read from a version of the model, which it pins under "model".
+    pub(super) fn reads(&self, version: u64) {
+        self.read.store(version, Ordering::Relaxed);
+    }
+
+    /// The version that the answer under way is read from, if one is.
+    pub(super) fn version_in_sending(&self) -> Option<u64> {
+        let sending = self.phase.load(Ordering::Relaxed) == Phase::Sending as u8;
+        sending.then(|| self.read.load(Ordering::Relaxed))
     }
 
     /// Ends the connection from outside: its task finds the stream at its end, and here why. With

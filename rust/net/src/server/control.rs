@@ -264,8 +264,16 @@ fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, now: Instant) {
         if let Some(thread) = connection.thread {
             moved[thread] += bytes;
         }
-        if let Some((cause, how)) = slow {
-            connection.close(RefusalCode::Timeout, &cause, how);
+        let Some((cause, how)) = slow else { continue };
+        match connection.version_in_sending() {
+            // A worker with two pushes in flight reads nothing while it computes, for as long as that takes. A frozen
+            // one is not heard and so not present for long.
+            Some(version) if shared.members().is_present(connection) => {
+                if let Some(model) = shared.model.get() {
+                    model.store.discount(version);
+                }
+            }
+            _ => connection.close(RefusalCode::Timeout, &cause, how),
         }
     }
     for (load, moved) in shared.loads.iter().zip(moved) {

@@ -302,7 +302,10 @@ impl Session {
     pub(super) async fn turn(&mut self, place: &Place) -> Reader {
         loop {
             match place.model.store.turn(self.own_version) {
-                Turn::Now(reader) => return reader,
+                Turn::Now(reader) => {
+                    self.connection.reads(reader.version());
+                    return reader;
+                }
                 Turn::Wait(released) => {
                     self.connection.enter(Phase::Waiting);
                     // An error says that somebody else was told; ask again.

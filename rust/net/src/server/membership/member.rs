@@ -96,6 +96,10 @@ impl Member {
         }
     }
 
+    pub(super) fn is_served_by(&self, connection: &Arc<Connection>) -> bool {
+        std::ptr::eq(self.connection.as_ptr(), Arc::as_ptr(connection))
+    }
+
     pub(super) fn connections(&self) -> Connections {
         Connections {
             data: self.connection.upgrade(),

@@ -146,6 +146,11 @@ impl Members {
         Some((id.clone(), member))
     }
 
+    /// Whether this is the data connection of a worker that is heard.
+    pub(super) fn is_present(&self, connection: &Arc<Connection>) -> bool {
+        self.by_id.values().any(|m| m.state.is_present() && m.is_served_by(connection))
+    }
+
     /// Makes the store's key for a worker, unless a newer process has its name. Under our lock, so that the order in
     /// which the store hears of two processes is the order in which they joined.
     pub(super) fn register<E>(
