@@ -99,6 +99,19 @@ fn a_newer_process_with_the_same_name_fences_the_older() {
 }
 
 #[test]
+fn a_newer_process_fences_a_lost_one_that_is_still_connected() {
+    let server = start(ServerConfig { lease: Duration::from_millis(200), ..config() });
+    let (mut old, joined) = Raw::joined(&server, "a");
+    let mut control = Raw::attached(&server, &joined);
+    until_state(&server, "a", "lost");
+    let (new, _) = Raw::joined(&server, "a");
+    assert!(matches!(control.event(), Event::Fenced { .. }));
+    assert_eq!(old.refused().code, RefusalCode::Fenced);
+    drop(new);
+    eventually(&server, "no connection is left", |s| s["connections"] == 0);
+}
+
+#[test]
 fn waiting_for_workers_ends_with_their_goodbyes() {
     let server = start(quick());
     let (mut a, _) = Raw::joined(&server, "a");

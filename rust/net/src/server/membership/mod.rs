@@ -95,19 +95,27 @@ impl Members {
         let id = id.unwrap_or_else(|| self.free_name());
         let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let member = Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        let replaced =
-            self.by_id.insert(id.clone(), member).filter(|old| old.state.is_present()).map(|old| {
+        let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
+            let (news, connections) = (old.state.is_present(), old.connections());
+            // A lost one may be frozen, and what it has of connections would stand for ever.
+            let frozen = old.state == State::Lost && !connections.have_ended();
+            if !news && !frozen {
+                return None;
+            }
+            if news {
                 let cause = "replaced by a newer process with the same worker_id";
                 self.departures.remember(&id, old.incarnation, State::Lost, cause, now);
-                Ended {
-                    id: id.clone(),
-                    incarnation: old.incarnation,
-                    key: old.key,
-                    connections: old.connections(),
-                    control: old.control.map(|(tell, _)| tell),
-                    news: true,
-                }
-            });
+            }
+            let control = old.control.map(|(tell, _)| tell);
+            Some(Ended {
+                id: id.clone(),
+                incarnation: old.incarnation,
+                key: old.key,
+                connections,
+                control,
+                news,
+            })
+        });
         Admitted { id, incarnation: self.last_incarnation, traffic, replaced }
     }
 
@@ -404,6 +412,24 @@ mod tests {
         let key = WorkerKey { slot: 0, incarnation: 1 };
         assert!(members.register::<()>(a, |_| Ok(key)).is_none(), "nor register after it");
         assert_eq!(members.register::<()>(next.incarnation, |_| Ok(key)), Some(Ok(key)));
+    }
+
+    #[tokio::test]
+    async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (first, second) = (connection(), connection());
+        let join = |members: &mut Members, connection: &Arc<Connection>| {
+            members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start)
+        };
+        let a = join(&mut members, &first).incarnation;
+        members.lost(a, "silent", start);
+        let next = join(&mut members, &second);
+        let ended = next.replaced.unwrap();
+        assert_eq!((ended.incarnation, ended.news), (a, false));
+        assert_eq!(members.departures().count(), 1, "it has departed once");
+        drop(second);
+        members.lost(next.incarnation, "killed", start);
+        assert!(join(&mut members, &first).replaced.is_none(), "there is nobody to tell");
     }
 
     #[tokio::test]
