@@ -131,6 +131,11 @@ impl Watch {
         Self { sight: connection.sight(), since: now }
     }
 
+    /// The server stood still for so long: no peer owes anything for that time.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        self.since = (self.since + standstill).min(now);
+    }
+
     /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and nothing has
     /// moved for `timeout`, what to say about it and whether it can still be told.
     pub(super) fn look(
@@ -190,6 +195,18 @@ mod tests {
             assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));
             assert_eq!(watch.look(&connection, late, timeout).1.is_some(), slow, "{phase:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn the_servers_own_standstill_is_no_peers_debt() {
+        let (_peer, connection) = pair();
+        let (start, timeout, standstill) =
+            (Instant::now(), Duration::from_secs(10), Duration::from_secs(100));
+        let mut watch = Watch::new(&connection, start);
+        let woke = start + timeout / 2 + standstill;
+        watch.excuse(standstill, woke);
+        assert_eq!(watch.look(&connection, woke, timeout), (0, None));
+        assert!(watch.look(&connection, woke + timeout / 2, timeout).1.is_some());
     }
 
     #[tokio::test]

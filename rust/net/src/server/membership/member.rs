@@ -112,6 +112,13 @@ impl Member {
         (self.state, self.cause, self.since) = (state, cause, now);
     }
 
+    /// Takes a standstill of the server out of what is judged; what was heard since then is not of the future.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        for time in [&mut self.since, &mut self.heard, &mut self.moved] {
+            *time = (*time + standstill).min(now);
+        }
+    }
+
     /// Notes how many samples have come by now.
     pub(super) fn measure(&mut self, now: Instant) {
         let samples = self.traffic.samples.load(Ordering::Relaxed); // a statistic

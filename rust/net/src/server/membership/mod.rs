@@ -230,6 +230,13 @@ impl Members {
         Some(ended)
     }
 
+    /// The server stood still for so long: that time counts for nobody's silence, stall, grace or linger.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        for member in self.by_id.values_mut() {
+            member.excuse(standstill, now);
+        }
+    }
+
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
     /// slot in the store may be given away).
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
@@ -388,6 +395,25 @@ mod tests {
         assert_eq!(members.tick(LEASE, seconds(60), start + seconds(10)).stalled, ["a"]);
         assert!(!members.heard(a, 5, start + seconds(11)));
         assert_eq!(state(&members, "a"), State::Joined);
+    }
+
+    #[tokio::test]
+    async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+        members.lost(a, "killed", start);
+        let before = start + seconds(9);
+        members.heard(b, 0, before);
+        let woke = before + seconds(100);
+        members.excuse(seconds(100), woke);
+        let ticked = members.tick(LEASE, seconds(10), woke);
+        assert!(ticked.lost.is_empty() && ticked.stalled.is_empty() && ticked.forgotten.is_empty());
+        let ticked = members.tick(LEASE, seconds(10), woke + seconds(1));
+        assert_eq!((ticked.stalled, ticked.forgotten.len()), (vec!["b".to_owned()], 1));
+        members.heard(b, 1, woke + seconds(2));
+        members.excuse(seconds(100), woke + seconds(3));
+        let ticked = members.tick(LEASE, seconds(10), woke + seconds(13));
+        assert_eq!(ticked.lost[0].0, "b", "what it said after waking is not put off into the future");
     }
 
     #[tokio::test]
