@@ -49,10 +49,13 @@ fn silence_for_the_lease_is_a_loss_and_not_the_end() {
     let server = start(ServerConfig { lease: Duration::from_secs(1), ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");
     let mut control = Raw::attached(&server, &joined);
+    let (mut other, _) = Raw::joined(&server, "b");
+    assert!(other.push(1, (joined.term, joined.version), 0, 1.0, Want::Receipt).receipt().applied);
+    goodbye(&mut other, true);
     assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 1 s");
     // It had only slept: heard again, it is back, but what it had read before is too old.
     let beating = AtomicBool::new(true);
-    std::thread::scope(|scope| {
+    let (late, next) = std::thread::scope(|scope| {
         scope.spawn(|| {
             let (_never, clock) = std::sync::mpsc::channel::<()>();
             for progress in 1.. {
@@ -64,13 +67,13 @@ fn silence_for_the_lease_is_a_loss_and_not_the_end() {
             }
         });
         until_state(&server, "a", "joined");
-        let (mut other, _) = Raw::joined(&server, "b");
-        goodbye(&mut other, true);
-        let answer = raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
-        let next = raw.push(2, answer.read, answer.roots[0].0, 1.0, Want::Parameters);
-        assert!(next.receipt().applied, "{:?}", next.receipt());
+        let late = raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
+        let next = raw.push(2, late.read, late.roots[0].0, 1.0, Want::Parameters);
         beating.store(false, Ordering::Relaxed);
+        (late, next)
     });
+    assert_eq!(late.receipt().reason, Some(Reason::Slept), "{:?}", late.receipt());
+    assert!(next.receipt().applied, "{:?}", next.receipt());
 }
 
 #[test]
