@@ -9,7 +9,9 @@ use common::{
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
-use offbeat_core::wire::message::{Call, Event, FINISHED_STOPPED, RefusalCode, Refused, Reply};
+use offbeat_core::wire::message::{
+    Call, Event, FINISHED_STOPPED, Purpose, RefusalCode, Refused, Reply, Welcome,
+};
 use offbeat_core::wire::{Header, Kind, Want};
 use offbeat_net::server::{Server, ServerConfig, ServerError};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -112,6 +114,20 @@ fn a_newer_process_fences_a_lost_one_that_is_still_connected() {
     assert_eq!(old.refused().code, RefusalCode::Fenced);
     drop(new);
     eventually(&server, "no connection is left", |s| s["connections"] == 0);
+}
+
+#[test]
+fn who_finds_no_room_is_not_waited_for() {
+    let server = start(ServerConfig { max_workers: 1, rejoin_grace: DEADLINE * 9, ..quick() });
+    let (mut a, _) = Raw::joined(&server, "a");
+    let mut b = Raw::connect(server.address());
+    b.greet(None, Purpose::Data);
+    let _: Welcome = b.expect(Kind::Welcome);
+    b.send(Kind::Join, 0, &common::join("b"));
+    assert_eq!(b.refused().code, RefusalCode::Full);
+    goodbye(&mut a, true);
+    assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
+    assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
 }
 
 #[test]
