@@ -172,6 +172,7 @@ mod tests {
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::IntoRawFd;
+    use std::process::Command;
 
     struct Number(RawFd);
 
@@ -181,8 +182,24 @@ mod tests {
         }
     }
 
+    /// Set for a process that runs one test alone.
+    const ALONE: &str = "OFFBEAT_TEST_ALONE";
+
+    /// In a process of its own: what other tests have registered would be closed under them.
     #[test]
+    #[expect(clippy::disallowed_methods, reason = "the test's own process is told by its environment")]
     fn only_what_is_registered_is_closed() {
+        if std::env::var_os(ALONE).is_some() {
+            return close_what_is_registered();
+        }
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        alone.args(["--exact", "fork::tests::only_what_is_registered_is_closed"]).env(ALONE, "yes");
+        let output = alone.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("test result: ok. 1 passed;"), "{output:?}");
+    }
+
+    fn close_what_is_registered() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let connect = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (kept, let_go, closed) = (connect(), connect(), connect());

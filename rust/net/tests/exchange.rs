@@ -285,8 +285,9 @@ fn a_sender_that_stops_in_mid_frame_is_cut_off_and_told_why() {
 }
 
 #[test]
-fn a_reader_that_takes_nothing_is_cut_off() {
-    let server = start(ServerConfig { progress_timeout: Duration::from_millis(200), ..config() });
+fn a_silent_reader_that_takes_nothing_is_cut_off() {
+    let short = Duration::from_millis(200);
+    let server = start(ServerConfig { progress_timeout: short, lease: short, ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");
     let mut bytes = vec![];
     offbeat_core::wire::PullRequest { have: None }.encode(&mut bytes);
@@ -300,7 +301,8 @@ fn a_reader_that_takes_nothing_is_cut_off() {
             break;
         }
     }
-    assert!(until_state(&server, "a", "lost").contains("took none of the bytes"));
+    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.2 s");
+    eventually(&server, "the connection is closed", |s| s["connections"] == 0);
 }
 
 #[test]

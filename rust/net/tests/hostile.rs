@@ -9,7 +9,7 @@ use offbeat_core::wire::message::{Authenticate, Challenge, Hello, Joined, Purpos
 use offbeat_core::wire::{Header, Kind, PROTOCOL, Want, encode};
 use offbeat_net::server::ServerConfig;
 use proptest::prelude::*;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 use std::time::Duration;
 
@@ -73,6 +73,29 @@ fn a_slow_loris_is_cut_off_and_holds_nobody_up() {
     for loris in &mut lorises {
         drain(&mut loris.stream);
     }
+}
+
+#[test]
+fn only_so_many_connections_are_heard_before_they_have_proved_themselves() {
+    let long = common::DEADLINE * 9;
+    let server = start(ServerConfig { max_pending: 2, handshake_timeout: long, ..config() });
+    let say_hello = || {
+        let mut raw = Raw::connect(server.address());
+        let (protocol_min, protocol_max, purpose) = (PROTOCOL, PROTOCOL, Purpose::Data);
+        raw.send(Kind::Hello, 0, &Hello { protocol_min, protocol_max, nonce: [3; 32], purpose });
+        raw
+    };
+    let mut pending = [say_hello(), say_hello()];
+    for raw in &mut pending {
+        let _: Challenge = raw.expect(Kind::Challenge);
+    }
+    let mut third = say_hello();
+    third.stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    assert_eq!(third.stream.peek(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock, "nobody listens");
+    third.stream.set_read_timeout(Some(common::DEADLINE)).unwrap();
+    let [first, _second] = pending;
+    drop(first);
+    let _: Challenge = third.expect(Kind::Challenge);
 }
 
 #[test]

@@ -9,7 +9,9 @@ use common::{
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
-use offbeat_core::wire::message::{Call, Event, FINISHED_STOPPED, RefusalCode, Refused, Reply};
+use offbeat_core::wire::message::{
+    Call, Event, FINISHED_STOPPED, Purpose, RefusalCode, Refused, Reply, Welcome,
+};
 use offbeat_core::wire::{Header, Kind, Want};
 use offbeat_net::server::{Server, ServerConfig, ServerError};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,10 +51,13 @@ fn silence_for_the_lease_is_a_loss_and_not_the_end() {
     let server = start(ServerConfig { lease: Duration::from_secs(1), ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");
     let mut control = Raw::attached(&server, &joined);
+    let (mut other, _) = Raw::joined(&server, "b");
+    assert!(other.push(1, (joined.term, joined.version), 0, 1.0, Want::Receipt).receipt().applied);
+    goodbye(&mut other, true);
     assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 1 s");
     // It had only slept: heard again, it is back, but what it had read before is too old.
     let beating = AtomicBool::new(true);
-    std::thread::scope(|scope| {
+    let (late, next) = std::thread::scope(|scope| {
         scope.spawn(|| {
             let (_never, clock) = std::sync::mpsc::channel::<()>();
             for progress in 1.. {
@@ -64,13 +69,13 @@ fn silence_for_the_lease_is_a_loss_and_not_the_end() {
             }
         });
         until_state(&server, "a", "joined");
-        let (mut other, _) = Raw::joined(&server, "b");
-        goodbye(&mut other, true);
-        let answer = raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
-        let next = raw.push(2, answer.read, answer.roots[0].0, 1.0, Want::Parameters);
-        assert!(next.receipt().applied, "{:?}", next.receipt());
+        let late = raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Parameters);
+        let next = raw.push(2, late.read, late.roots[0].0, 1.0, Want::Parameters);
         beating.store(false, Ordering::Relaxed);
+        (late, next)
     });
+    assert_eq!(late.receipt().reason, Some(Reason::Slept), "{:?}", late.receipt());
+    assert!(next.receipt().applied, "{:?}", next.receipt());
 }
 
 #[test]
@@ -96,6 +101,33 @@ fn a_newer_process_with_the_same_name_fences_the_older() {
     let answer = new.push(1, (again.term, again.version), 0, 1.0, Want::Parameters);
     assert!(answer.receipt().applied);
     assert_eq!(common::worker(&status(&server), "a")["state"], "joined");
+}
+
+#[test]
+fn a_newer_process_fences_a_lost_one_that_is_still_connected() {
+    let server = start(ServerConfig { lease: Duration::from_millis(200), ..config() });
+    let (mut old, joined) = Raw::joined(&server, "a");
+    let mut control = Raw::attached(&server, &joined);
+    until_state(&server, "a", "lost");
+    let (new, _) = Raw::joined(&server, "a");
+    assert!(matches!(control.event(), Event::Fenced { .. }));
+    assert_eq!(old.refused().code, RefusalCode::Fenced);
+    drop(new);
+    eventually(&server, "no connection is left", |s| s["connections"] == 0);
+}
+
+#[test]
+fn who_finds_no_room_is_not_waited_for() {
+    let server = start(ServerConfig { max_workers: 1, rejoin_grace: DEADLINE * 9, ..quick() });
+    let (mut a, _) = Raw::joined(&server, "a");
+    let mut b = Raw::connect(server.address());
+    b.greet(None, Purpose::Data);
+    let _: Welcome = b.expect(Kind::Welcome);
+    b.send(Kind::Join, 0, &common::join("b"));
+    assert_eq!(b.refused().code, RefusalCode::Full);
+    goodbye(&mut a, true);
+    assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
+    assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
 }
 
 #[test]

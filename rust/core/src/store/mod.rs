@@ -270,6 +270,12 @@ impl Store {
         }
     }
 
+    /// Whoever reads this version has paused: no other reader waits for it to let go. The version lives on, beyond the
+    /// cap on live ones.
+    pub fn discount(&self, version: u64) {
+        self.pins.discount(version);
+    }
+
     /// Replaces every value (`load_state_dict`) under a new term: pushes on their way were computed on other
     /// parameters and are rejected as rolled back. Optimizer state starts anew. Resolves when the last fragment has
     /// changed; any roles that come back are to be driven like a submission's.

@@ -15,6 +15,8 @@ struct Published {
     term: u64,
     version: u64,
     root: Weak<ModelRoot>,
+    /// Held by a reader that has paused; nobody waits for it.
+    discounted: bool,
 }
 
 impl Published {
@@ -55,7 +57,8 @@ impl Pins {
     pub(super) fn add(&self, root: &Arc<ModelRoot>) {
         let mut published = lock(&self.published);
         published.retain(Published::is_alive);
-        published.push(Published { term: root.term, version: root.version, root: Arc::downgrade(root) });
+        let (term, version, root) = (root.term, root.version, Arc::downgrade(root));
+        published.push(Published { term, version, root, discounted: false });
     }
 
     /// Pins the newest version if at most `max_live` are alive then; else shares the newest that others pin, if it
@@ -66,6 +69,14 @@ impl Pins {
             Some(root) => Pin::Now(root),
             None => Pin::Wait(told),
         }
+    }
+
+    /// From now on a version counts for nothing, though it may live on, and those that wait look again.
+    pub(super) fn discount(&self, version: u64) {
+        for published in lock(&self.published).iter_mut().filter(|p| p.version == version) {
+            published.discounted = true;
+        }
+        self.tell();
     }
 
     /// Gets on the list of those that are told when a reader lets go.
@@ -79,7 +90,7 @@ impl Pins {
     pub(super) fn look(&self, own: u64, max_live: usize) -> Option<Arc<ModelRoot>> {
         let published = lock(&self.published);
         let (newest, older) = published.split_last()?;
-        let mut older = older.iter().filter(|p| p.is_alive());
+        let mut older = older.iter().filter(|p| p.is_alive() && !p.discounted);
         // Pinning the newest costs nothing now, but makes one more older version at the next commit.
         let chosen = if older.clone().count() + 1 < max_live.max(2) {
             newest

@@ -46,13 +46,16 @@ pub(super) struct Connection {
     phase: AtomicU8,
     /// Bytes received when the last frame had been taken whole.
     boundary: AtomicU64,
+    /// The model's version that the last answer was read from.
+    read: AtomicU64,
     end: Mutex<Option<(RefusalCode, String)>>,
 }
 
 impl Connection {
     pub(super) fn new(socket: Socket, thread: Option<usize>) -> Self {
         let phase = AtomicU8::new(Phase::Receiving as u8);
-        Self { socket, thread, phase, boundary: AtomicU64::new(0), end: Mutex::new(None) }
+        let (boundary, read) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { socket, thread, phase, boundary, read, end: Mutex::new(None) }
     }
 
     /// Relaxed, as all that the watchdog reads: it looks again, and acts on what has not changed for seconds.
@@ -64,6 +67,17 @@ impl Connection {
     pub(super) fn idle(&self, buffered: usize) {
         self.boundary.store(self.socket.received() - buffered as u64, Ordering::Relaxed);
         self.enter(Phase::Idle);
+    }
+
+    /// An answer is read from a version of the model, which it pins under "model".
+    pub(super) fn reads(&self, version: u64) {
+        self.read.store(version, Ordering::Relaxed);
+    }
+
+    /// The version that the answer under way is read from, if one is.
+    pub(super) fn version_in_sending(&self) -> Option<u64> {
+        let sending = self.phase.load(Ordering::Relaxed) == Phase::Sending as u8;
+        sending.then(|| self.read.load(Ordering::Relaxed))
     }
 
     /// Ends the connection from outside: its task finds the stream at its end, and here why. With
@@ -115,6 +129,11 @@ pub(super) struct Watch {
 impl Watch {
     pub(super) fn new(connection: &Connection, now: Instant) -> Self {
         Self { sight: connection.sight(), since: now }
+    }
+
+    /// The server stood still for so long: no peer owes anything for that time.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        self.since = (self.since + standstill).min(now);
     }
 
     /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and nothing has
@@ -176,6 +195,18 @@ mod tests {
             assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));
             assert_eq!(watch.look(&connection, late, timeout).1.is_some(), slow, "{phase:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn the_servers_own_standstill_is_no_peers_debt() {
+        let (_peer, connection) = pair();
+        let (start, timeout, standstill) =
+            (Instant::now(), Duration::from_secs(10), Duration::from_secs(100));
+        let mut watch = Watch::new(&connection, start);
+        let woke = start + timeout / 2 + standstill;
+        watch.excuse(standstill, woke);
+        assert_eq!(watch.look(&connection, woke, timeout), (0, None));
+        assert!(watch.look(&connection, woke + timeout / 2, timeout).1.is_some());
     }
 
     #[tokio::test]

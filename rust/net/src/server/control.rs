@@ -29,6 +29,8 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 const MAX_TICK: Duration = Duration::from_millis(250);
 /// Looks per timeout, so that it is noticed soon after it has passed.
 const LOOKS: u32 = 8;
+/// So many looks late, half of the shortest timeout, and the server itself stood still.
+const LOOKS_MISSED: u32 = LOOKS / 2;
 /// A pause after the operating system had no descriptor for a new connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -222,13 +224,21 @@ async fn status(
 pub(super) async fn tick(shared: Arc<Shared>) {
     let config = &shared.config;
     let shortest = config.lease.min(config.progress_timeout) / LOOKS;
-    let mut ticks = interval(shortest.clamp(Duration::from_millis(1), MAX_TICK));
+    let period = shortest.clamp(Duration::from_millis(1), MAX_TICK);
+    let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut watches: HashMap<u64, Watch> = HashMap::new();
+    let mut looked = Instant::now();
     loop {
         ticks.tick().await;
         let now = Instant::now();
-        watch(&shared, &mut watches, now);
+        let standstill = standstill(looked, now, period);
+        looked = now;
+        if !standstill.is_zero() {
+            tracing::warn!(seconds = standstill.as_secs_f64(), "the server itself stood still");
+            shared.members().excuse(standstill, now);
+        }
+        watch(&shared, &mut watches, standstill, now);
         let Ticked { lost, stalled, forgotten } =
             shared.members().tick(config.lease, config.rejoin_grace, now);
         let store = shared.model.get().map(|m| &m.store);
@@ -253,19 +263,35 @@ pub(super) async fn tick(shared: Arc<Shared>) {
     }
 }
 
+/// How long nothing was looked at, where that was too long, else no time: the process was stopped, its machine moved.
+/// What workers said meanwhile has not been read yet, so that this time is taken out of every judgement.
+fn standstill(looked: Instant, now: Instant, period: Duration) -> Duration {
+    let gap = now.saturating_duration_since(looked);
+    if gap > period * LOOKS_MISSED { gap } else { Duration::ZERO }
+}
+
 /// Closes the connections on which nothing moves that should, and measures how busy each data thread is.
-fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, now: Instant) {
+fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, standstill: Duration, now: Instant) {
     let connections = shared.connections();
     let mut moved = vec![0_u64; shared.loads.len()];
     watches.retain(|number, _| connections.binary_search_by_key(number, |(n, _)| *n).is_ok());
     for (number, connection) in &connections {
         let watch = watches.entry(*number).or_insert_with(|| Watch::new(connection, now));
+        watch.excuse(standstill, now);
         let (bytes, slow) = watch.look(connection, now, shared.config.progress_timeout);
         if let Some(thread) = connection.thread {
             moved[thread] += bytes;
         }
-        if let Some((cause, how)) = slow {
-            connection.close(RefusalCode::Timeout, &cause, how);
+        let Some((cause, how)) = slow else { continue };
+        match connection.version_in_sending() {
+            // A worker with two pushes in flight reads nothing while it computes, for as long as that takes. A frozen
+            // one is not heard and so not present for long.
+            Some(version) if shared.members().is_present(connection) => {
+                if let Some(model) = shared.model.get() {
+                    model.store.discount(version);
+                }
+            }
+            _ => connection.close(RefusalCode::Timeout, &cause, how),
         }
     }
     for (load, moved) in shared.loads.iter().zip(moved) {
@@ -284,4 +310,62 @@ pub(super) fn dismiss(shared: &Shared) {
         }
     }
     shared.notify();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::{Client, ClientConfig};
+    use crate::server::{Server, ServerConfig};
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc;
+
+    #[test]
+    fn a_look_that_is_much_too_late_is_a_standstill() {
+        let (looked, period) = (Instant::now(), Duration::from_millis(250));
+        assert_eq!(standstill(looked, looked + period, period), Duration::ZERO);
+        assert_eq!(standstill(looked, looked + period * LOOKS_MISSED, period), Duration::ZERO);
+        let minute = Duration::from_secs(60);
+        assert_eq!(standstill(looked, looked + minute, period), minute);
+    }
+
+    #[test]
+    fn a_standstill_of_the_server_is_nobodys_silence() {
+        let lease = Duration::from_millis(600);
+        let server = Server::start(ServerConfig { lease, ..ServerConfig::default() }).unwrap();
+        let config = ClientConfig {
+            address: server.address().to_string(),
+            worker_id: Some("heard".into()),
+            token: None,
+            run_id: None,
+            in_flight: 1,
+            connect_timeout: Duration::from_secs(20),
+        };
+        let _client = Client::connect(config, None, &|| false).unwrap();
+        let (halted, over) = mpsc::channel();
+        server.control.spawn(async move {
+            // Blocks the thread, as SIGSTOP would.
+            let (_never, clock) = mpsc::channel::<()>();
+            clock.recv_timeout(lease * 2).ok();
+            halted.send(()).ok();
+        });
+        over.recv().unwrap();
+        // Looks go on after it: they find one that is silent, and only that one.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let connection = {
+            let _on_its_runtime = server.control.enter();
+            Arc::new(Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
+        };
+        let members = || server.shared.members();
+        members().join(Some("silent".into()), String::new(), [7; 16], connection, Instant::now());
+        let end = Instant::now() + Duration::from_secs(20);
+        let mut found = members();
+        while found.departures().count() == 0 {
+            assert!(Instant::now() < end, "nobody was missed");
+            found = server.shared.wait_for_change(found, Duration::from_millis(10));
+        }
+        let lost: Vec<_> = found.departures().map(|departure| departure.worker.as_str()).collect();
+        assert_eq!(lost, ["silent"]);
+    }
 }

@@ -302,7 +302,10 @@ impl Session {
     pub(super) async fn turn(&mut self, place: &Place) -> Result<Reader, End> {
         loop {
             match place.model.store.turn(self.own_version) {
-                Turn::Now(reader) => return Ok(reader),
+                Turn::Now(reader) => {
+                    self.connection.reads(reader.version());
+                    return Ok(reader);
+                }
                 Turn::Wait(released) => {
                     self.connection.enter(Phase::Waiting);
                     // An error says that somebody else was told; ask again.

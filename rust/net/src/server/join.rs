@@ -67,7 +67,12 @@ pub(super) async fn join(
         Ok::<_, End>(())
     };
     if let Err(end) = joined.await {
-        shared.lost(admitted.incarnation, &end.cause(connection), connection);
+        if admitted.newcomer && matches!(end, End::Refused { .. }) {
+            shared.members().withdraw(admitted.incarnation);
+            shared.notify();
+        } else {
+            shared.lost(admitted.incarnation, &end.cause(connection), connection);
+        }
         return Err(end);
     }
     Ok((admitted.id, admitted.incarnation, admitted.traffic))

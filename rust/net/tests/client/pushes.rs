@@ -10,6 +10,10 @@ use offbeat_core::table::Role;
 use offbeat_core::wire::message::RefusalCode;
 use offbeat_net::client::{Client, ClientError, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig, Snapshot};
+use serde_json::Value;
+use std::io::Read;
+use std::net::TcpStream;
+use std::time::Duration;
 
 /// Large enough for two fragments, and a crowd of small tensors that no vectored call takes at once.
 fn crowded() -> offbeat_core::table::TensorTable {
@@ -183,7 +187,7 @@ fn a_gradient_that_is_not_finite_is_named_and_nothing_is_sent() {
         }
         other => panic!("{other:?}"),
     }
-    let status: serde_json::Value = serde_json::from_str(&server.status_json().unwrap()).unwrap();
+    let status: Value = serde_json::from_str(&server.status_json().unwrap()).unwrap();
     assert_eq!(status["version"], 0);
     let mut good = worker.gradient(1.0);
     let receipt = worker.push_pull(&mut good, true).unwrap().unwrap();
@@ -301,4 +305,59 @@ fn gradients_may_be_pulled_over() {
         worker.client.push_pull(PushInput { values: &values, samples: 1 }, &out, false, &never).unwrap();
     }
     assert!(both.iter().all(|m| crate::support::floats(m).iter().all(|&p| p == -1.0)));
+}
+
+/// A server of a model that no socket's buffers hold, which soon finds a peer too slow.
+fn large_and_impatient(transaction: Transaction) -> Server {
+    let (progress_timeout, handshake_timeout) = (Duration::from_millis(200), Duration::from_secs(1));
+    let base = config(sgd(1.0, 0.0, 0.0));
+    let config = ServerConfig { transaction, progress_timeout, handshake_timeout, ..base };
+    let table = table(vec![parameter("w", 8 << 20)]);
+    Server::with_model(config, Snapshot::of(table.clone(), &filled(&table, 0)).unwrap()).unwrap()
+}
+
+/// As long as the server has patience with a connection that never proves itself: five times what it has with a peer
+/// that takes nothing.
+fn compute(server: &Server) {
+    let mut silent = TcpStream::connect(server.address()).unwrap();
+    silent.read_to_end(&mut vec![]).ok();
+}
+
+fn status(server: &Server) -> Value {
+    serde_json::from_str(&server.status_json().unwrap()).unwrap()
+}
+
+#[test]
+fn a_worker_that_computes_for_long_while_its_answer_waits_is_not_cut_off() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let server = large_and_impatient(transaction);
+        let mut worker = Worker::ready(&server, 2);
+        let mut gradient = worker.gradient(1.0);
+        for before in 0..2 {
+            let receipt = worker.push_pull(&mut gradient, true).unwrap();
+            assert_eq!(receipt.map(|r| r.version), Some(before).filter(|&v| v > 0));
+            compute(&server);
+        }
+        assert!(worker.flush().unwrap().iter().all(|r| r.applied && r.version == 2));
+        assert!(worker.floats(0).iter().all(|&p| p == -2.0));
+    }
+}
+
+#[test]
+fn workers_that_compute_for_long_while_their_answers_wait_hold_nobody_up() {
+    let server = large_and_impatient(Transaction::Model);
+    let mut workers: Vec<_> = (0..3).map(|_| Worker::ready(&server, 2)).collect();
+    let mut gradient = workers[0].gradient(1.0);
+    for (version, worker) in (1..).zip(&mut workers) {
+        assert_eq!(worker.push_pull(&mut gradient, true).unwrap(), None);
+        // The first two keep theirs alive, and more may not be.
+        eventually("the commit", || {
+            let status = status(&server);
+            status["version"] == version && status["memory"]["live_versions"] == version
+        });
+    }
+    let last = workers.last_mut().unwrap();
+    for version in 3..5 {
+        assert_eq!(last.push_pull(&mut gradient, true).unwrap().unwrap().version, version);
+    }
 }

@@ -13,6 +13,10 @@ pub(crate) struct Connections {
 }
 
 impl Connections {
+    pub(crate) fn have_ended(&self) -> bool {
+        self.data.is_none() && self.control.is_none()
+    }
+
     /// Ends them, but for one that has ended already.
     pub(crate) fn close(&self, code: RefusalCode, cause: &str, but: Option<&Arc<Connection>>) {
         for connection in [&self.data, &self.control].into_iter().flatten() {

@@ -96,6 +96,10 @@ impl Member {
         }
     }
 
+    pub(super) fn is_served_by(&self, connection: &Arc<Connection>) -> bool {
+        std::ptr::eq(self.connection.as_ptr(), Arc::as_ptr(connection))
+    }
+
     pub(super) fn connections(&self) -> Connections {
         Connections {
             data: self.connection.upgrade(),
@@ -103,9 +107,28 @@ impl Member {
         }
     }
 
-    /// Enters a state, for a reason if there is one to tell.
+    /// Enters a state, for a reason if there is one to tell. Who is absent does nothing a second.
     pub(super) fn enter(&mut self, state: State, cause: Option<String>, now: Instant) {
         (self.state, self.cause, self.since) = (state, cause, now);
+        if !state.is_present() {
+            self.history = VecDeque::new();
+        }
+    }
+
+    /// Whether nobody waits for it to come back.
+    pub(super) fn is_gone(&self) -> bool {
+        match self.state {
+            State::Joined | State::Stalled => false,
+            State::Lost => self.forgotten,
+            State::Left | State::Finished => true,
+        }
+    }
+
+    /// Takes a standstill of the server out of what is judged; what was heard since then is not of the future.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        for time in [&mut self.since, &mut self.heard, &mut self.moved] {
+            *time = (*time + standstill).min(now);
+        }
     }
 
     /// Notes how many samples have come by now.
@@ -115,6 +138,11 @@ impl Member {
         while self.history.front().is_some_and(|(at, _)| now.duration_since(*at) > RATE_WINDOW) {
             self.history.pop_front();
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn num_measured(&self) -> usize {
+        self.history.len()
     }
 
     /// Samples per second over the last seconds.

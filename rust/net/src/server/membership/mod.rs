@@ -20,11 +20,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
+/// Members that have gone for good and are still remembered by name: as many as departures.
+const MAX_GONE: usize = 1000;
+
 /// What a join leads to.
 #[derive(Debug)]
 pub(super) struct Admitted {
     pub(super) id: String,
     pub(super) incarnation: u32,
+    /// Whether the name had never come.
+    pub(super) newcomer: bool,
     pub(super) traffic: Arc<Traffic>,
     /// The process that had the name, if it is still connected: to be fenced.
     pub(super) replaced: Option<Ended>,
@@ -69,17 +74,28 @@ pub(super) struct Patience {
     pub(super) rejoin_grace: Duration,
 }
 
+/// What is left of the members that went before the last [`MAX_GONE`].
+#[derive(Debug, Default)]
+struct Bygone {
+    /// One whose name comes back counts again.
+    num: usize,
+    num_lost: usize,
+    num_finished: usize,
+}
+
 /// The workers, by name.
 #[derive(Debug)]
 pub(super) struct Members {
     by_id: BTreeMap<String, Member>,
+    bygone: Bygone,
     last_incarnation: u32,
     departures: Departures,
 }
 
 impl Members {
     pub(super) fn new() -> Self {
-        Self { by_id: BTreeMap::new(), last_incarnation: 0, departures: Departures::default() }
+        let (by_id, bygone, departures) = (BTreeMap::new(), Bygone::default(), Departures::default());
+        Self { by_id, bygone, last_incarnation: 0, departures }
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -93,26 +109,35 @@ impl Members {
     ) -> Admitted {
         self.last_incarnation += 1;
         let id = id.unwrap_or_else(|| self.free_name());
+        let newcomer = !self.by_id.contains_key(&id);
         let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let member = Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        let replaced =
-            self.by_id.insert(id.clone(), member).filter(|old| old.state.is_present()).map(|old| {
+        let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
+            let (news, connections) = (old.state.is_present(), old.connections());
+            // A lost one may be frozen, and what it has of connections would stand for ever.
+            let frozen = old.state == State::Lost && !connections.have_ended();
+            if !news && !frozen {
+                return None;
+            }
+            if news {
                 let cause = "replaced by a newer process with the same worker_id";
                 self.departures.remember(&id, old.incarnation, State::Lost, cause, now);
-                Ended {
-                    id: id.clone(),
-                    incarnation: old.incarnation,
-                    key: old.key,
-                    connections: old.connections(),
-                    control: old.control.map(|(tell, _)| tell),
-                    news: true,
-                }
-            });
-        Admitted { id, incarnation: self.last_incarnation, traffic, replaced }
+            }
+            let control = old.control.map(|(tell, _)| tell);
+            Some(Ended {
+                id: id.clone(),
+                incarnation: old.incarnation,
+                key: old.key,
+                connections,
+                control,
+                news,
+            })
+        });
+        Admitted { id, incarnation: self.last_incarnation, newcomer, traffic, replaced }
     }
 
     fn free_name(&self) -> String {
-        let mut number = self.by_id.len();
+        let mut number = self.num_joined();
         loop {
             let name = format!("worker-{number}");
             if !self.by_id.contains_key(&name) {
@@ -120,6 +145,11 @@ impl Members {
             }
             number += 1;
         }
+    }
+
+    /// A newcomer is refused before it has heard that it was in: as if it had never come.
+    pub(super) fn withdraw(&mut self, incarnation: u32) {
+        self.by_id.retain(|_, member| member.incarnation != incarnation);
     }
 
     /// The control connection of a session: `None` if the incarnation or its secret is not known (any more).
@@ -144,6 +174,11 @@ impl Members {
     fn find(&mut self, incarnation: u32) -> Option<(String, &mut Member)> {
         let (id, member) = self.by_id.iter_mut().find(|(_, m)| m.incarnation == incarnation)?;
         Some((id.clone(), member))
+    }
+
+    /// Whether this is the data connection of a worker that is heard.
+    pub(super) fn is_present(&self, connection: &Arc<Connection>) -> bool {
+        self.by_id.values().any(|m| m.state.is_present() && m.is_served_by(connection))
     }
 
     /// Makes the store's key for a worker, unless a newer process has its name. Under our lock, so that the order in
@@ -217,12 +252,21 @@ impl Members {
         Some(ended)
     }
 
+    /// The server stood still for so long: that time counts for nobody's silence, stall, grace or linger.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        for member in self.by_id.values_mut() {
+            member.excuse(standstill, now);
+        }
+    }
+
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
     /// slot in the store may be given away).
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
         let mut ticked = Ticked::default();
         for (id, member) in &mut self.by_id {
-            member.measure(now);
+            if member.state.is_present() {
+                member.measure(now);
+            }
             match member.state {
                 State::Joined | State::Stalled if now.duration_since(member.heard) >= lease => {
                     let cause = format!("no heartbeat for {} s", lease.as_secs_f64());
@@ -243,7 +287,22 @@ impl Members {
         for (id, incarnation, _, cause) in &ticked.lost {
             self.departures.remember(id, *incarnation, State::Lost, cause, now);
         }
+        self.let_go();
         ticked
+    }
+
+    /// Forgets the names of those that went first: a worker that crashes and is started again without a name comes
+    /// under a new one each time.
+    fn let_go(&mut self) {
+        let num_gone = self.by_id.values().filter(|m| m.is_gone()).count();
+        for _ in MAX_GONE..num_gone {
+            let gone = self.by_id.iter().filter(|(_, m)| m.is_gone());
+            let first = gone.min_by_key(|(_, m)| m.since).map(|(id, _)| id.clone());
+            let Some(member) = first.and_then(|id| self.by_id.remove(&id)) else { return };
+            self.bygone.num += 1;
+            self.bygone.num_lost += usize::from(member.state == State::Lost);
+            self.bygone.num_finished += usize::from(member.state == State::Finished);
+        }
     }
 
     /// Whether waiting for `n` workers is over: enough have come and nobody has been there for the linger, where a
@@ -253,10 +312,11 @@ impl Members {
             let grace = m.state == State::Lost && now.duration_since(m.since) < patience.rejoin_grace;
             m.state.is_present() || grace && !over
         };
-        if self.by_id.len() < n.max(1) || self.by_id.values().any(there) {
+        if self.num_joined() < n.max(1) || self.by_id.values().any(there) {
             return Outcome::Waiting;
         }
-        let all_lost = self.by_id.values().all(|m| m.state == State::Lost);
+        let all_lost =
+            self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
         let alone = self.by_id.values().map(gone).max().unwrap_or(now);
@@ -264,7 +324,7 @@ impl Members {
             Outcome::Done
         } else if !all_lost && now.saturating_duration_since(alone) < patience.linger {
             Outcome::Waiting
-        } else if self.by_id.values().any(|m| m.state == State::Finished) {
+        } else if self.bygone.num_finished > 0 || self.by_id.values().any(|m| m.state == State::Finished) {
             Outcome::Done
         } else {
             let cause = |(id, m): (&String, &Member)| (id.clone(), m.cause.clone().unwrap_or_default());
@@ -274,7 +334,7 @@ impl Members {
 
     /// What is waited for as long as [`Members::outcome`] says `Waiting`.
     pub(super) fn pause(&self, n: usize, patience: Patience, now: Instant) -> Pause {
-        if self.by_id.len() < n.max(1) || self.by_id.values().any(|m| m.state.is_present()) {
+        if self.num_joined() < n.max(1) || self.by_id.values().any(|m| m.state.is_present()) {
             return Pause::None;
         }
         let missed =
@@ -287,7 +347,7 @@ impl Members {
 
     /// Workers that have ever come.
     pub(super) fn num_joined(&self) -> usize {
-        self.by_id.len()
+        self.by_id.len() + self.bygone.num
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&String, &Member)> {
@@ -378,6 +438,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+        members.lost(a, "killed", start);
+        let before = start + seconds(9);
+        members.heard(b, 0, before);
+        let woke = before + seconds(100);
+        members.excuse(seconds(100), woke);
+        let ticked = members.tick(LEASE, seconds(10), woke);
+        assert!(ticked.lost.is_empty() && ticked.stalled.is_empty() && ticked.forgotten.is_empty());
+        let ticked = members.tick(LEASE, seconds(10), woke + seconds(1));
+        assert_eq!((ticked.stalled, ticked.forgotten.len()), (vec!["b".to_owned()], 1));
+        members.heard(b, 1, woke + seconds(2));
+        members.excuse(seconds(100), woke + seconds(3));
+        let ticked = members.tick(LEASE, seconds(10), woke + seconds(13));
+        assert_eq!(ticked.lost[0].0, "b", "what it said after waking is not put off into the future");
+    }
+
+    #[tokio::test]
     async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
         let (mut members, start) = (Members::new(), Instant::now());
         let a = join(&mut members, "a", start);
@@ -399,6 +478,24 @@ mod tests {
         let key = WorkerKey { slot: 0, incarnation: 1 };
         assert!(members.register::<()>(a, |_| Ok(key)).is_none(), "nor register after it");
         assert_eq!(members.register::<()>(next.incarnation, |_| Ok(key)), Some(Ok(key)));
+    }
+
+    #[tokio::test]
+    async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let (first, second) = (connection(), connection());
+        let join = |members: &mut Members, connection: &Arc<Connection>| {
+            members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start)
+        };
+        let a = join(&mut members, &first).incarnation;
+        members.lost(a, "silent", start);
+        let next = join(&mut members, &second);
+        let ended = next.replaced.unwrap();
+        assert_eq!((ended.incarnation, ended.news), (a, false));
+        assert_eq!(members.departures().count(), 1, "it has departed once");
+        drop(second);
+        members.lost(next.incarnation, "killed", start);
+        assert!(join(&mut members, &first).replaced.is_none(), "there is nobody to tell");
     }
 
     #[tokio::test]
@@ -488,6 +585,64 @@ mod tests {
         join(&mut members, "worker-1", now);
         let name = |members: &mut Members| members.join(None, String::new(), [0; 16], connection(), now).id;
         assert_eq!((name(&mut members), name(&mut members)), ("worker-2".into(), "worker-3".into()));
+    }
+
+    #[tokio::test]
+    async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let connection = connection();
+        let come = |members: &mut Members, id: Option<&str>, at: u64| {
+            let id = id.map(str::to_owned);
+            members.join(id, String::new(), [7; 16], Arc::clone(&connection), start + seconds(at))
+        };
+        let finished = come(&mut members, Some("first"), 0).incarnation;
+        members.goodbye(finished, true, start);
+        for at in 1..=MAX_GONE as u64 + 4 {
+            let crashed = come(&mut members, None, at).incarnation;
+            members.lost(crashed, "killed", start + seconds(at));
+        }
+        let last = start + seconds(MAX_GONE as u64 + 4);
+        let grace = PATIENCE.rejoin_grace;
+        members.tick(LEASE, grace, last);
+        members.tick(LEASE, grace, last);
+        assert_eq!(members.iter().count(), MAX_GONE + 5, "the last ones may come back");
+        members.tick(LEASE, grace, last + grace);
+        members.tick(LEASE, grace, last + grace);
+        assert_eq!((members.iter().count(), members.num_joined()), (MAX_GONE, MAX_GONE + 5));
+        assert!(members.iter().all(|(_, member)| member.incarnation > finished + 4), "the oldest went");
+        assert_eq!(members.outcome(MAX_GONE + 5, PATIENCE, false, last + grace + LEASE), Outcome::Done);
+        let next = come(&mut members, None, 9999);
+        assert_eq!(next.id, format!("worker-{}", MAX_GONE + 5), "a name that nobody had");
+    }
+
+    #[tokio::test]
+    async fn only_who_is_there_is_measured() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
+        members.tick(LEASE, seconds(60), start);
+        a.traffic.samples.store(20, std::sync::atomic::Ordering::Relaxed);
+        members.tick(LEASE, seconds(60), start + seconds(2));
+        let rate = |members: &Members| members.by_id["a"].rate();
+        assert_eq!(rate(&members), 10.0);
+        members.lost(a.incarnation, "killed", start + seconds(2));
+        for s in 3..5 {
+            members.tick(LEASE, seconds(60), start + seconds(s));
+        }
+        assert_eq!(rate(&members), 0.0);
+        assert_eq!(members.by_id["a"].num_measured(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_newcomer_that_is_refused_has_never_come() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let finished = join(&mut members, "a", start);
+        members.goodbye(finished, true, start);
+        let b = members.join(Some("b".into()), String::new(), [7; 16], connection(), start);
+        assert!(b.newcomer);
+        members.withdraw(b.incarnation);
+        assert_eq!((members.num_joined(), members.departures().count()), (1, 1));
+        let again = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
+        assert!(!again.newcomer, "its name has come before, and stays");
     }
 
     #[tokio::test]
