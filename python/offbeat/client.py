@@ -29,6 +29,7 @@ from offbeat.errors import (
     ConfigError,
     ForkedError,
     ModelMismatchError,
+    NonFiniteError,
     StateError,
 )
 from offbeat.naming import known_keywords
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
+_UNSENT = (NonFiniteError, StateError)
+"""A call that ends so sent nothing: what was in flight stays so."""
 NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
 
@@ -205,8 +208,13 @@ class Client(process.Live):
             ConfigError: If it is no dict, or names nothing.
         """
         session = self._ready()
-        self._is_answer_due = False
-        return session.push(self._values(gradients), sample_count(samples))
+        values, count = self._values(gradients), sample_count(samples)
+        was_due, self._is_answer_due = self._is_answer_due, False
+        try:
+            return session.push(values, count)
+        except _UNSENT:
+            self._is_answer_due = was_due
+            raise
 
     def push_pull(
         self, gradients: Mapping[str, object], out: dict[str, Array] | None = None, samples: int = 1
@@ -225,9 +233,13 @@ class Client(process.Live):
         is_own = out is None
         if out is None:
             out = self._own = self._own or self._empty()
-        values, memories = self._values(gradients), self._memories(out)
+        values, memories, count = self._values(gradients), self._memories(out), sample_count(samples)
         was_due, self._is_answer_due = self._is_answer_due, False
-        receipt = session.push_pull(values, sample_count(samples), memories, False)  # noqa: FBT003
+        try:
+            receipt = session.push_pull(values, count, memories, False)  # noqa: FBT003
+        except _UNSENT:
+            self._is_answer_due = was_due
+            raise
         self._own_is_written |= is_own and receipt is not None
         self._is_answer_due = was_due or receipt is None
         return receipt
@@ -235,8 +247,13 @@ class Client(process.Live):
     def flush(self) -> list[Receipt]:
         """Wait for the pushes in flight and return their receipts."""
         session = self._open()
+        memories = self._memories(self._own) if self._own is not None else None
         was_due, self._is_answer_due = self._is_answer_due, False
-        receipts = session.flush(self._memories(self._own) if self._own is not None else None)
+        try:
+            receipts = session.flush(memories)
+        except _UNSENT:
+            self._is_answer_due = was_due
+            raise
         self._own_is_written |= was_due and self._own is not None
         return receipts
 

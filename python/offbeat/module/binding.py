@@ -46,8 +46,10 @@ class Slot:
             "nbytes",
             "other_places",
             "owner",
+            "shape",
             "spare",
             "spec",
+            "stride",
         ),
         *("tensor", "version"),
     )
@@ -70,7 +72,19 @@ class Slot:
         self.tensor = tensor
         self.dtype = tensor.dtype
         self.address = tensor.data_ptr()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
         self.version = -1
+
+    def holds(self, tensor: torch.Tensor | None) -> bool:
+        """Whether this is the tensor still, as it was: `p.data = p.data[:8]` keeps object and address."""
+        return (
+            tensor is self.tensor
+            and tensor.data_ptr() == self.address
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+            and tensor.dtype is self.dtype
+        )
 
 
 class Binding:
@@ -134,7 +148,7 @@ class Binding:
         moved = False
         for slot in self.slots:
             tensor = cast(torch.Tensor, slot.owner.get(slot.key))  # None is met by _check_still
-            if tensor is not slot.tensor or tensor.data_ptr() != slot.address:
+            if not slot.holds(tensor):
                 _check_still(slot, tensor)
                 slot.hold(tensor)
                 moved = True
@@ -177,7 +191,7 @@ class Binding:
             if tensor is None:
                 continue
             if tensor.dtype is slot.dtype and is_direct(tensor):
-                found[i] = (tensor, tensor.data_ptr(), slot.nbytes)
+                found[i] = (tensor, tensor.data_ptr(), tensor.nbytes)
             elif tensor.layout is torch.strided:
                 elsewhere.append((i, tensor.to(slot.dtype)))
             else:
@@ -188,7 +202,7 @@ class Binding:
         if elsewhere:
             copies = self._copies.fetch([tensor for _, tensor in elsewhere])
             for (i, _), copy in zip(elsewhere, copies, strict=True):
-                found[i] = (copy, copy.data_ptr(), self.slots[i].nbytes)
+                found[i] = (copy, copy.data_ptr(), copy.nbytes)
         return found
 
     def host_values(self, slots: Sequence[Slot]) -> list[torch.Tensor]:

@@ -14,8 +14,12 @@ _STRIDED = torch.strided  # asked for with each tensor of each step
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Tell whether the extension can use a tensor's own memory: on the host, dense, in C order."""
-    return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous()
+    """Tell whether the extension can use a tensor's own memory: on the host, dense, in C order, as it means it.
+
+    (A tensor with torch's lazy negation, as autograd may leave one for `theta` in `conj(complex(x, theta))`,
+    has the memory of another with the other sign.)
+    """
+    return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +53,7 @@ class HostCopies:
                 fetched.append(self._fetch_cuda(source, first=source.device not in used))
                 used.add(source.device)
             else:
-                fetched.append(source.cpu().contiguous())
+                fetched.append(source.cpu().resolve_neg().contiguous())
         for device in used:
             self._streams[device].synchronize()
         return fetched

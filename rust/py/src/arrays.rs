@@ -121,14 +121,17 @@ impl ArrayTable {
     ) -> PyResult<()> {
         let of =
             |n: &Bound<'_, PyAny>| self.positions.get(n.cast::<PyString>().ok()?.to_str().ok()?).copied();
-        let begin = |n: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>| -> PyResult<usize> {
-            let array = adapt.call1((n, value))?;
+        let begin = |array: &Bound<'_, PyAny>| -> PyResult<usize> {
             array.getattr("ctypes")?.getattr("data")?.extract()
         };
         let Some(mine) = given.get_item(name)? else { return Ok(()) };
         for (other, theirs) in given {
-            let is_other = of(&other) == of(name) && !theirs.is_none() && !theirs.is(&mine);
-            if is_other && begin(&other, &theirs)? != begin(name, &mine)? {
+            if of(&other) != of(name) || theirs.is_none() || theirs.is(&mine) {
+                continue;
+            }
+            // Both are held while they are compared: what had to be copied would have the address of another copy.
+            let (array, other_array) = (adapt.call1((name, &mine))?, adapt.call1((&other, &theirs))?);
+            if begin(&array)? != begin(&other_array)? {
                 let (first, second) = (other.repr()?, name.repr()?);
                 let message = format!(
                     "{place} has {first} and {second}, which are two names of one tensor, with an array each: \

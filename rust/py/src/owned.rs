@@ -26,7 +26,7 @@ impl<T: Send> Drop for Owned<T> {
         let Some(value) = self.value.take() else { return };
         if self.process == std::process::id() {
             let mut value = Some(value);
-            Python::try_attach(|py| py.detach(|| value.take()));
+            Python::try_attach(|py| py.detach(|| drop(value.take())));
             drop(value);
         } else {
             let _left = ManuallyDrop::new(value);

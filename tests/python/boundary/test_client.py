@@ -105,6 +105,8 @@ def test_tensor_given_under_two_of_its_names_is_one_array_or_refused_naming_both
     both = "'0.weight' and '1.weight', which are two names of one tensor"
     with pytest.raises(ModelMismatchError, match=f"the push has {both}"):
         tied.push({"0.weight": one, "1.weight": other})
+    with pytest.raises(ModelMismatchError, match=f"the push has {both}"):
+        tied.push({"0.weight": one.T, "1.weight": other.T})  # of both there are copies
     transposed = one.T
     assert tied.push({"0.weight": transposed, "1.weight": transposed}).applied
     assert tied.push({"0.weight": None, "1.weight": one.T}).applied
@@ -152,6 +154,8 @@ def test_parameters_are_not_there_before_something_was_written_to_them(server):
     with offbeat.Client(server.address, in_flight=2) as other:
         other.pull()
         assert other.push_pull(gradient()) is None
+        with pytest.raises(NonFiniteError):
+            other.push_pull(gradient(float("nan")))
         assert len(other.flush()) == 1
         assert other.parameters["b"].tolist() == [-1.5, -1.5, -1.5]
 

@@ -241,6 +241,41 @@ def test_to_another_dtype_is_refused_by_name_and_back_is_fine(pair):
     is_the_server_s(worker, server)
 
 
+def test_a_parameter_pruned_in_its_place_is_refused_by_name(serve, join):
+    server = serve(nn.Linear(4, 4))
+    worker = join(server, nn.Linear(4, 4), optimizer=SPEC)
+    for parameter in worker.model.parameters():
+        parameter.data = parameter.data[:2]  # the same object at the same address
+    worker.model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ModelMismatchError, match=r"'weight' .* became .*\[2, 4\]"):
+        worker.step()
+    assert server.status()["version"] == 0
+
+
+def test_a_parameter_transposed_in_its_place_is_written_in_its_own_order(serve, join):
+    server = serve(nn.Linear(4, 4, bias=False))
+    worker = join(server, nn.Linear(4, 4, bias=False), optimizer=SPEC)
+    worker.model.weight.data = worker.model.weight.data.t()
+    for number in range(2):
+        worker.model(torch.full((1, 4), number + 1.0)).sum().backward()
+        worker.step()
+        is_the_server_s(worker, server)
+
+
+def test_a_gradient_with_lazy_negation_has_the_right_sign(serve, join):
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.theta = nn.Parameter(torch.ones(()))
+
+    worker = join(serve(One()), One(), optimizer=offbeat.optim.SGD(lr=1.0))
+    lazy = torch.complex(torch.zeros(()), torch.full((), 3.0)).conj().imag  # -3, over memory that says 3
+    assert lazy.is_neg()
+    worker.model.theta.grad = lazy
+    worker.step()
+    assert worker.model.theta == 1 + 3
+
+
 def test_a_replaced_parameter_is_followed(pair):
     server, worker, _, _ = pair()
     for number in range(2):
