@@ -14,7 +14,7 @@ _STRIDED = torch.strided  # asked for with each tensor of each step
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Tell whether the extension can use a tensor's own memory: on the host, dense, in C order, as it means it.
+    """Tell whether the extension can use a tensor's own memory: on the host, dense, in C order, as it is.
 
     (A tensor with torch's lazy negation, as autograd may leave one for `theta` in `conj(complex(x, theta))`,
     has the memory of another with the other sign.)

@@ -44,6 +44,11 @@ impl TensorSpec {
     pub fn num_elements(&self) -> u64 {
         self.shape.iter().product()
     }
+
+    /// Its name, then its other names.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(&self.name).chain(&self.aliases).map(String::as_str)
+    }
 }
 
 impl fmt::Display for TensorSpec {
@@ -98,12 +103,12 @@ impl TensorTable {
         let mut names = HashMap::with_capacity(tensors.len());
         let mut total = 0_u64;
         for (index, t) in tensors.iter().enumerate() {
-            for name in std::iter::once(&t.name).chain(&t.aliases) {
+            for name in t.names() {
                 if name.is_empty() || name.len() > MAX_NAME_BYTES {
                     return Err(TableError::Name { index, bytes: name.len() });
                 }
-                if names.insert(name.as_str(), index).is_some() {
-                    return Err(TableError::Duplicate(name.clone()));
+                if names.insert(name, index).is_some() {
+                    return Err(TableError::Duplicate(name.to_owned()));
                 }
             }
             if t.shape.len() > MAX_DIMS {

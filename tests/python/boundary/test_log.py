@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import offbeat
+from offbeat import optim
 from support.waiting import wait_for
 
 MODEL = {"w": np.zeros(3, np.float32)}
@@ -136,3 +137,22 @@ def test_a_short_token_is_warned_of_and_never_shown(caplog, length, warnings):
     assert len(said) == warnings
     assert word not in caplog.text
     assert "OFFBEAT_TOKEN=<the server's token>" in caplog.text
+
+
+def test_a_group_of_the_optimizer_that_no_tensor_is_in_is_warned_of_once(caplog):
+    def warnings():
+        return [
+            r.getMessage() for r in list(caplog.records) if "no tensor is in this group" in r.getMessage()
+        ]
+
+    groups = [{"pattern": "bias", "weight_decay": 0.0}, {"pattern": "*.bias", "weight_decay": 0.0}]
+    spec = optim.AdamW(lr=0.1, groups=groups)
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer({"0.bias": np.ones(2, np.float32)}, optimizer=spec) as server,
+    ):
+        server.set_lr(0.2)
+        wait_for(warnings)
+    (said,) = warnings()
+    assert "pattern=bias" in said
+    assert '"0.bias"' in said

@@ -1,17 +1,19 @@
-//! Which parameter group a tensor belongs to: the first whose pattern matches its name.
+//! Which parameter group a tensor belongs to: the first whose pattern matches its name, or another name of it.
 //!
-//! Patterns are the shell's, over the whole name: `*` is any run of characters, dots included, `?` is one. All other
-//! characters, `[` too, stand for themselves.
+//! A pattern is for the whole name: `*` is any run of characters, dots included, `?` is one. All other characters, `[`
+//! too, stand for themselves.
 
 use crate::spec::Group;
+use crate::table::{TensorSpec, TensorTable};
 
-/// The group index of each name, in order. What no pattern matches belongs to the last group, whose pattern a
+/// The group index of each tensor, in order. What no pattern matches belongs to the last group, whose pattern a
 /// [validated](crate::spec::OptimizerSpec::validate) spec has as `*`.
 #[must_use]
-pub fn assign<S: AsRef<str>>(groups: &[Group], names: &[S]) -> Vec<u16> {
+pub fn assign(groups: &[Group], table: &TensorTable) -> Vec<u16> {
     let last = groups.len().saturating_sub(1);
-    let index = |name: &str| groups.iter().position(|group| matches(&group.pattern, name)).unwrap_or(last);
-    names.iter().map(|name| u16::try_from(index(name.as_ref())).unwrap_or(u16::MAX)).collect()
+    let is_in = |group: &Group, tensor: &TensorSpec| tensor.names().any(|name| matches(&group.pattern, name));
+    let index = |tensor| groups.iter().position(|group| is_in(group, tensor)).unwrap_or(last);
+    table.tensors().iter().map(|tensor| u16::try_from(index(tensor)).unwrap_or(u16::MAX)).collect()
 }
 
 /// Whether the whole name fits the pattern, in at most |pattern| × |name| steps whatever the pattern.

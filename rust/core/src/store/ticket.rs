@@ -35,8 +35,7 @@ pub struct Run {
 
 impl Run {
     pub(crate) fn resolve(spec: RunSpec, epoch: u32, table: &TensorTable) -> Self {
-        let names: Vec<&str> = table.tensors().iter().map(|t| t.name.as_str()).collect();
-        let group_of = groups::assign(&spec.optimizer.groups, &names);
+        let group_of = groups::assign(&spec.optimizer.groups, table);
         let mut groups = spec.optimizer.groups.clone();
         if spec.optimizer.momentum_correction {
             for group in &mut groups {
@@ -50,6 +49,12 @@ impl Run {
     #[must_use]
     pub fn group_of(&self, tensor: usize) -> usize {
         usize::from(self.group_of[tensor])
+    }
+
+    /// Patterns of the groups that no tensor is in, but for the last, which takes what is left.
+    pub fn idle_patterns(&self) -> impl Iterator<Item = &str> {
+        let groups = self.groups.iter().enumerate().take(self.groups.len().saturating_sub(1));
+        groups.filter(|(i, _)| !self.group_of.iter().any(|g| usize::from(*g) == *i)).map(|(_, g)| &*g.pattern)
     }
 
     /// What the store runs on a tensor.

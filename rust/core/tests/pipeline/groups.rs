@@ -1,8 +1,25 @@
 //! Patterns over tensor names.
 
+use offbeat_core::dtype::Dtype;
 use offbeat_core::pipeline::groups::{assign, matches};
 use offbeat_core::spec::{Group, Rule};
+use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use proptest::prelude::*;
+
+/// Of tensors with these names, several of one tensor divided by "=".
+fn table(names: &[&str]) -> TensorTable {
+    let tensor = |names: &&str| {
+        let mut names = names.split('=').map(str::to_owned);
+        TensorSpec {
+            name: names.next().unwrap_or_default(),
+            aliases: names.collect(),
+            shape: vec![1],
+            dtype: Dtype::F32,
+            role: Role::Parameter,
+        }
+    };
+    TensorTable::new(names.iter().map(tensor).collect()).expect("names that differ")
+}
 
 fn group(pattern: &str) -> Group {
     Group { pattern: pattern.to_owned(), lr: 0.1, rule: Rule::Add }
@@ -12,13 +29,19 @@ fn group(pattern: &str) -> Group {
 fn the_first_matching_group_wins() {
     let groups = [group("*.bias"), group("layers.0.*"), group("*")];
     let names = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "bias"];
-    assert_eq!(assign(&groups, &names), [1, 0, 2, 2]);
+    assert_eq!(assign(&groups, &table(&names)), [1, 0, 2, 2]);
+}
+
+#[test]
+fn a_tied_tensor_is_in_a_group_by_any_of_its_names() {
+    let groups = [group("head.*"), group("*")];
+    assert_eq!(assign(&groups, &table(&["embed.weight=head.weight", "head.bias", "norm"])), [0, 0, 1]);
 }
 
 #[test]
 fn what_no_pattern_matches_is_the_last_groups() {
-    assert_eq!(assign(&[group("a"), group("b")], &["c"]), [1]);
-    assert_eq!(assign(&[], &["c"]), [0]);
+    assert_eq!(assign(&[group("a"), group("b")], &table(&["c"])), [1]);
+    assert_eq!(assign(&[], &table(&["c"])), [0]);
 }
 
 #[test]

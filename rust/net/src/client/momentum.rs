@@ -59,8 +59,7 @@ struct Work {
 
 impl Momentum {
     pub(super) fn new(model: &Model, optimizer: &OptimizerSpec, keep: Keep) -> Self {
-        let names: Vec<&str> = model.table.tensors().iter().map(|t| t.name.as_str()).collect();
-        let group_of = groups::assign(&optimizer.groups, &names);
+        let group_of = groups::assign(&optimizer.groups, &model.table);
         let group = |index: &u16| match optimizer.groups.get(usize::from(*index))?.rule {
             Rule::Sgd { momentum, weight_decay, maximize, dampening: _, nesterov: _ } => {
                 Some(Group { mu: momentum, weight_decay, maximize })

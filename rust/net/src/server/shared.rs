@@ -9,7 +9,7 @@ use super::model::{Model, ModelSlot};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
 use offbeat_core::pipeline::Reason;
-use offbeat_core::store::Receipt;
+use offbeat_core::store::{Receipt, Store};
 use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode, RunConfig};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
@@ -135,13 +135,19 @@ impl Shared {
             transaction = ?model.store.transaction(),
             "the model is in place"
         );
+        warn_of_idle_groups(&model.store);
         Ok(model)
     }
 
     /// Brings what has been agreed on into force.
     pub(super) fn apply(&self, agreement: &Agreement) {
         if let (Some(model), Some(spec)) = (self.model.get(), agreement.store_spec()) {
+            let epoch = |store: &Store| store.run().map(|run| run.epoch);
+            let before = epoch(&model.store);
             model.store.configure(spec);
+            if epoch(&model.store) != before {
+                warn_of_idle_groups(&model.store);
+            }
         }
     }
 
@@ -283,5 +289,17 @@ impl Meter {
 impl AsRef<AtomicU64> for Meter {
     fn as_ref(&self) -> &AtomicU64 {
         &self.shared.loads[self.thread].longest_poll_us
+    }
+}
+
+/// A group whose pattern is no tensor's is a slip as a rule: its values then hold for nothing, in silence.
+fn warn_of_idle_groups(store: &Store) {
+    let Some(run) = store.run() else { return };
+    let example = store.table().tensors().first().map_or("", |tensor| tensor.name.as_str());
+    for pattern in run.idle_patterns() {
+        tracing::warn!(
+            pattern,
+            "no tensor is in this group of the optimizer: a pattern is for the whole name, such as {example:?}"
+        );
     }
 }
