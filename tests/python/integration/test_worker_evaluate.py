@@ -103,6 +103,33 @@ def test_each_module_s_mode_is_restored_also_after_an_error(serve, join):
     assert [module.training for module in worker.model.modules()] == before
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["in training", "in eval"])
+def test_a_module_that_overrides_train_has_its_form_back(serve, join, training):
+    class Merging(nn.Linear):
+        """As loralib's layers: in eval mode the weight is another."""
+
+        merged = False
+
+        def train(self, mode=True):
+            super().train(mode)
+            if self.merged is mode:
+                self.merged = not mode
+                with torch.no_grad():
+                    self.weight.mul_(0.5 if mode else 2)
+            return self
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), Merging(8, 3))
+
+    worker = join(serve(model()), model())
+    layer = worker.model[1].train(training)
+    worker.evaluate([])
+    assert (layer.training, layer.merged) == (training, not training)
+    if training:
+        assert torch.equal(layer.weight, model()[1].weight)
+
+
 def test_no_random_state_moves(serve, join):
     worker = join(serve(net()), net())
 
