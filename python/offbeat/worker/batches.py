@@ -55,13 +55,22 @@ class Epochs:
 
 
 class Given:
-    """A loader of the user's, used as it is, once per epoch."""
+    """A loader of the user's, used as it is, once per epoch; what has a `set_epoch` is told the number."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
 
-    def epoch(self, number: int) -> Iterable[Any]:  # noqa: ARG002  a user's loader knows no epochs
-        """Give the batches of one pass."""
+    def epoch(self, number: int) -> Iterable[Any]:
+        """Give the batches of one pass.
+
+        A `DistributedSampler` gives every pass the same order unless it is told which pass it is.
+        """
+        loader, batches = self._loader, getattr(self._loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        parts = (loader, *samplers, getattr(loader, "dataset", None))
+        for part in {id(part): part for part in parts}.values():  # each once
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(number)
         return self._loader
 
     def __len__(self) -> int:

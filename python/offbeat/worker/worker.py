@@ -259,7 +259,8 @@ class AsyncWorker(process.Live):
         Args:
             dataset: Gives samples (inputs, targets); loaded in batches of `local_batch_size`, in an order
                 that is this worker's own and the same in every run of the same name.
-            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch. One of the two.
+            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch; it, its
+                sampler and its dataset are told which, where they have a `set_epoch`. One of the two.
             epochs: Passes over this worker's data.
             optimizer: A spec (`offbeat.optim.SGD(lr=0.1)`, or `functools.partial(torch.optim.SGD, lr=0.1)`)
                 runs on the server; a live `torch.optim.Optimizer` over `worker.model.parameters()` runs here.

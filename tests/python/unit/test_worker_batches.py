@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from offbeat.errors import ConfigError
 from offbeat.worker.batches import Epochs, Given, count, moved, split
@@ -58,6 +58,29 @@ def test_a_loader_of_one_s_own_is_used_as_it_is():
     given = Given(loader)
     assert given.epoch(5) is loader
     assert len(given) == 7
+
+
+@pytest.mark.parametrize("by_batches", [False, True], ids=["sampler", "batch_sampler"])
+def test_a_distributed_sampler_is_told_the_epoch(by_batches):
+    sampler = DistributedSampler(DATA, num_replicas=2, rank=0)
+    batched = {"batch_sampler": BatchSampler(sampler, 8, drop_last=False)}
+    given = Given(DataLoader(DATA, **(batched if by_batches else {"sampler": sampler, "batch_size": 8})))
+    orders = [torch.cat([x for x, _ in given.epoch(number)]).tolist() for number in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert sampler.epoch == 0
+
+
+def test_whatever_of_a_loader_has_a_set_epoch_is_told_once():
+    class Told(list):
+        def set_epoch(self, number):
+            self.append(number)
+
+    loader, both, dataset = Told(), Told(), Told()
+    loader.sampler = loader.batch_sampler = both
+    loader.dataset = dataset
+    for number in (4, 5):
+        Given(loader).epoch(number)
+    assert loader == both == dataset == [4, 5]
 
 
 @pytest.mark.parametrize(
