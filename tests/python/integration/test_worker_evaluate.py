@@ -59,6 +59,13 @@ def test_one_metric_gives_a_float_and_a_list_a_dict(serve, join):
     assert worker.evaluate(loader, lambda outputs, targets: 0.25) == 0.25
 
 
+def test_a_collection_gives_a_dict_also_of_one(serve, join):
+    worker = join(serve(net()), net())
+    accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+    found = worker.evaluate(DataLoader(dataset(), 16), torchmetrics.MetricCollection({"mine": accuracy}))
+    assert found == {"mine": pytest.approx(expected(worker.model)[0])}
+
+
 def test_the_loss_of_sums_is_the_mean_over_samples(serve, join):
     worker = join(serve(net()), net(), optimizer=SPEC, loss_reduction="sum")
     worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss(reduction="sum"), progress=False)
