@@ -1,18 +1,20 @@
 """What `train` and `evaluate` measure: means over samples, taken without waiting for the device.
 
 A metric is "loss", "accuracy", a callable that gets (outputs, targets), or a torchmetrics object. Each
-becomes a meter that is updated per batch and read per log line; only the reading waits for the device.
+becomes a meter that is updated per batch and read per log line; only the reading waits for the device. A
+torchmetrics collection becomes as many as it has members.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
+from torch import nn
 
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
-__all__ = ["Meter", "Metric", "MetricObject", "accuracy", "meters"]
+__all__ = ["Meter", "Metric", "MetricObject", "accuracy", "is_collection", "meters"]
 
 
 @runtime_checkable
@@ -57,11 +59,19 @@ def meters(metrics: Metric | Iterable[Metric]) -> list[Meter]:
     """
     one = isinstance(metrics, str | MetricObject) or callable(metrics)
     asked = [cast(Metric, metrics)] if one else list(cast(Iterable[Metric], metrics))
-    made: list[Meter] = [_meter(metric) for metric in asked]
+    made: list[Meter] = [meter for metric in asked for meter in _meters(metric)]
     names = [meter.name for meter in made]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two metrics are called {twice[0]!r}: results are told apart by name")
+        raise ConfigError(
+            f"two metrics are called {twice[0]!r}, and results are told apart by name: give torchmetrics "
+            f"objects names in a torchmetrics.MetricCollection({{name: object, …}}), functions by def"
+        )
     return made
+
+
+def is_collection(metrics: object) -> bool:
+    """Whether these are metrics with names in the manner of torchmetrics' `MetricCollection`."""
+    return isinstance(metrics, nn.ModuleDict) and isinstance(metrics, MetricObject)
 
 
 def accuracy(outputs: object, targets: object) -> torch.Tensor:
@@ -104,22 +114,15 @@ class _Mean:
 
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
         value = loss if self._of is None else self._of(outputs, targets)
-        if value is None:
+        if self._of is None and loss is None:
             raise ConfigError('the metric "loss" needs a loss function, and none was given')
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
-            if value.numel() != 1:
-                raise ConfigError(
-                    f"the metric {self.name!r} gave a tensor of shape {list(value.shape)}: a metric is one "
-                    f"number per batch, the mean over its samples"
-                )
-        self._values.append(value)
+        self._values.append(_number(self.name, value, "per batch, the mean over its samples"))
         self._samples.append(samples)
 
     def read(self) -> float:
         values = [v.reshape(()) for v in self._values if isinstance(v, torch.Tensor)]
         read = iter(torch.stack(values).double().tolist() if values else ())  # one wait for all of them
-        plain = [next(read) if isinstance(v, torch.Tensor) else float(v) for v in self._values]
+        plain = [next(read) if isinstance(v, torch.Tensor) else v for v in self._values]
         total = sum(self._samples)
         mean = (
             sum(v * n for v, n in zip(plain, self._samples, strict=True)) / total if total else float("nan")
@@ -132,8 +135,8 @@ class _Mean:
 class _Object:
     """A torchmetrics object: it keeps its own account."""
 
-    def __init__(self, metric: MetricObject) -> None:
-        self.name = type(metric).__name__
+    def __init__(self, metric: MetricObject, name: str | None = None) -> None:
+        self.name = name or type(metric).__name__
         self._metric = metric
         metric.reset()
 
@@ -143,9 +146,29 @@ class _Object:
         self._metric.update(outputs, targets)
 
     def read(self) -> float:
-        value = float(self._metric.compute())
+        value = float(_number(self.name, self._metric.compute(), "over all batches"))
         self._metric.reset()
         return value
+
+
+def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: ANN401  whatever came
+    """See that a metric gave one number, `over` what; a tensor is not read."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return value.detach()
+        what = f"a tensor of shape {list(value.shape)}"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            what = f"{type(value).__name__} {value!r:.100}"
+    raise ConfigError(f"the metric {name!r} gave {what}: a metric is one number {over}")
+
+
+def _meters(metric: Metric) -> list[Meter]:
+    if is_collection(metric):  # its members share no state: items() gives each a copy
+        return [_Object(member, name) for name, member in cast(Any, metric).items()]
+    return [_meter(metric)]
 
 
 def _meter(metric: Metric) -> Meter:

@@ -20,6 +20,7 @@ from offbeat.cli.serving import (
     add_run_options,
     log_to_stderr,
     make_server,
+    run_options_given,
     stop,
     stopping_on_signals,
 )
@@ -51,6 +52,11 @@ def run(arguments: Namespace) -> int:
     """Run the workers until all have ended; the first failure is the exit code."""
     if arguments.workers is None:
         raise ConfigError("how many workers? Give --workers N")
+    if arguments.server is not None and (given := run_options_given(arguments)):
+        raise ConfigError(
+            f"{', '.join(given)}: with --server none is started here that could take it; give it to "
+            f"`offbeat server`, or leave out --server"
+        )
     if not arguments.script.is_file():
         raise ConfigError(f"there is no script {arguments.script}")
     command = [sys.executable, str(arguments.script), *arguments.arguments]

@@ -3,7 +3,7 @@
 import logging
 import signal
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import NoReturn
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser, positive_int
+from offbeat.cli.parser import positive_int
 from offbeat.errors import StateError
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "join_lines",
     "log_to_stderr",
     "make_server",
+    "run_options_given",
     "stop",
     "stopping_on_signals",
 ]
@@ -52,7 +53,7 @@ class Stopped(BaseException):
     """SIGINT or SIGTERM asked for an end in good order. No error, so no `except Exception` may take it."""
 
 
-def add_run_options(parser: Parser) -> None:
+def add_run_options(parser: ArgumentParser) -> None:
     """Add what decides over a run: `ParameterServer`'s keywords of the same names."""
     run = parser.add_argument_group(
         "the run", "objects are written as in Python: 'SGD(lr=0.1, momentum=0.9)'"
@@ -88,6 +89,16 @@ def add_run_options(parser: Parser) -> None:
         "--transaction", default="fragment", metavar="KIND", help="'fragment' (default) or 'model'"
     )
     run.add_argument("--run-id", metavar="NAME", help="name of the run; none: a random one")
+
+
+def run_options_given(arguments: Namespace) -> list[str]:
+    """Name the run's options that a command line sets to anything but their defaults."""
+    parser = ArgumentParser(add_help=False)
+    add_run_options(parser)
+    defaults = vars(parser.parse_args([])).items()
+    return [
+        "--" + name.replace("_", "-") for name, default in defaults if getattr(arguments, name) != default
+    ]
 
 
 def make_server(

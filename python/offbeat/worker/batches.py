@@ -1,11 +1,13 @@
 """Batches: where they come from, in which order, and what is in them."""
 
+import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
 from types import GeneratorType
 from typing import Any, TypeGuard, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from offbeat.errors import ConfigError
@@ -55,13 +57,22 @@ class Epochs:
 
 
 class Given:
-    """A loader of the user's, used as it is, once per epoch."""
+    """A loader of the user's, used as it is, once per epoch; what has a `set_epoch` is told the number."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
 
-    def epoch(self, number: int) -> Iterable[Any]:  # noqa: ARG002  a user's loader knows no epochs
-        """Give the batches of one pass."""
+    def epoch(self, number: int) -> Iterable[Any]:
+        """Give the batches of one pass.
+
+        A `DistributedSampler` gives every pass the same order unless it is told which pass it is.
+        """
+        loader, batches = self._loader, getattr(self._loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        parts = (loader, *samplers, getattr(loader, "dataset", None))
+        for part in {id(part): part for part in parts}.values():  # each once
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(number)
         return self._loader
 
     def __len__(self) -> int:
@@ -150,20 +161,29 @@ def split(batch: object) -> tuple[Any, Any]:
 
 
 def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it was, moved
-    """Bring all tensors in a nest of tuples, lists and dicts to a device; the nest keeps its types."""
+    """Bring all tensors in a nest of tuples, lists and mappings to a device; the nest keeps its types.
+
+    What has a `to` of its own, as a PackedSequence or transformers' BatchEncoding, is moved by that.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return type(value)((key, moved(item, device)) for key, item in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(item, device) for item in value))
+    if callable(to := getattr(value, "to", None)):
+        return to(device)
+    if isinstance(value, Mapping):
+        items = {key: moved(item, device) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return items
+        clone = copy.copy(value)  # not by its class, which may take other arguments, as a defaultdict's
+        clone.update(items)
+        return clone
     if isinstance(value, tuple | list):
-        return type(value)(moved(item, device) for item in value)
+        moves = [moved(item, device) for item in value]
+        return type(value)(*moves) if hasattr(value, "_fields") else type(value)(moves)
     return value
 
 
 def count(inputs: object, targets: object) -> int:
-    """Count a batch's samples: the length of the first tensor's first dimension.
+    """Count a batch's samples: the length of the first tensor's first dimension, or of packed sequences.
 
     Raises:
         ConfigError: If no tensor has one.
@@ -177,7 +197,9 @@ def count(inputs: object, targets: object) -> int:
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, PackedSequence):
+        yield value.data[: value.batch_sizes[0]]  # the first step of each sequence; `data` has all steps
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
     elif isinstance(value, tuple | list):

@@ -61,7 +61,12 @@ def _same_modes(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # By `train`, which some modules override: what its eval form folded or merged, it takes apart again.
+        module.train(modes[0][1])
         for part, training in modes:
+            if part.training != training:
+                part.train(training)
+        for part, training in modes:  # `train` speaks for children, too, and an override may say otherwise
             part.training = training
 
 

@@ -15,7 +15,7 @@ from offbeat import process
 from offbeat.checks import at_least_one, refuse
 from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
-from offbeat.metrics import Metric, meters
+from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
 from offbeat.worker.batches import batches_of, loaded
@@ -259,13 +259,15 @@ class AsyncWorker(process.Live):
         Args:
             dataset: Gives samples (inputs, targets); loaded in batches of `local_batch_size`, in an order
                 that is this worker's own and the same in every run of the same name.
-            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch. One of the two.
+            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch; it, its
+                sampler and its dataset are told which, where they have a `set_epoch`. One of the two.
             epochs: Passes over this worker's data.
             optimizer: A spec (`offbeat.optim.SGD(lr=0.1)`, or `functools.partial(torch.optim.SGD, lr=0.1)`)
                 runs on the server; a live `torch.optim.Optimizer` over `worker.model.parameters()` runs here.
                 None, or `worker.optimizer`: what the constructor was given, or what the server has.
             loss_fn: From (outputs, targets) to a scalar.
-            metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects.
+            metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or
+                collections.
             log_frequency: Steps between two log lines. A step is a push, or a step of a live optimizer.
             max_steps: Stop after that many steps.
             progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
@@ -327,7 +329,7 @@ class AsyncWorker(process.Live):
 
     @overload
     def evaluate(
-        self, loader: Iterable[Any] | Dataset[Any], metrics: list[Any] | tuple[Any, ...]
+        self, loader: Iterable[Any] | Dataset[Any], metrics: list[Any] | tuple[Any, ...] | nn.ModuleDict
     ) -> dict[str, float]: ...
     @overload
     def evaluate(self, loader: Iterable[Any] | Dataset[Any], metrics: Metric = "accuracy") -> float: ...
@@ -344,12 +346,12 @@ class AsyncWorker(process.Live):
             loader: Gives batches (inputs, targets). A dataset of samples, one for each index, is loaded in
                 batches of `local_batch_size`.
             metrics: One metric, or a list of them: "accuracy" (0..1), "loss" (of the last `train`'s loss
-                function), callables of (outputs, targets), torchmetrics objects.
+                function), callables of (outputs, targets), torchmetrics objects and collections.
 
         Returns:
-            The mean over all samples; for a list, a dict by name.
+            The mean over all samples; for a list or a collection, a dict by name.
         """
-        several = isinstance(metrics, list | tuple)
+        several = isinstance(metrics, list | tuple) or is_collection(metrics)
         measured = meters(metrics)
         self._pull_newest()
         found = measure(

@@ -59,6 +59,13 @@ def test_one_metric_gives_a_float_and_a_list_a_dict(serve, join):
     assert worker.evaluate(loader, lambda outputs, targets: 0.25) == 0.25
 
 
+def test_a_collection_gives_a_dict_also_of_one(serve, join):
+    worker = join(serve(net()), net())
+    accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+    found = worker.evaluate(DataLoader(dataset(), 16), torchmetrics.MetricCollection({"mine": accuracy}))
+    assert found == {"mine": pytest.approx(expected(worker.model)[0])}
+
+
 def test_the_loss_of_sums_is_the_mean_over_samples(serve, join):
     worker = join(serve(net()), net(), optimizer=SPEC, loss_reduction="sum")
     worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss(reduction="sum"), progress=False)
@@ -101,6 +108,33 @@ def test_each_module_s_mode_is_restored_also_after_an_error(serve, join):
     with pytest.raises(ConfigError):
         worker.evaluate([1])
     assert [module.training for module in worker.model.modules()] == before
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["in training", "in eval"])
+def test_a_module_that_overrides_train_has_its_form_back(serve, join, training):
+    class Merging(nn.Linear):
+        """As loralib's layers: in eval mode the weight is another."""
+
+        merged = False
+
+        def train(self, mode=True):
+            super().train(mode)
+            if self.merged is mode:
+                self.merged = not mode
+                with torch.no_grad():
+                    self.weight.mul_(0.5 if mode else 2)
+            return self
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), Merging(8, 3))
+
+    worker = join(serve(model()), model())
+    layer = worker.model[1].train(training)
+    worker.evaluate([])
+    assert (layer.training, layer.merged) == (training, not training)
+    if training:
+        assert torch.equal(layer.weight, model()[1].weight)
 
 
 def test_no_random_state_moves(serve, join):

@@ -170,6 +170,21 @@ def test_training_on_a_dataset_draws_no_global_random_numbers(serve, join):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_dataloader_is_told_its_epoch_and_a_second_train_goes_on(serve, join):
+    class Told(list):
+        def __init__(self):
+            self.numbers = []
+
+        def set_epoch(self, number):
+            self.numbers.append(number)
+
+    loader, worker = Told(), join(serve(net()), net())
+    loader.append(tuple(dataset(10).tensors))
+    for epochs in (2, 1):
+        worker.train(dataloader=loader, epochs=epochs, loss_fn=LOSS, optimizer=SPEC, progress=False)
+    assert loader.numbers == [0, 1, 2]
+
+
 def test_a_dataloader_is_used_as_it_is(serve, join):
     worker = join(serve(Recorder()), Recorder())
     worker.train(

@@ -44,6 +44,19 @@ def test_unknown_names_come_with_the_nearest_known_one(capsys, given, nearest):
     assert err.count("\n") == 1, "one sentence, no traceback"
 
 
+def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsys):
+    values = {"--model": "a", "--save": "a", "--optimizer": "SGD", "--lr-schedule": "linear"}
+    values |= {"--max-samples": "3", "--staleness-policy": "inverse", "--max-staleness": "0"}
+    values |= {"--transaction": "model", "--run-id": "mine"}
+    given = [word for option in values.items() for word in option] + ["--no-momentum-correction"]
+    code, out, err = run(
+        capsys, "launch", "--workers", "2", "--server", "localhost:5000", *given, "nowhere.py"
+    )
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert set(re.findall(r"--[a-z-]+", err.partition(": with")[0])) == {*values, "--no-momentum-correction"}
+    assert "`offbeat server`" in err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

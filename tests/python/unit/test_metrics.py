@@ -105,6 +105,71 @@ def test_a_torchmetrics_object_computes_over_all_batches():
     assert meters([metric])[0].name == "MulticlassF1Score"
 
 
+def collection():
+    """Metrics of which torchmetrics would update but one of each kind of state, and two of one class."""
+    of_classes = {f"of {n}": torchmetrics.classification.MulticlassRecall(4, top_k=n) for n in (1, 2)}
+    precision = torchmetrics.classification.MulticlassPrecision(4)
+    return torchmetrics.MetricCollection(of_classes | {"p": precision}, prefix="val/", postfix="_4")
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "with groups of shared states"])
+def test_a_collection_gives_its_members_under_its_names(used):
+    torch.manual_seed(0)
+    batches = [(torch.randn(20, 4), torch.randint(0, 4, (20,))) for _ in range(3)]
+    reference, measured = collection(), collection()
+    for batch in batches:
+        reference.update(*batch)
+    wanted = {name: float(value) for name, value in reference.compute().items()}
+    assert sorted(wanted) == ["val/of 1_4", "val/of 2_4", "val/p_4"]
+    if used:
+        measured.update(*batches[0])
+        assert any(len(group) > 1 for group in measured.compute_groups.values())
+    made = meters(measured)
+    for _ in range(2):  # reading begins anew
+        for batch in batches:
+            for meter in made:
+                meter.update(*batch, None, len(batch))
+        assert {meter.name: meter.read() for meter in made} == wanted
+
+
+def test_a_collection_stands_beside_other_metrics():
+    assert [meter.name for meter in meters(["loss", collection()])] == [
+        "loss",
+        *("val/of 1_4", "val/of 2_4", "val/p_4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "gave"),
+    [
+        (torchmetrics.classification.MulticlassRecall(4, average=None), r"a tensor of shape \[4\]"),
+        (
+            torchmetrics.MetricCollection(
+                {
+                    "each": torchmetrics.ClasswiseWrapper(
+                        torchmetrics.classification.MulticlassRecall(4, average=None)
+                    )
+                }
+            ),
+            "dict {",
+        ),
+    ],
+    ids=["MulticlassRecall", "each"],
+)
+def test_an_object_that_gives_more_than_one_number_is_refused_by_name(metric, gave, request):
+    with pytest.raises(ConfigError, match=f"the metric '{request.node.callspec.id}' gave {gave}"):
+        read(metric, [(torch.randn(8, 4), torch.randint(0, 4, (8,)), None)])
+
+
+@pytest.mark.parametrize("value", [{"a": 1.0}, None], ids=["dict", "NoneType"])
+def test_a_callable_that_gives_no_number_is_refused_by_name(value, request):
+    def mine(outputs, targets):
+        return value
+
+    with pytest.raises(ConfigError, match=f"the metric 'mine' gave {request.node.callspec.id} "):
+        read(mine, [(torch.zeros(3), None, None)])
+
+
 def test_an_unknown_metric_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'accuracy'"):
         meters(["loss", "acuracy"])
@@ -116,7 +181,7 @@ def test_what_is_no_metric_is_refused():
 
 
 def test_the_same_name_twice_is_refused():
-    with pytest.raises(ConfigError, match="'loss'"):
+    with pytest.raises(ConfigError, match=r"two metrics are called 'loss'.*MetricCollection"):
         meters(["loss", "loss"])
 
 

@@ -1,10 +1,12 @@
 """Batches: each worker's own order, nests moved whole, and a pair or nothing."""
 
-from collections import namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from offbeat.errors import ConfigError
 from offbeat.worker.batches import Epochs, Given, count, moved, split
@@ -60,6 +62,29 @@ def test_a_loader_of_one_s_own_is_used_as_it_is():
     assert len(given) == 7
 
 
+@pytest.mark.parametrize("by_batches", [False, True], ids=["sampler", "batch_sampler"])
+def test_a_distributed_sampler_is_told_the_epoch(by_batches):
+    sampler = DistributedSampler(DATA, num_replicas=2, rank=0)
+    batched = {"batch_sampler": BatchSampler(sampler, 8, drop_last=False)}
+    given = Given(DataLoader(DATA, **(batched if by_batches else {"sampler": sampler, "batch_size": 8})))
+    orders = [torch.cat([x for x, _ in given.epoch(number)]).tolist() for number in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert sampler.epoch == 0
+
+
+def test_whatever_of_a_loader_has_a_set_epoch_is_told_once():
+    class Told(list):
+        def set_epoch(self, number):
+            self.append(number)
+
+    loader, both, dataset = Told(), Told(), Told()
+    loader.sampler = loader.batch_sampler = both
+    loader.dataset = dataset
+    for number in (4, 5):
+        Given(loader).epoch(number)
+    assert loader == both == dataset == [4, 5]
+
+
 @pytest.mark.parametrize(
     "batch", [torch.zeros(3), (1, 2, 3), [1], {"x": 1, "y": 2}, 5], ids=lambda b: type(b).__name__
 )
@@ -79,9 +104,49 @@ def test_a_nest_is_moved_whole_and_keeps_its_types():
     assert found["b"].y[1] is None
 
 
+def test_mappings_of_all_kinds_are_moved_and_keep_what_they_are():
+    for made in (OrderedDict(), defaultdict(list), UserDict()):
+        made["x"], made["text"] = torch.zeros(3), "text"
+        found = moved(made, torch.device("meta"))
+        assert type(found) is type(made)
+        assert found["x"].is_meta
+        assert found["text"] == "text"
+        assert made["x"].is_cpu
+    assert found is not made
+    assert moved(defaultdict(list), torch.device("meta"))["new"] == []
+    assert moved(MappingProxyType({"x": torch.zeros(3)}), torch.device("meta"))["x"].is_meta
+
+
+def test_what_has_a_to_of_its_own_is_moved_by_it():
+    class Encoding(UserDict):
+        """As transformers' BatchEncoding, whose constructor takes more than its items."""
+
+        def __init__(self, data, encodings):
+            super().__init__(data)
+            self.encodings = encodings
+
+        def to(self, device):
+            return Encoding({key: tensor.to(device) for key, tensor in self.items()}, self.encodings)
+
+    found = moved([Encoding({"ids": torch.zeros(3)}, ["kept"])], torch.device("meta"))[0]
+    assert type(found) is Encoding
+    assert found["ids"].is_meta
+    assert found.encodings == ["kept"]
+
+
+def test_packed_sequences_are_moved_by_their_to_and_counted_by_sequence():
+    packed = pack_sequence([torch.zeros(n, 2) for n in (5, 3, 1)])
+    assert count(packed, torch.zeros(3)) == 3
+    found = moved((packed, 1), torch.device("meta"))[0]
+    assert type(found) is PackedSequence
+    assert found.data.is_meta
+    assert found.batch_sizes.is_cpu  # torch has them nowhere else
+
+
 def test_samples_are_counted_by_the_first_dimension_there_is():
     assert count(torch.zeros(7, 2), torch.zeros(7)) == 7
     assert count({"x": [torch.tensor(1.0), torch.zeros(5, 2)]}, None) == 5
     assert count("text", (torch.zeros(3),)) == 3
+    assert count(UserDict(x=torch.zeros(4)), torch.zeros(5)) == 4
     with pytest.raises(ConfigError, match="cannot be counted"):
         count("text", 5)
