@@ -7,9 +7,11 @@ use crate::owned::Owned;
 use crate::text::{json, parse};
 use crate::{log, receipt};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
+use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
 use offbeat_net::client::{self, Client, ClientConfig, ClientError, PushInput};
 use pyo3::prelude::*;
+use std::slice;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 /// Rust's client; `offbeat.Client` and `offbeat.AsyncWorker` are what users hold.
@@ -36,6 +38,16 @@ impl Session {
         work: impl FnOnce(&mut Client, &Signals) -> Result<T, ClientError> + Send,
     ) -> PyResult<T> {
         wait(py, |signals| work(&mut *self.lock()?, signals).map_err(SessionError::Client))
+    }
+
+    /// Runs signal handlers a last time while the receipts can still be kept: raised on the way back to the caller,
+    /// Ctrl-C would take them along.
+    fn unless_signalled(&self, py: Python<'_>, receipts: &[Receipt]) -> PyResult<()> {
+        let Err(raised) = py.check_signals() else { return Ok(()) };
+        if let Ok(mut client) = self.lock() {
+            client.unclaim(receipts).ok(); // a client that a handler closed has nobody to tell
+        }
+        Err(raised)
     }
 
     /// Something about the session that is known without asking the server.
@@ -180,6 +192,7 @@ impl Session {
         let values = optional_memories(&held);
         let receipt = self
             .call(py, move |client, signals| client.push(PushInput { values: &values, samples }, signals))?;
+        self.unless_signalled(py, slice::from_ref(&receipt))?;
         receipt::to_python(py, &receipt)
     }
 
@@ -196,6 +209,7 @@ impl Session {
         let receipt = self.call(py, move |client, signals| {
             client.push_pull(PushInput { values: &values, samples }, &out, incremental, signals)
         })?;
+        self.unless_signalled(py, receipt.as_slice())?;
         receipt.map(|receipt| receipt::to_python(py, &receipt)).transpose()
     }
 
@@ -207,6 +221,7 @@ impl Session {
         let held = out.as_deref().map(take_out).transpose()?;
         let out = held.as_deref().map(memories);
         let receipts = self.call(py, move |client, signals| client.flush(out.as_deref(), signals))?;
+        self.unless_signalled(py, &receipts)?;
         receipts.iter().map(|receipt| receipt::to_python(py, receipt)).collect()
     }
 

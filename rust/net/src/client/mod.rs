@@ -230,6 +230,15 @@ impl Client {
         self.inner()?.flush(out, interrupt)
     }
 
+    /// Takes receipts back that did not reach the caller: they come with the next [`Self::flush`].
+    ///
+    /// # Errors
+    /// [`ClientError::Closed`].
+    pub fn unclaim(&mut self, receipts: &[Receipt]) -> Result<(), ClientError> {
+        self.inner()?.unclaimed.extend(receipts.iter().cloned());
+        Ok(())
+    }
+
     /// The server's status, as JSON.
     ///
     /// # Errors

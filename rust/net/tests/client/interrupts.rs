@@ -230,6 +230,12 @@ fn a_push_can_be_interrupted_and_arrives_whole() {
         assert_eq!(second, Some(receipt(2)));
         assert!(floats(&params[0]).iter().all(|&p| p == -2.0));
         assert_eq!(client.flush(None, &never), Ok(vec![receipt(1)]), "the interrupted push was applied");
+        client.unclaim(&[receipt(1), receipt(2)]).unwrap();
+        assert_eq!(
+            client.flush(None, &never),
+            Ok(vec![receipt(1), receipt(2)]),
+            "what did not reach the caller"
+        );
         client.close(true, &never).unwrap();
         server.join().unwrap();
     }
