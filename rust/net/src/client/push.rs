@@ -225,8 +225,11 @@ impl Inner {
     /// The caller's memory holds what these say.
     fn has_read(&mut self, term: u64, version: u64) {
         (self.session.term, self.session.version) = (term, version);
-        if let Some(held) = &mut self.connection.held {
-            (held.term, held.version, held.ready) = (term, version, true);
+        let Some(held) = &mut self.connection.held else { return };
+        let replaced = held.ready && held.term != term;
+        (held.term, held.version, held.ready) = (term, version, true);
+        if replaced {
+            self.reset_momentum(); // the velocity was gathered on the way to the values before
         }
     }
 

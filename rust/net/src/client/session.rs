@@ -100,7 +100,7 @@ impl Inner {
         Ok(())
     }
 
-    fn reset_momentum(&mut self) {
+    pub(super) fn reset_momentum(&mut self) {
         let keep = self.connection.keep;
         let RunConfig { momentum_correction, optimizer, .. } = &self.session.run;
         self.connection.momentum = match (&self.connection.model, optimizer) {
