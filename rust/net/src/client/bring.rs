@@ -22,7 +22,7 @@ impl Inner {
             Reply::Model { model, run, term, version } => {
                 (self.session.term, self.session.version) = (term, version);
                 self.set_run(run);
-                self.adopt(model);
+                self.adopt(model)?;
                 Ok(self.model()?.table.clone())
             }
             reply => Err(self.unexpected(&reply)),
@@ -76,7 +76,7 @@ impl Inner {
             Reply::Init { taken: false } => return Ok(false),
             reply => return Err(self.unexpected(&reply)),
         }
-        self.adopt(ModelInfo { table: table.clone(), blueprint });
+        self.adopt(ModelInfo { table: table.clone(), blueprint })?;
         let outgoing = Outgoing::push(
             None,
             &[],

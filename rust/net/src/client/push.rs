@@ -46,7 +46,11 @@ impl Inner {
         let mut payload = Vec::new();
         PullRequest { have: have.map(Versions::Numbers) }.encode(&mut payload);
         let header = Header { request, term: held.term, version: held.version, ..Header::new(Kind::Pull) };
-        self.connection.flight.begin(Pending { due: model.num_fragments(), ..Pending::new(request) });
+        self.connection.flight.begin(Pending {
+            due: 0..model.num_fragments(),
+            incremental: have.is_some(),
+            ..Pending::new(request, Kind::PullEnd)
+        });
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
         let turn = Turn { out: Some(to.out), target: Some(request), ..Turn::send(request, outgoing) };
         match self.end_of(request, turn, interrupt)? {
@@ -54,7 +58,7 @@ impl Inner {
                 self.has_read(term, version);
                 Ok(Pulled { term, version })
             }
-            End::Receipt { .. } | End::Reply(_) | End::Refused(_) => unreachable!("a pull ends with its end"),
+            end @ (End::Receipt { .. } | End::Reply(_) | End::Refused(_)) => Err(self.unexpected(&end)),
         }
     }
 
@@ -170,9 +174,7 @@ impl Inner {
                 }
                 Ok(receipt)
             }
-            Ok(End::Pulled { .. } | End::Reply(_) | End::Refused(_)) => {
-                unreachable!("a push ends with a receipt")
-            }
+            Ok(end @ (End::Pulled { .. } | End::Reply(_) | End::Refused(_))) => Err(self.unexpected(&end)),
             Err(error) => {
                 self.abandon(); // what follows a refused push is refused too
                 Err(error)
@@ -273,10 +275,10 @@ impl Inner {
                 fragments: fragments.clone(),
                 buffers_sent: Vec::new(),
             }),
-            due: if to.is_some() { model.num_fragments() } else { 0 },
+            due: 0..if to.is_some() { model.num_fragments() } else { 0 },
             granted: self.session.run.transaction == Transaction::Fragment,
             incremental,
-            ..Pending::new(request)
+            ..Pending::new(request, Kind::Receipt)
         });
         let (values, versions) = (input.values, held.versions.clone());
         let content = Content::Push { values, present: of_content, versions, x_read };
