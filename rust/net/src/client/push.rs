@@ -7,7 +7,7 @@ use super::error::ClientError;
 use super::finite;
 use super::flight::{End, Pending, PushPart};
 use super::held::Held;
-use super::memory::Memory;
+use super::memory::{Memory, overlap};
 use super::model::Model;
 use super::momentum::{Keep, Momentum};
 use super::outgoing::Outgoing;
@@ -16,6 +16,7 @@ use super::session::Inner;
 use offbeat_core::layout::Presence;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::Receipt;
+use offbeat_core::table::Role;
 use offbeat_core::wire::push::MAX_SAMPLES;
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
 use std::sync::Arc;
@@ -107,7 +108,7 @@ impl Inner {
         let turn = Turn {
             out: to.map(|to| to.out),
             target,
-            overlaps: if self.reads_parameters() { Overlap::Everything } else { Overlap::Buffers },
+            overlaps: self.overlaps(&model, input, to),
             ..Turn::send(request, outgoing)
         };
         if let Some(target) = target {
@@ -191,6 +192,22 @@ impl Inner {
     /// Whether momentum correction asks for the parameters that a gradient was taken at.
     fn reads_parameters(&self) -> bool {
         self.connection.momentum.as_ref().is_some_and(Momentum::reads_parameters)
+    }
+
+    /// What of `to` must not be written yet while a push is sent.
+    fn overlaps(&self, model: &Model, input: &PushInput<'_>, to: Option<Destination<'_>>) -> Overlap {
+        let mut gradients = input.values.iter().enumerate().filter_map(|(tensor, value)| {
+            value.as_ref().filter(|_| model.table.tensors()[tensor].role == Role::Parameter)
+        });
+        // With one in flight a root answers the very fragment that lies there, which has been sent by then.
+        let two = self.connection.keep == Keep::Sent;
+        if two && to.is_some_and(|to| overlap(&mut gradients, to.out)) {
+            Overlap::Anywhere
+        } else if self.reads_parameters() {
+            Overlap::Everything
+        } else {
+            Overlap::Buffers
+        }
     }
 
     /// Where these parameters lie, if it asks; `None`: in our own copy, or nobody asks.

@@ -509,6 +509,49 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
 }
 
 #[test]
+fn a_gradient_in_the_memory_of_the_parameters_is_sent_before_they_come() {
+    // Two in flight, and the gradient of w²/2, which is w: the answer to the push before comes first.
+    let (table, layout) = large();
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+        let layout = layout.clone();
+        move |peer, _| {
+            let (first, _) = peer.next(Kind::Pull);
+            roots(peer, &layout, first.request, 0, 0, 1.0);
+            pull_end(peer, first.request, 0);
+            let (head, _) = push(peer, &layout);
+            let (next, _) = peer.next(Kind::Push);
+            roots(peer, &layout, head.request, 0, 1, 2.0);
+            settle(peer, head.request, 1);
+            for fragment in &layout.fragments {
+                let (_, payload) = peer.next(Kind::Fragment);
+                assert!(payload == bytes_of(&vec![1.0; fragment.len]), "what it was at the call");
+            }
+            roots(peer, &layout, next.request, 0, 2, 3.0);
+            settle(peer, next.request, 2);
+            peer.goodbye();
+        }
+    });
+    let mut client = Client::connect(client_config(address, 2), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    for step in 1..=2 {
+        let start = params[0].as_mut_ptr();
+        #[expect(unsafe_code, reason = "only so can the same memory be sent and written")]
+        // SAFETY: `params` outlives these, and nobody else touches it.
+        let twice = || unsafe { Memory::from_raw(start, LARGE * 4) };
+        let (sent, out) = ([Some(twice())], [twice()]);
+        let got = client.push_pull(PushInput { values: &sent, samples: 1 }, &out, true, &never).unwrap();
+        assert_eq!(got.is_some(), step == 2);
+    }
+    assert!(floats(&params[0]).iter().all(|&p| p == 2.0));
+    let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
+    assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
+    assert!(floats(&params[0]).iter().all(|&p| p == 3.0));
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
 fn waiting_for_a_model_can_be_given_up() {
     let server = Server::start(ServerConfig::default()).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
