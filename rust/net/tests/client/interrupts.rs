@@ -431,6 +431,44 @@ fn only_what_was_read_under_the_same_term_is_unchanged() {
 }
 
 #[test]
+fn what_was_brought_was_read_unless_other_values_were_loaded_since() {
+    let table = table(vec![parameter("w", 10)]);
+    for (term, ready) in [(1, true), (2, false)] {
+        let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+            let table = table.clone();
+            move |peer, _| {
+                let (begin, _) = peer.next(Kind::Call);
+                peer.send(Kind::Reply, begin.request, &Reply::Init { taken: true });
+                peer.next(Kind::Value);
+                let (commit, _) = peer.next(Kind::Call);
+                peer.send(Kind::Reply, commit.request, &Reply::Init { taken: true });
+                let (wait, _) = peer.next(Kind::Call);
+                let model = ModelInfo { table, blueprint: None };
+                let reply = Reply::Model { model, run: run(Transaction::Fragment), term, version: 0 };
+                peer.send(Kind::Reply, wait.request, &reply);
+                if ready {
+                    let (head, _) = peer.next(Kind::Push);
+                    assert_eq!((head.term, head.version), (1, 0));
+                    peer.next(Kind::Fragment);
+                    settle(peer, head.request, 1);
+                }
+                peer.goodbye();
+            }
+        });
+        let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+        assert_eq!(client.init(&table, &[&[0; 40]], None, &never), Ok(true));
+        let mut gradient = [Some(bytes_of(&[1.0; 10]))];
+        let pushed = client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &never);
+        match pushed {
+            Ok(_) => assert!(ready),
+            Err(error) => assert!(!ready && error.to_string().contains("pull before"), "{error}"),
+        }
+        client.close(true, &never).unwrap();
+        server.join().unwrap();
+    }
+}
+
+#[test]
 fn a_model_that_was_read_does_not_become_another() {
     let table = table(vec![parameter("w", 10)]);
     let (address, server) = serve(table.clone(), run(Transaction::Fragment), |peer, _| {
