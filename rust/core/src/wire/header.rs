@@ -68,7 +68,7 @@ pub enum Kind {
     Grant = 34,
     /// Worker: send me the parameters ([`PullRequest`](super::PullRequest)).
     Pull = 35,
-    /// Server: the parameters of one fragment.
+    /// Server: the parameters of one fragment. Those that answer a request come in the order of the fragments.
     Root = 36,
     /// Server: how a push ended, as a message (the store's receipt); `version` is what the worker has now read.
     Receipt = 37,

@@ -9,7 +9,7 @@ use super::payload::Content;
 use super::session::Inner;
 use offbeat_core::table::TensorTable;
 use offbeat_core::values::first_nonfinite_parameter;
-use offbeat_core::wire::message::{Call, ModelInfo, Reply};
+use offbeat_core::wire::message::{Call, FIRST_TERM, ModelInfo, Reply};
 use offbeat_core::wire::{Header, Kind};
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ impl Inner {
             Reply::Model { model, run, term, version } => {
                 (self.session.term, self.session.version) = (term, version);
                 self.set_run(run);
-                self.adopt(model);
+                self.adopt(model)?;
                 Ok(self.model()?.table.clone())
             }
             reply => Err(self.unexpected(&reply)),
@@ -56,8 +56,10 @@ impl Inner {
         if let Some(difference) = theirs.first_difference(table) {
             return Err(ClientError::ModelMismatch { message: difference.to_string() });
         }
-        if taken && let Some(held) = &mut self.connection.held {
-            held.brought(&model, self.session.term, values);
+        // Under a later term other values have been loaded since; those are to be pulled.
+        let lives = taken && self.session.term == FIRST_TERM;
+        if lives && let Some(held) = &mut self.connection.held {
+            held.brought(&model, FIRST_TERM, values);
         }
         Ok(taken)
     }
@@ -76,7 +78,7 @@ impl Inner {
             Reply::Init { taken: false } => return Ok(false),
             reply => return Err(self.unexpected(&reply)),
         }
-        self.adopt(ModelInfo { table: table.clone(), blueprint });
+        self.adopt(ModelInfo { table: table.clone(), blueprint })?;
         let outgoing = Outgoing::push(
             None,
             &[],

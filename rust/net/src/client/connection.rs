@@ -44,6 +44,8 @@ pub(super) struct Turn<'m> {
 pub(super) enum Overlap {
     Buffers,
     Everything,
+    /// What is sent lies anywhere in `out`: nothing may be written before all of it has been sent.
+    Anywhere,
 }
 
 impl<'m> Turn<'m> {
@@ -61,7 +63,11 @@ impl<'m> Turn<'m> {
         let Some((_, outgoing)) = &self.outgoing else {
             return true;
         };
-        (self.overlaps == Overlap::Buffers && !model.is_buffers(fragment)) || outgoing.is_past(fragment)
+        match self.overlaps {
+            Overlap::Buffers => !model.is_buffers(fragment) || outgoing.is_past(fragment),
+            Overlap::Everything => outgoing.is_past(fragment),
+            Overlap::Anywhere => outgoing.is_done(),
+        }
     }
 }
 

@@ -100,7 +100,16 @@ impl Connection {
                 return Err(self.broke(format!("a root for request {} came unasked", header.request)));
             }
         };
-        pending.due = pending.due.saturating_sub(1);
+        let due = pending.due.next();
+        if due != Some(fragment) {
+            let due = due.map_or("none".to_owned(), |due| format!("that of fragment {due}"));
+            return Err(self.broke(format!("a root of fragment {fragment} came where {due} was due")));
+        }
+        // Only a worker that has read the whole model asks for changes.
+        let term = self.held.as_ref().map(|held| held.term);
+        if place.is_none() && !(pending.incremental && term == Some(header.term)) {
+            return Err(self.broke(format!("fragment {fragment} is \"unchanged\", and was never read")));
+        }
         let bytes = match place {
             Some(Place::Out) => {
                 if let Some(held) = &mut self.held {
@@ -151,15 +160,10 @@ impl Connection {
         let Some(pending) = self.flight.get_mut(header.request).filter(|p| p.end.is_none()) else {
             return Err(self.broke(format!("an answer to request {} came unasked", header.request)));
         };
-        let fits = match (&end, &pending.push) {
-            (End::Receipt { .. }, Some(_))
-            | (End::Pulled { .. } | End::Reply(_), None)
-            | (End::Refused(_), _) => true,
-            (End::Receipt { .. }, None) | (End::Pulled { .. } | End::Reply(_), Some(_)) => false,
-        };
-        if !fits || (pending.due > 0 && !matches!(end, End::Refused(_))) {
-            let due = pending.due;
-            return Err(self.broke(format!("{:?} ends a request that waits for {due} roots", header.kind)));
+        if header.kind != Kind::Refused && (header.kind != pending.ends_with || !pending.due.is_empty()) {
+            let (kind, due, ends_with) = (header.kind, pending.due.len(), pending.ends_with);
+            let cause = format!("{kind:?} ends a request that waits for {due} roots and {ends_with:?}");
+            return Err(self.broke(cause));
         }
         if let (End::Receipt { receipt, .. }, Some(push)) = (&end, &mut pending.push) {
             self.outdated |= receipt.reason == Some(Reason::OptimizerChanged);
@@ -182,7 +186,7 @@ impl Connection {
         Ok(())
     }
 
-    fn broke(&self, cause: String) -> ClientError {
+    pub(super) fn broke(&self, cause: String) -> ClientError {
         ClientError::Protocol { address: self.address.clone(), cause }
     }
 }

@@ -2,8 +2,10 @@
 
 use offbeat_core::layout::Presence;
 use offbeat_core::store::Receipt;
+use offbeat_core::wire::Kind;
 use offbeat_core::wire::message::{Refused, Reply};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A fragment's parameters that have come before the caller's memory may be written: its place in the model, its
@@ -47,11 +49,14 @@ pub(super) struct PushPart {
 #[derive(Debug)]
 pub(super) struct Pending {
     pub(super) request: u32,
+    /// What ends it, unless it is refused.
+    pub(super) ends_with: Kind,
     pub(super) push: Option<PushPart>,
-    /// Roots that must come before the end: all of the model's, where the request says so.
-    pub(super) due: usize,
+    /// Fragments whose roots must still come before the end, in this order: all of the model's, where the request says
+    /// so.
+    pub(super) due: Range<usize>,
     pub(super) early: VecDeque<Early>,
-    /// Whether it asked for changes only.
+    /// Whether it asked for changes only, so that a root may be answered by "unchanged".
     pub(super) incremental: bool,
     /// Whether its fragments may be sent.
     pub(super) granted: bool,
@@ -61,11 +66,12 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    pub(super) fn new(request: u32) -> Self {
+    pub(super) fn new(request: u32, ends_with: Kind) -> Self {
         Self {
             request,
+            ends_with,
             push: None,
-            due: 0,
+            due: 0..0,
             early: VecDeque::new(),
             incremental: false,
             granted: true,

@@ -91,7 +91,7 @@ impl Inner {
             broken: None,
         };
         if let Some(model) = model {
-            inner.adopt(model);
+            inner.adopt(model)?;
         }
         Ok(inner)
     }

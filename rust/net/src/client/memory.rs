@@ -162,7 +162,6 @@ pub(crate) fn with_slices_mut<'m, R>(
 
 /// The first two memories that share a byte, as positions; `None` upholds MEM-4.
 pub(crate) fn check_disjoint(memories: &[Memory<'_>]) -> Option<(usize, usize)> {
-    let span = |m: &Memory<'_>| (m.start.addr(), m.start.addr() + m.len);
     let mut end = 0;
     let ascending = memories.iter().filter(|m| m.len > 0).all(|m| {
         let (first, last) = span(m);
@@ -179,6 +178,21 @@ pub(crate) fn check_disjoint(memories: &[Memory<'_>]) -> Option<(usize, usize)> 
         let (a, b) = (pair[0], pair[1]);
         (span(&memories[a]).1 > span(&memories[b]).0).then_some((a.min(b), a.max(b)))
     })
+}
+
+/// Whether one of `these` shares a byte with one of `others`, which are disjoint.
+pub(crate) fn overlap<'m>(these: impl Iterator<Item = &'m Memory<'m>>, others: &[Memory<'_>]) -> bool {
+    let mut spans: Vec<_> = others.iter().filter(|m| m.len > 0).map(span).collect();
+    spans.sort_unstable();
+    these.filter(|m| m.len > 0).map(span).any(|(first, last)| {
+        let next = spans.partition_point(|&(_, end)| end <= first);
+        spans.get(next).is_some_and(|&(start, _)| start < last)
+    })
+}
+
+/// First byte and the one after the last.
+fn span(memory: &Memory<'_>) -> (usize, usize) {
+    (memory.start.addr(), memory.start.addr() + memory.len)
 }
 
 #[cfg(test)]
@@ -267,6 +281,13 @@ mod tests {
             match check_disjoint(&memories) {
                 None => prop_assert!(!any),
                 Some((a, b)) => prop_assert!(a < b && meet(a, b)),
+            }
+            for (n, memory) in memories.iter().enumerate() {
+                let others = &memories[..n];
+                if check_disjoint(others).is_none() {
+                    let any = (0..n).any(|other| meet(n, other));
+                    prop_assert_eq!(overlap([memory].into_iter(), others), any);
+                }
             }
         }
     }

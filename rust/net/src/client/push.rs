@@ -7,7 +7,7 @@ use super::error::ClientError;
 use super::finite;
 use super::flight::{End, Pending, PushPart};
 use super::held::Held;
-use super::memory::Memory;
+use super::memory::{Memory, overlap};
 use super::model::Model;
 use super::momentum::{Keep, Momentum};
 use super::outgoing::Outgoing;
@@ -16,6 +16,7 @@ use super::session::Inner;
 use offbeat_core::layout::Presence;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::Receipt;
+use offbeat_core::table::Role;
 use offbeat_core::wire::push::MAX_SAMPLES;
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, Versions, Want};
 use std::sync::Arc;
@@ -46,7 +47,11 @@ impl Inner {
         let mut payload = Vec::new();
         PullRequest { have: have.map(Versions::Numbers) }.encode(&mut payload);
         let header = Header { request, term: held.term, version: held.version, ..Header::new(Kind::Pull) };
-        self.connection.flight.begin(Pending { due: model.num_fragments(), ..Pending::new(request) });
+        self.connection.flight.begin(Pending {
+            due: 0..model.num_fragments(),
+            incremental: have.is_some(),
+            ..Pending::new(request, Kind::PullEnd)
+        });
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
         let turn = Turn { out: Some(to.out), target: Some(request), ..Turn::send(request, outgoing) };
         match self.end_of(request, turn, interrupt)? {
@@ -54,7 +59,7 @@ impl Inner {
                 self.has_read(term, version);
                 Ok(Pulled { term, version })
             }
-            End::Receipt { .. } | End::Reply(_) | End::Refused(_) => unreachable!("a pull ends with its end"),
+            end @ (End::Receipt { .. } | End::Reply(_) | End::Refused(_)) => Err(self.unexpected(&end)),
         }
     }
 
@@ -103,7 +108,7 @@ impl Inner {
         let turn = Turn {
             out: to.map(|to| to.out),
             target,
-            overlaps: if self.reads_parameters() { Overlap::Everything } else { Overlap::Buffers },
+            overlaps: self.overlaps(&model, input, to),
             ..Turn::send(request, outgoing)
         };
         if let Some(target) = target {
@@ -170,9 +175,7 @@ impl Inner {
                 }
                 Ok(receipt)
             }
-            Ok(End::Pulled { .. } | End::Reply(_) | End::Refused(_)) => {
-                unreachable!("a push ends with a receipt")
-            }
+            Ok(end @ (End::Pulled { .. } | End::Reply(_) | End::Refused(_))) => Err(self.unexpected(&end)),
             Err(error) => {
                 self.abandon(); // what follows a refused push is refused too
                 Err(error)
@@ -189,6 +192,22 @@ impl Inner {
     /// Whether momentum correction asks for the parameters that a gradient was taken at.
     fn reads_parameters(&self) -> bool {
         self.connection.momentum.as_ref().is_some_and(Momentum::reads_parameters)
+    }
+
+    /// What of `to` must not be written yet while a push is sent.
+    fn overlaps(&self, model: &Model, input: &PushInput<'_>, to: Option<Destination<'_>>) -> Overlap {
+        let mut gradients = input.values.iter().enumerate().filter_map(|(tensor, value)| {
+            value.as_ref().filter(|_| model.table.tensors()[tensor].role == Role::Parameter)
+        });
+        // With one in flight a root answers the very fragment that lies there, which has been sent by then.
+        let two = self.connection.keep == Keep::Sent;
+        if two && to.is_some_and(|to| overlap(&mut gradients, to.out)) {
+            Overlap::Anywhere
+        } else if self.reads_parameters() {
+            Overlap::Everything
+        } else {
+            Overlap::Buffers
+        }
     }
 
     /// Where these parameters lie, if it asks; `None`: in our own copy, or nobody asks.
@@ -225,8 +244,11 @@ impl Inner {
     /// The caller's memory holds what these say.
     fn has_read(&mut self, term: u64, version: u64) {
         (self.session.term, self.session.version) = (term, version);
-        if let Some(held) = &mut self.connection.held {
-            (held.term, held.version, held.ready) = (term, version, true);
+        let Some(held) = &mut self.connection.held else { return };
+        let replaced = held.ready && held.term != term;
+        (held.term, held.version, held.ready) = (term, version, true);
+        if replaced {
+            self.reset_momentum(); // the velocity was gathered on the way to the values before
         }
     }
 
@@ -270,10 +292,10 @@ impl Inner {
                 fragments: fragments.clone(),
                 buffers_sent: Vec::new(),
             }),
-            due: if to.is_some() { model.num_fragments() } else { 0 },
+            due: 0..if to.is_some() { model.num_fragments() } else { 0 },
             granted: self.session.run.transaction == Transaction::Fragment,
             incremental,
-            ..Pending::new(request)
+            ..Pending::new(request, Kind::Receipt)
         });
         let (values, versions) = (input.values, held.versions.clone());
         let content = Content::Push { values, present: of_content, versions, x_read };

@@ -17,6 +17,7 @@ use offbeat_core::store::Receipt;
 use offbeat_core::wire::message::{Call, ModelInfo, Reply, RunConfig};
 use offbeat_core::wire::{Header, Kind, encode};
 use std::collections::VecDeque;
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -62,10 +63,14 @@ impl Inner {
     }
 
     /// Takes the server's model for ours; nothing of it has been read.
-    pub(super) fn adopt(&mut self, info: ModelInfo) {
+    pub(super) fn adopt(&mut self, info: ModelInfo) -> Result<(), ClientError> {
         let ModelInfo { table, blueprint } = info;
         if self.session.table.as_deref() == Some(&table) {
-            return;
+            return Ok(());
+        }
+        if self.connection.held.as_ref().is_some_and(|held| held.ready) {
+            // What is in flight would be delivered by another layout than it was asked for.
+            return Err(self.broke("the server's model has become another".to_owned()));
         }
         let model = Arc::new(Model::new(Arc::new(table)));
         self.session.table = Some(model.table.clone());
@@ -74,6 +79,7 @@ impl Inner {
         self.connection.inbound.expect(&model);
         self.connection.model = Some(model);
         self.reset_momentum();
+        Ok(())
     }
 
     /// Takes what is in force in the run. A velocity belongs to one optimizer.
@@ -100,7 +106,7 @@ impl Inner {
         Ok(())
     }
 
-    fn reset_momentum(&mut self) {
+    pub(super) fn reset_momentum(&mut self) {
         let keep = self.connection.keep;
         let RunConfig { momentum_correction, optimizer, .. } = &self.session.run;
         self.connection.momentum = match (&self.connection.model, optimizer) {
@@ -234,19 +240,21 @@ impl Inner {
         }
         let header = Header { request, ..Header::new(Kind::Call) };
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
-        self.connection.flight.begin(Pending::new(request));
+        self.connection.flight.begin(Pending::new(request, Kind::Reply));
         match self.end_of(request, Turn::send(request, outgoing), interrupt)? {
             End::Reply(reply) => Ok(reply),
-            End::Receipt { .. } | End::Pulled { .. } | End::Refused(_) => {
-                unreachable!("a call ends with a reply")
-            }
+            end @ (End::Receipt { .. } | End::Pulled { .. } | End::Refused(_)) => Err(self.unexpected(&end)),
         }
     }
 
-    /// What a reply of the wrong kind means.
-    pub(super) fn unexpected(&mut self, reply: &Reply) -> ClientError {
-        let address = self.connection.address.clone();
-        let error = ClientError::Protocol { address, cause: format!("{reply:?} answers another question") };
+    /// What an answer of the wrong kind means.
+    pub(super) fn unexpected(&mut self, answer: &dyn Debug) -> ClientError {
+        self.broke(format!("{answer:?} answers another question"))
+    }
+
+    /// Ends the session, for what the server must not send.
+    fn broke(&mut self, cause: String) -> ClientError {
+        let error = self.connection.broke(cause);
         self.broken = Some(error.clone());
         error
     }

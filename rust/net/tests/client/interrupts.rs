@@ -7,6 +7,7 @@ use offbeat_core::layout::Layout;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::message::{ModelInfo, Reply};
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, decode, encode, flags};
 use offbeat_net::client::{Client, ClientError, Interrupt, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig};
@@ -37,6 +38,12 @@ impl Interrupt for Key {
 fn root(peer: &mut Peer, request: u32, fragment: usize, version: u64, payload: &[u8]) {
     let fragment = u32::try_from(fragment).unwrap();
     peer.frame(Header { request, fragment, version, term: 1, ..Header::new(Kind::Root) }, payload);
+}
+
+/// The first fragment is as the client has it.
+fn unchanged(peer: &mut Peer, request: u32, version: u64, term: u64) {
+    let header = Header { request, version, term, flags: flags::UNCHANGED, ..Header::new(Kind::Root) };
+    peer.frame(header, &[]);
 }
 
 /// All roots with one value, from `first` on.
@@ -325,7 +332,7 @@ type Bad = (&'static str, fn(&mut Peer, u32));
 #[test]
 fn what_a_server_may_not_send_ends_the_session() {
     let table = table(vec![parameter("w", 10), tensor("count", 1, Dtype::I64, Role::Buffer)]);
-    let cases: [Bad; 7] = [
+    let cases: [Bad; 12] = [
         ("fits no model", |peer, request| {
             root(peer, request, 2, 1, &[0; 40]);
         }),
@@ -345,6 +352,22 @@ fn what_a_server_may_not_send_ends_the_session() {
             peer.write(&Header { payload_checksum: header.payload_checksum ^ 1, ..header }.encode());
             peer.write(&[0; 40]);
         }),
+        ("was never read", |peer, request| unchanged(peer, request, 0, 0)),
+        ("where that of fragment 0 was due", |peer, request| root(peer, request, 1, 1, &[0; 8])),
+        ("where that of fragment 1 was due", |peer, request| {
+            root(peer, request, 0, 1, &[0; 40]);
+            root(peer, request, 0, 1, &[0; 40]);
+        }),
+        ("where none was due", |peer, request| {
+            root(peer, request, 0, 1, &[0; 40]);
+            root(peer, request, 1, 1, &[0; 8]);
+            root(peer, request, 1, 1, &[0; 8]);
+        }),
+        ("Reply ends a request", |peer, request| {
+            root(peer, request, 0, 1, &[0; 40]);
+            root(peer, request, 1, 1, &[0; 8]);
+            peer.send(Kind::Reply, request, &Reply::Goodbye);
+        }),
     ];
     for (says, bad) in cases {
         let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
@@ -361,6 +384,114 @@ fn what_a_server_may_not_send_ends_the_session() {
         assert_eq!(pull(&mut client, &mut params, false, &never), Err(error));
         server.join().unwrap();
     }
+}
+
+#[test]
+fn a_call_ends_with_a_reply_and_nothing_else() {
+    let table = table(vec![parameter("w", 10)]);
+    let cases: [Bad; 3] = [
+        ("PullEnd ends a request", |peer, request| pull_end(peer, request, 1)),
+        ("Receipt ends a request", |peer, request| settle(peer, request, 1)),
+        ("where none was due", |peer, request| root(peer, request, 0, 1, &[0; 40])),
+    ];
+    for (says, bad) in cases {
+        let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
+            let (call, _) = peer.next(Kind::Call);
+            bad(peer, call.request);
+        });
+        let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+        let error = client.status(&never).unwrap_err();
+        assert!(error.to_string().contains(says), "{says}: {error}");
+        assert_eq!(client.status(&never), Err(error));
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn only_what_was_read_under_the_same_term_is_unchanged() {
+    let table = table(vec![parameter("w", 10)]);
+    for (incremental, term, fits) in [(true, 1, true), (true, 2, false), (false, 1, false)] {
+        let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
+            let (first, _) = peer.next(Kind::Pull);
+            root(peer, first.request, 0, 3, &[7; 40]);
+            pull_end(peer, first.request, 3);
+            let (second, _) = peer.next(Kind::Pull);
+            unchanged(peer, second.request, 3, term);
+            if fits {
+                pull_end(peer, second.request, 3);
+                peer.goodbye();
+            }
+        });
+        let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+        let mut params = filled(&table, 0);
+        pull(&mut client, &mut params, false, &never).unwrap();
+        let second = pull(&mut client, &mut params, incremental, &never);
+        match &second {
+            Ok(3) => assert!(fits),
+            Err(ClientError::Protocol { cause, .. }) => assert!(!fits && cause.contains("was never read")),
+            other => panic!("{incremental} {term}: {other:?}"),
+        }
+        client.close(true, &never).unwrap();
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn what_was_brought_was_read_unless_other_values_were_loaded_since() {
+    let table = table(vec![parameter("w", 10)]);
+    for (term, ready) in [(1, true), (2, false)] {
+        let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+            let table = table.clone();
+            move |peer, _| {
+                let (begin, _) = peer.next(Kind::Call);
+                peer.send(Kind::Reply, begin.request, &Reply::Init { taken: true });
+                peer.next(Kind::Value);
+                let (commit, _) = peer.next(Kind::Call);
+                peer.send(Kind::Reply, commit.request, &Reply::Init { taken: true });
+                let (wait, _) = peer.next(Kind::Call);
+                let model = ModelInfo { table, blueprint: None };
+                let reply = Reply::Model { model, run: run(Transaction::Fragment), term, version: 0 };
+                peer.send(Kind::Reply, wait.request, &reply);
+                if ready {
+                    let (head, _) = peer.next(Kind::Push);
+                    assert_eq!((head.term, head.version), (1, 0));
+                    peer.next(Kind::Fragment);
+                    settle(peer, head.request, 1);
+                }
+                peer.goodbye();
+            }
+        });
+        let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+        assert_eq!(client.init(&table, &[&[0; 40]], None, &never), Ok(true));
+        let mut gradient = [Some(bytes_of(&[1.0; 10]))];
+        let pushed = client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &never);
+        match pushed {
+            Ok(_) => assert!(ready),
+            Err(error) => assert!(!ready && error.to_string().contains("pull before"), "{error}"),
+        }
+        client.close(true, &never).unwrap();
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn a_model_that_was_read_does_not_become_another() {
+    let table = table(vec![parameter("w", 10)]);
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), |peer, _| {
+        let (first, _) = peer.next(Kind::Pull);
+        root(peer, first.request, 0, 3, &[7; 40]);
+        pull_end(peer, first.request, 3);
+        let (call, _) = peer.next(Kind::Call);
+        let model = ModelInfo { table: crate::support::table(vec![parameter("w", 9)]), blueprint: None };
+        let reply = Reply::Model { model, run: run(Transaction::Fragment), term: 1, version: 3 };
+        peer.send(Kind::Reply, call.request, &reply);
+    });
+    let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    let error = client.wait_for_model(&never).unwrap_err();
+    assert!(matches!(error, ClientError::Protocol { .. }), "{error}");
+    server.join().unwrap();
 }
 
 #[test]
@@ -417,6 +548,49 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
     let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
     assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
     assert_eq!(params[1], 502_i64.to_le_bytes());
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_gradient_in_the_memory_of_the_parameters_is_sent_before_they_come() {
+    // Two in flight, and the gradient of w²/2, which is w: the answer to the push before comes first.
+    let (table, layout) = large();
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), {
+        let layout = layout.clone();
+        move |peer, _| {
+            let (first, _) = peer.next(Kind::Pull);
+            roots(peer, &layout, first.request, 0, 0, 1.0);
+            pull_end(peer, first.request, 0);
+            let (head, _) = push(peer, &layout);
+            let (next, _) = peer.next(Kind::Push);
+            roots(peer, &layout, head.request, 0, 1, 2.0);
+            settle(peer, head.request, 1);
+            for fragment in &layout.fragments {
+                let (_, payload) = peer.next(Kind::Fragment);
+                assert!(payload == bytes_of(&vec![1.0; fragment.len]), "what it was at the call");
+            }
+            roots(peer, &layout, next.request, 0, 2, 3.0);
+            settle(peer, next.request, 2);
+            peer.goodbye();
+        }
+    });
+    let mut client = Client::connect(client_config(address, 2), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    for step in 1..=2 {
+        let start = params[0].as_mut_ptr();
+        #[expect(unsafe_code, reason = "only so can the same memory be sent and written")]
+        // SAFETY: `params` outlives these, and nobody else touches it.
+        let twice = || unsafe { Memory::from_raw(start, LARGE * 4) };
+        let (sent, out) = ([Some(twice())], [twice()]);
+        let got = client.push_pull(PushInput { values: &sent, samples: 1 }, &out, true, &never).unwrap();
+        assert_eq!(got.is_some(), step == 2);
+    }
+    assert!(floats(&params[0]).iter().all(|&p| p == 2.0));
+    let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
+    assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
+    assert!(floats(&params[0]).iter().all(|&p| p == 3.0));
     client.close(true, &never).unwrap();
     server.join().unwrap();
 }

@@ -116,6 +116,33 @@ fn a_rejected_push_leaves_the_velocity() {
 }
 
 #[test]
+fn values_that_are_loaded_start_the_velocity_anew() {
+    let loaded = gradient(N, 1, 2);
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        for hears_by_pull in [true, false] {
+            let spec = sgd(f64::from(LR), 0.9, 0.0);
+            let server = server_of(&gradient(N, 1, 1), ServerConfig { transaction, ..config(spec) });
+            let mut worker = Worker::ready(&server, 1);
+            for number in 0..2 {
+                assert_eq!(step(&mut worker, number, true), None);
+            }
+            server.load_tensors(&[bytes_of(&loaded)]).unwrap();
+            if hears_by_pull {
+                worker.pull(true).unwrap();
+            } else {
+                assert_eq!(step(&mut worker, 50, true), Some(Reason::ServerRolledBack));
+            }
+            let mut oracle = Oracle { p: loaded.clone(), v: None, momentum: 0.9, weight_decay: 0.0 };
+            for number in 0..3 {
+                assert_eq!(step(&mut worker, number, true), None);
+                oracle.step(&gradient(N, 0, number));
+                assert_eq!(worker.floats(0), oracle.p, "{transaction:?} step {number}");
+            }
+        }
+    }
+}
+
+#[test]
 fn two_in_flight_keep_the_velocity_as_they_send() {
     let table = table(vec![parameter("w", 70_000)]);
     let server = Server::with_model(

@@ -1,7 +1,8 @@
 //! What is pushed and what comes back.
 
 use crate::support::{
-    Worker, bytes_of, client_config, config, eventually, filled, never, parameter, sgd, table, tensor,
+    Worker, bytes_of, client_config, config, eventually, filled, memories, never, parameter, sgd, table,
+    tensor,
 };
 use offbeat_core::dtype::Dtype;
 use offbeat_core::pipeline::Reason;
@@ -52,6 +53,10 @@ fn a_pull_after_init_equals_what_was_brought() {
     let out_memories: Vec<Memory<'_>> = out.iter_mut().map(|o| Memory::of(o)).collect();
     assert_eq!(late.pull(&out_memories, false, &never).unwrap().version, 0);
     assert_eq!(out, values);
+
+    let mut gradient: Vec<_> = values.into_iter().map(Some).collect();
+    let input = PushInput { values: &memories(&mut gradient), samples: 1 };
+    assert!(bringer.push(input, &never).unwrap().applied, "what was brought was read");
 }
 
 #[test]

@@ -9,9 +9,12 @@ use offbeat_core::wire::message::{
 use offbeat_core::wire::{HEADER_BYTES, Header, Kind, PROTOCOL, decode, encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use socket2::SockRef;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread::JoinHandle;
+
+const RECEIVE_BUFFER_BYTES: usize = 256 << 10;
 
 /// One connection, from the server's end.
 pub(crate) struct Peer(TcpStream);
@@ -95,6 +98,8 @@ pub(crate) fn serve(
     script: impl FnOnce(&mut Peer, &mut Peer) + Send + 'static,
 ) -> (SocketAddr, JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    // Else it grows to 32 MB, and takes a large push while the script reads nothing.
+    SockRef::from(&listener).set_recv_buffer_size(RECEIVE_BUFFER_BYTES).unwrap();
     let address = listener.local_addr().unwrap();
     let thread = std::thread::spawn(move || {
         let mut data = Peer::greet(&listener);

@@ -5,6 +5,9 @@ use crate::spec::{Contribution, OptimizerSpec};
 use crate::table::TensorTable;
 use serde::{Deserialize, Serialize};
 
+/// The term that a model which a worker brought begins with; its values are version 0.
+pub const FIRST_TERM: u64 = 1;
+
 /// A request on the data connection; answered by [`Reply`] or [`Refused`](super::Refused).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

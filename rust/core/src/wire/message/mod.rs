@@ -7,7 +7,7 @@ mod handshake;
 mod membership;
 mod refusal;
 
-pub use call::{Call, Reply};
+pub use call::{Call, FIRST_TERM, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
     Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, RunConfig,
