@@ -606,6 +606,17 @@ def test_an_exception_of_the_user_s_is_raised_and_the_next_train_works(serve, jo
     assert worker.train(dataset=dataset(), loss_fn=LOSS, progress=False).stopped == "epochs"
 
 
+def test_gradients_of_a_train_that_failed_are_not_pushed_by_the_next_step(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+
+    def metric(outputs, targets):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        worker.train(dataset=dataset(), loss_fn=LOSS, metrics=metric, progress=False)
+    assert all(parameter.grad is None for parameter in worker.model.parameters())
+
+
 class ReadsOfScalars(TorchDispatchMode):
     """Counts what makes Python wait for a device: `item()`, `float()`, `if tensor`."""
 
