@@ -238,6 +238,28 @@ class Binding:
         if slots:
             self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
 
+    def put_back_nan(self) -> bool:
+        """Where floating buffers became NaN, give them what was read; infinity may be a value, NaN is damage.
+
+        Local buffers stay: they are this module's own affair.
+
+        Returns:
+            Whether all are put back. What pulls write to directly has to come again.
+        """
+        is_whole = True
+        for slot in self.slots:
+            if slot.is_parameter or self._local_buffers or not slot.tensor.is_floating_point():
+                continue
+            nan = slot.tensor.isnan()
+            if not bool(nan.any()):
+                continue
+            if slot.spare is None:
+                is_whole = False
+            else:
+                with torch.no_grad():
+                    slot.tensor.copy_(torch.where(nan, slot.spare.to(slot.tensor.device), slot.tensor))
+        return is_whole
+
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""
         for slot in self.slots:
