@@ -106,6 +106,7 @@ class Binding:
         self._copies = HostCopies()
         self._broken = False
         self.filled = False
+        self._note_children()
         self._arrange()
 
     def use_spares(self) -> None:
@@ -123,6 +124,7 @@ class Binding:
         for slot, found in zip(self.slots, match(self._table, find(self.module)), strict=True):
             if found.places[0][0] is not slot.owner or found.tensor is not slot.tensor:
                 slot.place(found)
+        self._note_children()
         self._arrange()
 
     def refresh(self) -> None:
@@ -131,6 +133,8 @@ class Binding:
         Raises:
             ModelMismatchError: If a tensor is no longer what the table says.
         """
+        if any(children != noted for children, noted in self._children):
+            self.rescan()
         moved = False
         for slot in self.slots:
             tensor = cast(torch.Tensor, slot.owner.get(slot.key))  # None is met by _check_still
@@ -259,6 +263,11 @@ class Binding:
                 with torch.no_grad():
                     slot.tensor.copy_(torch.where(nan, slot.spare.to(slot.tensor.device), slot.tensor))
         return is_whole
+
+    def _note_children(self) -> None:
+        """Note every module's submodules: one that was replaced still has its tensors where they were."""
+        children = [cast(dict[str, nn.Module | None], vars(m)["_modules"]) for m in self.module.modules()]
+        self._children = [(now, dict(now)) for now in children]
 
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""

@@ -193,6 +193,7 @@ class AsyncWorker(process.Live):
     def optimizer(self) -> torch.optim.Optimizer:
         """A `torch.optim.Optimizer` whose `step()` is `worker.step()`, for GradScaler and its like."""
         self._usable()
+        self._link.binding.refresh()  # a GradScaler unscales the gradients of what it finds here
         return self._followed_facade()
 
     # ------------------------------------------------------------------ a loop of one's own

@@ -826,6 +826,14 @@ def test_the_facade_follows_replaced_parameters(serve, join):
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in worker.model.parameters()]
 
 
+def test_the_facade_has_a_replaced_submodule_before_the_step_that_pushes_its_gradient(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    assert worker.optimizer
+    worker.model[2] = nn.Linear(8, 2)
+    held = worker.optimizer.param_groups[0]["params"]
+    assert [id(p) for p in held] == [id(p) for p in worker.model.parameters()]
+
+
 def test_the_facade_does_not_keep_the_worker(serve):
     server = serve(net())
     worker = offbeat.AsyncWorker(server.address, net(), optimizer=SPEC)
