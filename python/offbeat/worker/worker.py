@@ -296,6 +296,7 @@ class AsyncWorker(process.Live):
         )
         measured = meters(metrics)
         self._warn_of_reduction(loss_fn)
+        self._link.binding.rescan()  # a live optimizer is measured by the module as it is now
         if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
             steps.use(optimizer)
         steps.require_optimizer()
@@ -311,7 +312,6 @@ class AsyncWorker(process.Live):
         )
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
-        self._link.binding.rescan()
         steps.flush()
         self._link.pull()
         try:

@@ -404,6 +404,20 @@ def test_optimizers_of_every_form_are_taken(serve, join):
     assert "on the worker" in history.optimizer
 
 
+@pytest.mark.parametrize("change", ["assign", "submodule"])
+def test_a_live_optimizer_of_the_model_as_it_is_now_is_taken(serve, join, train, change):
+    server = serve(net())
+    worker = join(server, net())
+    if change == "assign":
+        worker.model.load_state_dict(net(1).state_dict(), assign=True)
+        worker.model.requires_grad_(True)
+    else:
+        worker.model[3] = nn.Linear(8, 2)
+    adam = torch.optim.Adam(worker.model.parameters())
+    assert train(worker, dataset=dataset(), optimizer=adam).stopped == "epochs"
+    assert same_parameters(worker.model, server)
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_the_worker_s_own_optimizer_means_the_one_there_is(serve, join, live):
     model = net()
