@@ -120,6 +120,7 @@ class Binding:
         self._copies = HostCopies()
         self._broken = False
         self.filled = False
+        self._note_children()
         self._arrange()
 
     def use_spares(self) -> None:
@@ -137,6 +138,7 @@ class Binding:
         for slot, found in zip(self.slots, match(self._table, find(self.module)), strict=True):
             if found.places[0][0] is not slot.owner or found.tensor is not slot.tensor:
                 slot.place(found)
+        self._note_children()
         self._arrange()
 
     def refresh(self) -> None:
@@ -145,6 +147,8 @@ class Binding:
         Raises:
             ModelMismatchError: If a tensor is no longer what the table says.
         """
+        if any(children != noted for children, noted in self._children):
+            self.rescan()
         moved = False
         for slot in self.slots:
             tensor = cast(torch.Tensor, slot.owner.get(slot.key))  # None is met by _check_still
@@ -251,6 +255,33 @@ class Binding:
         slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
         if slots:
             self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
+
+    def put_back_nan(self) -> bool:
+        """Where floating buffers became NaN, give them what was read; infinity may be a value, NaN is damage.
+
+        Local buffers stay: they are this module's own affair.
+
+        Returns:
+            Whether all are put back. What pulls write to directly has to come again.
+        """
+        is_whole = True
+        for slot in self.slots:
+            if slot.is_parameter or self._local_buffers or not slot.tensor.is_floating_point():
+                continue
+            nan = slot.tensor.isnan()
+            if not bool(nan.any()):
+                continue
+            if slot.spare is None:
+                is_whole = False
+            else:
+                with torch.no_grad():
+                    slot.tensor.copy_(torch.where(nan, slot.spare.to(slot.tensor.device), slot.tensor))
+        return is_whole
+
+    def _note_children(self) -> None:
+        """Note every module's submodules: one that was replaced still has its tensors where they were."""
+        children = [cast(dict[str, nn.Module | None], vars(m)["_modules"]) for m in self.module.modules()]
+        self._children = [(now, dict(now)) for now in children]
 
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""

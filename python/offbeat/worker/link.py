@@ -130,6 +130,14 @@ class Link:
             self._astray = False
         return was_astray
 
+    def put_back_nan(self) -> None:
+        """See that buffers hold no NaN of a batch that was refused, which the next push would bring to all.
+
+        Buffers without a copy of what was read are pulled again; nothing is in flight then.
+        """
+        if not self.binding.put_back_nan():
+            self.pull()
+
     def _pull(self) -> None:
         written = self._unsure or any(slot.dirty for slot in self.binding.parameters)
         with self._in_order():

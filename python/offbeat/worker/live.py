@@ -63,7 +63,11 @@ class LiveOptimizer:
         moving = {id(s.tensor) for s, g in zip(slots, gradients, strict=True) if g is not None}
         if not moving <= self._held:
             self._held = _check_holds(self.optimizer, self._binding)
-        _check_finite(slots, gradients)
+        try:
+            _check_finite(slots, gradients)
+        except NonFiniteError:  # whoever skips the batch goes on without its gradients
+            self._binding.clear_gradients()
+            raise
         if self._before is None:
             self._before = _copied(dict(self.optimizer.state))
         self._gate.is_open = True

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
 from offbeat.samples import sample_count
@@ -114,7 +114,11 @@ class Steps:
         contribution = self._contribution
         self._link.binding.refresh()
         self._mend()
-        contribution.add(samples)
+        try:
+            contribution.add(samples)
+        except NonFiniteError:
+            self._link.put_back_nan()
+            raise
         self.batches += 1
         self._samples += samples
         return self._push() if self.batches >= self._update_frequency else []
@@ -185,8 +189,10 @@ class Steps:
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
-        except UNSENT:
+        except UNSENT as error:
             contribution.unsent()
+            if isinstance(error, NonFiniteError):
+                self._link.put_back_nan()
             raise
         except BaseException:
             contribution.drop(self._link.num_unsettled)

@@ -85,6 +85,7 @@ def run(
         raise
     finally:
         loop.note_time()
+        link.binding.clear_gradients()  # of a batch that broke off between its backward and its step
         steps.drop()
 
 

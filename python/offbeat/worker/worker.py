@@ -193,6 +193,7 @@ class AsyncWorker(process.Live):
     def optimizer(self) -> torch.optim.Optimizer:
         """A `torch.optim.Optimizer` whose `step()` is `worker.step()`, for GradScaler and its like."""
         self._usable()
+        self._link.binding.refresh()  # a GradScaler unscales the gradients of what it finds here
         return self._followed_facade()
 
     # ------------------------------------------------------------------ a loop of one's own
@@ -297,6 +298,7 @@ class AsyncWorker(process.Live):
         )
         measured = meters(metrics)
         self._warn_of_reduction(loss_fn)
+        self._link.binding.rescan()  # a live optimizer is measured by the module as it is now
         if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
             steps.use(optimizer)
         steps.require_optimizer()
@@ -312,7 +314,6 @@ class AsyncWorker(process.Live):
         )
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
-        self._link.binding.rescan()
         steps.flush()
         self._link.pull()
         try:

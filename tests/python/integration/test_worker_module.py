@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel
 
 import offbeat
-from offbeat.errors import ModelMismatchError, UnsupportedTensorError
+from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 
@@ -293,6 +293,43 @@ def test_a_replaced_submodule_is_followed_by_train(pair):
     worker.model.out = nn.Linear(16, 4)
     with pytest.raises(ModelMismatchError, match=r"'out\.weight'"):
         worker.train(dataloader=[batch(0)], loss_fn=nn.CrossEntropyLoss(), progress=False)
+
+
+def test_a_replaced_submodule_is_followed_by_step(pair):
+    server, worker, _, _ = pair()
+    loss_of(worker.model, 0).backward()
+    worker.step(samples=8)
+    worker.model.out = nn.Linear(16, 3)
+    worker.model.norm = nn.BatchNorm2d(4)
+    before = server.state_dict()["out.weight"].clone()
+    for number in (1, 2):
+        loss_of(worker.model, number).backward()
+        assert worker.step(samples=8).applied
+        is_the_server_s(worker, server)
+    assert not torch.equal(server.state_dict()["out.weight"], before)
+    worker.model.out = nn.Linear(16, 4)
+    loss_of(worker.model, 0).backward()
+    with pytest.raises(ModelMismatchError, match=r"'out\.weight'"):
+        worker.step()
+
+
+def test_a_replaced_submodule_that_a_live_optimizer_does_not_hold_is_refused_by_name(serve, join):
+    model = net()
+    worker = join(serve(net()), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    model.out = nn.Linear(16, 3)
+    loss_of(model, 0).backward()
+    with pytest.raises(ConfigError, match=r"'out\.weight'"):
+        worker.step()
+
+
+def test_a_replaced_submodule_is_followed_by_evaluate(pair):
+    server, worker, _, _ = pair()
+    worker.model.out = nn.Linear(16, 3)
+    worker.evaluate([batch(0)])
+    is_the_server_s(worker, server)
+    worker.model.out = nn.Linear(16, 4)
+    with pytest.raises(ModelMismatchError, match=r"'out\.weight'"):
+        worker.evaluate([batch(0)])
 
 
 def test_torch_compile(pair):

@@ -206,6 +206,42 @@ def test_a_nan_gradient_leaves_the_buffers_to_the_next_push(serve, join, in_flig
             torch.testing.assert_close(held[name], buffer)
 
 
+@pytest.mark.parametrize("update_frequency", [1, 2])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_corrupt_batch_that_is_skipped_leaves_no_nan_in_buffers(
+    serve, join, live, in_flight, update_frequency
+):
+    server, model = serve(normed()), normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if live else SPEC
+    keywords = {"in_flight": in_flight, "update_frequency": update_frequency}
+    worker = join(server, model, optimizer=optimizer, **keywords)
+    num_refused = 0
+    for number in range(6 * update_frequency):
+        x = torch.randn(6, 4)
+        if number == 2 * update_frequency:
+            x[0] = float("nan")
+        functional.cross_entropy(model(x), torch.tensor([0, 1] * 3)).backward()
+        try:
+            worker.step()
+        except NonFiniteError:
+            num_refused += 1
+            assert not any(buffer.isnan().any() for buffer in model.buffers())
+    worker.flush()
+    assert num_refused == 1
+    assert not any(torch.as_tensor(value).isnan().any() for value in server.state_dict().values())
+
+
+def test_a_buffer_that_is_infinite_stays_so_where_a_batch_is_refused(serve, join):
+    worker = join(serve(normed()), normed(), optimizer=SPEC)
+    backward(worker.model)
+    worker.model[3].running_mean[1] = float("inf")
+    worker.model[2].bias.grad[0] = float("nan")
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    assert worker.model[3].running_mean[1] == float("inf")
+
+
 def test_a_push_before_any_optimizer_is_set_is_refused(serve, join):
     server = serve(net())
     worker = join(server, net())
@@ -788,6 +824,14 @@ def test_the_facade_follows_replaced_parameters(serve, join):
     backward(worker.model)
     worker.step()
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in worker.model.parameters()]
+
+
+def test_the_facade_has_a_replaced_submodule_before_the_step_that_pushes_its_gradient(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    assert worker.optimizer
+    worker.model[2] = nn.Linear(8, 2)
+    held = worker.optimizer.param_groups[0]["params"]
+    assert [id(p) for p in held] == [id(p) for p in worker.model.parameters()]
 
 
 def test_the_facade_does_not_keep_the_worker(serve):

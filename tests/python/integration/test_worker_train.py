@@ -419,6 +419,20 @@ def test_optimizers_of_every_form_are_taken(serve, join):
     assert "on the worker" in history.optimizer
 
 
+@pytest.mark.parametrize("change", ["assign", "submodule"])
+def test_a_live_optimizer_of_the_model_as_it_is_now_is_taken(serve, join, train, change):
+    server = serve(net())
+    worker = join(server, net())
+    if change == "assign":
+        worker.model.load_state_dict(net(1).state_dict(), assign=True)
+        worker.model.requires_grad_(True)
+    else:
+        worker.model[3] = nn.Linear(8, 2)
+    adam = torch.optim.Adam(worker.model.parameters())
+    assert train(worker, dataset=dataset(), optimizer=adam).stopped == "epochs"
+    assert same_parameters(worker.model, server)
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_the_worker_s_own_optimizer_means_the_one_there_is(serve, join, live):
     model = net()
@@ -619,6 +633,17 @@ def test_an_exception_of_the_user_s_is_raised_and_the_next_train_works(serve, jo
         worker.train(dataset=dataset(), loss_fn=loss, optimizer=SPEC, progress=False)
     assert worker.history.stopped == "failed"
     assert worker.train(dataset=dataset(), loss_fn=LOSS, progress=False).stopped == "epochs"
+
+
+def test_gradients_of_a_train_that_failed_are_not_pushed_by_the_next_step(serve, join):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+
+    def metric(outputs, targets):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        worker.train(dataset=dataset(), loss_fn=LOSS, metrics=metric, progress=False)
+    assert all(parameter.grad is None for parameter in worker.model.parameters())
 
 
 class ReadsOfScalars(TorchDispatchMode):

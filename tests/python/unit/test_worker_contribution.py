@@ -448,6 +448,9 @@ def test_a_nan_never_reaches_a_live_optimizer():
     with pytest.raises(NonFiniteError, match=r"'3\.weight' is nan at index 5"):
         add(contribution, binding, 3)
     assert not optimizer.state
+    assert all(gradient is None for gradient in gradients(model)), "the next step would meet the NaN again"
+    backward(model, 3)
+    add(contribution, binding, 3)
 
 
 def test_the_user_s_own_call_of_a_live_optimizer_raises():
