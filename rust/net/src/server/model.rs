@@ -6,12 +6,11 @@ use super::snapshot::Snapshot;
 use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{RunSpec, Store, StoreConfig};
+use offbeat_core::wire::message::FIRST_TERM;
 use offbeat_core::wire::message::ModelInfo;
 use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// The store's first life; later ones come with `load_state_dict` and with restarts.
-const FIRST_TERM: u64 = 1;
 /// The least that the staging budget is set to by default.
 const MIN_STAGING_BYTES: u64 = 64 << 20;
 /// Staging is reserved in units of this, so that a semaphore's count holds any budget.
