@@ -60,12 +60,14 @@ class Slot:
         self.nbytes = found.tensor.numel() * found.tensor.element_size()
         self.spare: torch.Tensor | None = None
         self.dirty = False
+        self.hold(found.tensor)
         self.place(found)
 
     def place(self, found: Found) -> None:
         """Take another tensor for this entry, at the places where the module keeps it."""
         (self.owner, self.key), *self.other_places = found.places
-        self.hold(found.tensor)
+        if not self.holds(found.tensor):
+            self.hold(found.tensor)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Take another tensor for this entry, at the same place."""
@@ -136,8 +138,7 @@ class Binding:
             ModelMismatchError: If it is no longer the server's model.
         """
         for slot, found in zip(self.slots, match(self._table, find(self.module)), strict=True):
-            if found.places[0][0] is not slot.owner or found.tensor is not slot.tensor:
-                slot.place(found)
+            slot.place(found)
         self._note_children()
         self._arrange()
 

@@ -12,7 +12,7 @@ pub const MAX_TENSORS: usize = 100_000;
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Most dimensions of one tensor.
 pub const MAX_DIMS: usize = 16;
-/// Most elements of one model: 32 GiB of float32. Its fragments are laid out before its first byte comes, and a worker
+/// Most elements of one model, 8.6 G: 32 GiB of float32. Its fragments are laid out before its first byte comes, and a worker
 /// names what it has of each in one message.
 pub const MAX_ELEMENTS: u64 = 1 << 33;
 

@@ -105,7 +105,7 @@ fn a_newer_process_with_the_same_name_fences_the_older() {
 
 #[test]
 fn a_newer_process_fences_a_lost_one_that_is_still_connected() {
-    let server = start(ServerConfig { lease: Duration::from_millis(200), ..config() });
+    let server = start(ServerConfig { lease: Duration::from_secs(1), ..config() });
     let (mut old, joined) = Raw::joined(&server, "a");
     let mut control = Raw::attached(&server, &joined);
     until_state(&server, "a", "lost");

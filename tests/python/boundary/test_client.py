@@ -331,6 +331,23 @@ def test_rejection_is_a_receipt_and_moves_nothing(host):
         assert slow.push(gradient()).applied
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_gradients_that_lie_in_each_other_s_parameters_are_pushed_as_they_were(host, in_flight):
+    """The gradient of the product u·v: each is the other."""
+    length = 2_000_000  # of one tensor roots come back long before the other has been sent
+    model = {"u": np.full(length, 3, np.float32), "v": np.full(length, 5, np.float32)}
+    with (
+        host.serving(model, optimizer=optim.SGD(lr=1.0)) as server,
+        offbeat.Client(server.address, in_flight=in_flight) as client,
+    ):
+        held = client.pull()
+        client.push_pull({"u": held["v"], "v": held["u"]}, out=held)
+        client.flush()
+        found = client.pull()
+        assert np.all(found["u"] == 3 - 5)
+        assert np.all(found["v"] == 5 - 3)
+
+
 def test_two_in_flight_answer_each_push_with_the_receipt_of_the_one_before(server):
     with offbeat.Client(server.address, in_flight=2) as client:
         out = client.pull()

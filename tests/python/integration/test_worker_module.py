@@ -241,6 +241,31 @@ def test_to_another_dtype_is_refused_by_name_and_back_is_fine(pair):
     is_the_server_s(worker, server)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.out.weight = self.into.weight
+
+    def forward(self, x):
+        return self.out(self.into(x))
+
+
+def test_a_tie_to_a_replaced_submodule_is_watched_there(serve, join):
+    worker = join(serve(Tied()), Tied(), optimizer=SPEC)
+
+    def step():
+        worker.model(torch.ones(1, 4)).sum().backward()
+        return worker.step()
+
+    worker.model.out = nn.Linear(4, 4, bias=False)
+    worker.model.out.weight = worker.model.into.weight
+    assert step().applied
+    worker.model.out.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ModelMismatchError, match="were one tensor when the worker was made"):
+        step()
+
+
 def test_a_parameter_pruned_in_its_place_is_refused_by_name(serve, join):
     server = serve(nn.Linear(4, 4))
     worker = join(server, nn.Linear(4, 4), optimizer=SPEC)

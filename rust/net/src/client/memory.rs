@@ -160,6 +160,13 @@ pub(crate) fn with_slices_mut<'m, R>(
     f(&mut slices[..count])
 }
 
+impl Memory<'_> {
+    /// Whether both are the very same bytes.
+    pub(crate) fn is_same(&self, other: &Memory<'_>) -> bool {
+        span(self) == span(other)
+    }
+}
+
 /// The first two memories that share a byte, as positions; `None` upholds MEM-4.
 pub(crate) fn check_disjoint(memories: &[Memory<'_>]) -> Option<(usize, usize)> {
     let mut end = 0;

@@ -196,12 +196,17 @@ impl Inner {
 
     /// What of `to` must not be written yet while a push is sent.
     fn overlaps(&self, model: &Model, input: &PushInput<'_>, to: Option<Destination<'_>>) -> Overlap {
-        let mut gradients = input.values.iter().enumerate().filter_map(|(tensor, value)| {
-            value.as_ref().filter(|_| model.table.tensors()[tensor].role == Role::Parameter)
-        });
-        // With one in flight a root answers the very fragment that lies there, which has been sent by then.
         let two = self.connection.keep == Keep::Sent;
-        if two && to.is_some_and(|to| overlap(&mut gradients, to.out)) {
+        let in_the_way = |to: Destination<'_>| {
+            let gradients = input.values.iter().enumerate().filter_map(|(tensor, value)| {
+                let value =
+                    value.as_ref().filter(|_| model.table.tensors()[tensor].role == Role::Parameter)?;
+                // With one in flight a root answers the very fragment that lies there, which has been sent by then.
+                (two || !value.is_same(&to.out[tensor])).then_some(value)
+            });
+            overlap(gradients, to.out)
+        };
+        if to.is_some_and(in_the_way) {
             Overlap::Anywhere
         } else if self.reads_parameters() {
             Overlap::Everything

@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn a_standstill_of_the_server_is_nobodys_silence() {
-        let lease = Duration::from_millis(600);
+        let lease = Duration::from_secs(2);
         let server = Server::start(ServerConfig { lease, ..ServerConfig::default() }).unwrap();
         let config = ClientConfig {
             address: server.address().to_string(),

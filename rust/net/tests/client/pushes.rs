@@ -314,7 +314,7 @@ fn gradients_may_be_pulled_over() {
 
 /// A server of a model that no socket's buffers hold, which soon finds a peer too slow.
 fn large_and_impatient(transaction: Transaction) -> Server {
-    let (progress_timeout, handshake_timeout) = (Duration::from_millis(200), Duration::from_secs(1));
+    let (progress_timeout, handshake_timeout) = (Duration::from_millis(500), Duration::from_millis(2500));
     let base = config(sgd(1.0, 0.0, 0.0));
     let config = ServerConfig { transaction, progress_timeout, handshake_timeout, ..base };
     let table = table(vec![parameter("w", 8 << 20)]);
