@@ -12,8 +12,8 @@ pub const MAX_TENSORS: usize = 100_000;
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Most dimensions of one tensor.
 pub const MAX_DIMS: usize = 16;
-/// Most elements of one model, 8.6 G: 32 GiB of float32. Its fragments are laid out before its first byte comes, and a worker
-/// names what it has of each in one message.
+/// Most elements of one model, 8.6 G: 32 GiB of float32. Its fragments are laid out before its first byte comes, and a
+/// worker names what it has of each in one message.
 pub const MAX_ELEMENTS: u64 = 1 << 33;
 
 /// Whether an optimizer moves a tensor or the model's own forward pass does.

@@ -6,8 +6,7 @@
 
 /// Elements (8 KiB) between what is computed and what is asked for: the best of 1 to 32 KiB, 4 KiB nearly as good.
 ///
-/// A batch of several pushes goes over the fragment in chunks no longer than this, and asks for nothing: there the
-/// arithmetic is several times the reading.
+/// A batch of several pushes goes over the fragment in chunks no longer than this, so there nothing is asked for.
 pub(super) const AHEAD: usize = 2048;
 
 /// Elements of a cache line.
