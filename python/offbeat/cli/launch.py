@@ -16,8 +16,10 @@ from offbeat.cli.exit_codes import SIGNALLED, ExitCode
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.cli.processes import Ended, Processes
 from offbeat.cli.serving import (
+    Signals,
     Stopped,
     add_run_options,
+    broken_off,
     log_to_stderr,
     make_server,
     run_options_given,
@@ -64,7 +66,7 @@ def run(arguments: Namespace) -> int:
     failed: list[Ended] = []
     of_server: list[ExitCode] = []
     try:
-        with stopping_on_signals(), _server(arguments, of_server) as joining:
+        with stopping_on_signals() as signals, _server(arguments, signals, of_server) as joining:
             variables = [
                 environment(
                     os.environ,
@@ -83,6 +85,8 @@ def run(arguments: Namespace) -> int:
                         print(f"offbeat: {_words(ended)}", file=sys.stderr, flush=True)
     except Stopped as signal:
         print(f"offbeat: stopped by {signal}", file=sys.stderr)
+        if not of_server:
+            broken_off(arguments.save)
         return ExitCode.INTERRUPTED
     if not failed:
         return next(iter(of_server), ExitCode.OK)
@@ -126,11 +130,12 @@ def exit_code(of_worker: int) -> int:
 
 
 @contextlib.contextmanager
-def _server(arguments: Namespace, ends: list[ExitCode]) -> Iterator[dict[str, str]]:
+def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Iterator[dict[str, str]]:
     """Run a server for the workers, if none is named; gives the variables by which they find it.
 
     Args:
         arguments: The command line.
+        signals: Those that may come while it ends.
         ends: Gets how the server ended.
     """
     if arguments.server is not None:
@@ -150,7 +155,7 @@ def _server(arguments: Namespace, ends: list[ExitCode]) -> Iterator[dict[str, st
         try:
             yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
         finally:
-            ends.append(stop(server, arguments.save))
+            ends.append(stop(server, arguments.save, signals))
 
 
 def _words(ended: Ended) -> str:

@@ -1,5 +1,6 @@
 """A model as a .safetensors file, read and written without torch. Loading one runs no code."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -69,7 +70,8 @@ def save(state: Mapping[str, Any], path: Path) -> None:
         os.chmod(beside, 0o666 & ~mask)  # noqa: PTH101  mkstemp's is for its owner alone
         os.replace(beside, path)  # noqa: PTH105
     except BaseException:
-        os.unlink(beside)  # noqa: PTH108
+        with contextlib.suppress(FileNotFoundError):  # a signal may come when it is in its place already
+            os.unlink(beside)  # noqa: PTH108
         raise
 
 

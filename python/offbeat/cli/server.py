@@ -8,11 +8,11 @@ from argparse import Namespace
 
 from offbeat import ParameterServer
 from offbeat.address import THIS_MACHINE
-from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.cli.serving import (
     Stopped,
     add_run_options,
+    broken_off,
     join_lines,
     log_to_stderr,
     make_server,
@@ -72,9 +72,9 @@ def run(arguments: Namespace) -> int:
     )
     handler = log_to_stderr()
     handler.setLevel(logging.WARNING)  # the start is told below, in full
-    code = ExitCode.OK
+    code: int | None = None
     try:
-        with stopping_on_signals(), server:
+        with stopping_on_signals() as signals, server:
             try:
                 handler.setLevel(logging.NOTSET)
                 # A worker may have pushed before this returns, so a signal from here on is to save, too.
@@ -83,10 +83,10 @@ def run(arguments: Namespace) -> int:
                     threading.Event().wait()
                 server.wait_for_workers(arguments.workers)
             finally:
-                code = stop(server, arguments.save)
+                code = stop(server, arguments.save, signals)
     except Stopped as signal:
         _log.info("stopped by %s", signal)
-    return code
+    return broken_off(arguments.save) if code is None else code
 
 
 def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:

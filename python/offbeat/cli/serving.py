@@ -1,6 +1,7 @@
 """What `server` and `launch` share: the run's options, the server they make, and how a worker joins."""
 
 import logging
+import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
@@ -8,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
@@ -17,8 +17,10 @@ from offbeat.cli.parser import positive_int
 from offbeat.errors import StateError
 
 __all__ = [
+    "Signals",
     "Stopped",
     "add_run_options",
+    "broken_off",
     "join_lines",
     "log_to_stderr",
     "make_server",
@@ -154,23 +156,39 @@ def _schedule(text: str | None) -> schedule.Schedule | str | None:
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
 
 
-def stop(server: ParameterServer, path: Path | None) -> ExitCode:
+def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> ExitCode:
     """Stop a server, then write its model to a file, if one was asked for and there is a model.
 
     Returns:
         How the command ends if nothing else has failed.
+
+    Raises:
+        Stopped: At the second signal that comes meanwhile.
     """
-    server.stop()
+    with signals.passing_over_one():
+        server.stop()
+        if path is None:
+            return ExitCode.OK
+        try:
+            state = server.state_dict()  # as it is now: every push that was acknowledged is in it
+        except StateError as error:
+            print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
+            return ExitCode.NOT_SAVED
+        model_file.save(state, path)
+        print(f"the model is in {path}", flush=True)
+        return ExitCode.OK
+
+
+def broken_off(path: Path | None) -> ExitCode:
+    """Say so where a signal broke `stop` off before a model that was to be saved was in its file.
+
+    Returns:
+        How the command ends if nothing else has failed.
+    """
     if path is None:
         return ExitCode.OK
-    try:
-        state = server.state_dict()  # as it is now: every push that was acknowledged is in it
-    except StateError as error:
-        print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
-        return ExitCode.NOT_SAVED
-    model_file.save(state, path)
-    print(f"the model is in {path}", flush=True)
-    return ExitCode.OK
+    print(f"offbeat: nothing is saved: a signal came before the model was in {path}", file=sys.stderr)
+    return ExitCode.NOT_SAVED
 
 
 def join_lines(address: str, *, token: str | None, has_token: bool) -> str:
@@ -200,19 +218,48 @@ def log_to_stderr(prefix: str = "") -> logging.Handler:
     return handler
 
 
-@contextmanager
-def stopping_on_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into `Stopped`; a second one ends what the first one began."""
+class Signals:
+    """SIGINT and SIGTERM while a command runs: each is raised as `Stopped`."""
 
-    def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
+    def __init__(self) -> None:
+        self._to_pass_over = 0
+
+    @contextmanager
+    def passing_over_one(self) -> Iterator[None]:
+        """Raise the second signal only: what ends anyway is not to lose its model to the first.
+
+        Launchers and containers send theirs also to what is about to end, and some of them twice.
+        """
+        self._to_pass_over = 1
+        try:
+            yield
+        finally:
+            self._to_pass_over = 0
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Be the handler.
+
+        Raises:
+            Stopped: If this signal is not to be passed over.
+        """
         del frame
-        raise Stopped(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if not self._to_pass_over:
+            raise Stopped(name)
+        self._to_pass_over -= 1
+        # Not by print, which may be what the signal has interrupted.
+        os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
 
+
+@contextmanager
+def stopping_on_signals() -> Iterator[Signals]:
+    """Turn SIGINT and SIGTERM into `Stopped`; a second one ends what the first one began."""
+    signals = Signals()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
-        signal.signal(number, raise_stopped)
+        signal.signal(number, signals.take)
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

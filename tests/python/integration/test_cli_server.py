@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from offbeat.errors import AuthenticationError
-from support.command import TIMEOUT_S, command
+from support.command import SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -104,6 +104,23 @@ def test_a_save_that_found_no_model_is_code_13(tmp_path):
         server.signal(signal.SIGTERM)
         assert server.ends() == 13, server.said
         assert "nothing is saved: the server has no model yet" in server.said
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told_with_code_13(tmp_path, model, num_signals):
+    saved = tmp_path / "trained.safetensors"
+    arguments = ["server", "--port", "0", "--model", str(model), "--save", str(saved)]
+    with command(str(num_signals), *arguments, program=SIGNALLED_IN_THE_SAVE) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        code = server.ends()
+    if num_signals == 1:
+        assert (code, load_file(saved).keys()) == (0, ZEROS.keys()), server.said
+        assert "SIGTERM, and this ends already" in server.said
+    else:
+        assert code == 13, server.said
+        assert f"nothing is saved: a signal came before the model was in {saved}" in server.said
+        assert list(tmp_path.iterdir()) == [model]
 
 
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from support.command import command
+from support.command import SIGNALLED_IN_THE_SAVE, command
 
 
 @pytest.fixture
@@ -153,6 +153,24 @@ def test_the_model_is_saved_when_the_run_is_stopped(script, tmp_path, number):
         launch.signal(number)
         assert launch.ends() == 130
     assert load_file(saved)["w"].tolist() == [-2, -2], launch.said
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told(script, tmp_path, num_signals):
+    train = script(
+        """
+        import numpy as np, offbeat
+        with offbeat.Client() as client:
+            client.init({"w": np.zeros(2, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0))
+        """
+    )
+    saved = tmp_path / "model.safetensors"
+    arguments = ["launch", "--workers", "1", "--save", str(saved), train]
+    with command(str(num_signals), *arguments, program=SIGNALLED_IN_THE_SAVE) as launch:
+        code = launch.ends()
+    assert code == (0 if num_signals == 1 else 130), launch.said
+    assert saved.exists() == (num_signals == 1)
+    assert ("nothing is saved: a signal came" in launch.said) == (num_signals == 2)
 
 
 def test_a_worker_that_does_not_listen_is_killed(script):

@@ -11,6 +11,24 @@ from contextlib import contextmanager
 TIMEOUT_S = 40
 OFFBEAT = (sys.executable, "-m", "offbeat.cli.main")
 
+SIGNALLED_IN_THE_SAVE = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+from offbeat.cli import main, model_file
+
+def save(state, path):
+    for _ in range(int(sys.argv[1])):
+        signal.raise_signal(signal.SIGTERM)
+    written(state, path)
+
+written, model_file.save = model_file.save, save
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+"""`offbeat`, to which as many SIGTERMs as the first argument says come when it begins to save."""
+
 
 class Command:
     """A running `offbeat …`, or another program."""
