@@ -77,8 +77,9 @@ def is_collection(metrics: object) -> bool:
 def accuracy(outputs: object, targets: object) -> torch.Tensor:
     """Compute the share of right answers in 0..1, a scalar tensor on the outputs' device.
 
-    Outputs of shape (N,) or (N, 1) are logits of one class, right where their sign says what the target says;
-    otherwise the class is the argmax over dim 1, and targets are class indices or of the outputs' shape.
+    Outputs of shape (N,), (N, 1) or (N, 1, …) are logits of one class, right where their sign says what the
+    target says, of the same shape or without dim 1; otherwise the class is the argmax over dim 1, and targets
+    are class indices or of the outputs' shape.
 
     Raises:
         ConfigError: If the shapes do not fit.
@@ -90,8 +91,10 @@ def accuracy(outputs: object, targets: object) -> torch.Tensor:
         )
     if outputs.ndim == 0:
         raise ConfigError('"accuracy" got outputs without a batch dimension: give a callable instead')
-    if outputs.ndim == 1 or (outputs.ndim == 2 and outputs.shape[1] == 1):  # noqa: PLR2004  rows and columns
-        guessed, wanted = outputs.detach().flatten() > 0, targets.flatten() > 0.5  # noqa: PLR2004  of 0 and 1
+    if outputs.ndim == 1 or outputs.shape[1] == 1:
+        logits = outputs.detach() if outputs.ndim == 1 else outputs.detach().squeeze(1)
+        has_dim_1 = targets.ndim == logits.ndim + 1 and targets.shape[1] == 1
+        guessed, wanted = logits > 0, (targets.squeeze(1) if has_dim_1 else targets) > 0.5  # noqa: PLR2004  of 0 and 1
     else:
         guessed = outputs.detach().argmax(dim=1)
         wanted = targets.argmax(dim=1) if targets.shape == outputs.shape else targets

@@ -40,15 +40,23 @@ def test_accuracy_of_one_logit_is_its_sign(shape, target_shape, dtype):
     assert accuracy(outputs, targets) == 0.75
 
 
+@pytest.mark.parametrize("target_shape", [(2, 1, 1, 3), (2, 1, 3)])
+def test_accuracy_of_pixels_of_one_class_is_their_sign(target_shape):
+    outputs = torch.tensor([-1.0, 2.0, 3.0, -4.0, 5.0, -6.0]).reshape(2, 1, 1, 3)
+    targets = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0]).reshape(target_shape)
+    assert accuracy(outputs, targets) == pytest.approx(4 / 6)
+
+
 @pytest.mark.parametrize(
     ("outputs", "targets"),
     [
         (torch.zeros(4, 3), torch.zeros(5)),
+        (torch.zeros(4, 1, 2, 2), torch.zeros(4, 4)),
         (torch.zeros(4, 3, 2), torch.zeros(4)),
         ({"logits": torch.zeros(4, 3)}, torch.zeros(4)),
         (torch.tensor(1.0), torch.tensor(1.0)),
     ],
-    ids=["lengths", "dimensions", "a dict", "scalars"],
+    ids=["lengths", "pixels", "dimensions", "a dict", "scalars"],
 )
 def test_accuracy_of_what_does_not_fit_is_refused(outputs, targets):
     with pytest.raises(ConfigError, match="accuracy"):
