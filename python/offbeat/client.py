@@ -51,7 +51,7 @@ class Client(process.Live):
     """A connection to a parameter server, without torch.
 
     SGD's momentum, where the server says that it lives in the workers, is kept here, in Rust. One thread may
-    use a client at a time. Every call answers Ctrl-C.
+    use a client at a time. Every call answers Ctrl-C. A client that nobody holds any more is closed.
 
     Args:
         address: The server's "HOST:PORT"; None means the environment's OFFBEAT_SERVER.
@@ -71,6 +71,7 @@ class Client(process.Live):
         ...     receipt = client.push_pull({"w": np.ones_like(parameters["w"])}, out=parameters)
     """
 
+    _session: "_offbeat.Session | None" = None  # until there is something to close
     _instead = "it is one connection; make another one where it is needed, with the server's address"
 
     @known_keywords
@@ -82,7 +83,6 @@ class Client(process.Live):
         in_flight: int = 1,
         connect_timeout_s: float = 60,
     ) -> None:
-        self._session: _offbeat.Session | None = None
         address = address or os.environ.get("OFFBEAT_SERVER")
         token = token or os.environ.get("OFFBEAT_TOKEN") or None
         faults = seconds(connect_timeout_s=connect_timeout_s)
@@ -315,6 +315,10 @@ class Client(process.Live):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(finished=kind is None)
+
+    def __del__(self) -> None:
+        """Finish when nobody holds the client any more, as a function that made it returns."""
+        self.close()
 
     def __repr__(self) -> str:
         if self._session is None:

@@ -1,6 +1,7 @@
 """`offbeat.Client` and a real server in another process: what goes in, comes out, and is refused."""
 
 import array
+import gc
 import os
 import socket
 import sys
@@ -578,6 +579,22 @@ def test_closed_client_raises_and_closing_twice_is_fine(server):
         with pytest.raises(ClosedError):
             use()
     assert "closed" in repr(client)
+
+
+def test_a_client_that_goes_out_of_scope_finishes(server):
+    def work():
+        client = offbeat.Client(server.address, worker_id="gone")
+        client.pull()
+        assert client.push(gradient()).applied
+
+    work()
+    assert [(w["id"], w["state"]) for w in server.status()["workers"]] == [("gone", "finished")]
+
+
+def test_a_client_that_could_not_be_made_goes_without_a_word():
+    with pytest.raises(ConfigError):
+        offbeat.Client("127.0.0.1:1", adress=1)
+    gc.collect()
 
 
 def test_with_statement_says_finished_or_left(server):
