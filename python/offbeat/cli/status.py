@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.address import EVERY_INTERFACE, THIS_MACHINE, reachable
+from offbeat.checks import refuse, seconds
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
 from offbeat.errors import ConfigError, OffbeatTimeoutError, ProtocolError
@@ -51,6 +52,7 @@ def run(arguments: Namespace) -> int:
     address = arguments.address or os.environ.get("OFFBEAT_SERVER")
     if not address:
         raise ConfigError("which server? Give HOST:PORT, or set OFFBEAT_SERVER")
+    refuse(seconds(**{"--timeout": arguments.timeout_s}))
     from offbeat._offbeat import fetch_status
 
     token = arguments.token or os.environ.get("OFFBEAT_TOKEN") or None

@@ -1,6 +1,7 @@
 """The command line's frame: what is refused and how, and that each kind of end has its number."""
 
 import re
+import socket
 from argparse import Namespace
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def test_unknown_names_come_with_the_nearest_known_one(capsys, given, nearest):
     assert f"did you mean {nearest}?" in err
     assert err.startswith("offbeat: ")
     assert err.count("\n") == 1, "one sentence, no traceback"
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("given", ["-1", "nan"])
+def test_a_timeout_that_is_no_time_is_refused_and_not_waited_for(capsys, given):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        code, out, err = run(capsys, "status", address, "--timeout", given)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert f"--timeout is {float(given)}: it is a number of seconds, 0 or more" in err
 
 
 def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsys):
