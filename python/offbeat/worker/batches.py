@@ -46,7 +46,8 @@ class Epochs:
         )
 
     def epoch(self, number: int) -> Iterable[Any]:
-        """Give the batches of one pass."""
+        """Give the batches of one pass; a dataset that has a `set_epoch` is told the number."""
+        _tell_epoch(self._loader, number)
         digest = hashlib.sha256(f"{self._order}/{number}".encode()).digest()
         self._generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return self._loader
@@ -63,21 +64,26 @@ class Given:
         self._loader = loader
 
     def epoch(self, number: int) -> Iterable[Any]:
-        """Give the batches of one pass.
-
-        A `DistributedSampler` gives every pass the same order unless it is told which pass it is.
-        """
-        loader, batches = self._loader, getattr(self._loader, "batch_sampler", None)
-        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-        parts = (loader, *samplers, getattr(loader, "dataset", None))
-        for part in {id(part): part for part in parts}.values():  # each once
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(number)
+        """Give the batches of one pass."""
+        _tell_epoch(self._loader, number)
         return self._loader
 
     def __len__(self) -> int:
         """Count the batches of one pass; TypeError where nobody knows."""
         return len(cast(Sized, self._loader))
+
+
+def _tell_epoch(loader: Iterable[Any], number: int) -> None:
+    """Tell the number of a pass to whatever of a loader has a `set_epoch`.
+
+    A `DistributedSampler`, or a stream that shuffles itself, gives every pass the same order otherwise.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+    parts = (loader, *samplers, getattr(loader, "dataset", None))
+    for part in {id(part): part for part in parts}.values():  # each once
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(number)
 
 
 def batches_of(

@@ -85,6 +85,24 @@ def test_whatever_of_a_loader_has_a_set_epoch_is_told_once():
     assert loader == both == dataset == [4, 5]
 
 
+@pytest.mark.parametrize("kind", [IterableDataset, TensorDataset])
+def test_a_dataset_that_has_a_set_epoch_is_told_the_epoch(kind):
+    class Told(kind):
+        epoch = None
+
+        def set_epoch(self, number):
+            self.epoch = number
+
+        def __iter__(self):
+            yield self.epoch, 0
+
+    dataset = Told() if kind is IterableDataset else Told(torch.arange(3))
+    epochs = Epochs(dataset, 1, "a", pin_memory=False)
+    for number in (4, 5):
+        list(epochs.epoch(number))
+        assert dataset.epoch == number
+
+
 @pytest.mark.parametrize(
     "batch", [torch.zeros(3), (1, 2, 3), [1], {"x": 1, "y": 2}, 5], ids=lambda b: type(b).__name__
 )
