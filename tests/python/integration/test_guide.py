@@ -47,7 +47,7 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     path = tmp_path / "guide.md"
     path.write_text(code, "utf-8")
     ran = subprocess.run(
-        [sys.executable, path.name],
+        [sys.executable, "-W", "error", path.name],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -55,6 +55,7 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+    assert not re.findall("^offbeat: .*", ran.stderr, re.MULTILINE)  # as warnings of ours begin
     assert (tmp_path / "model.pt").exists()
     printed = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
     assert len(printed) >= 2
