@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import weakref
 from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
@@ -115,7 +116,12 @@ def _log_waiting(timeout_s: float) -> None:
     prefix = _prefix()
     for level, target, text in _offbeat.next_log_records(timeout_s):
         name = target.replace("::", ".").replace("_", ".", 1)
-        logging.getLogger(name).log(level, "%s%s", prefix, text)
+        try:
+            logging.getLogger(name).log(level, "%s%s", prefix, text)
+        except Exception:  # noqa: BLE001  a filter of the user's; handlers look after their own
+            # As logging does for handlers: there is nobody here to tell, and later records are to be heard.
+            if logging.raiseExceptions:
+                traceback.print_exc()
 
 
 def _say_goodbye() -> None:

@@ -76,6 +76,27 @@ def test_level_of_the_logger_is_obeyed(caplog):
     assert not [r for r in caplog.records if r.levelno < logging.ERROR]
 
 
+def test_a_filter_that_raises_costs_one_record_and_not_the_log(caplog, capsys):
+    def failing(record):
+        if "worker=first" in record.getMessage():
+            raise ZeroDivisionError
+        return True
+
+    def joined(worker):
+        return any(f"joined worker={worker}" in r.getMessage() for r in list(caplog.records))
+
+    caplog.handler.addFilter(failing)
+    try:
+        with caplog.at_level(logging.INFO, logger="offbeat"), offbeat.ParameterServer(MODEL) as server:
+            for worker in ("first", "second"):
+                offbeat.Client(server.address, worker_id=worker).close()
+            wait_for(lambda: joined("second"))
+    finally:
+        caplog.handler.removeFilter(failing)
+    assert not joined("first")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_start_line_goes_to_stderr_where_logging_is_not_set_up(run_python, capfd):
     run_python(
         "import subprocess, sys\n"
