@@ -221,14 +221,16 @@ def writable(name: str, value: object, entry: Entry) -> Array:
 
     Raises:
         ModelMismatchError: If its shape or dtype is not the tensor's.
-        ConfigError: If it is not an array, not C-contiguous, read-only, of foreign byte order or not in the
-            host's memory: what would be written is a copy.
+        ConfigError: If it is not an array, not C-contiguous, read-only, of foreign byte order, negated lazily
+            or not in the host's memory: what would be written is a copy.
     """
     if is_tensor(value):
-        device = str(getattr(value, "device", "cpu"))  # no torch for the type checker here
-        if device != "cpu":
+        # no torch for the type checker here
+        device, is_negated = str(getattr(value, "device", "cpu")), getattr(value, "is_neg", bool)()
+        if device != "cpu" or is_negated:
+            what = f"on {device}" if device != "cpu" else "negated lazily by torch"
             raise ConfigError(
-                f"out[{name!r}] is on {device}, so it cannot be written in place; give a tensor on the CPU, "
+                f"out[{name!r}] is {what}, so it cannot be written in place; give a plain tensor on the CPU, "
                 "and copy from it"
             )
     elif not isinstance(value, np.ndarray):
@@ -255,7 +257,7 @@ def _from_torch(name: str, tensor: Any) -> tuple[Array, str]:  # noqa: ANN401  n
 
     role: Role = "parameter" if tensor.is_floating_point() and tensor.dtype != torch.float64 else "buffer"
     code = spec_of(name, tensor, role)["dtype"]
-    plain = tensor.detach().cpu()
+    plain = tensor.detach().cpu().resolve_neg()  # numpy knows no lazy negation
     if code == "bf16":
         return plain.view(torch.int16).numpy().view(np.uint16), code
     return plain.numpy(), code

@@ -40,9 +40,10 @@ class OnlyDlpack:
         memoryview(np.array(VALUES, np.float32)),
         torch.tensor(VALUES),
         torch.nn.Parameter(torch.tensor(VALUES)),
+        torch._neg_view(-torch.tensor(VALUES)),
         OnlyDlpack(np.array(VALUES, np.float32)),
     ],
-    ids=["numpy", "big endian", "strided", "array", "memoryview", "tensor", "Parameter", "dlpack"],
+    ids=["numpy", "big endian", "strided", "array", "memoryview", "tensor", "Parameter", "negated", "dlpack"],
 )
 def test_whatever_has_a_buffer_or_dlpack_is_taken(given):
     taken, code = arrays.as_array("w", given)
@@ -53,8 +54,12 @@ def test_whatever_has_a_buffer_or_dlpack_is_taken(given):
 
 @pytest.mark.parametrize(
     "given",
-    [np.array(VALUES, ml_dtypes.bfloat16), torch.tensor(VALUES, dtype=torch.bfloat16)],
-    ids=["ml_dtypes", "torch"],
+    [
+        np.array(VALUES, ml_dtypes.bfloat16),
+        torch.tensor(VALUES, dtype=torch.bfloat16),
+        torch._neg_view(-torch.tensor(VALUES, dtype=torch.bfloat16)),
+    ],
+    ids=["ml_dtypes", "torch", "negated"],
 )
 def test_bfloat16_is_taken_as_its_bits(given):
     taken, code = arrays.as_array("w", given)
@@ -151,8 +156,9 @@ class Elsewhere(torch.Tensor):
         (np.full(3, -1, ">f4"), "of foreign byte order"),
         (memoryview(np.full(3, -1, ">f4")), "of foreign byte order"),
         (torch.zeros(3).as_subclass(Elsewhere), "on cuda:3"),
+        (torch._neg_view(torch.zeros(3)), "negated lazily by torch"),
     ],
-    ids=["big endian", "big-endian memoryview", "device"],
+    ids=["big endian", "big-endian memoryview", "device", "negated"],
 )
 def test_out_of_which_a_copy_would_be_written_is_refused(given, said):
     (entry,) = arrays.read_table(arrays.describe({"w": np.zeros(3, np.float32)})[0])
