@@ -167,9 +167,10 @@ def split(batch: object) -> tuple[Any, Any]:
 
 
 def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it was, moved
-    """Bring all tensors in a nest of tuples, lists and mappings to a device; the nest keeps its types.
+    """Bring all tensors in a nest of tuples, lists and mappings to a device; what is given stays.
 
-    What has a `to` of its own, as a PackedSequence or transformers' BatchEncoding, is moved by that.
+    Types are kept, but mappings that cannot be copied with their items become dicts. What has a
+    `to` of its own, as a PackedSequence or transformers' BatchEncoding, is moved by that.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
@@ -177,7 +178,7 @@ def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it wa
         return to(device)
     if isinstance(value, Mapping):
         items = {key: moved(item, device) for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
+        if not _is_copied_with_its_items(value):
             return items
         clone = copy.copy(value)  # not by its class, which may take other arguments, as a defaultdict's
         clone.update(items)
@@ -186,6 +187,12 @@ def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it wa
         moves = [moved(item, device) for item in value]
         return type(value)(*moves) if hasattr(value, "_fields") else type(value)(moves)
     return value
+
+
+def _is_copied_with_its_items(mapping: Mapping[Any, Any]) -> TypeGuard[MutableMapping[Any, Any]]:
+    """Whether what is written into a copy is not written into the mapping: another's inner dict is shared."""
+    knows_how = isinstance(mapping, MutableMapping) and hasattr(mapping, "__copy__")  # as a UserDict does
+    return isinstance(mapping, dict) or knows_how
 
 
 def count(inputs: object, targets: object) -> int:

@@ -1,6 +1,7 @@
 """Batches: each worker's own order, nests moved whole, and a pair or nothing."""
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from types import MappingProxyType
 
 import pytest
@@ -123,7 +124,7 @@ def test_a_nest_is_moved_whole_and_keeps_its_types():
 
 
 def test_mappings_of_all_kinds_are_moved_and_keep_what_they_are():
-    for made in (OrderedDict(), defaultdict(list), UserDict()):
+    for made in (OrderedDict(), defaultdict(list), UserDict(), ChainMap()):
         made["x"], made["text"] = torch.zeros(3), "text"
         found = moved(made, torch.device("meta"))
         assert type(found) is type(made)
@@ -133,6 +134,24 @@ def test_mappings_of_all_kinds_are_moved_and_keep_what_they_are():
     assert found is not made
     assert moved(defaultdict(list), torch.device("meta"))["new"] == []
     assert moved(MappingProxyType({"x": torch.zeros(3)}), torch.device("meta"))["x"].is_meta
+
+
+def test_moving_a_mapping_that_keeps_its_items_in_an_inner_dict_leaves_it_as_it_is():
+    class Wrapped(MutableMapping):
+        def __init__(self, inner):
+            self.inner = inner
+
+        __getitem__ = property(lambda self: self.inner.__getitem__)
+        __setitem__ = property(lambda self: self.inner.__setitem__)
+        __delitem__ = property(lambda self: self.inner.__delitem__)
+        __iter__ = property(lambda self: self.inner.__iter__)
+        __len__ = property(lambda self: self.inner.__len__)
+
+    made = Wrapped({"x": torch.zeros(3), "text": "text"})
+    found = moved(made, torch.device("meta"))
+    assert made["x"].is_cpu
+    assert found["x"].is_meta
+    assert found["text"] == "text"
 
 
 def test_what_has_a_to_of_its_own_is_moved_by_it():
