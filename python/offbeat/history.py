@@ -1,8 +1,9 @@
 """What one call of `train` did, as plain data."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+from offbeat import plain_json
 
 __all__ = ["History", "Record", "Stopped"]
 
@@ -61,5 +62,8 @@ class History:
     optimizer: str = ""
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Give the whole history as JSON text, an object with this class's attributes."""
-        return json.dumps(asdict(self), indent=indent)
+        """Give the whole history as JSON text, an object with this class's attributes.
+
+        JSON knows finite numbers only: a metric that is NaN or infinite is null.
+        """
+        return plain_json.dumps(asdict(self), indent=indent)

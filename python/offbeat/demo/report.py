@@ -1,11 +1,11 @@
 """The demo's findings, for people and for programs: a table, a picture, and JSON."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offbeat import plain_json
 from offbeat.demo.result import AsyncRun, DemoResult, Run, TaskResult, WorkerResult
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _amount(task: TaskResult) -> str:
 
 
 def write_json(result: DemoResult, path: Path) -> None:
-    """Write everything as JSON: `DemoResult`'s fields."""
-    path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    """Write everything as JSON: `DemoResult`'s fields. A loss that is NaN is null."""
+    path.write_text(plain_json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
 
 
 def write_png(result: DemoResult, path: Path) -> None:

@@ -1,6 +1,7 @@
 """The demo's report: the table says what the data says, the JSON is all of it, and the picture is one."""
 
 import json
+import re
 from dataclasses import asdict
 
 from matplotlib.figure import Figure
@@ -101,6 +102,15 @@ def test_the_json_is_everything(tmp_path):
     path = tmp_path / "demo.json"
     report.write_json(result(), path)
     assert json.loads(path.read_text("utf-8")) == json.loads(json.dumps(asdict(result())))
+
+
+def test_a_loss_that_is_nan_is_null_in_the_json(tmp_path):
+    path = tmp_path / "demo.json"
+    whole = result()
+    whole.tasks[0].single.curve[1] = Point(2.0, 200, float("nan"))
+    report.write_json(whole, path)
+    assert not re.search("NaN|Infinity", path.read_text("utf-8"))
+    assert json.loads(path.read_text("utf-8"))["tasks"][0]["single"]["curve"][1]["loss"] is None
 
 
 def test_the_picture_is_a_png(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import pickle  # noqa: TID251  that it pickles is the claim
 
+import pytest
+
 from offbeat.history import History, Record
 
 
@@ -22,6 +24,14 @@ def test_to_json_holds_everything():
         "stopped": "epochs",
         "optimizer": "SGD",
     }
+
+
+def test_what_is_not_finite_is_null():
+    metrics = {"loss": float("nan"), "norm": float("-inf"), "accuracy": 0.5}
+    record = Record(step=1, version=1, samples=1, seconds=1.0, metrics=metrics)
+    text = History([record]).to_json(indent=1)
+    read = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert read["records"][0]["metrics"] == {"loss": None, "norm": None, "accuracy": 0.5}
 
 
 def test_a_history_pickles():
