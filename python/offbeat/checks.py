@@ -7,7 +7,20 @@ from typing import Any, TypeVar
 
 from offbeat.errors import ConfigError
 
-__all__ = ["Faults", "at_least_one", "is_count", "is_number", "refuse", "refuse_two_in_flight", "seconds"]
+__all__ = [
+    "Faults",
+    "at_least_one",
+    "is_count",
+    "is_number",
+    "one_or_two",
+    "refuse",
+    "refuse_two_in_flight",
+    "seconds",
+    "strings",
+]
+
+SECRETS = frozenset({"token"})
+"""What is never shown, whatever is wrong with it."""
 
 LARGEST_COUNT = 2**63 - 1
 """Beyond it a count does not travel."""
@@ -67,6 +80,22 @@ def at_least_one(**counts: object) -> list[str]:
         f"{name} is {value!r}: give a whole number, 1 or more"
         for name, value in counts.items()
         if type(value) is not int or value < 1
+    ]
+
+
+def one_or_two(**counts: object) -> list[str]:
+    """Tell which of the named values are not 1 or 2."""
+    return [
+        f"{name} is {v!r}: give 1 or 2" for name, v in counts.items() if type(v) is not int or v not in (1, 2)
+    ]
+
+
+def strings(what: str = "a string, or None", **texts: object) -> list[str]:
+    """Tell which of the named values are neither strings nor None; `what` is to be given."""
+    return [
+        f"{name} is {f'of type {type(value).__name__}' if name in SECRETS else repr(value)}: give {what}"
+        for name, value in texts.items()
+        if not isinstance(value, str | None)
     ]
 
 

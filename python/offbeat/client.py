@@ -22,7 +22,7 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
-from offbeat.checks import refuse, refuse_two_in_flight, seconds
+from offbeat.checks import one_or_two, refuse, refuse_two_in_flight, seconds, strings
 from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
@@ -83,11 +83,11 @@ class Client(process.Live):
         in_flight: int = 1,
         connect_timeout_s: float = 60,
     ) -> None:
+        faults = strings('"HOST:PORT", a string', address=address)
+        faults += strings(worker_id=worker_id, token=token)
+        faults += one_or_two(in_flight=in_flight) + seconds(connect_timeout_s=connect_timeout_s)
         address = address or os.environ.get("OFFBEAT_SERVER")
         token = token or os.environ.get("OFFBEAT_TOKEN") or None
-        faults = seconds(connect_timeout_s=connect_timeout_s)
-        if in_flight not in (1, 2):
-            faults.append(f"in_flight is {in_flight!r}: one push in flight, or 2")
         if not address:
             raise ConfigError("; ".join([NO_ADDRESS, *faults]))
         refuse(faults)

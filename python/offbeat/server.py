@@ -338,9 +338,8 @@ def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbe
         description = describe_module(model)
         table, arrays = description.table, list(description.arrays())
     else:
-        raise ConfigError(
-            f"model is a {type(model).__name__}: give an nn.Module, a dict of named arrays, or None"
-        )
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"model is {what}: give an nn.Module, a dict of named arrays, or None")
     from offbeat._offbeat import Snapshot
 
     return Snapshot(table, arrays)

@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat import schedule, staleness
 from offbeat.address import THIS_MACHINE
-from offbeat.checks import Faults, is_count, refuse, seconds
+from offbeat.checks import Faults, is_count, refuse, seconds, strings
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
 
@@ -56,7 +56,7 @@ class Settings:
             optimizer = faults.catch(lambda: as_spec(self.optimizer).spec(momentum_correction=correction))
         token = self.token or os.environ.get("OFFBEAT_TOKEN") or None
         host = self.host or os.environ.get("OFFBEAT_HOST") or None
-        if host not in (None, *THIS_MACHINE) and not token and not self.insecure:
+        if isinstance(host, str) and host not in THIS_MACHINE and not token and not self.insecure:
             faults.append(
                 f"host is {host!r} but there is no token, so anyone who reaches the port could train the "
                 "model: give token= (or set OFFBEAT_TOKEN, here and on the workers), or say insecure=True"
@@ -87,14 +87,16 @@ class Settings:
         )
 
     def _plain_faults(self) -> list[str]:
-        faults = []
+        faults = strings(host=self.host, token=self.token, run_id=self.run_id)
         if not is_count(self.port) or self.port > LARGEST_PORT:
             faults.append(f"port is {self.port!r}: it is 0 (a free one) to {LARGEST_PORT}")
         if self.update_rule not in UPDATE_RULES:
             faults.append(unknown("update_rule", self.update_rule, UPDATE_RULES))
         if self.transaction not in TRANSACTIONS:
             faults.append(unknown("transaction", self.transaction, TRANSACTIONS))
-        if self.momentum_correction not in (None, True, False):
+        if not isinstance(self.insecure, bool):
+            faults.append(f"insecure is {self.insecure!r}: it is True or False")
+        if not isinstance(self.momentum_correction, bool | None):
             faults.append(f"momentum_correction is {self.momentum_correction!r}: it is True, False or None")
         if self.max_samples is not None and not is_count(self.max_samples, least=1):
             faults.append(f"max_samples is {self.max_samples!r}: it is 1 or more, or None for no end")

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from offbeat import blueprint, process
-from offbeat.checks import Faults, at_least_one, refuse, refuse_two_in_flight, seconds
+from offbeat.checks import (
+    Faults,
+    at_least_one,
+    one_or_two,
+    refuse,
+    refuse_two_in_flight,
+    seconds,
+    strings,
+)
 from offbeat.errors import ConfigError
 from offbeat.module import Binding, describe
 from offbeat.naming import unknown
@@ -55,12 +63,12 @@ class JoinConfig:
     def __post_init__(self) -> None:
         faults = Faults()
         address = faults.catch(lambda: _address(self.server_address))
+        faults += strings(worker_id=self.worker_id, token=self.token)
         faults += at_least_one(local_batch_size=self.local_batch_size, update_frequency=self.update_frequency)
         device = faults.catch(lambda: _device(self.device))
         if self.loss_reduction not in ("mean", "sum"):
             faults.append(unknown("loss reduction", self.loss_reduction, ("mean", "sum")))
-        if self.in_flight not in (1, 2):
-            faults.append(f"in_flight is {self.in_flight!r}: one push or two can be under way")
+        faults += one_or_two(in_flight=self.in_flight)
         if self.buffers not in ("sync", "local"):
             faults.append(unknown("way to treat buffers", self.buffers, ("sync", "local")))
         faults += seconds(connect_timeout_s=self.connect_timeout_s)
@@ -70,6 +78,7 @@ class JoinConfig:
 
 
 def _address(given: str | None) -> str:
+    refuse(strings('"HOST:PORT", a string', server_address=given))
     if address := given or os.environ.get("OFFBEAT_SERVER"):
         return address
     raise ConfigError(
@@ -105,14 +114,15 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
 
     Raises:
         ConnectError, AuthenticationError: If the server cannot be reached, or does not let us in.
-        ConfigError: If there is no model and the server's has no blueprint, or if two pushes are to be in
-            flight where the server takes no late one.
+        ConfigError: If what is given is no module, if there is none and the server's has no blueprint, or if
+            two pushes are to be in flight where the server takes no late one.
         ModelMismatchError: If the model is not the server's.
         UnsupportedTensorError: If the model has tensors that the server cannot hold.
     """
     from offbeat._offbeat import Session
 
     if model is not None:
+        _require_module(model)
         describe(model)  # what cannot be trained is told before anything is sent
         model.to(config.torch_device)
     session = Session(
@@ -138,6 +148,20 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         raise
     _log.info("worker %s joined run %s at %s", session.worker_id, session.run_id, config.address)
     return link
+
+
+def _require_module(model: object) -> None:
+    """Refuse what is no module, the class of one among it.
+
+    Raises:
+        ConfigError: Saying what it is instead.
+    """
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model is the class {model.__name__}: give a module, as {model.__name__}(…) makes one"
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is of type {type(model).__name__}: give an nn.Module, or None")
 
 
 def _build(description: str | None, device: torch.device) -> nn.Module:

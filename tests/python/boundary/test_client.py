@@ -564,6 +564,21 @@ def test_time_to_connect_is_a_number_of_seconds(timeout_s):
         assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"address": 5000}, 'address is 5000: give "HOST:PORT", a string'),
+        ({"worker_id": 3}, "worker_id is 3: give a string, or None"),
+        ({"token": 31337}, "token is of type int: give a string, or None"),
+        ({"in_flight": 2.0}, "in_flight is 2.0: give 1 or 2"),
+    ],
+)
+def test_setting_of_another_type_is_refused_by_name_and_no_token_is_shown(setting, said):
+    with pytest.raises(ConfigError) as caught:
+        offbeat.Client(**({"address": "127.0.0.1:1"} | setting))
+    assert str(caught.value) == said
+
+
 def test_worker_id_is_the_users_or_the_servers(server):
     with offbeat.Client(server.address, worker_id="mine") as named, offbeat.Client(server.address) as unnamed:
         assert named.worker_id == "mine"

@@ -218,7 +218,13 @@ def test_an_address_that_is_a_url_is_refused_at_once(address):
         ({"update_frequency": -1}, "update_frequency is -1"),
         ({"device": "gpu"}, "device is 'gpu'"),
         ({"loss_reduction": "avg"}, "unknown loss reduction 'avg'"),
-        ({"in_flight": 3}, "in_flight is 3"),
+        ({"in_flight": 3}, "in_flight is 3: give 1 or 2"),
+        ({"in_flight": 1.0}, "in_flight is 1.0: give 1 or 2"),
+        ({"server_address": 5000}, 'server_address is 5000: give "HOST:PORT", a string'),
+        ({"worker_id": 3}, "worker_id is 3: give a string, or None"),
+        ({"token": 31337}, "token is of type int: give a string, or None"),
+        ({"model": nn.Linear}, "model is the class Linear: give a module, as Linear(…) makes one"),
+        ({"model": 5}, "model is of type int: give an nn.Module, or None"),
         ({"buffers": "locale"}, "did you mean 'local'"),
         ({"connect_timeout_s": -1}, "connect_timeout_s is -1"),
         ({"connect_timeout_s": "5"}, "connect_timeout_s is '5'"),
@@ -227,8 +233,9 @@ def test_an_address_that_is_a_url_is_refused_at_once(address):
 )
 def test_a_setting_that_cannot_be_used_is_named(setting, said):
     with pytest.raises(ConfigError) as caught:
-        offbeat.AsyncWorker("127.0.0.1:1", **setting)
+        offbeat.AsyncWorker(**({"server_address": "127.0.0.1:1"} | setting))
     assert said in str(caught.value)
+    assert "31337" not in str(caught.value), "a token is not shown"
 
 
 def test_every_bad_setting_is_named_at_once():

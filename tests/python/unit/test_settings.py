@@ -88,6 +88,11 @@ def test_resume_auto_and_never_begin_anew_and_must_is_refused():
         ({"max_samples": 0}, "max_samples is 0"),
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"momentum_correction": "yes"}, "momentum_correction is 'yes'"),
+        ({"momentum_correction": 1}, "momentum_correction is 1: it is True, False or None"),
+        ({"insecure": "yes"}, "insecure is 'yes': it is True or False"),
+        ({"token": 31337}, "^token is of type int: give a string, or None$"),  # and not which
+        ({"run_id": 3}, "run_id is 3: give a string, or None"),
+        ({"host": 3}, "^host is 3: give a string, or None$"),
         ({"host": "0.0.0.0"}, "insecure=True"),  # noqa: S104  refused, not bound to
         ({"linger_s": -1}, "linger_s is -1"),
         ({"linger_s": float("inf")}, "linger_s is inf: it is a finite number of seconds"),
@@ -130,6 +135,8 @@ def test_live_optimizer_is_refused_on_the_server():
 def test_model_is_a_module_a_dict_or_nothing():
     with pytest.raises(ConfigError, match="model is a list"):
         made([1, 2])
+    with pytest.raises(ConfigError, match="model is the class Linear"):
+        made(torch.nn.Linear)
     with pytest.raises(UnsupportedTensorError, match="'w' has dtype float64"):
         made({"w": np.zeros(2)})
 
