@@ -10,8 +10,10 @@ from offbeat.errors import ConfigError
 __all__ = [
     "Faults",
     "at_least_one",
+    "functions",
     "is_count",
     "is_number",
+    "objects",
     "one_or_two",
     "refuse",
     "refuse_two_in_flight",
@@ -88,6 +90,21 @@ def one_or_two(**counts: object) -> list[str]:
     return [
         f"{name} is {v!r}: give 1 or 2" for name, v in counts.items() if type(v) is not int or v not in (1, 2)
     ]
+
+
+def objects(**values: object) -> list[str]:
+    """Tell which of the named values are classes, where an object of the class belongs."""
+    return [
+        f"{name} is the class {value.__name__}: give an object, as {value.__name__}(…) makes one"
+        for name, value in values.items()
+        if isinstance(value, type)
+    ]
+
+
+def functions(what: str, **values: object) -> list[str]:
+    """Tell which of the named values cannot be called, or are classes; `what` is to be given."""
+    faults = objects(**values)
+    return faults + [f"{name} is {v!r}: give {what}" for name, v in values.items() if not callable(v)]
 
 
 def strings(what: str = "a string, or None", **texts: object) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from torch import nn
 
+from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
@@ -57,7 +58,7 @@ def meters(metrics: Metric | Iterable[Metric]) -> list[Meter]:
     Raises:
         ConfigError: For an unknown name (with the nearest), for what is no metric, for a name given twice.
     """
-    one = isinstance(metrics, str | MetricObject) or callable(metrics)
+    one = isinstance(metrics, str | MetricObject) or callable(metrics) or not isinstance(metrics, Iterable)
     asked = [cast(Metric, metrics)] if one else list(cast(Iterable[Metric], metrics))
     made: list[Meter] = [meter for metric in asked for meter in _meters(metric)]
     names = [meter.name for meter in made]
@@ -169,6 +170,7 @@ def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: 
 
 
 def _meters(metric: Metric) -> list[Meter]:
+    refuse(objects(metrics=metric))  # a class is callable, and has the methods that are looked for
     if is_collection(metric):  # its members share no state: items() gives each a copy
         return [_Object(member, name) for name, member in cast(Any, metric).items()]
     return [_meter(metric)]
@@ -184,6 +186,6 @@ def _meter(metric: Metric) -> Meter:
     if callable(metric):
         return _Mean(getattr(metric, "__name__", type(metric).__name__), metric)
     raise ConfigError(
-        f"{metric!r} is no metric: give {' or '.join(map(repr, _NAMES))}, a callable of (outputs, targets), "
-        f"or an object with update, compute and reset"
+        f"metrics: {metric!r} is no metric: give {' or '.join(map(repr, _NAMES))}, a callable of "
+        f"(outputs, targets), or an object with update, compute and reset"
     )

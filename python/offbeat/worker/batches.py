@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 
 __all__ = ["Epochs", "Given", "batches_of", "count", "is_map_style", "loaded", "moved", "split"]
@@ -98,12 +99,13 @@ def batches_of(
     """Make a source of what `train` was given: a dataset or a loader, one of the two.
 
     Raises:
-        ConfigError: If it is both, neither, a loader for a dataset or the reverse, a dataset without a
-            length, or what gives its batches only once where there are several epochs.
+        ConfigError: If it is both, neither, a class, a loader for a dataset or the reverse, a dataset without
+            a length, or what gives no batches, or gives them only once where there are several epochs.
     """
     if dataloader is None:
         if dataset is None:
             raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got neither")
+        refuse(objects(dataset=dataset))
         if isinstance(dataset, DataLoader):
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}, which gives batches: give it as dataloader="
@@ -111,6 +113,7 @@ def batches_of(
         return Epochs(dataset, batch_size, order, pin_memory=pin_memory)
     if dataset is not None:
         raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got both")
+    _refuse_what_gives_nothing("dataloader", dataloader)
     if is_map_style(dataloader):
         raise ConfigError(
             f"dataloader is a {type(dataloader).__name__}, a dataset: give it as dataset=; or, where its "
@@ -131,8 +134,21 @@ def _gives_once(batches: Iterable[Any]) -> bool:
 
 
 def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int) -> Iterable[Any]:
-    """Give batches of what gives batches, or of a dataset, in its order."""
+    """Give batches of what gives batches, or of a dataset, in its order.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    _refuse_what_gives_nothing("loader", data)
     return DataLoader(data, batch_size=batch_size) if is_map_style(data) else cast(Iterable[Any], data)
+
+
+def _refuse_what_gives_nothing(name: str, value: object) -> None:
+    refuse(objects(**{name: value}))
+    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
+        raise ConfigError(
+            f"{name} is {value!r}, which gives no batches: give a DataLoader, or another iterable"
+        )
 
 
 def is_map_style(data: object) -> TypeGuard[Dataset[Any]]:

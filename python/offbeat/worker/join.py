@@ -13,6 +13,7 @@ from offbeat import blueprint, process
 from offbeat.checks import (
     Faults,
     at_least_one,
+    objects,
     one_or_two,
     refuse,
     refuse_two_in_flight,
@@ -122,7 +123,9 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
     from offbeat._offbeat import Session
 
     if model is not None:
-        _require_module(model)
+        refuse(objects(model=model))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is of type {type(model).__name__}: give an nn.Module, or None")
         describe(model)  # what cannot be trained is told before anything is sent
         model.to(config.torch_device)
     session = Session(
@@ -148,20 +151,6 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         raise
     _log.info("worker %s joined run %s at %s", session.worker_id, session.run_id, config.address)
     return link
-
-
-def _require_module(model: object) -> None:
-    """Refuse what is no module, the class of one among it.
-
-    Raises:
-        ConfigError: Saying what it is instead.
-    """
-    if isinstance(model, type):
-        raise ConfigError(
-            f"model is the class {model.__name__}: give a module, as {model.__name__}(…) makes one"
-        )
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is of type {type(model).__name__}: give an nn.Module, or None")
 
 
 def _build(description: str | None, device: torch.device) -> nn.Module:

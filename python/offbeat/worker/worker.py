@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import process
-from offbeat.checks import at_least_one, refuse
+from offbeat.checks import at_least_one, functions, refuse
 from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.metrics import Metric, is_collection, meters
@@ -287,7 +287,8 @@ class AsyncWorker(process.Live):
         steps = self._usable()
         self._is_broken_off = True  # until it returns
         limit = {} if max_steps is None else {"max_steps": max_steps}
-        refuse(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
+        faults = at_least_one(epochs=epochs, log_frequency=log_frequency, **limit)
+        refuse(faults + functions("a function of (outputs, targets)", loss_fn=loss_fn))
         source = batches_of(
             dataset,
             dataloader,

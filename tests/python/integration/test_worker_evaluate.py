@@ -46,6 +46,13 @@ def test_a_dataset_is_measured_in_batches(serve, join):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("given", [5, None])
+def test_what_gives_no_batches_is_refused_by_name(serve, join, given):
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match=f"loader is {given}, which gives no batches: give a DataLoader"):
+        worker.evaluate(given)
+
+
 def test_one_metric_gives_a_float_and_a_list_a_dict(serve, join):
     worker = join(serve(net()), net(), optimizer=SPEC)
     loader = DataLoader(dataset(), batch_size=16)  # the last batch is ragged: weighted by samples

@@ -223,7 +223,7 @@ def test_an_address_that_is_a_url_is_refused_at_once(address):
         ({"server_address": 5000}, 'server_address is 5000: give "HOST:PORT", a string'),
         ({"worker_id": 3}, "worker_id is 3: give a string, or None"),
         ({"token": 31337}, "token is of type int: give a string, or None"),
-        ({"model": nn.Linear}, "model is the class Linear: give a module, as Linear(…) makes one"),
+        ({"model": nn.Linear}, "model is the class Linear: give an object, as Linear(…) makes one"),
         ({"model": 5}, "model is of type int: give an nn.Module, or None"),
         ({"buffers": "locale"}, "did you mean 'local'"),
         ({"connect_timeout_s": -1}, "connect_timeout_s is -1"),

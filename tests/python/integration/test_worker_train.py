@@ -110,6 +110,27 @@ def test_every_count_that_is_none_is_named_at_once(train):
         train(dataset=dataset(), epochs="3", log_frequency=0, max_steps=0)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss_fn": None}, r"loss_fn is None: give a function of \(outputs, targets\)"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss: give an object, as MSELoss\("),
+        ({"metrics": None}, "metrics: None is no metric: give"),
+        ({"dataloader": 5, "dataset": None}, "dataloader is 5, which gives no batches: give a DataLoader"),
+        ({"dataloader": DataLoader, "dataset": None}, "dataloader is the class DataLoader: give an object"),
+        ({"dataset": TensorDataset}, "dataset is the class TensorDataset: give an object"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_with_is_refused_by_name_and_nothing_changes(serve, join, given, said):
+    server = serve(net())
+    worker = join(server, net())
+    with pytest.raises(ConfigError, match=said):
+        worker.train(**{"dataset": dataset(), "loss_fn": LOSS, "optimizer": SPEC, "progress": False} | given)
+    assert server.status()["optimizer"] is None
+    assert server.status()["version"] == 0
+
+
 def test_an_unknown_keyword_names_the_nearest(serve, join):
     server = serve(net())
     with pytest.raises(

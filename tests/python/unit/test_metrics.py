@@ -188,6 +188,19 @@ def test_what_is_no_metric_is_refused():
         meters([5])
 
 
+def test_what_is_neither_a_metric_nor_several_is_refused():
+    with pytest.raises(ConfigError, match="metrics: None is no metric: give"):
+        meters(None)
+
+
+@pytest.mark.parametrize("asked", [torchmetrics.MeanMetric, ["loss", torchmetrics.MeanMetric]])
+def test_the_class_of_a_metric_is_refused_with_the_object(asked):
+    with pytest.raises(
+        ConfigError, match=r"metrics is the class MeanMetric: give an object, as MeanMetric\("
+    ):
+        meters(asked)
+
+
 def test_the_same_name_twice_is_refused():
     with pytest.raises(ConfigError, match=r"two metrics are called 'loss'.*MetricCollection"):
         meters(["loss", "loss"])
