@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
 
 from offbeat import process, schedule, staleness
 from offbeat.address import reachable, start_line
@@ -20,7 +20,7 @@ from offbeat.arrays import (
     no_such_tensor,
     read_table,
 )
-from offbeat.checks import seconds
+from offbeat.checks import Faults, is_count, refuse, seconds
 from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
@@ -260,8 +260,16 @@ class ParameterServer(process.Live):
         Args:
             lr: The new base rate.
             group: Index of the optimizer's group; None means all of them.
+
+        Raises:
+            ConfigError: If the rate is no finite number from 0 on, or if there is no such group.
         """
-        self._open().set_lr(float(lr), group)
+        server, faults = self._open(), Faults()
+        rate = faults.catch(lambda: _rate(lr))
+        if group is not None and not is_count(group):
+            faults.append(f"group is {group!r}: give the index of a group, 0 or more, or None for all")
+        refuse(faults)
+        server.set_lr(cast(float, rate), group)
 
     def set_optimizer(self, optimizer: object) -> None:
         """Change the optimizer, from the next push on; its state begins anew.
@@ -356,6 +364,13 @@ def _blueprint(model: object) -> str | None:
 def _is_module(model: object) -> "TypeGuard[torch.nn.Module]":
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _rate(lr: object) -> float:
+    try:
+        return float(cast(float, lr))
+    except (OverflowError, TypeError, ValueError):
+        raise ConfigError(f"lr is {lr!r}: give a finite number, 0 or more") from None
 
 
 def _workers(n: int) -> int:

@@ -28,8 +28,8 @@ def partition(dataset: Dataset[Sample_co], rank: int, world_size: int) -> Subset
         A `torch.utils.data.Subset` of `dataset`.
 
     Raises:
-        ConfigError: If the dataset is iterable only, if a number is out of its range, or if there are fewer
-            samples than shares.
+        ConfigError: If the dataset is iterable only, if a number is none or out of its range, or if there are
+            fewer samples than shares.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -37,6 +37,11 @@ def partition(dataset: Dataset[Sample_co], rank: int, world_size: int) -> Subset
         >>> list(offbeat.partition(TensorDataset(torch.arange(7)), 1, 3).indices)
         [1, 4]
     """
+    if not _are_whole(rank, world_size):
+        raise ConfigError(
+            f"rank is {rank!r} and world_size is {world_size!r}: give whole numbers; from the environment, "
+            f'int(os.environ["RANK"]) and int(os.environ["WORLD_SIZE"])'
+        )
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(
             f"rank is {rank} and world_size is {world_size}: there must be at least one share, "
@@ -51,3 +56,7 @@ def partition(dataset: Dataset[Sample_co], rank: int, world_size: int) -> Subset
     if length < world_size:
         raise ConfigError(f"{length} samples cannot be shared among {world_size} workers")
     return Subset(dataset, range(rank, length, world_size))
+
+
+def _are_whole(*numbers: object) -> bool:
+    return all(hasattr(number, "__index__") and not isinstance(number, bool) for number in numbers)

@@ -212,6 +212,16 @@ def test_set_lr_of_one_group_leaves_the_others():
             server.set_lr(1.0, group=2)
 
 
+@pytest.mark.parametrize(("lr", "group"), [(None, -1), ("fast", "0"), (10**400, 1.0), (-1.0, None)])
+def test_set_lr_refuses_by_name_what_is_no_rate_or_group(lr, group):
+    with offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0)) as server:
+        with pytest.raises(ConfigError) as caught:
+            server.set_lr(lr, group)
+        said = [f"lr is {lr!r}", f"group is {group!r}"] if group is not None else ["lr is -1"]
+        assert all(fault in str(caught.value) for fault in said)
+        assert server.status()["optimizer"]["spec"]["groups"][0]["lr"] == 1.0
+
+
 def test_set_optimizer_changes_it_for_all():
     with (
         offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0)) as server,

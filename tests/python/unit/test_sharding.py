@@ -31,6 +31,14 @@ def test_a_share_that_does_not_exist_is_refused(rank, world_size):
         offbeat.partition(TensorDataset(torch.arange(4)), rank, world_size)
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [("0", "2"), (0.0, 2), (None, 2)])
+def test_ranks_that_are_no_whole_numbers_are_refused_with_the_remedy(rank, world_size):
+    with pytest.raises(ConfigError) as caught:
+        offbeat.partition(TensorDataset(torch.arange(4)), rank, world_size)
+    assert f"rank is {rank!r} and world_size is {world_size!r}: give whole numbers" in str(caught.value)
+    assert 'int(os.environ["RANK"])' in str(caught.value)
+
+
 def test_more_shares_than_samples_are_refused():
     with pytest.raises(ConfigError, match="2 samples cannot be shared among 3"):
         offbeat.partition(TensorDataset(torch.arange(2)), 0, 3)
