@@ -10,7 +10,7 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
 use offbeat_core::store::log::{self, CommitObserver};
 use offbeat_core::store::{
-    Admission, Fate, OpenPush, PushHead, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
+    Admission, Fate, OpenPush, PushHead, Reader, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
     WorkerKey,
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
@@ -339,17 +339,68 @@ fn after_a_commit_that_was_refused_no_reader_is_late() {
 fn readers_pin_at_most_the_versions_they_may() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
     let worker = store.register("a").unwrap();
-    let Turn::Now(first) = store.turn(0) else { panic!("nothing is pinned yet") };
+    let Turn::Now(first) = store.turn(worker, 0) else { panic!("nothing is pinned yet") };
     assert!(commit(&store, worker, 1, 1.0).applied);
-    let Turn::Now(shared) = store.turn(0) else { panic!("the pinned version holds everything it needs") };
+    let Turn::Now(shared) = store.turn(worker, 0) else {
+        panic!("the pinned version holds everything it needs")
+    };
     assert_eq!((shared.version(), shared.root(0).version()), (0, 0));
-    let Turn::Wait(mut released) = store.turn(1) else { panic!("it must see its own push") };
+    let Turn::Wait(mut released) = store.turn(worker, 1) else { panic!("it must see its own push") };
     assert_eq!(released.try_recv(), Ok(None));
     drop(shared);
     drop(first);
     assert_eq!(released.try_recv(), Ok(Some(())));
-    let Turn::Now(own) = store.turn(1) else { panic!("the old version is gone") };
+    let Turn::Now(own) = store.turn(worker, 1) else { panic!("the old version is gone") };
     assert_eq!(own.version(), 1);
+}
+
+/// What a worker is shown, if it need not wait.
+fn turn(store: &Arc<Store>, worker: WorkerKey) -> Option<Reader> {
+    match store.turn(worker, 0) {
+        Turn::Now(reader) => Some(reader),
+        Turn::Wait(_) => None,
+    }
+}
+
+#[test]
+fn a_worker_that_comes_back_is_not_shown_what_it_may_not_push_on() {
+    let config =
+        StoreConfig { transaction: Transaction::Model, max_live_versions: 3, ..StoreConfig::default() };
+    let store = store_watched(config, StalenessSpec::default(), None);
+    let [a, b, c, d] = ["a", "b", "c", "d"].map(|id| store.register(id).unwrap());
+    let slow = turn(&store, b).unwrap();
+    assert!(commit(&store, d, 1, 1.0).applied);
+    let slower = turn(&store, c).unwrap();
+    assert!(commit(&store, d, 2, 1.0).applied);
+    assert_eq!(turn(&store, a).unwrap().version(), 1, "one that was not lost shares");
+    store.lost(a);
+    assert!(turn(&store, a).is_none(), "on what the others hold its push would be rejected");
+    drop(slow);
+    let read = turn(&store, a).unwrap().version();
+    let returned = store.commit(PushHead { base: read, ..head(&store, a, 1) }, stage(&store, 1.0));
+    drop(returned.role);
+    let mut receipt: oneshot::Receiver<Receipt> = returned.receipt;
+    let receipt = receipt.try_recv().unwrap().unwrap();
+    assert!(receipt.applied, "{receipt:?}");
+    drop(slower);
+}
+
+#[test]
+fn a_worker_lost_during_a_commit_may_push_on_what_it_can_read_meanwhile() {
+    let store = store_with(Transaction::Model, StalenessSpec::default(), None);
+    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let under_way = store.commit(head(&store, b, 1), stage(&store, 1.0));
+    let mut role = under_way.role;
+    while store.version() == 0 {
+        role = role.unwrap().step();
+    }
+    store.lost(a);
+    let read = turn(&store, a).unwrap().version();
+    let returned = store.commit(PushHead { base: read, ..head(&store, a, 1) }, stage(&store, 1.0));
+    drop(role);
+    let mut receipt: oneshot::Receiver<Receipt> = returned.receipt;
+    let receipt = receipt.try_recv().unwrap().unwrap();
+    assert!(receipt.applied, "{receipt:?}");
 }
 
 #[test]

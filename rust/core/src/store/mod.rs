@@ -192,8 +192,10 @@ impl Store {
     }
 
     /// The worker has not been heard of: what it read before now is too old to push.
-    pub fn lost(&self, key: WorkerKey) {
-        self.registry().lost(key);
+    pub fn lost(self: &Arc<Self>, key: WorkerKey) {
+        // What a reader gets now. Under "model" the registry is ahead of it by a ticket whose commit is under way.
+        let newest = self.reader().version();
+        self.registry().lost(key, newest);
     }
 
     /// The worker is gone for good; its slot may be given away.
@@ -254,14 +256,16 @@ impl Store {
         }
     }
 
-    /// A pull under the cap on live versions. `own` is the version of the reader's last push: what it is shown holds
-    /// that push. Under "fragment" nothing is pinned and the turn is always now.
+    /// A pull under the cap on live versions. `own` is the version of the worker's last push: what it is shown holds
+    /// that push and, if it was lost since, is new enough to push on. Under "fragment" nothing is pinned and the turn
+    /// is always now.
     #[must_use]
-    pub fn turn(self: &Arc<Self>, own: u64) -> Turn {
+    pub fn turn(self: &Arc<Self>, worker: WorkerKey, own: u64) -> Turn {
         if self.config.transaction == Transaction::Fragment {
             return Turn::Now(self.reader());
         }
-        match self.pins.pin(own, self.config.max_live_versions) {
+        let least = own.max(self.registry().least_base(worker));
+        match self.pins.pin(least, self.config.max_live_versions) {
             Pin::Now(root) => {
                 let version = root.version;
                 Turn::Now(Reader::new(Arc::clone(self), Some(root), version))

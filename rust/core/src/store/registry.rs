@@ -96,11 +96,16 @@ impl Registry {
         Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
     }
 
-    pub(super) fn lost(&mut self, key: WorkerKey) {
-        let version = self.version;
+    /// `newest`: the newest version that it could have read.
+    pub(super) fn lost(&mut self, key: WorkerKey, newest: u64) {
         if let Some(slot) = self.slot(key) {
-            slot.lost_at = Some(version);
+            slot.lost_at = Some(newest);
         }
+    }
+
+    /// The oldest version on which a push of this worker does not count as slept.
+    pub(super) fn least_base(&mut self, key: WorkerKey) -> u64 {
+        self.slot(key).and_then(|slot| slot.lost_at).unwrap_or(0)
     }
 
     pub(super) fn depart(&mut self, key: WorkerKey) {

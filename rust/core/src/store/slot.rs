@@ -26,7 +26,7 @@ pub(super) struct Slot {
     pub(super) last_sequence: u64,
     /// The last pushes, oldest first, by sequence number.
     pub(super) recent: VecDeque<(u64, Recent)>,
-    /// The model's version when the worker was lost: what it had read before is too old to push.
+    /// The newest version that could be read when the worker was lost: what is older is too old to push.
     pub(super) lost_at: Option<u64>,
     pub(super) present: bool,
     pub(super) tally: Tally,

@@ -301,7 +301,7 @@ impl Session {
     /// A reader, when it is our turn for one.
     pub(super) async fn turn(&mut self, place: &Place) -> Result<Reader, End> {
         loop {
-            match place.model.store.turn(self.own_version) {
+            match place.model.store.turn(place.key, self.own_version) {
                 Turn::Now(reader) => {
                     self.connection.reads(reader.version());
                     return Ok(reader);
