@@ -133,6 +133,36 @@ fn a_retry_keeps_its_ticket_and_completes_what_is_missing() {
 }
 
 #[test]
+fn two_retries_at_once_are_one() {
+    let store = store();
+    let worker = store.register("a").unwrap();
+    let head = head(&store, worker, 1);
+    drop(open(&store, &head));
+    let retry = open(&store, &head);
+    let second = refusal(&store, &head);
+    assert_eq!(second.reason, Some(Reason::Fenced));
+    assert!(second.detail.contains("still arriving"), "{}", second.detail);
+    assert!(submit(&store, &retry, 0) && submit(&store, &retry, 1));
+    assert!(retry.settle().applied);
+    let tickets = store.status().tickets;
+    assert_eq!((tickets.issued, tickets.applied, tickets.dropped, tickets.open), (1, 1, 0, 0));
+}
+
+#[test]
+fn a_retry_that_brings_other_tensors_is_refused_and_the_true_one_goes_on() {
+    let store = store();
+    let worker = store.register("a").unwrap();
+    let head = head(&store, worker, 1);
+    drop(open(&store, &head));
+    let other = refusal(&store, &PushHead { present: Presence::from_fn(1, |_| false), ..head.clone() });
+    assert_eq!(other.reason, Some(Reason::Fenced));
+    assert!(other.detail.contains("other tensors"), "{}", other.detail);
+    let retry = open(&store, &head);
+    assert!(submit(&store, &retry, 0) && submit(&store, &retry, 1));
+    assert!(retry.settle().applied);
+}
+
+#[test]
 fn a_push_whose_sender_died_before_its_first_fragment_moves_nothing() {
     let store = store();
     let worker = store.register("a").unwrap();
