@@ -7,7 +7,7 @@ use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
 use offbeat_core::pipeline::Reason;
-use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
+use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction, Weight};
 use offbeat_core::store::log::{self, CommitObserver};
 use offbeat_core::store::{
     Admission, Fate, OpenPush, PushHead, Reader, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
@@ -28,14 +28,20 @@ fn store_with(transaction: Transaction, staleness: StalenessSpec, max_samples: O
 }
 
 fn store_watched(config: StoreConfig, staleness: StalenessSpec, max_samples: Option<u64>) -> Arc<Store> {
-    let tensor = TensorSpec {
-        name: "w".into(),
-        aliases: vec![],
-        shape: vec![ELEMENTS],
-        dtype: Dtype::F32,
-        role: Role::Parameter,
-    };
-    let table = Arc::new(TensorTable::new(vec![tensor]).unwrap());
+    store_of(vec![tensor("w", ELEMENTS, Role::Parameter)], config, staleness, max_samples)
+}
+
+fn tensor(name: &str, elements: u64, role: Role) -> TensorSpec {
+    TensorSpec { name: name.into(), aliases: vec![], shape: vec![elements], dtype: Dtype::F32, role }
+}
+
+fn store_of(
+    tensors: Vec<TensorSpec>,
+    config: StoreConfig,
+    staleness: StalenessSpec,
+    max_samples: Option<u64>,
+) -> Arc<Store> {
+    let table = Arc::new(TensorTable::new(tensors).unwrap());
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
     let rule =
         Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
@@ -59,7 +65,7 @@ fn head(store: &Store, worker: WorkerKey, sequence: u64) -> PushHead {
         base: store.version(),
         epoch: store.run().map_or(0, |run| run.epoch),
         samples: 10,
-        present: Presence::all(1),
+        present: Presence::all(store.layout().num_tensors()),
         norm: None,
     }
 }
@@ -185,6 +191,41 @@ fn the_same_sequence_with_other_bytes_is_refused() {
     let outcome = store.submit(&retry, 0, 0, other, checksum).outcome.try_recv().unwrap().unwrap();
     assert_eq!((outcome.applied, outcome.reason), (false, Some(Reason::Fenced)));
     assert_eq!(value(&store, 0).to_bits(), (-1.0_f32).to_bits());
+}
+
+#[test]
+fn a_push_is_worth_what_its_parameters_are() {
+    // A fragment with a large and a small tensor, one with the rest of the small one, and a buffer.
+    let tensors = vec![
+        tensor("large", 65_436, Role::Parameter),
+        tensor("small", 200, Role::Parameter),
+        tensor("buffer", 1000, Role::Buffer),
+    ];
+    let weights = vec![Weight::Inverse];
+    let staleness = StalenessSpec { weights, ..StalenessSpec::default() };
+    let store = store_of(tensors, StoreConfig::default(), staleness, None);
+    let push = |id: &str, present: [bool; 3], bases: [u64; 3]| {
+        let worker = store.register(id).unwrap();
+        let present = Presence::from_fn(3, |tensor| present[tensor]);
+        let push = open(&store, &PushHead { present: present.clone(), ..head(&store, worker, 1) });
+        for fragment in store.layout().present_fragments(&present) {
+            let mut block = store.staging(store.layout().fragments[fragment].push_bytes(&present));
+            block.bytes_mut().fill(0);
+            let checksum = checksum(block.bytes());
+            let submission = store.submit(&push, fragment, bases[fragment], block, checksum);
+            drop(submission.role);
+        }
+        push.settle()
+    };
+    let worth = |receipt: &Receipt| (receipt.verdict, receipt.weight.to_bits());
+    let full = (Fate::Admit, 1.0_f64.to_bits());
+    assert_eq!(worth(&push("a", [false, false, true], [0; 3])), full);
+    assert_eq!(worth(&push("b", [false, false, true], [0; 3])), full, "late for a buffer alone");
+    assert_eq!(worth(&push("c", [true; 3], [0; 3])), full, "late for its buffer alone");
+    assert_eq!(store.status().totals.damped, 0);
+    // Late for one of its two fragments, each of which it fills with 100 elements.
+    let half = push("d", [false, true, false], [0, 1, 0]);
+    assert_eq!(worth(&half), (Fate::Damp, 0.75_f64.to_bits()), "a mean of 1/2 and 1");
 }
 
 #[test]

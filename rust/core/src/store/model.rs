@@ -187,7 +187,7 @@ impl InProgress {
                     store.observe(fragment, &next[fragment], record, tau);
                 }
                 for &Step { fragment, weight, .. } in &*steps {
-                    record.count_applied(weight, store.layout.fragments[fragment].len);
+                    record.count_applied(weight, &store.layout.fragments[fragment]);
                 }
                 return Some(End::Committed(Arc::clone(record), std::mem::take(next)));
             }

@@ -391,7 +391,7 @@ mod tests {
         };
         let record = ticketed(&mut registry);
         registry.abandon(&record);
-        record.count_applied(1.0, 4); // it was queued when its sender died
+        record.count_applied(1.0, &layout.fragments[0]); // it was queued when its sender died
         let retried = ticketed(&mut registry);
         assert!(registry.settle(&retried).applied);
         let expected = TicketCounts { issued: 1, applied: 1, ..TicketCounts::default() };
