@@ -475,6 +475,21 @@ fn a_worker_lost_during_a_commit_may_push_on_what_it_can_read_meanwhile() {
 }
 
 #[test]
+fn a_reader_that_has_paused_discounts_what_it_reads_and_not_its_namesake_of_another_life() {
+    let store = store_with(Transaction::Model, StalenessSpec::default(), None);
+    let worker = store.register("a").unwrap();
+    let paused = turn(&store, worker).unwrap();
+    drop(store.load(&mut |_, bytes| bytes.fill(0)).model_role);
+    let moving = store.reader();
+    assert_eq!((paused.pinned(), moving.pinned()), (Some((1, 0)), Some((2, 0))));
+    assert!(commit(&store, worker, 1, 1.0).applied);
+    store.discount((1, 0));
+    assert_eq!(turn(&store, worker).unwrap().pinned(), Some((2, 0)), "it counts, and is shared");
+    store.discount((2, 0));
+    assert_eq!(turn(&store, worker).unwrap().pinned(), Some((2, 1)));
+}
+
+#[test]
 fn a_push_made_for_another_optimizer_is_rejected_whatever_the_server_runs_of_both() {
     let store = store();
     let worker = store.register("a").unwrap();

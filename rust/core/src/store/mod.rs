@@ -274,10 +274,10 @@ impl Store {
         }
     }
 
-    /// Whoever reads this version has paused: no other reader waits for it to let go. The version lives on, beyond the
-    /// cap on live ones.
-    pub fn discount(&self, version: u64) {
-        self.pins.discount(version);
+    /// Whoever reads this ([`Reader::pinned`]) has paused: no other reader waits for it to let go. The version lives on,
+    /// beyond the cap on live ones.
+    pub fn discount(&self, pinned: (u64, u64)) {
+        self.pins.discount(pinned);
     }
 
     /// Replaces every value (`load_state_dict`) under a new term: pushes on their way were computed on other

@@ -72,8 +72,8 @@ impl Pins {
     }
 
     /// From now on a version counts for nothing, though it may live on, and those that wait look again.
-    pub(super) fn discount(&self, version: u64) {
-        for published in lock(&self.published).iter_mut().filter(|p| p.version == version) {
+    pub(super) fn discount(&self, (term, version): (u64, u64)) {
+        for published in lock(&self.published).iter_mut().filter(|p| (p.term, p.version) == (term, version)) {
             published.discounted = true;
         }
         self.tell();

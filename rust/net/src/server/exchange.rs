@@ -2,7 +2,7 @@
 //! arriving in the kernel's buffer. This is the path that has to be fast: no allocation that can be reused, no timer,
 //! no log line per push.
 
-use super::connection::Phase;
+use super::connection::{Answer, Phase};
 use super::end::End;
 use super::outbox::Addressed;
 use super::place::Place;
@@ -303,7 +303,7 @@ impl Session {
         loop {
             match place.model.store.turn(place.key, self.own_version) {
                 Turn::Now(reader) => {
-                    self.connection.reads(reader.version());
+                    self.connection.answers(Answer::Exchange { pinned: reader.pinned() });
                     return Ok(reader);
                 }
                 Turn::Wait(released) => {
