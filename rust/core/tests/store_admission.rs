@@ -490,6 +490,32 @@ fn a_reader_that_has_paused_discounts_what_it_reads_and_not_its_namesake_of_anot
 }
 
 #[test]
+fn pinned_memory_is_what_older_versions_do_not_share() {
+    let config =
+        StoreConfig { transaction: Transaction::Model, max_live_versions: 4, ..StoreConfig::default() };
+    let tensors = vec![tensor("trained", 65_536, Role::Parameter), tensor("frozen", 1000, Role::Parameter)];
+    let store = store_of(tensors, config, StalenessSpec::default(), None);
+    let worker = store.register("a").unwrap();
+    let push = |sequence, fill| {
+        let present = Presence::from_fn(2, |tensor| tensor == 0);
+        let mut staged = stage(&store, fill);
+        staged.truncate(1);
+        let commit = store.commit(PushHead { present, ..head(&store, worker, sequence) }, staged);
+        drop(commit.role);
+        let mut receipt = commit.receipt;
+        receipt.try_recv().unwrap().unwrap()
+    };
+    let pinned_bytes = || store.status().pinned_bytes;
+    assert!(push(1, f32::MAX).applied);
+    let first = turn(&store, worker).unwrap();
+    assert_eq!(push(2, f32::MAX).reason, Some(Reason::NonfiniteResult));
+    assert_eq!(pinned_bytes(), 0, "a push that was refused changed nothing");
+    let _same = turn(&store, worker).unwrap();
+    assert!(push(3, 0.0).applied);
+    assert_eq!(pinned_bytes(), first.root(0).bytes(), "two versions hold the trained tensor's older values");
+}
+
+#[test]
 fn a_push_made_for_another_optimizer_is_rejected_whatever_the_server_runs_of_both() {
     let store = store();
     let worker = store.register("a").unwrap();
