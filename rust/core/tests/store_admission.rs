@@ -15,6 +15,7 @@ use offbeat_core::store::{
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Two fragments: 65536 and 4464 elements.
 const ELEMENTS: u64 = 70_000;
@@ -348,6 +349,35 @@ fn a_new_learning_rate_takes_effect_with_the_next_ticket() {
     assert!(ticketed_before.settle().applied);
     assert!(push(&store, worker, 2).applied);
     assert_eq!(value(&store, 0).to_bits(), (-1.5_f32).to_bits());
+}
+
+#[test]
+fn a_run_that_takes_long_to_resolve_holds_nobody_up() {
+    let tensors = (0..1000).map(|i| tensor(&format!("{}{i}", "ab".repeat(50)), 1, Role::Parameter));
+    let store = store_of(tensors.collect(), StoreConfig::default(), StalenessSpec::default(), None);
+    let mut spec = store.run().unwrap().spec.clone();
+    let last = spec.optimizer.groups[0].clone();
+    spec.optimizer.groups = (0..600).map(|_| Group { pattern: "*a*a*c".into(), ..last.clone() }).collect();
+    spec.optimizer.groups.push(last);
+    let configure = |spec: RunSpec| {
+        let began = Instant::now();
+        store.configure(spec);
+        began.elapsed()
+    };
+    let (took, longest) = std::thread::scope(|scope| {
+        let configuring = scope.spawn(|| configure(spec.clone()));
+        let mut longest = Duration::ZERO;
+        while !configuring.is_finished() {
+            let asked = Instant::now();
+            assert_eq!(store.version(), 0);
+            longest = longest.max(asked.elapsed());
+        }
+        (configuring.join().unwrap(), longest)
+    });
+    assert!(longest < took / 2, "who asked for the version waited for {longest:?} of {took:?}");
+    spec.optimizer.groups[0].lr = 0.5;
+    let again = configure(spec);
+    assert!(again < took / 2, "another learning rate took {again:?}, the patterns {took:?}");
 }
 
 fn stage(store: &Arc<Store>, fill: f32) -> Vec<StagedFragment> {

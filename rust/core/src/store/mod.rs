@@ -96,6 +96,8 @@ pub struct Store {
     gate: cut::Gate,
     /// Held while a load queues its values: every fragment gets those of two loads in the order of their terms.
     loading: Mutex<()>,
+    /// Held while a run is resolved: it follows from the one before.
+    configuring: Mutex<()>,
 }
 
 impl Store {
@@ -127,6 +129,7 @@ impl Store {
             models: Combiner::new(),
             gate: cut::Gate::new(),
             loading: Mutex::new(()),
+            configuring: Mutex::new(()),
             table,
             layout,
             config,
@@ -174,8 +177,13 @@ impl Store {
     }
 
     /// Sets what later tickets obey. Optimizer state is kept unless the rules changed.
-    pub fn configure(&self, run: RunSpec) {
-        self.registry().configure(run, &self.table);
+    pub fn configure(&self, spec: RunSpec) {
+        // It guards no value: a run that panicked has not been set.
+        let _one_after_the_other = self.configuring.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.run();
+        // Without the registry's lock, which every push takes: many names and many patterns take their time.
+        let run = Run::after(before.as_deref(), spec, &self.table);
+        self.registry().run = Some(Arc::new(run));
     }
 
     #[must_use]

@@ -6,10 +6,9 @@ use super::push::{Ending, PushHead, PushRecord};
 use super::receipt::{Fate, Receipt};
 use super::slot::{Recent, Slot};
 use super::tally::Tally;
-use super::ticket::{Run, RunSpec, Ticket};
+use super::ticket::{Run, Ticket};
 use crate::layout::Layout;
 use crate::pipeline::{PushFacts, Reason, Verdict, admit};
-use crate::table::TensorTable;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,6 +45,7 @@ pub(super) struct Registry {
     pub(super) term: u64,
     pub(super) version: u64,
     pub(super) samples: u64,
+    /// What later tickets obey.
     pub(super) run: Option<Arc<Run>>,
     pub(super) totals: Tally,
     pub(super) tickets: TicketCounts,
@@ -117,16 +117,6 @@ impl Registry {
     fn slot(&mut self, key: WorkerKey) -> Option<&mut Slot> {
         let slot = self.slots.get_mut(key.slot as usize)?.as_mut()?;
         (slot.incarnation == key.incarnation).then_some(slot)
-    }
-
-    /// Sets what later tickets obey. Optimizer state survives unless the rules changed.
-    pub(super) fn configure(&mut self, spec: RunSpec, table: &TensorTable) {
-        let epoch = match &self.run {
-            None => 1,
-            Some(run) if same_rules(&run.spec, &spec) => run.epoch,
-            Some(run) => run.epoch + 1,
-        };
-        self.run = Some(Arc::new(Run::resolve(spec, epoch, table)));
     }
 
     /// Judges a push from its head and, if it is let in, issues its ticket.
@@ -341,21 +331,14 @@ fn again(slot: &Slot, head: &PushHead, rejection: impl Fn(Reason, String) -> Rec
     })
 }
 
-/// Whether workers and store go on as before: the parts of both are compared.
-fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
-    let rules = |spec: &RunSpec| -> Vec<_> {
-        spec.optimizer.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect()
-    };
-    a.optimizer.momentum_correction == b.optimizer.momentum_correction && rules(a) == rules(b)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::dtype::Dtype;
     use crate::layout::Presence;
     use crate::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec};
-    use crate::table::{Role, TensorSpec};
+    use crate::store::RunSpec;
+    use crate::table::{Role, TensorSpec, TensorTable};
 
     fn registry() -> (Registry, Layout) {
         let tensor = TensorSpec {
@@ -374,7 +357,7 @@ mod tests {
             max_samples: None,
         };
         let mut registry = Registry::new(1, 1);
-        registry.configure(spec, &table);
+        registry.run = Some(Arc::new(Run::after(None, spec, &table)));
         (registry, Layout::of(&table))
     }
 
