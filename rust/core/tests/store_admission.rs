@@ -7,14 +7,15 @@ use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
 use offbeat_core::pipeline::Reason;
-use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
+use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction, Weight};
 use offbeat_core::store::log::{self, CommitObserver};
 use offbeat_core::store::{
-    Admission, Fate, OpenPush, PushHead, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
+    Admission, Fate, OpenPush, PushHead, Reader, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
     WorkerKey,
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Two fragments: 65536 and 4464 elements.
 const ELEMENTS: u64 = 70_000;
@@ -28,14 +29,20 @@ fn store_with(transaction: Transaction, staleness: StalenessSpec, max_samples: O
 }
 
 fn store_watched(config: StoreConfig, staleness: StalenessSpec, max_samples: Option<u64>) -> Arc<Store> {
-    let tensor = TensorSpec {
-        name: "w".into(),
-        aliases: vec![],
-        shape: vec![ELEMENTS],
-        dtype: Dtype::F32,
-        role: Role::Parameter,
-    };
-    let table = Arc::new(TensorTable::new(vec![tensor]).unwrap());
+    store_of(vec![tensor("w", ELEMENTS, Role::Parameter)], config, staleness, max_samples)
+}
+
+fn tensor(name: &str, elements: u64, role: Role) -> TensorSpec {
+    TensorSpec { name: name.into(), aliases: vec![], shape: vec![elements], dtype: Dtype::F32, role }
+}
+
+fn store_of(
+    tensors: Vec<TensorSpec>,
+    config: StoreConfig,
+    staleness: StalenessSpec,
+    max_samples: Option<u64>,
+) -> Arc<Store> {
+    let table = Arc::new(TensorTable::new(tensors).unwrap());
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
     let rule =
         Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
@@ -59,7 +66,7 @@ fn head(store: &Store, worker: WorkerKey, sequence: u64) -> PushHead {
         base: store.version(),
         epoch: store.run().map_or(0, |run| run.epoch),
         samples: 10,
-        present: Presence::all(1),
+        present: Presence::all(store.layout().num_tensors()),
         norm: None,
     }
 }
@@ -133,6 +140,36 @@ fn a_retry_keeps_its_ticket_and_completes_what_is_missing() {
 }
 
 #[test]
+fn two_retries_at_once_are_one() {
+    let store = store();
+    let worker = store.register("a").unwrap();
+    let head = head(&store, worker, 1);
+    drop(open(&store, &head));
+    let retry = open(&store, &head);
+    let second = refusal(&store, &head);
+    assert_eq!(second.reason, Some(Reason::Fenced));
+    assert!(second.detail.contains("still arriving"), "{}", second.detail);
+    assert!(submit(&store, &retry, 0) && submit(&store, &retry, 1));
+    assert!(retry.settle().applied);
+    let tickets = store.status().tickets;
+    assert_eq!((tickets.issued, tickets.applied, tickets.dropped, tickets.open), (1, 1, 0, 0));
+}
+
+#[test]
+fn a_retry_that_brings_other_tensors_is_refused_and_the_true_one_goes_on() {
+    let store = store();
+    let worker = store.register("a").unwrap();
+    let head = head(&store, worker, 1);
+    drop(open(&store, &head));
+    let other = refusal(&store, &PushHead { present: Presence::from_fn(1, |_| false), ..head.clone() });
+    assert_eq!(other.reason, Some(Reason::Fenced));
+    assert!(other.detail.contains("other tensors"), "{}", other.detail);
+    let retry = open(&store, &head);
+    assert!(submit(&store, &retry, 0) && submit(&store, &retry, 1));
+    assert!(retry.settle().applied);
+}
+
+#[test]
 fn a_push_whose_sender_died_before_its_first_fragment_moves_nothing() {
     let store = store();
     let worker = store.register("a").unwrap();
@@ -155,6 +192,41 @@ fn the_same_sequence_with_other_bytes_is_refused() {
     let outcome = store.submit(&retry, 0, 0, other, checksum).outcome.try_recv().unwrap().unwrap();
     assert_eq!((outcome.applied, outcome.reason), (false, Some(Reason::Fenced)));
     assert_eq!(value(&store, 0).to_bits(), (-1.0_f32).to_bits());
+}
+
+#[test]
+fn a_push_is_worth_what_its_parameters_are() {
+    // A fragment with a large and a small tensor, one with the rest of the small one, and a buffer.
+    let tensors = vec![
+        tensor("large", 65_436, Role::Parameter),
+        tensor("small", 200, Role::Parameter),
+        tensor("buffer", 1000, Role::Buffer),
+    ];
+    let weights = vec![Weight::Inverse];
+    let staleness = StalenessSpec { weights, ..StalenessSpec::default() };
+    let store = store_of(tensors, StoreConfig::default(), staleness, None);
+    let push = |id: &str, present: [bool; 3], bases: [u64; 3]| {
+        let worker = store.register(id).unwrap();
+        let present = Presence::from_fn(3, |tensor| present[tensor]);
+        let push = open(&store, &PushHead { present: present.clone(), ..head(&store, worker, 1) });
+        for fragment in store.layout().present_fragments(&present) {
+            let mut block = store.staging(store.layout().fragments[fragment].push_bytes(&present));
+            block.bytes_mut().fill(0);
+            let checksum = checksum(block.bytes());
+            let submission = store.submit(&push, fragment, bases[fragment], block, checksum);
+            drop(submission.role);
+        }
+        push.settle()
+    };
+    let worth = |receipt: &Receipt| (receipt.verdict, receipt.weight.to_bits());
+    let full = (Fate::Admit, 1.0_f64.to_bits());
+    assert_eq!(worth(&push("a", [false, false, true], [0; 3])), full);
+    assert_eq!(worth(&push("b", [false, false, true], [0; 3])), full, "late for a buffer alone");
+    assert_eq!(worth(&push("c", [true; 3], [0; 3])), full, "late for its buffer alone");
+    assert_eq!(store.status().totals.damped, 0);
+    // Late for one of its two fragments, each of which it fills with 100 elements.
+    let half = push("d", [false, true, false], [0, 1, 0]);
+    assert_eq!(worth(&half), (Fate::Damp, 0.75_f64.to_bits()), "a mean of 1/2 and 1");
 }
 
 #[test]
@@ -279,6 +351,35 @@ fn a_new_learning_rate_takes_effect_with_the_next_ticket() {
     assert_eq!(value(&store, 0).to_bits(), (-1.5_f32).to_bits());
 }
 
+#[test]
+fn a_run_that_takes_long_to_resolve_holds_nobody_up() {
+    let tensors = (0..1000).map(|i| tensor(&format!("{}{i}", "ab".repeat(50)), 1, Role::Parameter));
+    let store = store_of(tensors.collect(), StoreConfig::default(), StalenessSpec::default(), None);
+    let mut spec = store.run().unwrap().spec.clone();
+    let last = spec.optimizer.groups[0].clone();
+    spec.optimizer.groups = (0..600).map(|_| Group { pattern: "*a*a*c".into(), ..last.clone() }).collect();
+    spec.optimizer.groups.push(last);
+    let configure = |spec: RunSpec| {
+        let began = Instant::now();
+        store.configure(spec);
+        began.elapsed()
+    };
+    let (took, longest) = std::thread::scope(|scope| {
+        let configuring = scope.spawn(|| configure(spec.clone()));
+        let mut longest = Duration::ZERO;
+        while !configuring.is_finished() {
+            let asked = Instant::now();
+            assert_eq!(store.version(), 0);
+            longest = longest.max(asked.elapsed());
+        }
+        (configuring.join().unwrap(), longest)
+    });
+    assert!(longest < took / 2, "who asked for the version waited for {longest:?} of {took:?}");
+    spec.optimizer.groups[0].lr = 0.5;
+    let again = configure(spec);
+    assert!(again < took / 2, "another learning rate took {again:?}, the patterns {took:?}");
+}
+
 fn stage(store: &Arc<Store>, fill: f32) -> Vec<StagedFragment> {
     (0..2)
         .map(|fragment| {
@@ -339,17 +440,109 @@ fn after_a_commit_that_was_refused_no_reader_is_late() {
 fn readers_pin_at_most_the_versions_they_may() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
     let worker = store.register("a").unwrap();
-    let Turn::Now(first) = store.turn(0) else { panic!("nothing is pinned yet") };
+    let Turn::Now(first) = store.turn(worker, 0) else { panic!("nothing is pinned yet") };
     assert!(commit(&store, worker, 1, 1.0).applied);
-    let Turn::Now(shared) = store.turn(0) else { panic!("the pinned version holds everything it needs") };
+    let Turn::Now(shared) = store.turn(worker, 0) else {
+        panic!("the pinned version holds everything it needs")
+    };
     assert_eq!((shared.version(), shared.root(0).version()), (0, 0));
-    let Turn::Wait(mut released) = store.turn(1) else { panic!("it must see its own push") };
+    let Turn::Wait(mut released) = store.turn(worker, 1) else { panic!("it must see its own push") };
     assert_eq!(released.try_recv(), Ok(None));
     drop(shared);
     drop(first);
     assert_eq!(released.try_recv(), Ok(Some(())));
-    let Turn::Now(own) = store.turn(1) else { panic!("the old version is gone") };
+    let Turn::Now(own) = store.turn(worker, 1) else { panic!("the old version is gone") };
     assert_eq!(own.version(), 1);
+}
+
+/// What a worker is shown, if it need not wait.
+fn turn(store: &Arc<Store>, worker: WorkerKey) -> Option<Reader> {
+    match store.turn(worker, 0) {
+        Turn::Now(reader) => Some(reader),
+        Turn::Wait(_) => None,
+    }
+}
+
+#[test]
+fn a_worker_that_comes_back_is_not_shown_what_it_may_not_push_on() {
+    let config =
+        StoreConfig { transaction: Transaction::Model, max_live_versions: 3, ..StoreConfig::default() };
+    let store = store_watched(config, StalenessSpec::default(), None);
+    let [a, b, c, d] = ["a", "b", "c", "d"].map(|id| store.register(id).unwrap());
+    let slow = turn(&store, b).unwrap();
+    assert!(commit(&store, d, 1, 1.0).applied);
+    let slower = turn(&store, c).unwrap();
+    assert!(commit(&store, d, 2, 1.0).applied);
+    assert_eq!(turn(&store, a).unwrap().version(), 1, "one that was not lost shares");
+    store.lost(a);
+    assert!(turn(&store, a).is_none(), "on what the others hold its push would be rejected");
+    drop(slow);
+    let read = turn(&store, a).unwrap().version();
+    let returned = store.commit(PushHead { base: read, ..head(&store, a, 1) }, stage(&store, 1.0));
+    drop(returned.role);
+    let mut receipt: oneshot::Receiver<Receipt> = returned.receipt;
+    let receipt = receipt.try_recv().unwrap().unwrap();
+    assert!(receipt.applied, "{receipt:?}");
+    drop(slower);
+}
+
+#[test]
+fn a_worker_lost_during_a_commit_may_push_on_what_it_can_read_meanwhile() {
+    let store = store_with(Transaction::Model, StalenessSpec::default(), None);
+    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let under_way = store.commit(head(&store, b, 1), stage(&store, 1.0));
+    let mut role = under_way.role;
+    while store.version() == 0 {
+        role = role.unwrap().step();
+    }
+    store.lost(a);
+    let read = turn(&store, a).unwrap().version();
+    let returned = store.commit(PushHead { base: read, ..head(&store, a, 1) }, stage(&store, 1.0));
+    drop(role);
+    let mut receipt: oneshot::Receiver<Receipt> = returned.receipt;
+    let receipt = receipt.try_recv().unwrap().unwrap();
+    assert!(receipt.applied, "{receipt:?}");
+}
+
+#[test]
+fn a_reader_that_has_paused_discounts_what_it_reads_and_not_its_namesake_of_another_life() {
+    let store = store_with(Transaction::Model, StalenessSpec::default(), None);
+    let worker = store.register("a").unwrap();
+    let paused = turn(&store, worker).unwrap();
+    drop(store.load(&mut |_, bytes| bytes.fill(0)).model_role);
+    let moving = store.reader();
+    assert_eq!((paused.pinned(), moving.pinned()), (Some((1, 0)), Some((2, 0))));
+    assert!(commit(&store, worker, 1, 1.0).applied);
+    store.discount((1, 0));
+    assert_eq!(turn(&store, worker).unwrap().pinned(), Some((2, 0)), "it counts, and is shared");
+    store.discount((2, 0));
+    assert_eq!(turn(&store, worker).unwrap().pinned(), Some((2, 1)));
+}
+
+#[test]
+fn pinned_memory_is_what_older_versions_do_not_share() {
+    let config =
+        StoreConfig { transaction: Transaction::Model, max_live_versions: 4, ..StoreConfig::default() };
+    let tensors = vec![tensor("trained", 65_536, Role::Parameter), tensor("frozen", 1000, Role::Parameter)];
+    let store = store_of(tensors, config, StalenessSpec::default(), None);
+    let worker = store.register("a").unwrap();
+    let push = |sequence, fill| {
+        let present = Presence::from_fn(2, |tensor| tensor == 0);
+        let mut staged = stage(&store, fill);
+        staged.truncate(1);
+        let commit = store.commit(PushHead { present, ..head(&store, worker, sequence) }, staged);
+        drop(commit.role);
+        let mut receipt = commit.receipt;
+        receipt.try_recv().unwrap().unwrap()
+    };
+    let pinned_bytes = || store.status().pinned_bytes;
+    assert!(push(1, f32::MAX).applied);
+    let first = turn(&store, worker).unwrap();
+    assert_eq!(push(2, f32::MAX).reason, Some(Reason::NonfiniteResult));
+    assert_eq!(pinned_bytes(), 0, "a push that was refused changed nothing");
+    let _same = turn(&store, worker).unwrap();
+    assert!(push(3, 0.0).applied);
+    assert_eq!(pinned_bytes(), first.root(0).bytes(), "two versions hold the trained tensor's older values");
 }
 
 #[test]

@@ -5,12 +5,13 @@
 
 use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
-use offbeat_core::layout::{Fragment, Presence};
+use offbeat_core::layout::{FragmentKind, Layout, Presence};
+use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, StalenessSpec, Transaction, Weight};
 use offbeat_core::store::log::{Commit, CommitObserver};
 use offbeat_core::store::oracle::{FragmentStore, MutexStore};
 use offbeat_core::store::{
-    Admission, PushHead, PushRecord, Receipt, RunSpec, StagedFragment, Store, StoreConfig, WorkerKey,
+    Admission, PushHead, Receipt, RunSpec, StagedFragment, Store, StoreConfig, WorkerKey,
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use offbeat_core::values;
@@ -30,8 +31,17 @@ impl CommitObserver for Log {
 struct Program {
     tensors: Vec<(u64, Dtype, Role)>,
     rules: (Rule, Rule),
-    /// Per worker, per push: the presence seed and how many versions late it pretends to be.
-    workers: Vec<Vec<(u64, u64)>>,
+    workers: Vec<Vec<Planned>>,
+}
+
+#[derive(Clone, Debug)]
+struct Planned {
+    /// The seed of its presence.
+    presence: u64,
+    /// How many versions late it pretends to be.
+    late: u64,
+    /// The fragment, modulo their number, whose gradient is as large as can be, so that some update overflows.
+    huge: Option<usize>,
 }
 
 fn rule() -> impl Strategy<Value = (Rule, Rule)> {
@@ -64,7 +74,10 @@ fn program() -> impl Strategy<Value = Program> {
         prop::sample::select(vec![Dtype::F32, Dtype::BF16, Dtype::F16]),
         prop::sample::select(vec![Role::Parameter, Role::Parameter, Role::Buffer]),
     );
-    let pushes = prop::collection::vec((any::<u64>(), 0_u64..3), 1..8);
+    let huge = prop::option::weighted(0.3, any::<usize>());
+    let push =
+        (any::<u64>(), 0_u64..3, huge).prop_map(|(presence, late, huge)| Planned { presence, late, huge });
+    let pushes = prop::collection::vec(push, 1..8);
     (prop::collection::vec(tensor, 1..5), rule(), prop::collection::vec(pushes, 1..5))
         .prop_map(|(tensors, rules, workers)| Program { tensors, rules, workers })
 }
@@ -108,10 +121,16 @@ fn fill(dtype: Dtype, seed: u64, bytes: &mut [u8]) {
     values::narrow(dtype, &values, bytes);
 }
 
-fn payload(fragment: &Fragment, index: usize, push: &PushRecord) -> Vec<u8> {
-    let mut bytes = vec![0; fragment.push_bytes(&push.present)];
-    fill(fragment.dtype, seed(push.worker, push.sequence, index), &mut bytes);
-    bytes
+/// What worker number `slot` sends of a fragment in its push number `sequence`.
+fn payload(program: &Program, layout: &Layout, worker: WorkerKey, sequence: u64, f: usize, bytes: &mut [u8]) {
+    let fragment = &layout.fragments[f];
+    let planned = &program.workers[worker.slot as usize][sequence as usize - 1];
+    let is_huge = planned.huge.is_some_and(|huge| huge % layout.fragments.len() == f);
+    if is_huge && fragment.kind == FragmentKind::Parameters && fragment.dtype == Dtype::F32 {
+        bytemuck::cast_slice_mut(bytes).fill(f32::MAX);
+    } else {
+        fill(fragment.dtype, seed(worker, sequence, f), bytes);
+    }
 }
 
 fn seed(worker: WorkerKey, sequence: u64, fragment: usize) -> u64 {
@@ -129,10 +148,10 @@ fn wait<T>(mut receiver: futures_channel::oneshot::Receiver<T>) -> T {
 }
 
 /// One worker's pushes, each fragment by fragment as a session would send it.
-fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receipt> {
+fn work(store: &Arc<Store>, key: WorkerKey, program: &Program) -> Vec<Receipt> {
     let layout = Arc::clone(store.layout());
     let mut receipts = Vec::new();
-    for (i, &(presence, late)) in pushes.iter().enumerate() {
+    for (i, &Planned { presence, late, .. }) in program.workers[key.slot as usize].iter().enumerate() {
         let num = layout.num_tensors();
         let present = Presence::from_fn(num, |t| (presence >> (t % 64)) & 1 == 1);
         let head = PushHead {
@@ -152,7 +171,7 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
                 .present_fragments(&present)
                 .map(|f| {
                     let mut block = store.staging(layout.fragments[f].push_bytes(&present));
-                    fill(layout.fragments[f].dtype, seed(key, head.sequence, f), block.bytes_mut());
+                    payload(program, &layout, key, head.sequence, f, block.bytes_mut());
                     let checksum = checksum(block.bytes());
                     StagedFragment { fragment: f, base: base(f), payload: block, checksum }
                 })
@@ -168,10 +187,10 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
         let Admission::Open(push) = store.admit(&head) else { panic!("fresh pushes are admitted") };
         let mut outcomes = Vec::new();
         for f in layout.present_fragments(&present) {
-            let bytes = payload(&layout.fragments[f], f, push.record());
-            let mut block = store.staging(bytes.len());
-            block.bytes_mut().copy_from_slice(&bytes);
-            let submission = store.submit(&push, f, base(f), block, checksum(&bytes));
+            let mut block = store.staging(layout.fragments[f].push_bytes(&present));
+            payload(program, &layout, key, head.sequence, f, block.bytes_mut());
+            let checksum = checksum(block.bytes());
+            let submission = store.submit(&push, f, base(f), block, checksum);
             let mut role = submission.role;
             while let Some(turn) = role {
                 role = turn.drain();
@@ -179,7 +198,8 @@ fn work(store: &Arc<Store>, key: WorkerKey, pushes: &[(u64, u64)]) -> Vec<Receip
             outcomes.push(submission.outcome);
         }
         for outcome in outcomes {
-            assert!(wait(outcome).applied);
+            let outcome = wait(outcome);
+            assert!(outcome.applied != (outcome.reason == Some(Reason::NonfiniteResult)), "{outcome:?}");
         }
         receipts.push(push.settle());
     }
@@ -191,8 +211,7 @@ fn check(program: &Program, transaction: Transaction) {
     let log = Arc::new(Log::default());
     let observer: Arc<dyn CommitObserver> = log.clone();
     let config = StoreConfig { transaction, observer: Some(observer), ..StoreConfig::default() };
-    let dtypes: Vec<Dtype> =
-        offbeat_core::layout::Layout::of(&table).fragments.iter().map(|f| f.dtype).collect();
+    let dtypes: Vec<Dtype> = Layout::of(&table).fragments.iter().map(|f| f.dtype).collect();
     let mut initial = |f: usize, bytes: &mut [u8]| fill(dtypes[f], 0xabcd + f as u64, bytes);
     let store = Store::new(Arc::clone(&table), config, 1, &mut initial);
     let oracle = MutexStore::new(&table, &mut initial);
@@ -203,10 +222,10 @@ fn check(program: &Program, transaction: Transaction) {
             .workers
             .iter()
             .enumerate()
-            .map(|(i, pushes)| {
+            .map(|(i, _)| {
                 let key = store.register(&format!("worker-{i}")).unwrap();
                 let store = &store;
-                scope.spawn(move || work(store, key, pushes))
+                scope.spawn(move || work(store, key, program))
             })
             .collect();
         threads.into_iter().flat_map(|t| t.join().unwrap()).collect()
@@ -214,16 +233,21 @@ fn check(program: &Program, transaction: Transaction) {
 
     let total: usize = program.workers.iter().map(Vec::len).sum();
     assert_eq!(receipts.len(), total);
-    assert!(receipts.iter().all(|r| r.applied && r.reason.is_none()), "{receipts:?}");
+    let whole = |r: &&Receipt| r.applied && r.reason.is_none();
+    let overflow = |r: &&Receipt| r.reason == Some(Reason::NonfiniteResult);
+    assert!(receipts.iter().all(|r| whole(&r) || overflow(&r)), "{receipts:?}");
     let status = store.status();
-    assert_eq!((status.tickets.applied, status.tickets.open), (total as u64, 0));
+    let tickets = &status.tickets;
+    assert_eq!(tickets.applied, receipts.iter().filter(whole).count() as u64);
+    assert_eq!((tickets.applied + tickets.partial + tickets.dropped, tickets.open), (total as u64, 0));
     assert_eq!(status.version, total as u64);
 
     let layout = Arc::clone(store.layout());
     let commits = std::mem::take(&mut *log.0.lock().unwrap());
-    for commit in &commits {
-        let bytes = payload(&layout.fragments[commit.fragment], commit.fragment, &commit.push);
-        oracle.apply(&commit.push, commit.fragment, commit.version - 1 - commit.tau, &bytes);
+    for Commit { fragment, version, tau, push } in &commits {
+        let mut bytes = vec![0; layout.fragments[*fragment].push_bytes(&push.present)];
+        payload(program, &layout, push.worker, push.sequence, *fragment, &mut bytes);
+        oracle.apply(push, *fragment, version - 1 - tau, &bytes);
     }
     for f in 0..layout.fragments.len() {
         let (ours, theirs) = (store.state(f), oracle.state(f));

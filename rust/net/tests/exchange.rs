@@ -11,8 +11,8 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{StalenessSpec, Transaction};
 use offbeat_core::store::Fate;
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode};
-use offbeat_core::wire::{Kind, Want};
+use offbeat_core::wire::message::{Call, Event, FINISHED_BUDGET, RefusalCode};
+use offbeat_core::wire::{Header, Kind, Want, encode};
 use offbeat_net::client::{Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -99,11 +99,7 @@ fn the_end_of_a_connection_in_mid_frame_leaves_no_half_fragment() {
     raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
     raw.fragment(1, 0, 0, &floats(FRAGMENTS[0], 1.0));
     let rest = floats(FRAGMENTS[1], 1.0);
-    let header = offbeat_core::wire::Header {
-        sequence: 1,
-        fragment: 1,
-        ..offbeat_core::wire::Header::new(Kind::Fragment)
-    };
+    let header = Header { sequence: 1, fragment: 1, ..Header::new(Kind::Fragment) };
     raw.write(&header.with_payload(&rest).encode()).unwrap();
     raw.write(&rest[..rest.len() / 2]).unwrap();
     drop(raw);
@@ -261,7 +257,7 @@ fn two_connections_that_push_at_once_lose_nothing() {
                         // The two fragments may be at different versions; the older is one both have reached.
                         base = answer.roots.iter().map(|r| r.0).min().unwrap();
                     }
-                    raw.call(9, &offbeat_core::wire::message::Call::Goodbye { finished: true });
+                    raw.call(9, &Call::Goodbye { finished: true });
                     raw.reply();
                 });
             }
@@ -291,8 +287,7 @@ fn a_silent_reader_that_takes_nothing_is_cut_off() {
     let (mut raw, joined) = Raw::joined(&server, "a");
     let mut bytes = vec![];
     offbeat_core::wire::PullRequest { have: None }.encode(&mut bytes);
-    let header =
-        offbeat_core::wire::Header { term: joined.term, ..offbeat_core::wire::Header::new(Kind::Pull) };
+    let header = Header { term: joined.term, ..Header::new(Kind::Pull) };
     let mut frame = header.with_payload(&bytes).encode().to_vec();
     frame.append(&mut bytes);
     // Far more answers than both socket buffers hold, and none is read.
@@ -303,6 +298,41 @@ fn a_silent_reader_that_takes_nothing_is_cut_off() {
     }
     assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.2 s");
     eventually(&server, "the connection is closed", |s| s["connections"] == 0);
+}
+
+#[test]
+fn a_worker_that_asks_and_does_not_read_the_reply_is_cut_off_though_it_is_heard() {
+    let (short, lease) = (Duration::from_millis(200), Duration::from_secs(60));
+    for transaction in TRANSACTIONS {
+        let server = start(ServerConfig { progress_timeout: short, lease, ..with(transaction) });
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        raw.pull(joined.term, None);
+        let mut message = vec![];
+        encode(&Call::Status, &mut message);
+        let mut frame = Header::new(Kind::Call).with_payload(&message).encode().to_vec();
+        frame.append(&mut message);
+        // Replies without end, until the server waits for room: nothing more is taken then, or all is over.
+        raw.stream.set_write_timeout(Some(short)).unwrap();
+        while raw.write(&frame).is_ok() {}
+        assert!(until_state(&server, "a", "lost").contains("took none of the bytes"));
+    }
+}
+
+#[test]
+fn a_worker_that_computes_while_an_answer_waits_for_it_is_not_cut_off() {
+    const LEN: usize = 4 << 20; // 16 MiB: more than the sockets hold
+    let short = Duration::from_millis(200);
+    for transaction in TRANSACTIONS {
+        let large = TensorTable::new(vec![tensor("w", LEN, Role::Parameter)]).unwrap();
+        let snapshot = Snapshot::of(large, &[floats(LEN, 0.0)]).unwrap();
+        let config = ServerConfig { progress_timeout: short, ..with(transaction) };
+        let server = Server::with_model(config, snapshot).unwrap();
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        raw.ask_to_pull(joined.term, None);
+        let (_never, clock) = mpsc::channel::<()>();
+        clock.recv_timeout(short * 5).ok();
+        assert_eq!(raw.answer().roots.len(), LEN / 65_536);
+    }
 }
 
 #[test]
@@ -319,7 +349,7 @@ fn the_run_ends_by_its_samples() {
         assert_eq!(third.receipt().reason, Some(Reason::Budget));
         assert_eq!(third.roots, [(2, Some(-2.0)), (2, Some(-2.0))]);
         assert_eq!(status(&server)["state"], "finished");
-        raw.call(4, &offbeat_core::wire::message::Call::Goodbye { finished: true });
+        raw.call(4, &Call::Goodbye { finished: true });
         raw.reply();
         assert!(
             server.wait_for_workers(1, Some(common::DEADLINE), NEVER).unwrap(),
@@ -358,7 +388,7 @@ fn a_copy_of_the_model_holds_each_push_whole_or_not_at_all() {
             for sequence in 1..=100 {
                 read = raw.push(sequence, read, sequence - 1, 1.0, Want::Parameters).read;
             }
-            raw.call(9, &offbeat_core::wire::message::Call::Goodbye { finished: true });
+            raw.call(9, &Call::Goodbye { finished: true });
             raw.reply();
         });
         while status(&server)["version"] != 100 {
@@ -503,10 +533,7 @@ fn a_number_of_samples_that_is_none_ends_its_connection_and_not_the_run() {
     let mut head = vec![1, 0, 0, 0];
     head.extend_from_slice(&raw.epoch.to_le_bytes());
     head.extend_from_slice(&(1_u64 << 63).to_le_bytes());
-    raw.frame(
-        offbeat_core::wire::Header { sequence: 1, term: 1, ..offbeat_core::wire::Header::new(Kind::Push) },
-        &head,
-    );
+    raw.frame(Header { sequence: 1, term: 1, ..Header::new(Kind::Push) }, &head);
     assert_eq!(raw.refused().code, RefusalCode::Malformed);
     let status = status(&server);
     assert_eq!((&status["samples"], &status["state"]), (&0.into(), &"running".into()));

@@ -183,7 +183,7 @@ impl Store {
             let outcome = match decision {
                 Decision::Applied { tau, weight } => {
                     version += 1;
-                    record.count_applied(weight, place.fragment.len);
+                    record.count_applied(weight, place.fragment);
                     if let Some(observer) = &self.config.observer {
                         observer.committed(log::Commit { fragment, version, tau, push: Arc::clone(&record) });
                     }

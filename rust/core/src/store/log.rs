@@ -1,5 +1,9 @@
-//! The commit log: what each fragment applied, in the order in which it did. Enough to replay a run bit for bit,
-//! which is what the mutex oracle does in tests and what a standby will do.
+//! The commit log: what each fragment applied, in the order in which it did, which is what the mutex oracle replays in
+//! tests, bit for bit.
+//!
+//! No values are in it. A replay also needs the pushes' payloads, and what each life of the store began with: the
+//! initial values, and those of every load. A load is no commit; that one lies between two commits of a fragment is
+//! seen from the terms of their tickets. It counts as a version under "fragment"; under "model" versions begin anew.
 
 use super::push::PushRecord;
 use std::sync::Arc;
@@ -14,7 +18,8 @@ pub struct Commit {
     pub push: Arc<PushRecord>,
 }
 
-/// Hears of every commit, in each fragment's order. Called by the applier, so it must be quick.
+/// Hears of every commit, in each fragment's order, when nothing can refuse it any more. Called by the applier, so it
+/// must be quick.
 pub trait CommitObserver: Send + Sync {
     fn committed(&self, commit: Commit);
 }

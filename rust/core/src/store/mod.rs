@@ -96,6 +96,8 @@ pub struct Store {
     gate: cut::Gate,
     /// Held while a load queues its values: every fragment gets those of two loads in the order of their terms.
     loading: Mutex<()>,
+    /// Held while a run is resolved: it follows from the one before.
+    configuring: Mutex<()>,
 }
 
 impl Store {
@@ -127,6 +129,7 @@ impl Store {
             models: Combiner::new(),
             gate: cut::Gate::new(),
             loading: Mutex::new(()),
+            configuring: Mutex::new(()),
             table,
             layout,
             config,
@@ -174,8 +177,13 @@ impl Store {
     }
 
     /// Sets what later tickets obey. Optimizer state is kept unless the rules changed.
-    pub fn configure(&self, run: RunSpec) {
-        self.registry().configure(run, &self.table);
+    pub fn configure(&self, spec: RunSpec) {
+        // It guards no value: a run that panicked has not been set.
+        let _one_after_the_other = self.configuring.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.run();
+        // Without the registry's lock, which every push takes: many names and many patterns take their time.
+        let run = Run::after(before.as_deref(), spec, &self.table);
+        self.registry().run = Some(Arc::new(run));
     }
 
     #[must_use]
@@ -192,8 +200,10 @@ impl Store {
     }
 
     /// The worker has not been heard of: what it read before now is too old to push.
-    pub fn lost(&self, key: WorkerKey) {
-        self.registry().lost(key);
+    pub fn lost(self: &Arc<Self>, key: WorkerKey) {
+        // What a reader gets now. Under "model" the registry is ahead of it by a ticket whose commit is under way.
+        let newest = self.reader().version();
+        self.registry().lost(key, newest);
     }
 
     /// The worker is gone for good; its slot may be given away.
@@ -254,14 +264,16 @@ impl Store {
         }
     }
 
-    /// A pull under the cap on live versions. `own` is the version of the reader's last push: what it is shown holds
-    /// that push. Under "fragment" nothing is pinned and the turn is always now.
+    /// A pull under the cap on live versions. `own` is the version of the worker's last push: what it is shown holds
+    /// that push and, if it was lost since, is new enough to push on. Under "fragment" nothing is pinned and the turn
+    /// is always now.
     #[must_use]
-    pub fn turn(self: &Arc<Self>, own: u64) -> Turn {
+    pub fn turn(self: &Arc<Self>, worker: WorkerKey, own: u64) -> Turn {
         if self.config.transaction == Transaction::Fragment {
             return Turn::Now(self.reader());
         }
-        match self.pins.pin(own, self.config.max_live_versions) {
+        let least = own.max(self.registry().least_base(worker));
+        match self.pins.pin(least, self.config.max_live_versions) {
             Pin::Now(root) => {
                 let version = root.version;
                 Turn::Now(Reader::new(Arc::clone(self), Some(root), version))
@@ -270,10 +282,10 @@ impl Store {
         }
     }
 
-    /// Whoever reads this version has paused: no other reader waits for it to let go. The version lives on, beyond the
-    /// cap on live ones.
-    pub fn discount(&self, version: u64) {
-        self.pins.discount(version);
+    /// Whoever reads this ([`Reader::pinned`]) has paused: no other reader waits for it to let go. The version lives on,
+    /// beyond the cap on live ones.
+    pub fn discount(&self, pinned: (u64, u64)) {
+        self.pins.discount(pinned);
     }
 
     /// Replaces every value (`load_state_dict`) under a new term: pushes on their way were computed on other

@@ -63,8 +63,15 @@ enum Phase {
     Apply {
         record: Arc<PushRecord>,
         next: Vec<Arc<Root>>,
-        weights: Vec<(f64, usize)>,
+        steps: Vec<Step>,
     },
+}
+
+/// What a push did to a fragment of `next`, to be told once nothing can refuse the push any more.
+struct Step {
+    fragment: usize,
+    tau: u64,
+    weight: f64,
 }
 
 struct InProgress {
@@ -162,13 +169,12 @@ impl InProgress {
                 let norm = squares.sqrt();
                 return self.rule(store, norm);
             }
-            (Phase::Apply { record, next, weights }, Some(staged)) => {
+            (Phase::Apply { record, next, steps }, Some(staged)) => {
                 match apply_one(store, record, staged, next) {
                     Ok((root, tau, weight)) => {
-                        let index = staged.fragment;
-                        weights.push((weight, store.layout.fragments[index].len));
-                        store.observe(index, &root, record, tau);
-                        next[index] = Arc::new(root);
+                        let fragment = staged.fragment;
+                        steps.push(Step { fragment, tau, weight });
+                        next[fragment] = Arc::new(root);
                     }
                     Err((reason, detail)) => {
                         record.count_refused(reason, &detail);
@@ -176,9 +182,12 @@ impl InProgress {
                     }
                 }
             }
-            (Phase::Apply { record, next, weights }, None) => {
-                for &mut (weight, elements) in weights {
-                    record.count_applied(weight, elements);
+            (Phase::Apply { record, next, steps }, None) => {
+                for &Step { fragment, tau, .. } in &*steps {
+                    store.observe(fragment, &next[fragment], record, tau);
+                }
+                for &Step { fragment, weight, .. } in &*steps {
+                    record.count_applied(weight, &store.layout.fragments[fragment]);
                 }
                 return Some(End::Committed(Arc::clone(record), std::mem::take(next)));
             }
@@ -192,7 +201,7 @@ impl InProgress {
         match store.rule(&self.waiting.head, Some(norm)) {
             Ruling::Ticketed(record) => {
                 let next = store.model().roots.clone();
-                (self.phase, self.position) = (Phase::Apply { record, next, weights: Vec::new() }, 0);
+                (self.phase, self.position) = (Phase::Apply { record, next, steps: Vec::new() }, 0);
                 None
             }
             Ruling::Settled(receipt) => Some(End::Settled(receipt)),

@@ -61,19 +61,19 @@ impl Pins {
         published.push(Published { term, version, root, discounted: false });
     }
 
-    /// Pins the newest version if at most `max_live` are alive then; else shares the newest that others pin, if it
-    /// holds what the reader needs: `own`, the version of its last push.
-    pub(super) fn pin(&self, own: u64, max_live: usize) -> Pin {
+    /// Pins the newest version if at most `max_live` are alive then; else shares the newest that others pin, unless
+    /// that is older than the reader needs: older than `least`.
+    pub(super) fn pin(&self, least: u64, max_live: usize) -> Pin {
         let told = self.enlist(); // PIN-1
-        match self.look(own, max_live) {
+        match self.look(least, max_live) {
             Some(root) => Pin::Now(root),
             None => Pin::Wait(told),
         }
     }
 
     /// From now on a version counts for nothing, though it may live on, and those that wait look again.
-    pub(super) fn discount(&self, version: u64) {
-        for published in lock(&self.published).iter_mut().filter(|p| p.version == version) {
+    pub(super) fn discount(&self, (term, version): (u64, u64)) {
+        for published in lock(&self.published).iter_mut().filter(|p| (p.term, p.version) == (term, version)) {
             published.discounted = true;
         }
         self.tell();
@@ -87,7 +87,7 @@ impl Pins {
     }
 
     /// What a reader may have now, see [`Self::pin`].
-    pub(super) fn look(&self, own: u64, max_live: usize) -> Option<Arc<ModelRoot>> {
+    pub(super) fn look(&self, least: u64, max_live: usize) -> Option<Arc<ModelRoot>> {
         let published = lock(&self.published);
         let (newest, older) = published.split_last()?;
         let mut older = older.iter().filter(|p| p.is_alive() && !p.discounted);
@@ -95,7 +95,7 @@ impl Pins {
         let chosen = if older.clone().count() + 1 < max_live.max(2) {
             newest
         } else {
-            older.next_back().filter(|p| p.version >= own && p.term == newest.term)?
+            older.next_back().filter(|p| p.version >= least && p.term == newest.term)?
         };
         chosen.root.upgrade() // it may have gone by now; whoever let go of it tells
     }

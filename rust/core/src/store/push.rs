@@ -4,7 +4,7 @@ use super::Store;
 use super::ledger::WorkerKey;
 use super::receipt::{Fate, Receipt};
 use super::ticket::Ticket;
-use crate::layout::Presence;
+use crate::layout::{Fragment, FragmentKind, Presence};
 use crate::pipeline::Reason;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -45,9 +45,10 @@ struct Progress {
     applied: usize,
     reason: Option<Reason>,
     detail: String,
+    /// Of the parameters that the push brought and that have moved: their weights' sum, and their number.
     weighted: f64,
     elements: f64,
-    /// (smallest, largest) weight so far.
+    /// (smallest, largest) weight of them so far.
     range: Option<(f64, f64)>,
 }
 
@@ -76,9 +77,14 @@ impl PushRecord {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn count_applied(&self, weight: f64, elements: usize) {
+    pub(super) fn count_applied(&self, weight: f64, fragment: &Fragment) {
         let mut p = self.progress();
         p.applied += 1;
+        // A buffer moves by the difference that a forward pass made, whatever its push is worth.
+        if fragment.kind == FragmentKind::Buffers {
+            return;
+        }
+        let elements: usize = fragment.present_segments(&self.present).map(|s| s.len).sum();
         #[expect(clippy::cast_precision_loss, reason = "a fragment has at most 2^16 elements")]
         let elements = elements as f64;
         p.weighted += weight * elements;
@@ -106,14 +112,14 @@ impl PushRecord {
 
     pub(super) fn receipt(&self) -> Receipt {
         let p = self.progress();
+        let applied = p.applied > 0 || self.fragments == 0;
         let weight = match p.range {
             Some((low, high)) if low < high => p.weighted / p.elements,
             Some((low, _)) => low,
-            // Nothing was applied: a push without fragments is worth what it says, a refused one nothing.
-            None if self.fragments == 0 => 1.0,
+            // No parameter moved: a push of buffers alone, or of nothing, is worth what it says, a refused one nothing.
+            None if applied => 1.0,
             None => 0.0,
         };
-        let applied = p.applied > 0 || self.fragments == 0;
         let verdict = match (applied, weight < 1.0) {
             (false, _) => Fate::Reject,
             (true, true) => Fate::Damp,

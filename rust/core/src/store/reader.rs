@@ -41,6 +41,12 @@ impl Reader {
     pub fn version(&self) -> u64 {
         self.version
     }
+
+    /// The (term, version) that is kept alive for this pull: none under "fragment".
+    #[must_use]
+    pub fn pinned(&self) -> Option<(u64, u64)> {
+        self.pinned.as_ref().map(|model| (model.term, model.version))
+    }
 }
 
 impl Drop for Reader {

@@ -34,7 +34,8 @@ pub struct Receipt {
     pub version: u64,
     /// The model's version at admission − at the worker's read, in updates.
     pub staleness: u64,
-    /// What the push was worth, in [0, 1]: the fragments' weights, averaged over parameters.
+    /// What the push was worth, in [0, 1]: the fragments' weights, averaged over the parameters it brought. 1 if it
+    /// moved buffers alone, which no weight touches.
     pub weight: f64,
     pub verdict: Fate,
     /// Whether any fragment moved.

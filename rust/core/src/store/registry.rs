@@ -6,10 +6,9 @@ use super::push::{Ending, PushHead, PushRecord};
 use super::receipt::{Fate, Receipt};
 use super::slot::{Recent, Slot};
 use super::tally::Tally;
-use super::ticket::{Run, RunSpec, Ticket};
+use super::ticket::{Run, Ticket};
 use crate::layout::Layout;
 use crate::pipeline::{PushFacts, Reason, Verdict, admit};
-use crate::table::TensorTable;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,6 +45,7 @@ pub(super) struct Registry {
     pub(super) term: u64,
     pub(super) version: u64,
     pub(super) samples: u64,
+    /// What later tickets obey.
     pub(super) run: Option<Arc<Run>>,
     pub(super) totals: Tally,
     pub(super) tickets: TicketCounts,
@@ -96,11 +96,16 @@ impl Registry {
         Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
     }
 
-    pub(super) fn lost(&mut self, key: WorkerKey) {
-        let version = self.version;
+    /// `newest`: the newest version that it could have read.
+    pub(super) fn lost(&mut self, key: WorkerKey, newest: u64) {
         if let Some(slot) = self.slot(key) {
-            slot.lost_at = Some(version);
+            slot.lost_at = Some(newest);
         }
+    }
+
+    /// The oldest version on which a push of this worker does not count as slept.
+    pub(super) fn least_base(&mut self, key: WorkerKey) -> u64 {
+        self.slot(key).and_then(|slot| slot.lost_at).unwrap_or(0)
     }
 
     pub(super) fn depart(&mut self, key: WorkerKey) {
@@ -112,16 +117,6 @@ impl Registry {
     fn slot(&mut self, key: WorkerKey) -> Option<&mut Slot> {
         let slot = self.slots.get_mut(key.slot as usize)?.as_mut()?;
         (slot.incarnation == key.incarnation).then_some(slot)
-    }
-
-    /// Sets what later tickets obey. Optimizer state survives unless the rules changed.
-    pub(super) fn configure(&mut self, spec: RunSpec, table: &TensorTable) {
-        let epoch = match &self.run {
-            None => 1,
-            Some(run) if same_rules(&run.spec, &spec) => run.epoch,
-            Some(run) => run.epoch + 1,
-        };
-        self.run = Some(Arc::new(Run::resolve(spec, epoch, table)));
     }
 
     /// Judges a push from its head and, if it is let in, issues its ticket.
@@ -143,15 +138,16 @@ impl Registry {
             return Ruling::Settled(rejection(Reason::Fenced, detail.to_owned()));
         };
         if head.sequence <= slot.last_sequence {
-            let ruling = again(slot, head.sequence, rejection);
+            slot.tally.duplicates += 1;
+            let again = again(slot, head, rejection);
             self.totals.duplicates += 1;
-            if let Some(slot) = self.slot(head.worker) {
-                slot.tally.duplicates += 1;
-            }
-            if let Ruling::Ticketed(record) = &ruling {
-                self.reopen(record);
-            }
-            return ruling;
+            return match again {
+                Again::Resumed(record, counted) => {
+                    self.reopen(&record, counted);
+                    Ruling::Ticketed(record)
+                }
+                Again::Answered(receipt) => Ruling::Settled(receipt),
+            };
         }
         if head.sequence != slot.last_sequence + 1 {
             let detail = format!("sequence {} came where {} was due", head.sequence, slot.last_sequence + 1);
@@ -250,17 +246,13 @@ impl Registry {
         }
     }
 
-    fn reopen(&mut self, record: &Arc<PushRecord>) {
-        self.uncount(record.ending());
+    /// A retry goes on with a ticket that was counted as ended.
+    fn reopen(&mut self, record: &Arc<PushRecord>, counted: Ending) {
+        *self.counter(counted) -= 1;
         self.open.insert(record.ticket.number, Arc::clone(record));
-    }
-
-    fn count(&mut self, ending: Ending) {
-        *self.counter(ending) += 1;
-    }
-
-    fn uncount(&mut self, ending: Ending) {
-        *self.counter(ending) -= 1;
+        if let Some(slot) = self.slot(record.worker) {
+            slot.remember(record.sequence, Recent::Open, RECENT);
+        }
     }
 
     fn counter(&mut self, ending: Ending) -> &mut u64 {
@@ -274,7 +266,7 @@ impl Registry {
     /// All fragments of an open push have their outcome.
     pub(super) fn settle(&mut self, record: &Arc<PushRecord>) -> Receipt {
         self.open.remove(&record.ticket.number);
-        self.count(record.ending());
+        *self.counter(record.ending()) += 1;
         let receipt = record.receipt();
         self.totals.count(&receipt, record.samples);
         if let Some(slot) = self.slot(record.worker) {
@@ -287,9 +279,10 @@ impl Registry {
     /// The sender of an open push is gone; a retry may still finish it.
     pub(super) fn abandon(&mut self, record: &Arc<PushRecord>) {
         self.open.remove(&record.ticket.number);
-        self.count(record.ending());
+        let ending = record.ending();
+        *self.counter(ending) += 1;
         if let Some(slot) = self.slot(record.worker) {
-            slot.remember(record.sequence, Recent::Unfinished(Arc::clone(record)), RECENT);
+            slot.remember(record.sequence, Recent::Unfinished(Arc::clone(record), ending), RECENT);
         }
     }
 
@@ -309,28 +302,82 @@ impl Registry {
     }
 }
 
-/// The answer to a sequence number that came before.
-fn again(slot: &Slot, sequence: u64, rejection: impl Fn(Reason, String) -> Receipt) -> Ruling {
-    match slot.recent.iter().find(|(s, _)| *s == sequence) {
-        Some((_, Recent::Settled(receipt))) => {
-            Ruling::Settled(Receipt { duplicate: true, ..receipt.clone() })
+/// What a sequence number that came before leads to.
+enum Again {
+    /// Its ticket goes on; with the ending that it is counted by.
+    Resumed(Arc<PushRecord>, Ending),
+    Answered(Receipt),
+}
+
+fn again(slot: &Slot, head: &PushHead, rejection: impl Fn(Reason, String) -> Receipt) -> Again {
+    let sequence = head.sequence;
+    Again::Answered(match slot.recent.iter().find(|(s, _)| *s == sequence) {
+        Some((_, Recent::Settled(receipt))) => Receipt { duplicate: true, ..receipt.clone() },
+        Some((_, Recent::Unfinished(record, counted))) if record.present == head.present => {
+            return Again::Resumed(Arc::clone(record), *counted);
         }
-        Some((_, Recent::Unfinished(record))) => Ruling::Ticketed(Arc::clone(record)),
+        Some((_, Recent::Unfinished(..))) => {
+            // Its fragments would be cut by the tensors that it says, and applied by those that the ticket says.
+            rejection(Reason::Fenced, format!("sequence {sequence} came again with other tensors"))
+        }
         Some((_, Recent::Open)) => {
             let detail = format!("sequence {sequence} is still arriving on another connection");
-            Ruling::Settled(rejection(Reason::Fenced, detail))
+            rejection(Reason::Fenced, detail)
         }
         None => {
             let detail = format!("sequence {sequence} was answered too long ago to be repeated");
-            Ruling::Settled(Receipt { duplicate: true, ..rejection(Reason::AlreadySettled, detail) })
+            Receipt { duplicate: true, ..rejection(Reason::AlreadySettled, detail) }
         }
-    }
+    })
 }
 
-/// Whether workers and store go on as before: the parts of both are compared.
-fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
-    let rules = |spec: &RunSpec| -> Vec<_> {
-        spec.optimizer.groups.iter().map(|g| (g.pattern.clone(), g.rule.clone())).collect()
-    };
-    a.optimizer.momentum_correction == b.optimizer.momentum_correction && rules(a) == rules(b)
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::layout::Presence;
+    use crate::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec};
+    use crate::store::RunSpec;
+    use crate::table::{Role, TensorSpec, TensorTable};
+
+    fn registry() -> (Registry, Layout) {
+        let tensor = TensorSpec {
+            name: "w".into(),
+            aliases: vec![],
+            shape: vec![4],
+            dtype: Dtype::F32,
+            role: Role::Parameter,
+        };
+        let table = TensorTable::new(vec![tensor]).unwrap();
+        let groups = vec![Group { pattern: "*".into(), lr: 1.0, rule: Rule::Add }];
+        let spec = RunSpec {
+            optimizer: OptimizerSpec { groups, momentum_correction: false },
+            staleness: StalenessSpec::default(),
+            schedule: Schedule::default(),
+            max_samples: None,
+        };
+        let mut registry = Registry::new(1, 1);
+        registry.run = Some(Arc::new(Run::after(None, spec, &table)));
+        (registry, Layout::of(&table))
+    }
+
+    #[test]
+    fn a_fragment_applied_between_the_end_of_a_sender_and_its_retry_changes_no_other_count() {
+        let (mut registry, layout) = registry();
+        let worker = registry.register("a").unwrap();
+        let present = Presence::all(1);
+        let head =
+            PushHead { worker, sequence: 1, term: 1, base: 0, epoch: 1, samples: 1, present, norm: None };
+        let ticketed = |registry: &mut Registry| match registry.admit(&head, None, &layout) {
+            Ruling::Ticketed(record) => record,
+            Ruling::Settled(receipt) => panic!("{receipt:?}"),
+        };
+        let record = ticketed(&mut registry);
+        registry.abandon(&record);
+        record.count_applied(1.0, &layout.fragments[0]); // it was queued when its sender died
+        let retried = ticketed(&mut registry);
+        assert!(registry.settle(&retried).applied);
+        let expected = TicketCounts { issued: 1, applied: 1, ..TicketCounts::default() };
+        assert_eq!(registry.tickets, expected);
+    }
 }

@@ -1,7 +1,7 @@
 //! Exactly once: a worker as the registry remembers it, with its incarnation, the last sequence number it settled and
 //! the answers to its last pushes. Contiguity of sequence numbers is checked against this and nothing else.
 
-use super::push::PushRecord;
+use super::push::{Ending, PushRecord};
 use super::receipt::Receipt;
 use super::tally::Tally;
 use std::collections::VecDeque;
@@ -12,8 +12,9 @@ use std::sync::Arc;
 pub(super) enum Recent {
     /// Its fragments are arriving.
     Open,
-    /// The connection ended before all its fragments had arrived; a retry keeps its ticket.
-    Unfinished(Arc<PushRecord>),
+    /// The connection ended before all its fragments had arrived; a retry keeps its ticket. With the ending that it
+    /// is counted by: a fragment that was queued then may have been applied since.
+    Unfinished(Arc<PushRecord>, Ending),
     Settled(Receipt),
 }
 
@@ -26,7 +27,7 @@ pub(super) struct Slot {
     pub(super) last_sequence: u64,
     /// The last pushes, oldest first, by sequence number.
     pub(super) recent: VecDeque<(u64, Recent)>,
-    /// The model's version when the worker was lost: what it had read before is too old to push.
+    /// The newest version that could be read when the worker was lost: what is older is too old to push.
     pub(super) lost_at: Option<u64>,
     pub(super) present: bool,
     pub(super) tally: Tally,

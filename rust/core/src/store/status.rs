@@ -1,9 +1,11 @@
 //! The store's numbers, for people and for tests.
 
 use super::Store;
+use super::model::ModelRoot;
 use super::registry::TicketCounts;
 use super::tally::Tally;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The store's numbers.
@@ -18,7 +20,7 @@ pub struct StoreStatus {
     pub workers: Vec<(String, u32, Tally)>,
     /// Bytes of the newest roots: parameters, buffers and optimizer state.
     pub root_bytes: usize,
-    /// Bytes of older model versions that readers still pin.
+    /// Bytes that only older model versions hold, which readers still pin.
     pub pinned_bytes: usize,
     /// Recycled memory waiting for the next root or push.
     pub idle_bytes: usize,
@@ -32,10 +34,7 @@ impl Store {
         let reader = self.reader();
         let root_bytes = (0..self.cells.len()).map(|i| reader.root(i).bytes()).sum();
         let newest = self.model();
-        let (live_versions, pinned_bytes) = self.pins.with_live(|live| {
-            let older = live.iter().filter(|m| !Arc::ptr_eq(m, &newest));
-            (live.len(), older.flat_map(|m| &m.roots).map(|r| r.bytes()).sum())
-        });
+        let (live_versions, pinned_bytes) = self.pins.with_live(|live| (live.len(), pinned(live, &newest)));
         let registry = self.registry();
         let tickets = TicketCounts { open: registry.num_open(), ..registry.tickets.clone() };
         StoreStatus {
@@ -51,4 +50,11 @@ impl Store {
             live_versions,
         }
     }
+}
+
+/// Versions share the roots of the fragments in which they do not differ.
+fn pinned(live: &[Arc<ModelRoot>], newest: &ModelRoot) -> usize {
+    let mut counted: BTreeSet<_> = newest.roots.iter().map(Arc::as_ptr).collect();
+    let roots = live.iter().flat_map(|version| &version.roots);
+    roots.filter(|root| counted.insert(Arc::as_ptr(root))).map(|root| root.bytes()).sum()
 }

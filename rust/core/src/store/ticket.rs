@@ -2,7 +2,7 @@
 //! place (the registry) and obeyed wherever the push's fragments commit.
 
 use crate::pipeline::{groups, schedule, weight};
-use crate::spec::{Group, OptimizerSpec, Schedule, StalenessSpec};
+use crate::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec};
 use crate::table::TensorTable;
 use crate::velocity::server_rule;
 use serde::{Deserialize, Serialize};
@@ -30,12 +30,22 @@ pub struct Run {
     pub epoch: u32,
     /// The optimizer's groups with the part of their rules that the store runs.
     groups: Vec<Group>,
-    group_of: Vec<u16>,
+    group_of: Arc<[u16]>,
 }
 
 impl Run {
-    pub(crate) fn resolve(spec: RunSpec, epoch: u32, table: &TensorTable) -> Self {
-        let group_of = groups::assign(&spec.optimizer.groups, table);
+    /// What follows `before`. The epoch stays unless the rules have changed; nor are the tensors' names held against
+    /// the same patterns again.
+    pub(super) fn after(before: Option<&Self>, spec: RunSpec, table: &TensorTable) -> Self {
+        let epoch = match before {
+            None => 1,
+            Some(before) if same_rules(&before.spec, &spec) => before.epoch,
+            Some(before) => before.epoch + 1,
+        };
+        let group_of = match before {
+            Some(before) if patterns(&before.spec).eq(patterns(&spec)) => Arc::clone(&before.group_of),
+            _ => groups::assign(&spec.optimizer.groups, table).into(),
+        };
         let mut groups = spec.optimizer.groups.clone();
         if spec.optimizer.momentum_correction {
             for group in &mut groups {
@@ -74,6 +84,21 @@ impl Run {
     pub fn weight(&self, tau: u64) -> f64 {
         weight::weight(&self.spec.staleness.weights, tau)
     }
+}
+
+fn patterns(spec: &RunSpec) -> impl Iterator<Item = &str> {
+    spec.optimizer.groups.iter().map(|group| &*group.pattern)
+}
+
+fn rules(spec: &RunSpec) -> impl Iterator<Item = &Rule> {
+    spec.optimizer.groups.iter().map(|group| &group.rule)
+}
+
+/// Whether workers and store go on as before: the parts of both are compared.
+fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
+    a.optimizer.momentum_correction == b.optimizer.momentum_correction
+        && patterns(a).eq(patterns(b))
+        && rules(a).eq(rules(b))
 }
 
 /// The right to commit, with the terms of it.

@@ -37,6 +37,19 @@ impl Phase {
     }
 }
 
+/// What a connection's task sends, if it sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// What the peer waits for.
+    Awaited,
+    /// A part of a push or a pull. A worker with two pushes in flight reads nothing while it computes, for as long as
+    /// that takes.
+    Exchange {
+        /// The (term, version) of the model that is kept alive for it.
+        pinned: Option<(u64, u64)>,
+    },
+}
+
 /// An accepted connection.
 #[derive(Debug)]
 pub(super) struct Connection {
@@ -46,16 +59,15 @@ pub(super) struct Connection {
     phase: AtomicU8,
     /// Bytes received when the last frame had been taken whole.
     boundary: AtomicU64,
-    /// The model's version that the last answer was read from.
-    read: AtomicU64,
+    answer: Mutex<Answer>,
     end: Mutex<Option<(RefusalCode, String)>>,
 }
 
 impl Connection {
     pub(super) fn new(socket: Socket, thread: Option<usize>) -> Self {
         let phase = AtomicU8::new(Phase::Receiving as u8);
-        let (boundary, read) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { socket, thread, phase, boundary, read, end: Mutex::new(None) }
+        let (boundary, answer) = (AtomicU64::new(0), Mutex::new(Answer::Awaited));
+        Self { socket, thread, phase, boundary, answer, end: Mutex::new(None) }
     }
 
     /// Relaxed, as all that the watchdog reads: it looks again, and acts on what has not changed for seconds.
@@ -69,15 +81,15 @@ impl Connection {
         self.enter(Phase::Idle);
     }
 
-    /// An answer is read from a version of the model, which it pins under "model".
-    pub(super) fn reads(&self, version: u64) {
-        self.read.store(version, Ordering::Relaxed);
+    /// What is sent from now on.
+    pub(super) fn answers(&self, answer: Answer) {
+        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = answer;
     }
 
-    /// The version that the answer under way is read from, if one is.
-    pub(super) fn version_in_sending(&self) -> Option<u64> {
+    /// What is being sent, if the peer owes us room for it.
+    pub(super) fn sending(&self) -> Option<Answer> {
         let sending = self.phase.load(Ordering::Relaxed) == Phase::Sending as u8;
-        sending.then(|| self.read.load(Ordering::Relaxed))
+        sending.then(|| *self.answer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Ends the connection from outside: its task finds the stream at its end, and here why. With

@@ -1,7 +1,7 @@
 //! The control thread: it takes connections, opens the door for those that prove themselves, hears the workers'
 //! heartbeats, answers status, and looks at the clock for everybody.
 
-use super::connection::{Connection, Watch};
+use super::connection::{Answer, Connection, Watch};
 use super::end::End;
 use super::membership::{Forgotten, Ticked};
 use super::poll;
@@ -283,12 +283,11 @@ fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, standstill: Duratio
             moved[thread] += bytes;
         }
         let Some((cause, how)) = slow else { continue };
-        match connection.version_in_sending() {
-            // A worker with two pushes in flight reads nothing while it computes, for as long as that takes. A frozen
-            // one is not heard and so not present for long.
-            Some(version) if shared.members().is_present(connection) => {
-                if let Some(model) = shared.model.get() {
-                    model.store.discount(version);
+        match connection.sending() {
+            // One that is frozen is not heard, and so not present for long.
+            Some(Answer::Exchange { pinned }) if shared.members().is_present(connection) => {
+                if let (Some(pinned), Some(model)) = (pinned, shared.model.get()) {
+                    model.store.discount(pinned);
                 }
             }
             _ => connection.close(RefusalCode::Timeout, &cause, how),

@@ -2,7 +2,7 @@
 //! arriving in the kernel's buffer. This is the path that has to be fast: no allocation that can be reused, no timer,
 //! no log line per push.
 
-use super::connection::Phase;
+use super::connection::{Answer, Phase};
 use super::end::End;
 use super::outbox::Addressed;
 use super::place::Place;
@@ -301,9 +301,9 @@ impl Session {
     /// A reader, when it is our turn for one.
     pub(super) async fn turn(&mut self, place: &Place) -> Result<Reader, End> {
         loop {
-            match place.model.store.turn(self.own_version) {
+            match place.model.store.turn(place.key, self.own_version) {
                 Turn::Now(reader) => {
-                    self.connection.reads(reader.version());
+                    self.connection.answers(Answer::Exchange { pinned: reader.pinned() });
                     return Ok(reader);
                 }
                 Turn::Wait(released) => {

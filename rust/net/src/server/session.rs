@@ -1,7 +1,7 @@
 //! One worker's data connection: it joins, then sends calls, pulls and pushes, one after the other. The task runs on
 //! one data thread from its first frame to its last.
 
-use super::connection::{Connection, Phase};
+use super::connection::{Answer, Connection, Phase};
 use super::end::End;
 use super::init::Init;
 use super::join::join;
@@ -115,6 +115,10 @@ impl Session {
             connection.idle(self.reader.buffered());
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
+            connection.answers(match header.kind {
+                Kind::Push | Kind::Pull => Answer::Exchange { pinned: None },
+                _ => Answer::Awaited,
+            });
             match (header.kind, &mut self.init) {
                 (Kind::Push, _) => self.push(&header).await?,
                 (Kind::Pull, _) => self.pull(&header).await?,

@@ -1,7 +1,7 @@
 //! Pushes with `transaction = model`: staging for all of it is reserved before its first byte is asked for, and what
 //! has come whole is committed by a task of its own, so that no session works on another's push.
 
-use super::connection::Phase;
+use super::connection::{Answer, Phase};
 use super::end::End;
 use super::exchange::{Asked, LowestTerm};
 use super::place::Place;
@@ -69,6 +69,8 @@ impl Session {
                 term.see(&root);
                 self.send_root(header, index, has, root).await?;
             }
+            drop(reader);
+            connection.answers(Answer::Exchange { pinned: None });
         }
         let term = term.or(receipt.term);
         self.finish(header, &receipt, (term, read), asked.head.samples).await

@@ -24,7 +24,7 @@ impl Server {
         let patience = Patience { linger: config.linger, rejoin_grace: config.rejoin_grace };
         let mut told = Pause::None;
         self.wait(timeout, interrupt, |members, over| {
-            let now = Instant::now();
+            let now = members.looked()?;
             match members.outcome(n, patience, over, now) {
                 Outcome::Waiting => {
                     let pause = members.pause(n, patience, now);
@@ -100,5 +100,45 @@ fn announce(pause: Pause, patience: Patience) {
             "nobody is there, {num_lost} lost: waiting up to {} s for them",
             patience.rejoin_grace.as_secs_f64()
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::Socket;
+    use crate::server::ServerConfig;
+    use crate::server::connection::Connection;
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::{Arc, mpsc};
+
+    #[test]
+    fn a_wait_that_wakes_from_a_standstill_first_takes_it_for_nobodys_grace() {
+        let (grace, lease) = (Duration::from_secs(1), Duration::from_millis(400));
+        let config =
+            ServerConfig { rejoin_grace: grace, linger: Duration::ZERO, lease, ..ServerConfig::default() };
+        let server = Server::start(config).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let connection = {
+            let _on_its_runtime = server.control.enter();
+            Arc::new(Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
+        };
+        let (go_on, halted) = mpsc::channel::<()>();
+        let (halts, has_halted) = mpsc::channel();
+        server.control.spawn(async move {
+            halts.send(()).unwrap();
+            halted.recv().ok(); // blocks the thread, as SIGSTOP would: there is no look at the clock
+        });
+        has_halted.recv().unwrap();
+        {
+            let mut members = server.shared.members();
+            let joined = members.join(Some("a".into()), String::new(), [7; 16], connection, Instant::now());
+            members.lost(joined.incarnation, "killed", Instant::now());
+        }
+        let wait = |timeout| server.wait_for_workers(1, Some(timeout), &|| false);
+        assert!(matches!(wait(grace * 2), Ok(false)), "nobody has looked at the clock");
+        go_on.send(()).unwrap();
+        assert!(matches!(wait(grace * 20), Err(ServerError::NoneFinished { .. })));
     }
 }

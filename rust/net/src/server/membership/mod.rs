@@ -90,12 +90,14 @@ pub(super) struct Members {
     bygone: Bygone,
     last_incarnation: u32,
     departures: Departures,
+    /// When the clock was last looked at.
+    looked: Option<Instant>,
 }
 
 impl Members {
     pub(super) fn new() -> Self {
         let (by_id, bygone, departures) = (BTreeMap::new(), Bygone::default(), Departures::default());
-        Self { by_id, bygone, last_incarnation: 0, departures }
+        Self { by_id, bygone, last_incarnation: 0, departures, looked: None }
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -262,6 +264,7 @@ impl Members {
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
     /// slot in the store may be given away).
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
+        self.looked = Some(now);
         let mut ticked = Ticked::default();
         for (id, member) in &mut self.by_id {
             if member.state.is_present() {
@@ -289,6 +292,12 @@ impl Members {
         }
         self.let_go();
         ticked
+    }
+
+    /// The time by which to judge [`Members::outcome`] and [`Members::pause`]: that of the last look at the clock. A
+    /// thread that wakes from a standstill before that look would take the standstill for grace that has passed.
+    pub(super) fn looked(&self) -> Option<Instant> {
+        self.looked
     }
 
     /// Forgets the names of those that went first: a worker that crashes and is started again without a name comes
