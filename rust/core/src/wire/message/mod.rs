@@ -12,10 +12,13 @@ pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
     Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, RunConfig,
 };
-pub use refusal::{RefusalCode, Refused};
+pub use refusal::{RefusalCode, Refused, cut};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+/// Most bytes of a decoder's words, which quote what it could not read.
+const MAX_WORDS_BYTES: usize = 512;
 
 /// A payload that does not say what its kind should.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,7 +43,8 @@ pub fn encode<T: Serialize>(message: &T, out: &mut Vec<u8>) {
 /// # Errors
 /// [`MessageError::Decode`], with the decoder's words.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
-    rmp_serde::from_slice(bytes).map_err(|e| MessageError::Decode(e.to_string()))
+    rmp_serde::from_slice(bytes)
+        .map_err(|e| MessageError::Decode(cut(&e.to_string(), MAX_WORDS_BYTES).into_owned()))
 }
 
 #[cfg(test)]
@@ -153,6 +157,23 @@ mod tests {
         encode(&Newer { code: "of_tomorrow", message: "no", fatal: false, also: [1, 2, 3] }, &mut bytes);
         let read: Refused = decode(&bytes).unwrap();
         assert_eq!(read, Refused { code: RefusalCode::Unknown, message: "no".into(), fatal: false });
+    }
+
+    #[test]
+    fn a_refusal_and_a_decoders_words_are_cut_before_they_are_too_long_to_send() {
+        let refused = |message: String| Refused { code: RefusalCode::Malformed, message, fatal: true };
+        for long in ["x".repeat(40 << 20), "é".repeat(20 << 20), "€".repeat(9000)] {
+            let mut bytes = vec![];
+            encode(&refused(long.clone()), &mut bytes);
+            assert!(bytes.len() < 17 << 10);
+            let read: Refused = decode(&bytes).unwrap();
+            assert!(read.message.starts_with(&long[..9000]));
+            assert!(read.message.ends_with(&format!("… ({} bytes in all)", long.len())));
+        }
+        let mut bytes = vec![];
+        encode(&"of_tomorrow".repeat(1 << 20), &mut bytes);
+        let words = decode::<Event>(&bytes).unwrap_err().to_string();
+        assert!(words.contains("of_tomorrow") && words.len() < 1000, "{} bytes", words.len());
     }
 
     #[test]
