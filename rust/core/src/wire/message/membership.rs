@@ -66,7 +66,8 @@ pub struct RunConfig {
 pub struct Joined {
     pub run_id: String,
     pub worker_id: String,
-    /// 0 until there is a model: [`Reply::Model`](super::Reply::Model) has the real one.
+    /// The worker's place among the store's, for logs; 0 if there is no model yet, and then no other is told. Nothing
+    /// asks for it: a worker is found by its incarnation and secret, a push by its sequence number beside them.
     pub slot: u32,
     /// Never issued twice.
     pub incarnation: u32,
