@@ -4,6 +4,7 @@ use crate::script::{Peer, run, serve};
 use crate::support::{bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor};
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Layout;
+use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
@@ -322,6 +323,34 @@ fn a_push_that_is_rejected_by_its_head_sends_no_more() {
     pull(&mut client, &mut params, false, &never).unwrap();
     let mut gradient = vec![Some(bytes_of(&vec![1.0; LARGE]))];
     assert!(!push_pull(&mut client, &mut gradient, &mut params, &never).unwrap().unwrap().applied);
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_reason_of_a_newer_server_is_unknown_and_the_session_goes_on() {
+    let table = table(vec![parameter("w", 10)]);
+    let layout = Layout::of(&table);
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
+        let (first, _) = peer.next(Kind::Pull);
+        roots(peer, &layout, first.request, 0, 0, 0.0);
+        pull_end(peer, first.request, 0);
+        let (head, _) = push(peer, &layout);
+        let newer = Receipt { applied: false, verdict: Fate::Reject, detail: "why".into(), ..receipt(0) };
+        let mut newer = serde_json::to_value(newer).unwrap();
+        newer["reason"] = "of_tomorrow".into();
+        peer.send(Kind::Receipt, head.request, &newer);
+        let (head, _) = push(peer, &layout);
+        settle(peer, head.request, 1);
+        peer.goodbye();
+    });
+    let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+    pull(&mut client, &mut filled(&table, 0), false, &never).unwrap();
+    let mut gradient = vec![Some(bytes_of(&[1.0; 10]))];
+    let mut push = || client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &never);
+    let rejected = push().unwrap();
+    assert_eq!((rejected.reason, rejected.detail.as_str()), (Some(Reason::Unknown), "why"));
+    assert!(push().unwrap().applied);
     client.close(true, &never).unwrap();
     server.join().unwrap();
 }

@@ -1,6 +1,8 @@
 //! Messages off the hot path (and the receipt, which is cheap enough): small structs in named MessagePack. A field
 //! that a peer does not know is ignored, a new one has a default, so that builds of one protocol understand each
-//! other.
+//! other. So do names that only tell something, a refusal's code or the reason in a receipt: an unknown one is read as
+//! that, and the words beside it say what it is. (A receipt's fate follows from what it says besides, so that there is
+//! never another.) What must be obeyed, a rule or a policy, is refused where it is not known.
 
 mod call;
 mod handshake;
@@ -51,7 +53,9 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
 mod tests {
     use super::*;
     use crate::dtype::Dtype;
+    use crate::pipeline::Reason;
     use crate::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
+    use crate::store::{Fate, Receipt};
     use crate::table::{Role, TensorSpec, TensorTable};
     use proptest::prelude::*;
     use std::fmt;
@@ -157,6 +161,19 @@ mod tests {
         encode(&Newer { code: "of_tomorrow", message: "no", fatal: false, also: [1, 2, 3] }, &mut bytes);
         let read: Refused = decode(&bytes).unwrap();
         assert_eq!(read, Refused { code: RefusalCode::Unknown, message: "no".into(), fatal: false });
+    }
+
+    #[test]
+    fn an_unknown_reason_leaves_the_rest_of_the_receipt() {
+        let newer = serde_json::json!({
+            "term": 1, "version": 2, "staleness": 0, "weight": 0.0, "verdict": "reject", "applied": false,
+            "duplicate": false, "reason": "of_tomorrow", "detail": "why", "also": [1, 2, 3],
+        });
+        let mut bytes = vec![];
+        encode(&newer, &mut bytes);
+        let read: Receipt = decode(&bytes).unwrap();
+        assert_eq!(read.reason.map(Reason::name), Some("unknown"));
+        assert_eq!((read.version, read.verdict, read.detail.as_str()), (2, Fate::Reject, "why"));
     }
 
     #[test]
