@@ -8,6 +8,8 @@ use std::fmt;
 
 /// Most tensors a table may name; bounds what a hostile table can make us allocate.
 pub const MAX_TENSORS: usize = 100_000;
+/// Most names in a table: each tensor's own, and its others.
+pub const MAX_NAMES: usize = 300_000;
 /// Longest tensor name, in bytes.
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Most dimensions of one tensor.
@@ -72,6 +74,8 @@ pub enum TableError {
     Empty,
     #[error("the model has {0} tensors; at most {MAX_TENSORS} are supported")]
     TooManyTensors(usize),
+    #[error("the model's tensors have {0} names; at most {MAX_NAMES} are supported")]
+    TooManyNames(usize),
     #[error("the name of tensor number {index} is {bytes} bytes long; names are 1 to {MAX_NAME_BYTES} bytes")]
     Name { index: usize, bytes: usize },
     #[error("two tensors are called {0:?}; names must be unique")]
@@ -104,7 +108,11 @@ impl TensorTable {
         if tensors.len() > MAX_TENSORS {
             return Err(TableError::TooManyTensors(tensors.len()));
         }
-        let mut names = HashMap::with_capacity(tensors.len());
+        let num_names = tensors.iter().map(|t| 1 + t.aliases.len()).sum();
+        if num_names > MAX_NAMES {
+            return Err(TableError::TooManyNames(num_names));
+        }
+        let mut names = HashMap::with_capacity(num_names);
         let mut total = 0_u64;
         for (index, t) in tensors.iter().enumerate() {
             for name in t.names() {
@@ -269,6 +277,15 @@ mod tests {
     fn a_shape_whose_product_overflows_is_refused() {
         let refused = TensorTable::new(vec![tensor("w", &[u64::MAX, 2], Dtype::F32, Role::Parameter)]);
         assert_eq!(refused.unwrap_err(), TableError::TooLarge("w".into()));
+    }
+
+    #[test]
+    fn more_names_than_a_message_may_hold_are_refused() {
+        let mut tied = tensor("a", &[1], Dtype::F32, Role::Parameter);
+        tied.aliases = (1..MAX_NAMES).map(|i| i.to_string()).collect();
+        assert!(TensorTable::new(vec![tied.clone()]).is_ok());
+        tied.aliases.push("b".into());
+        assert_eq!(TensorTable::new(vec![tied]), Err(TableError::TooManyNames(MAX_NAMES + 1)));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! never another.) What must be obeyed, a rule or a policy, is refused where it is not known.
 
 mod call;
+mod count;
 mod handshake;
 mod membership;
 mod refusal;
@@ -43,8 +44,10 @@ pub fn encode<T: Serialize>(message: &T, out: &mut Vec<u8>) {
 /// Reads a message's wire form.
 ///
 /// # Errors
-/// [`MessageError::Decode`], with the decoder's words.
+/// [`MessageError::Decode`], with the decoder's words; [`MessageError::Form`] for one that would take many times its size
+/// in memory.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
+    count::check(bytes)?;
     rmp_serde::from_slice(bytes)
         .map_err(|e| MessageError::Decode(cut(&e.to_string(), MAX_WORDS_BYTES).into_owned()))
 }
