@@ -29,8 +29,14 @@ pub mod flags {
 
 /// Largest message before a peer has proved who it is.
 pub const MAX_HANDSHAKE_BYTES: u32 = 4 << 10;
-/// Largest message that carries a tensor table or a blueprint (100 000 tensors with names of usual length).
+/// Largest message that carries a tensor table, a blueprint or an optimizer.
 pub const MAX_TABLE_BYTES: u32 = 32 << 20;
+/// Largest table with its blueprint (100 000 tensors with names of usual length, and some MiB).
+pub const MAX_MODEL_BYTES: u32 = 19 << 20;
+/// Largest [`RunConfig`](super::message::RunConfig): an optimizer of the most groups, with patterns of usual length.
+pub const MAX_RUN_BYTES: u32 = 12 << 20;
+// Who joins is told of both, and of itself in a few hundred bytes.
+const _: () = assert!(MAX_MODEL_BYTES + MAX_RUN_BYTES + MAX_HANDSHAKE_BYTES <= MAX_TABLE_BYTES);
 /// Largest head of a push or a pull: it names the version of every fragment, and each tensor that is there.
 pub const MAX_HEAD_BYTES: u32 = 2 << 20;
 /// Largest other message.

@@ -2,6 +2,8 @@
 
 use crate::spec::{Contribution, OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use crate::table::TensorTable;
+use crate::wire::encode;
+use crate::wire::header::MAX_MODEL_BYTES;
 use serde::{Deserialize, Serialize};
 
 /// Worker → server, data connection: who I am.
@@ -35,6 +37,29 @@ pub struct ModelInfo {
     /// How to build the module, for a worker that brings none.
     #[serde(default)]
     pub blueprint: Option<String>,
+}
+
+impl ModelInfo {
+    /// Checks that a worker can be told of a model, whatever the run is.
+    ///
+    /// # Errors
+    /// [`ModelTooLong`], with its bytes.
+    pub fn check_size(table: &TensorTable, blueprint: Option<&str>) -> Result<(), ModelTooLong> {
+        let mut bytes = Vec::new();
+        encode(table, &mut bytes);
+        let bytes = bytes.len() + blueprint.map_or(0, str::len);
+        if bytes > MAX_MODEL_BYTES as usize { Err(ModelTooLong { bytes }) } else { Ok(()) }
+    }
+}
+
+/// A model that no worker could be told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the names and shapes of the model's tensors, and how to build it, are {bytes} bytes; a worker can be told of at most \
+     {MAX_MODEL_BYTES}: use fewer tensors or shorter names, or fewer modules"
+)]
+pub struct ModelTooLong {
+    pub bytes: usize,
 }
 
 /// What is in force in this run.

@@ -13,7 +13,8 @@ mod refusal;
 pub use call::{Call, FIRST_TERM, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
-    Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, RunConfig,
+    Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, ModelTooLong,
+    RunConfig,
 };
 pub use refusal::{RefusalCode, Refused, cut};
 
