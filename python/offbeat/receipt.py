@@ -21,7 +21,8 @@ class Receipt(NamedTuple):
         verdict: "admit" (as it was), "damp" (with a weight below 1) or "reject" (nothing of it).
         applied: Whether any of it was applied.
         duplicate: Whether this answers a push that was answered before (a retry).
-        reason: Short name of why it, or some of it, was rejected, such as "stale"; else None.
+        reason: Short name of why it, or some of it, was rejected, such as "stale"; else None. "unknown" is a
+            reason of a newer server, which `detail` says in words.
         detail: The reason in words, with its values; empty if there is none.
     """
 

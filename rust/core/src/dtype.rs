@@ -18,7 +18,23 @@ pub enum Dtype {
     Bool,
 }
 
+const _: () = assert!(Dtype::ALL.len() == Dtype::Bool as usize + 1);
+
 impl Dtype {
+    /// Every type.
+    pub const ALL: [Self; 10] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::F64,
+        Self::I8,
+        Self::I16,
+        Self::I32,
+        Self::I64,
+        Self::U8,
+        Self::Bool,
+    ];
+
     /// Bytes of one element on the wire.
     #[must_use]
     pub const fn size(self) -> usize {

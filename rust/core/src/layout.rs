@@ -2,10 +2,15 @@
 //! A pure function of the tensor table, so both ends compute the same cut and neither has to send it.
 
 use crate::dtype::Dtype;
-use crate::table::{Role, TensorTable};
+use crate::table::{MAX_ELEMENTS, Role, TensorTable};
 
 /// Most elements of a fragment: 64 Ki f32 are 256 KiB, so that staging, source and target stay in L2 together.
 pub const FRAGMENT_ELEMENTS: u64 = 64 * 1024;
+
+/// Parameters and buffers of each dtype: a fragment that is not full ends each.
+const MAX_CLASSES: usize = 2 * Dtype::ALL.len();
+/// Most fragments of a model.
+pub const MAX_FRAGMENTS: usize = (MAX_ELEMENTS / FRAGMENT_ELEMENTS) as usize + MAX_CLASSES;
 
 /// A run of consecutive elements of one tensor inside a fragment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

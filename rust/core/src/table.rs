@@ -8,10 +8,14 @@ use std::fmt;
 
 /// Most tensors a table may name; bounds what a hostile table can make us allocate.
 pub const MAX_TENSORS: usize = 100_000;
+/// Most names in a table: each tensor's own, and its others.
+pub const MAX_NAMES: usize = 300_000;
 /// Longest tensor name, in bytes.
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Most dimensions of one tensor.
 pub const MAX_DIMS: usize = 16;
+/// Other names of a tensor that are shown of it: a block that is used in 60 places has 59.
+const ALIASES_SHOWN: usize = 3;
 /// Most elements of one model, 8.6 G: 32 GiB of float32. Its fragments are laid out before its first byte comes, and a
 /// worker names what it has of each in one message.
 pub const MAX_ELEMENTS: u64 = 1 << 33;
@@ -54,10 +58,12 @@ impl TensorSpec {
 impl fmt::Display for TensorSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {:?}", self.name, self.dtype.name(), self.shape)?;
-        if !self.aliases.is_empty() {
-            write!(f, " (also {})", self.aliases.join(", "))?;
+        let shown = &self.aliases[..self.aliases.len().min(ALIASES_SHOWN)];
+        match self.aliases.len() - shown.len() {
+            0 if shown.is_empty() => Ok(()),
+            0 => write!(f, " (also {})", shown.join(", ")),
+            more => write!(f, " (also {} and {more} more names)", shown.join(", ")),
         }
-        Ok(())
     }
 }
 
@@ -68,6 +74,8 @@ pub enum TableError {
     Empty,
     #[error("the model has {0} tensors; at most {MAX_TENSORS} are supported")]
     TooManyTensors(usize),
+    #[error("the model's tensors have {0} names; at most {MAX_NAMES} are supported")]
+    TooManyNames(usize),
     #[error("the name of tensor number {index} is {bytes} bytes long; names are 1 to {MAX_NAME_BYTES} bytes")]
     Name { index: usize, bytes: usize },
     #[error("two tensors are called {0:?}; names must be unique")]
@@ -100,7 +108,11 @@ impl TensorTable {
         if tensors.len() > MAX_TENSORS {
             return Err(TableError::TooManyTensors(tensors.len()));
         }
-        let mut names = HashMap::with_capacity(tensors.len());
+        let num_names = tensors.iter().map(|t| 1 + t.aliases.len()).sum();
+        if num_names > MAX_NAMES {
+            return Err(TableError::TooManyNames(num_names));
+        }
+        let mut names = HashMap::with_capacity(num_names);
         let mut total = 0_u64;
         for (index, t) in tensors.iter().enumerate() {
             for name in t.names() {
@@ -183,8 +195,37 @@ impl fmt::Display for Difference {
             self.position,
             side(&self.ours),
             side(&self.theirs)
-        )
+        )?;
+        match (&self.ours, &self.theirs) {
+            (Some(ours), Some(theirs)) if ours.to_string() == theirs.to_string() => {
+                write_what_is_not_shown(f, ours, theirs)
+            }
+            _ => Ok(()),
+        }
     }
+}
+
+/// What two tensors differ in that read the same: their role, or a name that is not among those shown.
+fn write_what_is_not_shown(
+    f: &mut fmt::Formatter<'_>,
+    ours: &TensorSpec,
+    theirs: &TensorSpec,
+) -> fmt::Result {
+    let role = |t: &TensorSpec| match t.role {
+        Role::Parameter => "parameter",
+        Role::Buffer => "buffer",
+    };
+    if ours.role != theirs.role {
+        return write!(f, "; there it is a {}, here a {}", role(ours), role(theirs));
+    }
+    let name = |t: &TensorSpec, i: usize| t.aliases.get(i).map_or("nothing".to_owned(), |n| format!("{n:?}"));
+    let number = ours.aliases.iter().zip(&theirs.aliases).take_while(|(ours, theirs)| ours == theirs).count();
+    write!(
+        f,
+        "; other name number {number} is {} there and {} here",
+        name(ours, number),
+        name(theirs, number)
+    )
 }
 
 #[cfg(test)]
@@ -205,6 +246,26 @@ mod tests {
     }
 
     #[test]
+    fn a_difference_is_told_in_few_words_however_many_names_there_are() {
+        let block = |names: usize, shape, role| {
+            let mut block = tensor("blocks.0.w", shape, Dtype::F32, role);
+            block.aliases = (1..names).map(|i| format!("blocks.{i}.w")).collect();
+            TensorTable::new(vec![block]).unwrap()
+        };
+        let ours = block(60, &[2], Role::Parameter);
+        let text = |theirs: &TensorTable| ours.first_difference(theirs).unwrap().to_string();
+        let other_shape = text(&block(60, &[3], Role::Parameter));
+        assert!(other_shape.contains("also blocks.1.w, blocks.2.w, blocks.3.w and 56 more names"));
+        assert!(other_shape.contains("float32 [2]") && other_shape.contains("float32 [3]"), "{other_shape}");
+        assert!(other_shape.len() < 300, "{other_shape}");
+        assert!(text(&block(60, &[2], Role::Buffer)).ends_with("there it is a parameter, here a buffer"));
+        let mut renamed = block(60, &[2], Role::Parameter);
+        renamed.0[0].aliases[40] = "tail".into();
+        let renamed = text(&renamed);
+        assert!(renamed.ends_with("name number 40 is \"blocks.41.w\" there and \"tail\" here"), "{renamed}");
+    }
+
+    #[test]
     fn float64_parameters_are_refused_by_name_and_float64_buffers_are_not() {
         let refused =
             TensorTable::new(vec![tensor("head.w", &[1], Dtype::F64, Role::Parameter)]).unwrap_err();
@@ -216,6 +277,15 @@ mod tests {
     fn a_shape_whose_product_overflows_is_refused() {
         let refused = TensorTable::new(vec![tensor("w", &[u64::MAX, 2], Dtype::F32, Role::Parameter)]);
         assert_eq!(refused.unwrap_err(), TableError::TooLarge("w".into()));
+    }
+
+    #[test]
+    fn more_names_than_a_message_may_hold_are_refused() {
+        let mut tied = tensor("a", &[1], Dtype::F32, Role::Parameter);
+        tied.aliases = (1..MAX_NAMES).map(|i| i.to_string()).collect();
+        assert!(TensorTable::new(vec![tied.clone()]).is_ok());
+        tied.aliases.push("b".into());
+        assert_eq!(TensorTable::new(vec![tied]), Err(TableError::TooManyNames(MAX_NAMES + 1)));
     }
 
     #[test]

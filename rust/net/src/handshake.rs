@@ -66,7 +66,7 @@ pub async fn send<T: Serialize>(socket: &Socket, kind: Kind, request: u32, messa
     socket.write_frame(&header, &bytes).await
 }
 
-/// Receives the one kind of message that may come now; a refusal is an error.
+/// Receives the one kind of message that may come now, at most `cap` long; a refusal, as long at most, is an error.
 ///
 /// # Errors
 /// [`HandshakeError`].
@@ -80,7 +80,7 @@ pub async fn expect<T: DeserializeOwned>(
     cap: u32,
 ) -> Result<T, HandshakeError> {
     let header = reader.header(socket).await?;
-    if header.kind == Kind::Refused && header.payload_len <= MAX_HANDSHAKE_BYTES {
+    if header.kind == Kind::Refused && header.payload_len <= cap {
         let refused = decode(reader.message(socket, &header).await?).map_err(FrameError::from)?;
         return Err(HandshakeError::Refused(refused));
     }

@@ -4,16 +4,19 @@
 mod common;
 
 use common::{
-    DEADLINE, NEVER, Raw, W, config, eventually, parameters, plain_sgd, start, status, table, until_state,
-    values,
+    DEADLINE, NEVER, Raw, W, client, config, eventually, parameters, plain_sgd, start, status, table,
+    try_client, until_state, values,
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
+use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::header::{MAX_MODEL_BYTES, MAX_RUN_BYTES};
 use offbeat_core::wire::message::{
     Call, Event, FINISHED_STOPPED, Purpose, RefusalCode, Refused, Reply, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, Want};
-use offbeat_net::server::{Server, ServerConfig, ServerError};
+use offbeat_net::client::ClientError;
+use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -251,6 +254,75 @@ fn a_model_is_taken_whole_or_refused() {
     assert_eq!(c.refused().code, RefusalCode::NoModel);
     assert_eq!(server.tensors().unwrap(), None);
     assert!(matches!(server.load_tensors(&values(0.0)), Err(ServerError::NoModel)));
+}
+
+#[test]
+fn whatever_was_taken_another_worker_can_be_told_of() {
+    let server = Server::start(ServerConfig { optimizer: None, ..config() }).unwrap();
+    let text = |bytes: u32| "x".repeat(bytes as usize);
+    let optimizer = |bytes: u32| {
+        let mut optimizer = plain_sgd();
+        let first = Group { pattern: text(bytes), ..optimizer.groups[0].clone() };
+        optimizer.groups.insert(0, first);
+        Some(optimizer)
+    };
+    let bring = |raw: &mut Raw, blueprint| {
+        raw.call(1, &Call::InitBegin { table: table(), blueprint: Some(blueprint) });
+    };
+    let agree = |raw: &mut Raw, optimizer| {
+        raw.call(2, &Call::Configure { contribution: Contribution::Gradient, optimizer });
+    };
+    let (mut a, _) = Raw::joined(&server, "a");
+    bring(&mut a, text(MAX_MODEL_BYTES));
+    let refused = a.refused();
+    assert!(refused.code == RefusalCode::Full && refused.message.contains("at most"), "{refused:?}");
+    let (mut b, _) = Raw::joined(&server, "b");
+    agree(&mut b, optimizer(MAX_RUN_BYTES));
+    let refused: Refused = b.expect(Kind::Refused);
+    assert!(refused.code == RefusalCode::Optimizer && refused.message.contains("at most"), "{refused:?}");
+    agree(&mut b, optimizer(MAX_RUN_BYTES - 1000));
+    assert!(matches!(b.reply(), Reply::Configured { .. }));
+    bring(&mut b, text(MAX_MODEL_BYTES - 1000));
+    assert_eq!(b.reply(), Reply::Init { taken: true });
+    send_values(&mut b, 1.0);
+    b.call(3, &Call::InitCommit);
+    assert_eq!(b.reply(), Reply::Init { taken: true });
+    let third = client(&server, "c");
+    let session = third.session().unwrap();
+    assert_eq!(session.blueprint.as_ref().map(String::len), Some(MAX_MODEL_BYTES as usize - 1000));
+    assert_eq!(session.run.optimizer.as_ref(), optimizer(MAX_RUN_BYTES - 1000).as_ref());
+    assert!(matches!(server.set_optimizer(optimizer(MAX_RUN_BYTES).unwrap()), Err(ServerError::Spec(_))));
+    let blueprint = Some(text(MAX_MODEL_BYTES));
+    let model = Snapshot::of(table(), &values(0.0)).unwrap();
+    let refused = Server::with_model(ServerConfig { blueprint, ..config() }, model);
+    assert!(matches!(refused, Err(ServerError::ModelTooLong(_))));
+}
+
+#[test]
+fn a_model_that_is_too_long_to_tell_is_refused_before_it_is_sent() {
+    let server = Server::start(config()).unwrap();
+    let spec = |i| common::tensor(&format!("{i}{}", "x".repeat(500)), 0, Role::Parameter);
+    let long = TensorTable::new((0..80_000).map(spec).collect()).unwrap();
+    let refused = try_client(&server, "a", None, Some(&long)).unwrap_err();
+    assert!(
+        matches!(&refused, ClientError::BadInput { message } if message.contains("at most")),
+        "{refused}"
+    );
+    let mut client = try_client(&server, "a", None, None).unwrap();
+    let refused = client.init(&long, &vec![&[][..]; 80_000], None, &NEVER).unwrap_err();
+    assert!(
+        matches!(&refused, ClientError::BadInput { message } if message.contains("at most")),
+        "{refused}"
+    );
+    let how = "x".repeat(MAX_MODEL_BYTES as usize);
+    let given = values(0.0);
+    let given: Vec<_> = given.iter().map(Vec::as_slice).collect();
+    let refused = client.init(&table(), &given, Some(&how), &NEVER).unwrap_err();
+    assert!(
+        matches!(&refused, ClientError::BadInput { message } if message.contains("at most")),
+        "{refused}"
+    );
+    assert_eq!(client.init(&table(), &given, Some("how"), &NEVER), Ok(true), "nothing had been sent");
 }
 
 fn adam() -> OptimizerSpec {

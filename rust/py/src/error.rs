@@ -120,6 +120,7 @@ impl IntoPyErr for ServerError {
             | Self::Spec(_)
             | Self::Config { .. }
             | Self::StagingBudget { .. }
+            | Self::ModelTooLong(_)
             | Self::Group { .. } => Class::Config,
             Self::Values { .. } | Self::NumTensors { .. } => Class::ModelMismatch,
             Self::NonFinite { .. } => Class::NonFinite,

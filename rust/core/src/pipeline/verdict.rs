@@ -31,10 +31,13 @@ macro_rules! reasons {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         pub enum Reason {
             $($(#[$doc])* #[serde(rename = $name)] $variant,)*
+            /// A reason of a newer build; the receipt's detail has its words. No server of this build gives it.
+            #[serde(rename = "unknown", other)]
+            Unknown,
         }
 
         impl Reason {
-            /// Every reason there is, for counters and tests.
+            /// Every reason that this build gives, for counters and tests.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
             /// The stable name.
@@ -42,6 +45,7 @@ macro_rules! reasons {
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $name,)*
+                    Self::Unknown => "unknown",
                 }
             }
         }

@@ -29,8 +29,16 @@ pub mod flags {
 
 /// Largest message before a peer has proved who it is.
 pub const MAX_HANDSHAKE_BYTES: u32 = 4 << 10;
-/// Largest message that carries a tensor table or a blueprint (100 000 tensors with names of usual length).
+/// Largest message that carries a tensor table, a blueprint or an optimizer.
 pub const MAX_TABLE_BYTES: u32 = 32 << 20;
+/// Largest table with its blueprint (100 000 tensors with names of usual length, and some MiB).
+pub const MAX_MODEL_BYTES: u32 = 19 << 20;
+/// Largest [`RunConfig`](super::message::RunConfig): an optimizer of the most groups, with patterns of usual length.
+pub const MAX_RUN_BYTES: u32 = 12 << 20;
+// Who joins is told of both, and of itself in a few hundred bytes.
+const _: () = assert!(MAX_MODEL_BYTES + MAX_RUN_BYTES + MAX_HANDSHAKE_BYTES <= MAX_TABLE_BYTES);
+/// Largest head of a push or a pull: it names the version of every fragment, and each tensor that is there.
+pub const MAX_HEAD_BYTES: u32 = 2 << 20;
 /// Largest other message.
 pub const MAX_MESSAGE_BYTES: u32 = 1 << 20;
 /// Largest raw tensor payload: a fragment of 64 Ki eight-byte buffers, new and old value.
@@ -151,7 +159,8 @@ impl Kind {
             | Self::Heartbeat => MAX_HANDSHAKE_BYTES,
             Self::Attached | Self::Grant | Self::PullEnd => 0,
             Self::Join | Self::Joined | Self::Call | Self::Reply => MAX_TABLE_BYTES,
-            Self::Push | Self::Pull | Self::Receipt | Self::Event | Self::Refused => MAX_MESSAGE_BYTES,
+            Self::Push | Self::Pull => MAX_HEAD_BYTES,
+            Self::Receipt | Self::Event | Self::Refused => MAX_MESSAGE_BYTES,
             Self::Fragment | Self::Root | Self::Value => MAX_FRAGMENT_BYTES,
         }
     }

@@ -8,8 +8,10 @@
 //!       then, where its flag is set: have
 //! ```
 
+use super::header::MAX_HEAD_BYTES;
 use super::message::MessageError;
-use crate::layout::Presence;
+use crate::layout::{MAX_FRAGMENTS, Presence};
+use crate::table::MAX_TENSORS;
 
 const FORM: u8 = 1;
 const WANT_PARAMETERS: u8 = 1;
@@ -20,6 +22,11 @@ const HAS_VERSIONS: u8 = 8;
 /// Most samples that one push may say it is of: more is no number of samples, and the run's count must not be at its
 /// mercy.
 pub const MAX_SAMPLES: u64 = 1 << 32;
+
+/// Bytes of a push's head without its lists, these with their lengths' four each.
+const FIXED_BYTES: usize = 24 + 4 + 4;
+// Of the largest model there is, a worker can say what it has.
+const _: () = assert!(FIXED_BYTES + MAX_TENSORS.div_ceil(8) + 8 * MAX_FRAGMENTS <= MAX_HEAD_BYTES as usize);
 
 /// What the worker wants back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,6 +249,10 @@ impl<'a> Cursor<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::Dtype;
+    use crate::layout::Layout;
+    use crate::table::{MAX_ELEMENTS, Role, TensorSpec, TensorTable};
+    use crate::wire::Kind;
     use proptest::prelude::*;
 
     proptest! {
@@ -287,6 +298,36 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_worker_of_the_largest_model_can_say_what_it_has() {
+        let spec = |name: String, len, dtype, role| TensorSpec {
+            name,
+            aliases: vec![],
+            shape: vec![len],
+            dtype,
+            role,
+        };
+        let small = [Dtype::F32, Dtype::F16, Dtype::BF16].map(|dtype| (dtype, Role::Parameter));
+        let small = small.into_iter().chain(Dtype::ALL.map(|dtype| (dtype, Role::Buffer)));
+        let mut specs: Vec<_> =
+            small.map(|(dtype, role)| spec(format!("{role:?} {dtype:?}"), 1, dtype, role)).collect();
+        let left = MAX_ELEMENTS - specs.len() as u64;
+        specs.push(spec("large".into(), left, Dtype::F32, Role::Parameter));
+        specs.extend((specs.len()..MAX_TENSORS).map(|i| spec(i.to_string(), 0, Dtype::F32, Role::Parameter)));
+        let layout = Layout::of(&TensorTable::new(specs).unwrap());
+        assert!((131_072..=MAX_FRAGMENTS).contains(&layout.fragments.len()), "{}", layout.fragments.len());
+        let versions = vec![u64::MAX; layout.fragments.len()];
+        let have = Some(Versions::Numbers(&versions));
+        let mut bytes = vec![];
+        PullRequest { have }.encode(&mut bytes);
+        assert!(bytes.len() <= Kind::Pull.cap() as usize);
+        let present = Presence::from_fn(MAX_TENSORS, |i| i != 0);
+        let (norm, present) = (Some(1.0), Some(present.as_bytes()));
+        let mut bytes = vec![];
+        PushRequest { epoch: 1, samples: 1, norm, want: Want::Parameters, present, have }.encode(&mut bytes);
+        assert!(bytes.len() <= Kind::Push.cap() as usize);
     }
 
     #[test]

@@ -36,6 +36,7 @@ impl Inner {
         blueprint: Option<&str>,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
+        ModelInfo::check_size(table, blueprint).map_err(|e| ClientError::bad_input(e.to_string()))?;
         let model = Model::new(Arc::new(table.clone()));
         model.check_count("init", values.len())?;
         for (tensor, value) in values.iter().enumerate() {

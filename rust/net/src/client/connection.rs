@@ -136,6 +136,8 @@ impl Connection {
 
     /// A turn has ended; its memory serves the next.
     pub(super) fn tidy(&mut self, turn: Turn<'_>) {
+        // The next turn's memory is another; see `Flight::awaits`.
+        assert!(!self.inbound.is_in_out(), "a turn ended while a root was read into its memory");
         if let Some((_, outgoing)) = turn.outgoing {
             self.workshop = outgoing.into_workshop();
         }

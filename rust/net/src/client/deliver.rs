@@ -9,7 +9,7 @@ use super::memory::Memory;
 use super::model::Model;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::wire::message::Refused;
-use offbeat_core::wire::{Header, Kind, MessageError, decode};
+use offbeat_core::wire::{Header, Kind, MessageError, decode, flags};
 use std::task::Poll;
 
 impl Connection {
@@ -63,11 +63,15 @@ impl Connection {
         };
         let (flight, held, pool) = (&self.flight, self.held.as_ref(), &mut self.pool);
         let arrived = std::task::ready!(self.inbound.poll_frame(with, &mut |header| {
+            let pending = flight.awaits(header, held.map(|held| held.term))?;
+            if header.flags & flags::UNCHANGED != 0 {
+                return Ok(None);
+            }
             let (Some(model), Some(held)) = (&model, held) else {
-                return Place::Nowhere;
+                return Ok(Some(Place::Nowhere));
             };
             let fragment = header.fragment as usize;
-            if flight.get(header.request).is_none_or(|p| p.abandoned) {
+            Ok(Some(if pending.abandoned {
                 Place::Nowhere
             } else if turn.target == Some(header.request)
                 && turn.may_write(model, fragment)
@@ -79,58 +83,42 @@ impl Connection {
                 let mut bytes = pool.pop().unwrap_or_default();
                 bytes.resize(header.payload_len as usize, 0);
                 Place::Own(bytes)
-            }
+            }))
         }))?;
         match arrived {
-            Arrived::Root(header, place) => self.root(turn, &header, place)?,
+            Arrived::Root(header, place) => self.root(turn, &header, place),
             Arrived::Other(header) => self.other(&header)?,
         }
         Poll::Ready(Ok(()))
     }
 
-    /// A fragment's parameters are here.
-    fn root(&mut self, turn: &Turn<'_>, header: &Header, place: Option<Place>) -> Result<(), ClientError> {
-        let Some(model) = self.model.clone() else {
-            return Ok(());
-        };
+    /// A fragment's parameters are here, which were awaited.
+    fn root(&mut self, turn: &Turn<'_>, header: &Header, place: Option<Place>) {
         let (fragment, version) = (header.fragment as usize, header.version);
-        let pending = match self.flight.get_mut(header.request) {
-            Some(pending) if pending.end.is_none() => pending,
-            Some(_) | None => {
-                return Err(self.broke(format!("a root for request {} came unasked", header.request)));
-            }
+        let (Some(model), Some(pending)) = (self.model.clone(), self.flight.get_mut(header.request)) else {
+            return;
         };
-        let due = pending.due.next();
-        if due != Some(fragment) {
-            let due = due.map_or("none".to_owned(), |due| format!("that of fragment {due}"));
-            return Err(self.broke(format!("a root of fragment {fragment} came where {due} was due")));
-        }
-        // Only a worker that has read the whole model asks for changes.
-        let term = self.held.as_ref().map(|held| held.term);
-        if place.is_none() && !(pending.incremental && term == Some(header.term)) {
-            return Err(self.broke(format!("fragment {fragment} is \"unchanged\", and was never read")));
-        }
+        pending.due.next();
         let bytes = match place {
             Some(Place::Out) => {
                 if let Some(held) = &mut self.held {
                     held.arrived(&model, fragment, version, None);
                 }
-                return Ok(());
+                return;
             }
             Some(Place::Own(bytes)) => Some(bytes),
-            Some(Place::Nowhere) => return Ok(()),
+            Some(Place::Nowhere) => return,
             None => None,
         };
         if pending.abandoned {
             self.pool.extend(bytes);
-            return Ok(());
+            return;
         }
         let early = Early { fragment, version, bytes };
         match turn.out.filter(|_| turn.target == Some(header.request) && turn.may_write(&model, fragment)) {
             Some(out) => self.deliver(&model, out, early),
             None => pending.early.push_back(early),
         }
-        Ok(())
     }
 
     /// Any other frame is here.

@@ -2,8 +2,8 @@
 
 use offbeat_core::layout::Presence;
 use offbeat_core::store::Receipt;
-use offbeat_core::wire::Kind;
 use offbeat_core::wire::message::{Refused, Reply};
+use offbeat_core::wire::{Header, Kind, flags};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -113,6 +113,26 @@ impl Flight {
 
     pub(super) fn get_mut(&mut self, request: u32) -> Option<&mut Pending> {
         self.pending.iter_mut().find(|p| p.request == request)
+    }
+
+    /// The request that a root answers, if it is due there; else what is wrong with it. A server that sends what nobody
+    /// waits for could else have it written where the next call's parameters go. `term`: of what the worker has read.
+    pub(super) fn awaits(&self, root: &Header, term: Option<u64>) -> Result<&Pending, String> {
+        let Header { request, fragment, .. } = *root;
+        let Some(pending) = self.get(request).filter(|p| p.end.is_none()) else {
+            return Err(format!("a root for request {request} came unasked"));
+        };
+        let due = pending.due.clone().next();
+        if due != Some(fragment as usize) {
+            let due = due.map_or("none".to_owned(), |due| format!("that of fragment {due}"));
+            return Err(format!("a root of fragment {fragment} came where {due} was due"));
+        }
+        // Only a worker that has read the whole model asks for changes.
+        let unchanged = root.flags & flags::UNCHANGED != 0;
+        if unchanged && !(pending.incremental && term == Some(root.term)) {
+            return Err(format!("fragment {fragment} is \"unchanged\", and was never read"));
+        }
+        Ok(pending)
     }
 
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Pending> {

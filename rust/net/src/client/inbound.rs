@@ -96,11 +96,17 @@ impl Inbound {
         }
     }
 
-    /// Reads on, at most to the end of one frame. `place` says where a root goes that the worker does not have.
+    /// Whether a root is half read into the caller's memory.
+    pub(super) fn is_in_out(&self) -> bool {
+        matches!(self.state, State::Root { place: Place::Out, .. })
+    }
+
+    /// Reads on, at most to the end of one frame. `place` says where a root goes, nowhere ([`None`]) if the worker has
+    /// it; or what is wrong with it, before a byte of it is written.
     pub(super) fn poll_frame(
         &mut self,
         with: Surroundings<'_>,
-        place: &mut dyn FnMut(&Header) -> Place,
+        place: &mut dyn FnMut(&Header) -> Result<Option<Place>, String>,
     ) -> Poll<Result<Arrived, ClientError>> {
         let failed = |error: FrameError| ClientError::from_frame(with.address, &error);
         loop {
@@ -109,10 +115,10 @@ impl Inbound {
                     let header = ready!(self.poll_header(with.stream)).map_err(failed)?;
                     self.state = if header.kind == Kind::Root {
                         check_root(with, &header)?;
-                        if header.flags & flags::UNCHANGED != 0 {
-                            return Poll::Ready(Ok(Arrived::Root(header, None)));
+                        match place(&header).map_err(|cause| broke(with, cause))? {
+                            Some(place) => State::Root { header, got: 0, place },
+                            None => return Poll::Ready(Ok(Arrived::Root(header, None))),
                         }
-                        State::Root { header, got: 0, place: place(&header) }
                     } else {
                         self.message.clear();
                         State::Message { header }
@@ -270,7 +276,11 @@ fn check_root(with: Surroundings<'_>, header: &Header) -> Result<(), ClientError
     let Header { fragment, payload_len, codec, .. } = header;
     let cause =
         format!("a root of fragment {fragment} with {payload_len} bytes in codec {codec} fits no model here");
-    Err(ClientError::Protocol { address: with.address.to_owned(), cause })
+    Err(broke(with, cause))
+}
+
+fn broke(with: Surroundings<'_>, cause: String) -> ClientError {
+    ClientError::Protocol { address: with.address.to_owned(), cause }
 }
 
 /// The checksum of what was received, while it is warm; `None` for what was not kept.

@@ -6,12 +6,13 @@ use super::connection::Connection;
 use super::control::Control;
 use super::error::ClientError;
 use super::momentum::Keep;
-use super::session::Inner;
+use super::session::{Inner, check_size};
 use super::stream::{LOOK, Stream};
 use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{Attach, Join, Joined};
+use offbeat_core::wire::{Kind, encode};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::pin;
@@ -58,6 +59,9 @@ impl Inner {
         let runtime = runtime(&address)?;
         let target = Target { address: address.clone(), token };
         let join = Join { worker_id, run_id, table: table.cloned(), host: host(), in_flight: wanted };
+        let mut payload = Vec::new();
+        encode(&join, &mut payload);
+        check_size(Kind::Join, &payload)?;
         let (connection, control, joined) = runtime.block_on(unless_interrupted(interrupt, async {
             let begun = Instant::now();
             let (socket, reader, opened) = target.open(&Opening::Data(&join), connect_timeout).await?;

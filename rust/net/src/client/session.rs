@@ -29,6 +29,15 @@ const GRACE: Duration = Duration::from_millis(500);
 /// Receipts of pushes whose call was broken off, kept for `flush`; older ones go.
 const MAX_UNCLAIMED: usize = 64;
 
+/// Whether a message that carries what the caller gave fits a frame.
+pub(super) fn check_size(kind: Kind, payload: &[u8]) -> Result<(), ClientError> {
+    let (bytes, cap) = (payload.len(), kind.cap());
+    if bytes > cap as usize {
+        return Err(ClientError::bad_input(format!("a {kind:?} of {bytes} bytes; at most {cap} fit")));
+    }
+    Ok(())
+}
+
 /// Everything of a client that is not its fork check.
 #[derive(Debug)]
 pub(super) struct Inner {
@@ -234,10 +243,7 @@ impl Inner {
         let request = self.connection.flight.next_request();
         let mut payload = Vec::new();
         encode(call, &mut payload);
-        if payload.len() > Kind::Call.cap() as usize {
-            let (bytes, cap) = (payload.len(), Kind::Call.cap());
-            return Err(ClientError::bad_input(format!("a request of {bytes} bytes; at most {cap} fit")));
-        }
+        check_size(Kind::Call, &payload)?;
         let header = Header { request, ..Header::new(Kind::Call) };
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
         self.connection.flight.begin(Pending::new(request, Kind::Reply));

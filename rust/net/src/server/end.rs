@@ -50,7 +50,7 @@ impl End {
     /// What a refused initial model is to its worker.
     pub(super) fn of_model(header: &Header, error: &ServerError) -> Self {
         let code = match error {
-            ServerError::StagingBudget { .. } => RefusalCode::Full,
+            ServerError::StagingBudget { .. } | ServerError::ModelTooLong(_) => RefusalCode::Full,
             _ => RefusalCode::Malformed,
         };
         Self::refused(header, code, error.to_string())

@@ -3,6 +3,7 @@
 //! [`Refused`]: offbeat_core::wire::message::Refused
 
 use offbeat_core::spec::SpecError;
+use offbeat_core::wire::message::ModelTooLong;
 use std::fmt::Write as _;
 use std::io;
 
@@ -34,6 +35,8 @@ pub enum ServerError {
          or use transaction=\"fragment\""
     )]
     StagingBudget { needed: u64, budget: u64 },
+    #[error(transparent)]
+    ModelTooLong(#[from] ModelTooLong),
     #[error("tensor {name:?} was given {found} bytes where its shape and dtype make {expected}")]
     Values { name: String, expected: u64, found: u64 },
     #[error(

@@ -9,7 +9,7 @@ use super::shared::Shared;
 use crate::frame::FrameReader;
 use crate::handshake;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
-use offbeat_core::wire::message::{FINISHED_STOPPED, Join, Joined, RefusalCode, Refused};
+use offbeat_core::wire::message::{FINISHED_STOPPED, Join, Joined, RefusalCode, Refused, cut};
 use offbeat_core::wire::{Kind, decode};
 use std::sync::Arc;
 use std::time::Instant;
@@ -88,15 +88,17 @@ fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
         return refuse(RefusalCode::Finished, format!("the server is {FINISHED_STOPPED}"));
     }
     if let Some(run_id) = join.run_id.as_ref().filter(|id| **id != shared.run_id) {
-        let message = format!("this server holds run {:?}, the worker wants {run_id:?}", shared.run_id);
+        let wanted = cut(run_id, MAX_ID_BYTES);
+        let message = format!("this server holds run {:?}, the worker wants {wanted:?}", shared.run_id);
         return refuse(RefusalCode::RunId, message);
     }
     if let Some(id) = &join.worker_id
         && (id.is_empty() || id.len() > MAX_ID_BYTES || id.chars().any(char::is_control))
     {
+        let id = cut(id, MAX_ID_BYTES);
         return refuse(
             RefusalCode::Malformed,
-            format!("worker_id {id:?} is not 1 to 128 bytes of printable text"),
+            format!("worker_id {id:?} is not 1 to {MAX_ID_BYTES} bytes of printable text"),
         );
     }
     if join.host.len() > MAX_ID_BYTES {

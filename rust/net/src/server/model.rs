@@ -114,6 +114,7 @@ impl ModelSlot {
         run: Option<RunSpec>,
     ) -> Result<&Arc<Model>, ServerError> {
         let Snapshot { table, mut fragments } = snapshot;
+        ModelInfo::check_size(&table, blueprint.as_deref())?;
         let staging = Staging::new(config, &Layout::of(&table))?;
         let store_config = StoreConfig {
             transaction: config.transaction(),

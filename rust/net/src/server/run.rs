@@ -6,6 +6,8 @@ use super::error::ServerError;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, SpecError};
 use offbeat_core::store::RunSpec;
 use offbeat_core::validate::kind;
+use offbeat_core::wire::encode;
+use offbeat_core::wire::header::MAX_RUN_BYTES;
 use offbeat_core::wire::message::{RefusalCode, Refused, RunConfig};
 use std::fmt::Write as _;
 
@@ -169,8 +171,13 @@ impl Agreement {
             (Some(true), Err(error)) => return Err(error),
             (Some(true) | None, Ok(())) => optimizer = corrected,
         }
-        self.config.momentum_correction = optimizer.momentum_correction;
-        self.config.optimizer = Some(optimizer.clone());
+        let config = RunConfig {
+            momentum_correction: optimizer.momentum_correction,
+            optimizer: Some(optimizer.clone()),
+            ..self.config.clone()
+        };
+        check_size(&config, optimizer.groups.len())?;
+        self.config = config;
         self.as_set = Some(optimizer);
         Ok(())
     }
@@ -222,6 +229,22 @@ impl Agreement {
             );
         }
     }
+}
+
+/// Whether a worker can be told of the run, whatever the model is.
+fn check_size(config: &RunConfig, num_groups: usize) -> Result<(), SpecError> {
+    let mut bytes = Vec::new();
+    encode(config, &mut bytes);
+    if bytes.len() <= MAX_RUN_BYTES as usize {
+        return Ok(());
+    }
+    Err(SpecError {
+        field: "groups".to_owned(),
+        value: format!("{num_groups} groups, with the rest of the run {} bytes", bytes.len()),
+        remedy: format!(
+            "use fewer groups or shorter patterns: a worker can be told of at most {MAX_RUN_BYTES}"
+        ),
+    })
 }
 
 fn no(code: RefusalCode, message: String) -> Refused {

@@ -13,7 +13,7 @@ use super::shared::{Meter, Shared};
 use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake::{self, frame_refusal};
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Call, RefusalCode, Refused, Reply};
+use offbeat_core::wire::message::{Call, ModelInfo, RefusalCode, Refused, Reply};
 use offbeat_core::wire::{Header, Kind, decode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -214,6 +214,8 @@ impl Session {
         if self.init.is_some() {
             return Err(End::refused(header, RefusalCode::State, "this worker is bringing a model already"));
         }
+        // Before the values, which may take long.
+        ModelInfo::check_size(&table, blueprint.as_deref()).map_err(|e| End::of_model(header, &e.into()))?;
         let right = self.or_closed(self.shared.model.claim()).await?;
         if let Some(model) = self.shared.model.get() {
             if let Some(difference) = model.store.table().first_difference(&table) {

@@ -149,6 +149,44 @@ fn another_model_or_run_is_refused() {
 }
 
 #[test]
+fn another_model_is_named_however_long_its_names_are() {
+    let block = |len: usize, names: usize, padding: usize| {
+        let mut spec = parameter(&format!("blocks.0.{}", "w".repeat(padding)), len);
+        spec.aliases = (1..names).map(|i| format!("blocks.{i}.{}", "w".repeat(padding))).collect();
+        table(vec![spec])
+    };
+    for (names, padding) in [(60, 35), (5, 1000)] {
+        let (ours, theirs) = (block(10, names, padding), block(11, names, padding));
+        let snapshot = Snapshot::of(ours.clone(), &filled(&ours, 0)).unwrap();
+        let server = Server::with_model(config(sgd(1.0, 0.0, 0.0)), snapshot).unwrap();
+        match Client::connect(client_config(server.address(), 1), Some(&theirs), &never) {
+            Err(ClientError::ModelMismatch { message }) => {
+                assert!(message.contains("float32 [10]") && message.contains("float32 [11]"), "{message}");
+                assert!(names < 60 || message.len() < 1000, "{message}");
+            }
+            result => panic!("{names} names of {padding} bytes: {result:?}"),
+        }
+    }
+}
+
+#[test]
+fn an_id_that_is_too_long_is_said_to_be_and_not_repeated() {
+    let server = start(config(sgd(1.0, 0.0, 0.0)));
+    let long = || Some("w".repeat(5000));
+    let worker = ClientConfig { worker_id: long(), ..client_config(server.address(), 1) };
+    let run = ClientConfig { run_id: long(), ..client_config(server.address(), 1) };
+    for (config, code) in [(worker, RefusalCode::Malformed), (run, RefusalCode::RunId)] {
+        match Client::connect(config, None, &never) {
+            Err(ClientError::Refused { code: told, message }) => {
+                assert_eq!(told, code, "{message}");
+                assert!(message.contains("5000 bytes in all") && message.len() < 500, "{message}");
+            }
+            result => panic!("{code:?}: {result:?}"),
+        }
+    }
+}
+
+#[test]
 fn a_client_without_a_model_says_so() {
     let server = Server::start(ServerConfig::default()).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();

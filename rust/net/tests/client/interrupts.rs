@@ -4,6 +4,7 @@ use crate::script::{Peer, run, serve};
 use crate::support::{bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor};
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Layout;
+use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
@@ -326,6 +327,34 @@ fn a_push_that_is_rejected_by_its_head_sends_no_more() {
     server.join().unwrap();
 }
 
+#[test]
+fn a_reason_of_a_newer_server_is_unknown_and_the_session_goes_on() {
+    let table = table(vec![parameter("w", 10)]);
+    let layout = Layout::of(&table);
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
+        let (first, _) = peer.next(Kind::Pull);
+        roots(peer, &layout, first.request, 0, 0, 0.0);
+        pull_end(peer, first.request, 0);
+        let (head, _) = push(peer, &layout);
+        let newer = Receipt { applied: false, verdict: Fate::Reject, detail: "why".into(), ..receipt(0) };
+        let mut newer = serde_json::to_value(newer).unwrap();
+        newer["reason"] = "of_tomorrow".into();
+        peer.send(Kind::Receipt, head.request, &newer);
+        let (head, _) = push(peer, &layout);
+        settle(peer, head.request, 1);
+        peer.goodbye();
+    });
+    let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+    pull(&mut client, &mut filled(&table, 0), false, &never).unwrap();
+    let mut gradient = vec![Some(bytes_of(&[1.0; 10]))];
+    let mut push = || client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &never);
+    let rejected = push().unwrap();
+    assert_eq!((rejected.reason, rejected.detail.as_str()), (Some(Reason::Unknown), "why"));
+    assert!(push().unwrap().applied);
+    client.close(true, &never).unwrap();
+    server.join().unwrap();
+}
+
 /// What must be in the error, and a frame that brings it about.
 type Bad = (&'static str, fn(&mut Peer, u32));
 
@@ -384,6 +413,43 @@ fn what_a_server_may_not_send_ends_the_session() {
         assert_eq!(pull(&mut client, &mut params, false, &never), Err(error));
         server.join().unwrap();
     }
+}
+
+#[test]
+fn what_follows_a_receipt_is_refused_before_a_byte_of_it_is_written() {
+    // The push is still leaving, so that the call goes on; its memory must not be that of a root that nobody waits for.
+    let (table, layout) = large();
+    let (tell_refused, refused) = waits();
+    let (address, server) = serve(table.clone(), run(Transaction::Fragment), move |peer, _| {
+        let (first, _) = peer.next(Kind::Pull);
+        roots(peer, &layout, first.request, 0, 0, 0.0);
+        pull_end(peer, first.request, 0);
+        let (head, _) = peer.next(Kind::Push);
+        roots(peer, &layout, head.request, 0, 1, -1.0);
+        settle(peer, head.request, 1);
+        let more = bytes_of(&vec![7.0; layout.fragments[0].len]);
+        let header = Header { request: head.request, version: 2, term: 1, ..Header::new(Kind::Root) };
+        peer.write(&header.with_payload(&more).encode());
+        peer.write(&more[..more.len() / 2]);
+        if refused.recv_timeout(Duration::from_secs(10)).is_err() {
+            for _ in &layout.fragments {
+                peer.next(Kind::Fragment); // so that a client that took it ends the call and not the test
+            }
+        }
+    });
+    let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    let mut gradient = vec![Some(bytes_of(&vec![1.0; LARGE]))];
+    let error = push_pull(&mut client, &mut gradient, &mut params, &never).unwrap_err();
+    tell_refused.send(()).unwrap();
+    assert!(
+        matches!(&error, ClientError::Protocol { cause, .. } if cause.contains("came unasked")),
+        "{error}"
+    );
+    assert!(floats(&params[0]).iter().all(|&p| p == -1.0));
+    assert_eq!(client.status(&never), Err(error));
+    server.join().unwrap();
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 use crate::spec::{Contribution, OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use crate::table::TensorTable;
+use crate::wire::encode;
+use crate::wire::header::MAX_MODEL_BYTES;
 use serde::{Deserialize, Serialize};
 
 /// Worker → server, data connection: who I am.
@@ -37,6 +39,29 @@ pub struct ModelInfo {
     pub blueprint: Option<String>,
 }
 
+impl ModelInfo {
+    /// Checks that a worker can be told of a model, whatever the run is.
+    ///
+    /// # Errors
+    /// [`ModelTooLong`], with its bytes.
+    pub fn check_size(table: &TensorTable, blueprint: Option<&str>) -> Result<(), ModelTooLong> {
+        let mut bytes = Vec::new();
+        encode(table, &mut bytes);
+        let bytes = bytes.len() + blueprint.map_or(0, str::len);
+        if bytes > MAX_MODEL_BYTES as usize { Err(ModelTooLong { bytes }) } else { Ok(()) }
+    }
+}
+
+/// A model that no worker could be told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the names and shapes of the model's tensors, and how to build it, are {bytes} bytes; a worker can be told of at most \
+     {MAX_MODEL_BYTES}: use fewer tensors or shorter names, or fewer modules"
+)]
+pub struct ModelTooLong {
+    pub bytes: usize,
+}
+
 /// What is in force in this run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunConfig {
@@ -66,7 +91,8 @@ pub struct RunConfig {
 pub struct Joined {
     pub run_id: String,
     pub worker_id: String,
-    /// 0 until there is a model: [`Reply::Model`](super::Reply::Model) has the real one.
+    /// The worker's place among the store's, for logs; 0 if there is no model yet, and then no other is told. Nothing
+    /// asks for it: a worker is found by its incarnation and secret, a push by its sequence number beside them.
     pub slot: u32,
     /// Never issued twice.
     pub incarnation: u32,

@@ -1,8 +1,11 @@
 //! Messages off the hot path (and the receipt, which is cheap enough): small structs in named MessagePack. A field
 //! that a peer does not know is ignored, a new one has a default, so that builds of one protocol understand each
-//! other.
+//! other. So do names that only tell something, a refusal's code or the reason in a receipt: an unknown one is read as
+//! that, and the words beside it say what it is. (A receipt's fate follows from what it says besides, so that there is
+//! never another.) What must be obeyed, a rule or a policy, is refused where it is not known.
 
 mod call;
+mod count;
 mod handshake;
 mod membership;
 mod refusal;
@@ -10,12 +13,16 @@ mod refusal;
 pub use call::{Call, FIRST_TERM, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
-    Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, RunConfig,
+    Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, ModelTooLong,
+    RunConfig,
 };
-pub use refusal::{RefusalCode, Refused};
+pub use refusal::{RefusalCode, Refused, cut};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+/// Most bytes of a decoder's words, which quote what it could not read.
+const MAX_WORDS_BYTES: usize = 512;
 
 /// A payload that does not say what its kind should.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -38,16 +45,21 @@ pub fn encode<T: Serialize>(message: &T, out: &mut Vec<u8>) {
 /// Reads a message's wire form.
 ///
 /// # Errors
-/// [`MessageError::Decode`], with the decoder's words.
+/// [`MessageError::Decode`], with the decoder's words; [`MessageError::Form`] for one that would take many times its size
+/// in memory.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
-    rmp_serde::from_slice(bytes).map_err(|e| MessageError::Decode(e.to_string()))
+    count::check(bytes)?;
+    rmp_serde::from_slice(bytes)
+        .map_err(|e| MessageError::Decode(cut(&e.to_string(), MAX_WORDS_BYTES).into_owned()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::dtype::Dtype;
+    use crate::pipeline::Reason;
     use crate::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
+    use crate::store::{Fate, Receipt};
     use crate::table::{Role, TensorSpec, TensorTable};
     use proptest::prelude::*;
     use std::fmt;
@@ -153,6 +165,36 @@ mod tests {
         encode(&Newer { code: "of_tomorrow", message: "no", fatal: false, also: [1, 2, 3] }, &mut bytes);
         let read: Refused = decode(&bytes).unwrap();
         assert_eq!(read, Refused { code: RefusalCode::Unknown, message: "no".into(), fatal: false });
+    }
+
+    #[test]
+    fn an_unknown_reason_leaves_the_rest_of_the_receipt() {
+        let newer = serde_json::json!({
+            "term": 1, "version": 2, "staleness": 0, "weight": 0.0, "verdict": "reject", "applied": false,
+            "duplicate": false, "reason": "of_tomorrow", "detail": "why", "also": [1, 2, 3],
+        });
+        let mut bytes = vec![];
+        encode(&newer, &mut bytes);
+        let read: Receipt = decode(&bytes).unwrap();
+        assert_eq!(read.reason.map(Reason::name), Some("unknown"));
+        assert_eq!((read.version, read.verdict, read.detail.as_str()), (2, Fate::Reject, "why"));
+    }
+
+    #[test]
+    fn a_refusal_and_a_decoders_words_are_cut_before_they_are_too_long_to_send() {
+        let refused = |message: String| Refused { code: RefusalCode::Malformed, message, fatal: true };
+        for long in ["x".repeat(40 << 20), "é".repeat(20 << 20), "€".repeat(9000)] {
+            let mut bytes = vec![];
+            encode(&refused(long.clone()), &mut bytes);
+            assert!(bytes.len() < 17 << 10);
+            let read: Refused = decode(&bytes).unwrap();
+            assert!(read.message.starts_with(&long[..9000]));
+            assert!(read.message.ends_with(&format!("… ({} bytes in all)", long.len())));
+        }
+        let mut bytes = vec![];
+        encode(&"of_tomorrow".repeat(1 << 20), &mut bytes);
+        let words = decode::<Event>(&bytes).unwrap_err().to_string();
+        assert!(words.contains("of_tomorrow") && words.len() < 1000, "{} bytes", words.len());
     }
 
     #[test]

@@ -1,7 +1,12 @@
 //! How either side says no.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
+use std::borrow::Cow;
 use std::fmt;
+
+/// Most bytes of [`Refused::message`] on the wire, without the note that it was cut: a person reads it, and it may quote
+/// what a peer sent.
+const MAX_REFUSAL_BYTES: usize = 16 << 10;
 
 /// Why something was refused, for programs; the words are in [`Refused::message`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -48,7 +53,8 @@ pub enum RefusalCode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
     pub code: RefusalCode,
-    /// For the user: what happened, with which value, what to do.
+    /// For the user: what happened, with which value, what to do. Sent up to 16 KiB of it.
+    #[serde(serialize_with = "cut_to_fit")]
     pub message: String,
     /// Whether the sender closes the connection after this.
     pub fatal: bool,
@@ -58,4 +64,18 @@ impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
     }
+}
+
+fn cut_to_fit<S: Serializer>(message: &str, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&cut(message, MAX_REFUSAL_BYTES))
+}
+
+/// A text to show, or its first `most` bytes and how many there are: what a peer sent may be of any length.
+#[must_use]
+pub fn cut(text: &str, most: usize) -> Cow<'_, str> {
+    if text.len() <= most {
+        return text.into();
+    }
+    let end = (0..=most).rev().find(|&at| text.is_char_boundary(at)).unwrap_or_default();
+    format!("{}… ({} bytes in all)", &text[..end], text.len()).into()
 }
