@@ -4,7 +4,7 @@ Settings and tables cross as JSON, tensors as memory. What waits releases the GI
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,8 +125,13 @@ class Session:
     def status(self) -> str:
         """Ask the server for its status, JSON."""
 
-    def close(self, finished: bool) -> None:
-        """Say goodbye (finished, or only leaving) and close. May be called twice."""
+    def close(self, parting: Literal["finished", "left", "withdrawn"], cause: str | None = None) -> None:
+        """Say goodbye and close. May be called twice.
+
+        Args:
+            parting: "withdrawn": it joined and could not begin, and is no member any more.
+            cause: Why, if it is not finished.
+        """
 
 def forget_after_fork() -> None:
     """In a forked child: close what was inherited, without a word to the other side."""

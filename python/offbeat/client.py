@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -99,8 +99,8 @@ class Client(process.Live):
             try:
                 if in_flight > 1:
                     refuse_two_in_flight(json.loads(session.run))
-            except BaseException:
-                session.close(False)  # noqa: FBT003  not finished: it never began
+            except BaseException as error:
+                session.close("withdrawn", process.cause_of(error))
                 raise
         except BaseException:
             process.release(self)
@@ -300,11 +300,7 @@ class Client(process.Live):
         Raises:
             StateError: If another thread is in a call of this client, which then stays as it is.
         """
-        if (session := self._session) is not None:
-            with suppress(ForkedError):  # in a child there is nothing to say: the connection is the parent's
-                session.close(finished)
-            self._session = None
-            process.release(self)
+        self._close("finished" if finished else "left", None)
 
     def __enter__(self) -> Self:
         """Use as a context manager: closed at the end, as unfinished if that is an exception."""
@@ -314,7 +310,7 @@ class Client(process.Live):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(finished=kind is None)
+        self._end(error)
 
     def __del__(self) -> None:
         """Finish when nobody holds the client any more, as a function that made it returns."""
@@ -328,8 +324,21 @@ class Client(process.Live):
 
     # -- inside
 
-    def _at_exit(self, *, failed: bool) -> None:
-        self.close(finished=not failed)
+    def _at_exit(self, failure: BaseException | None) -> None:
+        self._end(failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        if failure is None:
+            self._close("finished", None)
+        else:
+            self._close("left", process.cause_of(failure))
+
+    def _close(self, parting: Literal["finished", "left"], cause: str | None) -> None:
+        if (session := self._session) is not None:
+            with suppress(ForkedError):  # in a child there is nothing to say: the connection is the parent's
+                session.close(parting, cause)
+            self._session = None
+            process.release(self)
 
     def _open(self) -> "_offbeat.Session":
         if self._session is None:

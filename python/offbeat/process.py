@@ -20,7 +20,7 @@ from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat.errors import OffbeatError
 
-__all__ = ["Live", "announce", "register", "release", "warn"]
+__all__ = ["Live", "announce", "cause_of", "register", "release", "warn"]
 
 LOGGER = logging.getLogger("offbeat")
 PUMP_INTERVAL_S = 0.2
@@ -37,8 +37,8 @@ class Live:
         """Refuse copy, deepcopy and pickle alike."""
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")
 
-    def _at_exit(self, *, failed: bool) -> None:
-        """Close, as the process ends; `failed` if it ends by an exception."""
+    def _at_exit(self, failure: BaseException | None) -> None:
+        """Close, as the process ends, by an exception perhaps."""
         raise NotImplementedError
 
 
@@ -127,15 +127,21 @@ def _log_waiting(timeout_s: float) -> None:
 def _say_goodbye() -> None:
     for thing in list(_live):
         with suppress(OffbeatError):  # another thread may be in a call of it; the others are to be heard
-            thing._at_exit(failed=_is_failing())  # noqa: SLF001  for this module alone
+            thing._at_exit(_failure())  # noqa: SLF001  for this module alone
 
 
-def _is_failing() -> bool:
-    """Whether the process ends by an exception: one on its way, or one that the interpreter has printed."""
+def _failure() -> BaseException | None:
+    """What the process ends by: an exception on its way, or one that the interpreter has printed."""
     on_its_way = sys.exc_info()[1]
-    if isinstance(on_its_way, SystemExit):
-        return on_its_way.code not in (None, 0)
-    return on_its_way is not None or hasattr(sys, "last_value")
+    if isinstance(on_its_way, SystemExit) and on_its_way.code in (None, 0):
+        return None
+    return on_its_way or getattr(sys, "last_value", None)
+
+
+def cause_of(error: BaseException) -> str:
+    """Word an exception as the server shows it: who looks there does not see this process's output."""
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _hook_multiprocessing() -> None:

@@ -287,8 +287,8 @@ class ParameterServer(process.Live):
 
     # -- inside
 
-    def _at_exit(self, *, failed: bool) -> None:
-        del failed
+    def _at_exit(self, failure: BaseException | None) -> None:
+        del failure
         self.stop()
 
     def _open(self) -> "_offbeat.Server":

@@ -146,8 +146,8 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         binding = Binding(model, table, local_buffers=config.buffers == "local")
         link = Link(session, binding, in_flight=config.in_flight)
         link.pull()
-    except BaseException:
-        session.close(False)  # noqa: FBT003  not finished: it never began
+    except BaseException as error:
+        session.close("withdrawn", process.cause_of(error))
         raise
     _log.info("worker %s joined run %s at %s", session.worker_id, session.run_id, config.address)
     return link

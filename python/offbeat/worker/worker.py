@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
 
 import torch
 from torch import nn
@@ -136,8 +136,8 @@ class AsyncWorker(process.Live):
         try:
             if optimizer is not None:
                 self._steps.use(optimizer)
-        except BaseException:
-            self._end(finished=False)  # it never began
+        except BaseException as error:
+            self._end("withdrawn", process.cause_of(error))
             raise
 
     # ------------------------------------------------------------------ what it is
@@ -378,7 +378,7 @@ class AsyncWorker(process.Live):
         Raises:
             StateError: If another thread is in a call of this worker, which then stays as it is.
         """
-        self._end(finished=not self._is_broken_off)
+        self._end("left" if self._is_broken_off else "finished")
 
     def __enter__(self) -> Self:
         """Use the worker in a `with` block, at whose end it is closed."""
@@ -387,7 +387,7 @@ class AsyncWorker(process.Live):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(finished=kind is None and not self._is_broken_off)
+        self._end_by(error)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -396,7 +396,7 @@ class AsyncWorker(process.Live):
 
     def __del__(self) -> None:
         """Leave when nobody holds the worker any more, as a function that made it returns."""
-        self._end(finished=not self._is_broken_off)
+        self.close()
 
     # ------------------------------------------------------------------ inside
 
@@ -439,13 +439,20 @@ class AsyncWorker(process.Live):
         except (ConnectError, ConnectionLostError) as error:
             process.warn(f"the parameters last pulled are measured, for the server cannot be asked: {error}")
 
-    def _end(self, *, finished: bool) -> None:
+    def _end_by(self, failure: BaseException | None) -> None:
+        """Close, where an exception is on its way perhaps."""
+        if failure is None:
+            self.close()
+        else:
+            self._end("left", process.cause_of(failure))
+
+    def _end(self, parting: Literal["finished", "left", "withdrawn"], cause: str | None = None) -> None:
         if self._closed or os.getpid() != self._pid:
             return
         with whole_turn(self._turn, "close()"):
-            self._link.session.close(finished)
+            self._link.session.close(parting, cause)
             self._closed = True
-            if finished and (batches := self._steps.batches):
+            if parting == "finished" and (batches := self._steps.batches):
                 process.warn(
                     f"worker {self._words} is closed with {batches} batch(es) gathered and not pushed, which "
                     f"are lost: call worker.flush() before, which pushes them"
@@ -453,5 +460,5 @@ class AsyncWorker(process.Live):
             self._steps.close()
         process.release(self)
 
-    def _at_exit(self, *, failed: bool) -> None:
-        self._end(finished=not (failed or self._is_broken_off))
+    def _at_exit(self, failure: BaseException | None) -> None:
+        self._end_by(failure)

@@ -11,7 +11,7 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{StalenessSpec, Transaction};
 use offbeat_core::store::Fate;
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{Call, Event, FINISHED_BUDGET, RefusalCode};
+use offbeat_core::wire::message::{Call, Event, FINISHED_BUDGET, Parting, RefusalCode};
 use offbeat_core::wire::{Header, Kind, Want, encode};
 use offbeat_net::client::{Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
@@ -85,7 +85,7 @@ fn the_client_and_the_server_agree() {
             drop(memory);
             assert_eq!(out, values(-f32::from(step)));
         }
-        client.close(true, &NEVER).unwrap();
+        client.close(Parting::Finished, &NEVER).unwrap();
         let status = status(&server);
         assert_eq!((&status["samples"], &status["tickets"]["applied"]), (&12.into(), &3.into()));
         assert_eq!(common::worker(&status, "a")["state"], "finished");
@@ -257,7 +257,7 @@ fn two_connections_that_push_at_once_lose_nothing() {
                         // The two fragments may be at different versions; the older is one both have reached.
                         base = answer.roots.iter().map(|r| r.0).min().unwrap();
                     }
-                    raw.call(9, &Call::Goodbye { finished: true });
+                    raw.call(9, &Call::Goodbye { parting: Parting::Finished });
                     raw.reply();
                 });
             }
@@ -349,7 +349,7 @@ fn the_run_ends_by_its_samples() {
         assert_eq!(third.receipt().reason, Some(Reason::Budget));
         assert_eq!(third.roots, [(2, Some(-2.0)), (2, Some(-2.0))]);
         assert_eq!(status(&server)["state"], "finished");
-        raw.call(4, &Call::Goodbye { finished: true });
+        raw.call(4, &Call::Goodbye { parting: Parting::Finished });
         raw.reply();
         assert!(
             server.wait_for_workers(1, Some(common::DEADLINE), NEVER).unwrap(),
@@ -388,7 +388,7 @@ fn a_copy_of_the_model_holds_each_push_whole_or_not_at_all() {
             for sequence in 1..=100 {
                 read = raw.push(sequence, read, sequence - 1, 1.0, Want::Parameters).read;
             }
-            raw.call(9, &Call::Goodbye { finished: true });
+            raw.call(9, &Call::Goodbye { parting: Parting::Finished });
             raw.reply();
         });
         while status(&server)["version"] != 100 {

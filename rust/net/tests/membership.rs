@@ -12,7 +12,7 @@ use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::header::{MAX_MODEL_BYTES, MAX_RUN_BYTES};
 use offbeat_core::wire::message::{
-    Call, Event, FINISHED_STOPPED, Purpose, RefusalCode, Refused, Reply, Welcome,
+    Call, Event, FINISHED_STOPPED, Parting, Purpose, RefusalCode, Refused, Reply, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, Want};
 use offbeat_net::client::ClientError;
@@ -24,8 +24,8 @@ fn quick() -> ServerConfig {
     ServerConfig { linger: Duration::ZERO, rejoin_grace: Duration::from_millis(300), ..config() }
 }
 
-fn goodbye(raw: &mut Raw, finished: bool) {
-    raw.call(1000, &Call::Goodbye { finished });
+fn goodbye(raw: &mut Raw, parting: Parting) {
+    raw.call(1000, &Call::Goodbye { parting });
     assert_eq!(raw.reply(), Reply::Goodbye);
 }
 
@@ -56,7 +56,7 @@ fn silence_for_the_lease_is_a_loss_and_not_the_end() {
     let mut control = Raw::attached(&server, &joined);
     let (mut other, _) = Raw::joined(&server, "b");
     assert!(other.push(1, (joined.term, joined.version), 0, 1.0, Want::Receipt).receipt().applied);
-    goodbye(&mut other, true);
+    goodbye(&mut other, Parting::Finished);
     assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 1 s");
     // It had only slept: heard again, it is back, but what it had read before is too old.
     let beating = AtomicBool::new(true);
@@ -128,7 +128,7 @@ fn who_finds_no_room_is_not_waited_for() {
     let _: Welcome = b.expect(Kind::Welcome);
     b.send(Kind::Join, 0, &common::join("b"));
     assert_eq!(b.refused().code, RefusalCode::Full);
-    goodbye(&mut a, true);
+    goodbye(&mut a, Parting::Finished);
     assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
     assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
 }
@@ -143,7 +143,7 @@ fn waiting_for_workers_ends_with_their_goodbyes() {
     );
     assert!(server.wait_until_joined(1, Some(DEADLINE), NEVER).unwrap());
     assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
-    goodbye(&mut a, true);
+    goodbye(&mut a, Parting::Finished);
     assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
     assert!(!server.wait_for_workers(2, Some(Duration::from_millis(50)), NEVER).unwrap());
 }

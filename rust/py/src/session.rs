@@ -9,6 +9,7 @@ use crate::{log, receipt};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
+use offbeat_core::wire::message::Parting;
 use offbeat_net::client::{self, Client, ClientConfig, ClientError, PushInput};
 use pyo3::prelude::*;
 use std::slice;
@@ -233,8 +234,18 @@ impl Session {
         self.call(py, |client, signals| client.status(signals))
     }
 
-    fn close(&self, py: Python<'_>, finished: bool) -> PyResult<()> {
-        self.call(py, |client, signals| client.close(finished, signals))
+    #[pyo3(signature = (parting, cause=None))]
+    fn close(&self, py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<()> {
+        let parting = match parting {
+            "finished" => Parting::Finished,
+            "left" => Parting::Left { cause },
+            "withdrawn" => Parting::Withdrawn { cause },
+            other => {
+                let message = format!("parting is {other:?}: finished, left or withdrawn");
+                return Err(raise(py, Class::Config, message));
+            }
+        };
+        self.call(py, |client, signals| client.close(parting, signals))
     }
 }
 

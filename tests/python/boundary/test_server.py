@@ -398,8 +398,24 @@ def test_all_left_and_none_finished_raises_too():
     with offbeat.ParameterServer(arrays(), linger_s=0.1) as server:
         with pytest.raises(ZeroDivisionError), offbeat.Client(server.address, worker_id="unlucky"):
             1 / 0  # noqa: B018
-        with pytest.raises(ConnectionLostError, match="no worker finished: unlucky: left before its work"):
+        with pytest.raises(ConnectionLostError, match="unlucky: left before its work was done: ZeroDivision"):
             server.wait_for_workers(timeout_s=20)
+
+
+def test_a_worker_that_could_not_begin_is_not_one_of_the_n(caplog):
+    with offbeat.ParameterServer(arrays(), max_staleness=0, linger_s=0.1) as server:
+        with pytest.raises(ConfigError, match="in_flight is 2"):
+            offbeat.Client(server.address, worker_id="late", in_flight=2)
+        assert server.wait_for_workers(timeout_s=0.5) is False
+        with offbeat.Client(server.address):
+            pass
+        assert server.wait_for_workers(timeout_s=20) is True
+        status = server.status()
+    assert [worker["id"] for worker in status["workers"]] == ["worker-0"]
+    cause = status["departures"][0]["cause"]
+    assert cause.startswith("could not begin: ConfigError: ")
+    assert "in_flight" in cause
+    assert "a worker could not begin" in caplog.text
 
 
 def lose_a_worker(server):

@@ -133,6 +133,9 @@ def test_the_wrong_model_is_refused_with_the_first_tensor_that_differs(serve, jo
         join(server, wrong)
     assert "'3.weight' of shape [2, 8] and dtype float32" in str(caught.value)
     assert "'3.weight' of shape [3, 8] and dtype float32" in str(caught.value)
+    status = server.status()
+    assert status["workers"] == [], "nobody waits for it"
+    assert status["departures"][0]["cause"].startswith("could not begin: ModelMismatchError: ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
@@ -198,7 +201,7 @@ def test_two_in_flight_are_refused_where_the_server_takes_no_late_push(serve, of
     server = serve(net(), max_staleness=0)
     with pytest.raises(ConfigError, match=r"in_flight is 2 and the server's max_staleness is 0.*in_flight=1"):
         of(server.address, worker_id="me", in_flight=2)
-    assert server.status()["workers"][0]["state"] == "left"
+    assert server.status()["workers"] == []
     of(server.address, worker_id="me", in_flight=1).close()
     of(serve(net(), max_staleness=1).address, in_flight=2).close()
 

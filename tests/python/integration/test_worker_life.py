@@ -140,11 +140,14 @@ def test_two_threads_in_one_worker_are_told_so_and_nothing_is_mixed(serve, join,
     assert server.status()["version"] == 2
 
 
-def test_a_worker_that_was_never_made_has_not_finished(serve):
+def test_a_worker_that_was_never_made_was_never_there(serve):
     server = serve(net(), optimizer=SPEC)
     with pytest.raises(ConfigError, match="lr"):
         offbeat.AsyncWorker(server.address, worker_id="a", optimizer=offbeat.optim.SGD(lr=0.123))
-    assert last_departure(server)["state"] == "left"
+    status = server.status()
+    assert status["workers"] == []
+    assert (status["departures"][0]["worker"], status["departures"][0]["state"]) == ("a", "left")
+    assert status["departures"][0]["cause"].startswith("could not begin: ConfigError: ")
 
 
 def test_version_may_be_read_while_another_thread_is_in_a_call(serve, join):

@@ -57,7 +57,7 @@ use connect::{Opened, Opening, Target};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Call, Reply, RunConfig};
+use offbeat_core::wire::message::{Call, Parting, Reply, RunConfig};
 use push::Destination;
 use session::Inner;
 use std::sync::Arc;
@@ -260,17 +260,17 @@ impl Client {
         Ok(())
     }
 
-    /// Says goodbye, `finished` or leaving early, and closes. What is in flight is waited for, 5 seconds at most, and
+    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and
     /// its parameters are dropped. Closing twice is fine.
     ///
     /// # Errors
     /// [`ClientError::Forked`].
-    pub fn close(&mut self, finished: bool, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
+    pub fn close(&mut self, parting: Parting, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
         if self.origin.is_elsewhere() {
             return Err(ClientError::Forked);
         }
         if let Some(mut inner) = self.inner.take() {
-            inner.goodbye(finished, interrupt, GOODBYE);
+            inner.goodbye(parting, interrupt, GOODBYE);
         }
         Ok(())
     }
@@ -343,7 +343,7 @@ mod tests {
         assert_eq!(client.flush(None, &never), Err(ClientError::Forked));
         assert_eq!(client.status(&never), Err(ClientError::Forked));
         assert_eq!(client.configure(Contribution::Gradient, None, &never), Err(ClientError::Forked));
-        assert_eq!(client.close(true, &never), Err(ClientError::Forked));
+        assert_eq!(client.close(Parting::Finished, &never), Err(ClientError::Forked));
         assert_eq!(client.set_progress(1), Err(ClientError::Forked));
         assert_eq!(client.session().unwrap_err(), ClientError::Forked);
         assert_eq!(client.events().unwrap_err(), ClientError::Forked);

@@ -14,7 +14,7 @@ use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
 use offbeat_core::spec::Contribution;
 use offbeat_core::store::Receipt;
-use offbeat_core::wire::message::{Call, ModelInfo, Reply, RunConfig};
+use offbeat_core::wire::message::{Call, ModelInfo, Parting, Reply, RunConfig};
 use offbeat_core::wire::{Header, Kind, encode};
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -266,14 +266,14 @@ impl Inner {
     }
 
     /// Says goodbye, in at most `limit`.
-    pub(super) fn goodbye(&mut self, finished: bool, interrupt: &dyn Interrupt, limit: Duration) {
+    pub(super) fn goodbye(&mut self, parting: Parting, interrupt: &dyn Interrupt, limit: Duration) {
         self.abandon();
         // The server reads nothing while it answers a call that was given up, and some wait for other workers.
         let limit = if self.connection.flight.is_calling() { GRACE } else { limit };
         let begun = Instant::now();
         let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
         if self.broken.is_none()
-            && let Err(error) = self.call(&Call::Goodbye { finished }, &out_of_time)
+            && let Err(error) = self.call(&Call::Goodbye { parting }, &out_of_time)
         {
             tracing::debug!(address = self.connection.address, %error, "the server did not hear the goodbye");
         }
@@ -283,7 +283,7 @@ impl Inner {
     pub(super) fn last_word(&mut self) {
         if self.broken.is_none() {
             let mut payload = Vec::new();
-            encode(&Call::Goodbye { finished: false }, &mut payload);
+            encode(&Call::Goodbye { parting: Parting::Left { cause: None } }, &mut payload);
             let request = self.connection.flight.next_request();
             self.connection.try_last_word(&frame(Kind::Call, request, &payload));
         }

@@ -197,8 +197,8 @@ impl Session {
                 }
             }
             Call::Status => Ok(Reply::Status { json: super::status::json(&self.shared) }),
-            Call::Goodbye { finished } => {
-                self.shared.goodbye(self.incarnation, finished);
+            Call::Goodbye { parting } => {
+                self.shared.goodbye(self.incarnation, &parting);
                 self.goodbye = true;
                 Ok(Reply::Goodbye)
             }

@@ -10,7 +10,7 @@ use super::run::Agreement;
 use super::snapshot::Snapshot;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::store::{Receipt, Store};
-use offbeat_core::wire::message::{Event, FINISHED_BUDGET, RefusalCode, RunConfig};
+use offbeat_core::wire::message::{Event, FINISHED_BUDGET, Parting, RefusalCode, RunConfig};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -207,23 +207,33 @@ impl Shared {
     /// A connection of a worker ended without a goodbye; the worker's other one is ended too.
     pub(super) fn lost(&self, incarnation: u32, cause: &str, ended_one: &Arc<Connection>) {
         let now = Instant::now();
-        let ended = if self.is_stopping() {
+        let is_dismissed = self.is_stopping();
+        let ended = if is_dismissed {
             self.members().dismissed(incarnation, "the server was stopped", now)
         } else {
             self.members().lost(incarnation, cause, now)
         };
         let Some(ended) = ended else { return };
-        if ended.news {
+        if ended.news && is_dismissed {
+            tracing::info!(worker = ended.id, incarnation, "a worker was told that the server stops");
+        } else if ended.news {
             tracing::warn!(worker = ended.id, incarnation, cause, "a worker is lost");
         }
         self.clean_up(&ended, cause, ended_one);
     }
 
     /// A worker said goodbye.
-    pub(super) fn goodbye(&self, incarnation: u32, finished: bool) {
-        let ended = self.members().goodbye(incarnation, finished, Instant::now());
-        let Some(ended) = ended else { return };
-        tracing::info!(worker = ended.id, incarnation, finished, "a worker said goodbye");
+    pub(super) fn goodbye(&self, incarnation: u32, parting: &Parting) {
+        let ended = self.members().goodbye(incarnation, parting, Instant::now());
+        let Some((ended, cause)) = ended else { return };
+        let worker = &ended.id;
+        match parting {
+            Parting::Finished => tracing::info!(worker, incarnation, "a worker has finished"),
+            Parting::Left { .. } => tracing::info!(worker, incarnation, cause, "a worker leaves"),
+            Parting::Withdrawn { .. } => {
+                tracing::warn!(worker, incarnation, cause, "a worker could not begin")
+            }
+        }
         if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
             model.store.depart(key);
         }

@@ -5,7 +5,7 @@ use crate::support::{Worker, client_config, config, eventually, filled, never, p
 use offbeat_core::spec::Transaction;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::Kind;
-use offbeat_core::wire::message::{Event, Heartbeat, RefusalCode};
+use offbeat_core::wire::message::{Event, Heartbeat, Parting, RefusalCode};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, fetch_status};
 use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use std::net::TcpListener;
@@ -204,8 +204,8 @@ fn closing_is_final_and_may_be_repeated() {
         status["workers"].as_array().unwrap().iter().map(state).collect::<Vec<_>>()
     };
     let mut worker = Worker::ready(&server, 1);
-    worker.client.close(true, &never).unwrap();
-    worker.client.close(true, &never).unwrap();
+    worker.client.close(Parting::Finished, &never).unwrap();
+    worker.client.close(Parting::Finished, &never).unwrap();
     assert_eq!(worker.pull(true).unwrap_err(), ClientError::Closed);
     assert_eq!(states(&server), ["finished"]);
     assert!(server.wait_until_joined(1, Some(Duration::ZERO), &never).unwrap());
@@ -221,7 +221,7 @@ fn a_server_that_stops_says_so() {
     // The control connection says so too, in its own time.
     eventually("the event", || worker.client.events().unwrap().finished.is_some());
     assert_eq!(worker.client.events().unwrap().finished.as_deref(), Some("stopped"));
-    worker.client.close(true, &never).unwrap();
+    worker.client.close(Parting::Finished, &never).unwrap();
 }
 
 #[test]

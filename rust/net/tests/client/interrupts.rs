@@ -8,7 +8,7 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{ModelInfo, Reply};
+use offbeat_core::wire::message::{ModelInfo, Parting, Reply};
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, decode, encode, flags};
 use offbeat_net::client::{Client, ClientError, Interrupt, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig};
@@ -181,7 +181,7 @@ fn a_pull_can_be_interrupted_and_the_client_goes_on() {
     assert_eq!(pull(&mut client, &mut params, true, &never), Ok(5));
     assert!(floats(&params[0]).iter().all(|&p| p == 3.0));
     assert_eq!(pull(&mut client, &mut params, true, &never), Ok(5));
-    client.close(true, &never).unwrap();
+    client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
 }
 
@@ -244,7 +244,7 @@ fn a_push_can_be_interrupted_and_arrives_whole() {
             Ok(vec![receipt(1), receipt(2)]),
             "what did not reach the caller"
         );
-        client.close(true, &never).unwrap();
+        client.close(Parting::Finished, &never).unwrap();
         server.join().unwrap();
     }
 }
@@ -296,7 +296,7 @@ fn answers_are_read_while_a_push_is_sent() {
             assert_eq!(got, (read > 0).then(|| receipt(read)));
             assert!(floats(&params[0]).iter().all(|&p| p == -(read as f32)));
         }
-        client.close(true, &never).unwrap();
+        client.close(Parting::Finished, &never).unwrap();
         server.join().unwrap();
     }
 }
@@ -323,7 +323,7 @@ fn a_push_that_is_rejected_by_its_head_sends_no_more() {
     pull(&mut client, &mut params, false, &never).unwrap();
     let mut gradient = vec![Some(bytes_of(&vec![1.0; LARGE]))];
     assert!(!push_pull(&mut client, &mut gradient, &mut params, &never).unwrap().unwrap().applied);
-    client.close(true, &never).unwrap();
+    client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
 }
 
@@ -497,7 +497,7 @@ fn only_what_was_read_under_the_same_term_is_unchanged() {
             Err(ClientError::Protocol { cause, .. }) => assert!(!fits && cause.contains("was never read")),
             other => panic!("{incremental} {term}: {other:?}"),
         }
-        client.close(true, &never).unwrap();
+        client.close(Parting::Finished, &never).unwrap();
         server.join().unwrap();
     }
 }
@@ -535,7 +535,7 @@ fn what_was_brought_was_read_unless_other_values_were_loaded_since() {
             Ok(_) => assert!(ready),
             Err(error) => assert!(!ready && error.to_string().contains("pull before"), "{error}"),
         }
-        client.close(true, &never).unwrap();
+        client.close(Parting::Finished, &never).unwrap();
         server.join().unwrap();
     }
 }
@@ -614,7 +614,7 @@ fn buffers_that_come_early_wait_until_their_own_are_sent() {
     let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
     assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
     assert_eq!(params[1], 502_i64.to_le_bytes());
-    client.close(true, &never).unwrap();
+    client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
 }
 
@@ -657,7 +657,7 @@ fn a_gradient_in_the_memory_of_the_parameters_is_sent_before_they_come() {
     let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
     assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
     assert!(floats(&params[0]).iter().all(|&p| p == 3.0));
-    client.close(true, &never).unwrap();
+    client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
 }
 
@@ -668,7 +668,7 @@ fn waiting_for_a_model_can_be_given_up() {
     let begun = Instant::now();
     assert_eq!(client.wait_for_model(&|| true).unwrap_err(), ClientError::Interrupted);
     assert_eq!(client.wait_for_model(&|| true).unwrap_err(), ClientError::Interrupted);
-    client.close(false, &never).unwrap();
+    client.close(Parting::Left { cause: None }, &never).unwrap();
     assert!(begun.elapsed() < Duration::from_secs(5), "closing does not wait for others");
 }
 
@@ -678,7 +678,10 @@ fn a_goodbye_is_the_last_frame() {
     let (address, server) = serve(table, run(Transaction::Fragment), |peer, _| {
         let (_, bytes) = peer.next(Kind::Call);
         let call: offbeat_core::wire::message::Call = decode(&bytes).unwrap();
-        assert_eq!(call, offbeat_core::wire::message::Call::Goodbye { finished: false });
+        assert_eq!(
+            call,
+            offbeat_core::wire::message::Call::Goodbye { parting: Parting::Left { cause: None } }
+        );
     });
     drop(Client::connect(client_config(address, 1), None, &never).unwrap());
     server.join().unwrap();

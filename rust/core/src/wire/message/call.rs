@@ -23,8 +23,20 @@ pub enum Call {
     Configure { contribution: Contribution, optimizer: Option<OptimizerSpec> },
     /// The server's status as JSON.
     Status,
-    /// This worker ends: its work is done, or it leaves before that.
-    Goodbye { finished: bool },
+    /// This worker ends.
+    Goodbye { parting: Parting },
+}
+
+/// How a worker ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Parting {
+    /// Its work is done.
+    Finished,
+    /// It leaves before that.
+    Left { cause: Option<String> },
+    /// It joined and could not begin, its model being another one, say: nobody needs to wait for it or miss it.
+    Withdrawn { cause: Option<String> },
 }
 
 /// The answer to a [`Call`].

@@ -10,7 +10,7 @@ mod handshake;
 mod membership;
 mod refusal;
 
-pub use call::{Call, FIRST_TERM, Reply};
+pub use call::{Call, FIRST_TERM, Parting, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
     Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, ModelTooLong,
@@ -138,7 +138,8 @@ mod tests {
         survives(&Call::InitBegin { table: table(), blueprint: None });
         survives(&Call::InitCommit);
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
-        survives(&Call::Goodbye { finished: true });
+        survives(&Call::Goodbye { parting: Parting::Finished });
+        survives(&Call::Goodbye { parting: Parting::Withdrawn { cause: Some("it differs".to_owned()) } });
         survives(&Reply::Init { taken: true });
         survives(&Reply::Model {
             model: ModelInfo { table: table(), blueprint: None },

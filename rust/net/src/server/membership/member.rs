@@ -48,6 +48,8 @@ pub(crate) struct Traffic {
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) incarnation: u32,
+    /// Whether the name had never come before this process.
+    pub(super) newcomer: bool,
     pub(super) secret: [u8; 16],
     pub(crate) host: String,
     pub(crate) state: State,
@@ -79,6 +81,7 @@ impl Member {
     ) -> Self {
         Self {
             incarnation,
+            newcomer: false,
             secret,
             host,
             state: State::Joined,

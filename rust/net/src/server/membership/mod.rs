@@ -14,7 +14,7 @@ pub(super) use member::{Member, State, Traffic};
 use super::connection::Connection;
 use departures::Departures;
 use offbeat_core::store::WorkerKey;
-use offbeat_core::wire::message::Event;
+use offbeat_core::wire::message::{Event, Parting};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,6 +22,9 @@ use tokio::sync::mpsc::UnboundedSender;
 
 /// Members that have gone for good and are still remembered by name: as many as departures.
 const MAX_GONE: usize = 1000;
+
+/// A worker's own words on why it leaves are cut there.
+const MAX_CAUSE_CHARS: usize = 300;
 
 /// What a join leads to.
 #[derive(Debug)]
@@ -113,7 +116,9 @@ impl Members {
         let id = id.unwrap_or_else(|| self.free_name());
         let newcomer = !self.by_id.contains_key(&id);
         let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
-        let member = Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
+        let mut member =
+            Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
+        member.newcomer = newcomer;
         let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
             let (news, connections) = (old.state.is_present(), old.connections());
             // A lost one may be frozen, and what it has of connections would stand for ever.
@@ -149,7 +154,7 @@ impl Members {
         }
     }
 
-    /// A newcomer is refused before it has heard that it was in: as if it had never come.
+    /// A newcomer is refused before it has heard that it was in, or cannot begin: as if it had never come.
     pub(super) fn withdraw(&mut self, incarnation: u32) {
         self.by_id.retain(|_, member| member.incarnation != incarnation);
     }
@@ -212,10 +217,31 @@ impl Members {
         back
     }
 
-    /// A goodbye.
-    pub(super) fn goodbye(&mut self, incarnation: u32, finished: bool, now: Instant) -> Option<Ended> {
-        let state = if finished { State::Finished } else { State::Left };
-        self.end(incarnation, state, if finished { "finished" } else { "left before its work was done" }, now)
+    /// A goodbye; gives the cause that departures will show, too. Who could not begin is among them, but no member any
+    /// more: the name is free, and nobody who waits for n workers takes it for one, unless an earlier process of this
+    /// name was.
+    pub(super) fn goodbye(
+        &mut self,
+        incarnation: u32,
+        parting: &Parting,
+        now: Instant,
+    ) -> Option<(Ended, String)> {
+        let told = |what: &str, cause: &Option<String>| match cause {
+            None => what.to_owned(),
+            Some(cause) => format!("{what}: {}", on_one_line(cause)),
+        };
+        let (state, cause) = match parting {
+            Parting::Finished => (State::Finished, "finished".to_owned()),
+            Parting::Left { cause } => (State::Left, told("left before its work was done", cause)),
+            Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause)),
+        };
+        let ended = self.end(incarnation, state, &cause, now)?;
+        if matches!(parting, Parting::Withdrawn { .. })
+            && self.by_id.get(&ended.id).is_some_and(|m| m.newcomer)
+        {
+            self.withdraw(incarnation);
+        }
+        Some((ended, cause))
     }
 
     /// A connection ended without a goodbye.
@@ -376,6 +402,17 @@ impl Members {
     }
 }
 
+/// A text of a peer's, as it goes into logs and errors.
+fn on_one_line(text: &str) -> String {
+    let line = text.chars().map(|c| if c.is_control() { ' ' } else { c });
+    let mut line: String = line.take(MAX_CAUSE_CHARS + 1).collect();
+    if line.chars().count() > MAX_CAUSE_CHARS {
+        line.pop();
+        line.push('…');
+    }
+    line
+}
+
 /// What a look at the clock found.
 #[derive(Debug, Default)]
 pub(super) struct Ticked {
@@ -469,7 +506,7 @@ mod tests {
     async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
         let (mut members, start) = (Members::new(), Instant::now());
         let a = join(&mut members, "a", start);
-        assert!(members.goodbye(a, true, start).unwrap().news);
+        assert!(members.goodbye(a, &Parting::Finished, start).unwrap().0.news);
         assert!(members.lost(a, "hung up", start).is_none());
         assert_eq!(state(&members, "a"), State::Finished);
         assert!(!members.heard(a, 9, start), "nor does a late heartbeat bring it back");
@@ -522,7 +559,7 @@ mod tests {
         let (mut members, start) = (Members::new(), Instant::now());
         assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
         let a = join(&mut members, "a", start);
-        members.goodbye(a, true, start + seconds(5));
+        members.goodbye(a, &Parting::Finished, start + seconds(5));
         assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
         assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(14)), Outcome::Waiting);
         assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(15)), Outcome::Done);
@@ -537,7 +574,7 @@ mod tests {
     async fn a_lost_worker_counts_as_there_for_its_grace() {
         let (mut members, start) = (Members::new(), Instant::now());
         let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.goodbye(a, true, start);
+        members.goodbye(a, &Parting::Finished, start);
         members.lost(b, "killed", start);
         assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
         assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(70)), Outcome::Done);
@@ -548,7 +585,7 @@ mod tests {
         let (mut members, start) = (Members::new(), Instant::now());
         assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "nobody has come");
         let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.goodbye(a, true, start);
+        members.goodbye(a, &Parting::Finished, start);
         assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "one is there");
         members.lost(b, "killed", start);
         assert_eq!(members.pause(3, PATIENCE, start), Pause::None, "a third one is waited for");
@@ -560,7 +597,7 @@ mod tests {
     async fn who_left_before_its_work_was_done_has_not_finished() {
         let (mut members, start) = (Members::new(), Instant::now());
         let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.goodbye(a, false, start);
+        members.goodbye(a, &Parting::Left { cause: None }, start);
         members.lost(b, "killed", start);
         assert_eq!(
             members.outcome(1, PATIENCE, false, start + seconds(69)),
@@ -605,7 +642,7 @@ mod tests {
             members.join(id, String::new(), [7; 16], Arc::clone(&connection), start + seconds(at))
         };
         let finished = come(&mut members, Some("first"), 0).incarnation;
-        members.goodbye(finished, true, start);
+        members.goodbye(finished, &Parting::Finished, start);
         for at in 1..=MAX_GONE as u64 + 4 {
             let crashed = come(&mut members, None, at).incarnation;
             members.lost(crashed, "killed", start + seconds(at));
@@ -622,6 +659,31 @@ mod tests {
         assert_eq!(members.outcome(MAX_GONE + 5, PATIENCE, false, last + grace + LEASE), Outcome::Done);
         let next = come(&mut members, None, 9999);
         assert_eq!(next.id, format!("worker-{}", MAX_GONE + 5), "a name that nobody had");
+    }
+
+    #[tokio::test]
+    async fn who_cannot_begin_is_no_member_and_is_told_of() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let withdrawn = |cause: &str| Parting::Withdrawn { cause: Some(cause.to_owned()) };
+        let first = members.join(None, String::new(), [7; 16], connection(), start);
+        let (ended, cause) = members.goodbye(first.incarnation, &withdrawn("it\ndiffers"), start).unwrap();
+        assert_eq!((ended.id.as_str(), cause.as_str()), ("worker-0", "could not begin: it differs"));
+        assert_eq!(members.departures().next().unwrap().cause, cause);
+        assert_eq!(members.num_joined(), 0);
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
+        assert_eq!(
+            members.join(None, String::new(), [7; 16], connection(), start).id,
+            "worker-0",
+            "it is free"
+        );
+
+        let b = join(&mut members, "b", start);
+        members.goodbye(b, &Parting::Finished, start);
+        let again = join(&mut members, "b", start);
+        members.goodbye(again, &withdrawn(&"x".repeat(1000)), start);
+        assert_eq!(state(&members, "b"), State::Left, "there was one of this name that had begun");
+        let told = members.departures().last().unwrap().cause.chars().count();
+        assert!((MAX_CAUSE_CHARS..MAX_CAUSE_CHARS + 30).contains(&told), "{told}");
     }
 
     #[tokio::test]
@@ -645,7 +707,7 @@ mod tests {
     async fn a_newcomer_that_is_refused_has_never_come() {
         let (mut members, start) = (Members::new(), Instant::now());
         let finished = join(&mut members, "a", start);
-        members.goodbye(finished, true, start);
+        members.goodbye(finished, &Parting::Finished, start);
         let b = members.join(Some("b".into()), String::new(), [7; 16], connection(), start);
         assert!(b.newcomer);
         members.withdraw(b.incarnation);
