@@ -30,7 +30,8 @@ class Slot:
     Attributes:
         spec: Its entry in the server's table.
         tensor: The module's tensor, as of the last `refresh`.
-        spare: Host memory that pulls write to in its stead; None where they write into the tensor itself.
+        spare: Host memory that pulls write to in its stead; None where they write into the tensor itself. Of
+            a buffer it holds what the next push is compared with: what was read, or pushed since.
         dirty: Whether, as of the last `refresh`, a parameter's memory for pulls may hold something else than
             what the last pull wrote. (Buffers change all the time; the client keeps them as they were
             pulled.)
@@ -230,9 +231,10 @@ class Binding:
             increment_version(self._direct)
         if not came and not self._broken:
             self.restore()
+            self._copies.store([s.tensor for s in self._buffers], [_spare(s) for s in self._buffers])
         elif self._staged:
             slots = self._followers if self.filled else self._staged
-            self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
+            self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
         self.filled = True
         self._broken = False
         for slot in self.slots:
@@ -255,29 +257,17 @@ class Binding:
         """Let parameters that were changed beside their spares hold what was read; buffers too, if asked."""
         slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
         if slots:
-            self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
+            self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
 
-    def put_back_nan(self) -> bool:
-        """Where floating buffers became NaN, give them what was read; infinity may be a value, NaN is damage.
+    def put_back_corrupt(self) -> None:
+        """Where a number in a buffer became NaN, give all buffers what the next push is compared with.
 
-        Local buffers stay: they are this module's own affair.
-
-        Returns:
-            Whether all are put back. What pulls write to directly has to come again.
+        That push then changes none of them. What such a batch left besides, infinities and counts, goes too;
+        infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
-        is_whole = True
-        for slot in self.slots:
-            if slot.is_parameter or self._local_buffers or not slot.tensor.is_floating_point():
-                continue
-            nan = slot.tensor.isnan()
-            if not bool(nan.any()):
-                continue
-            if slot.spare is None:
-                is_whole = False
-            else:
-                with torch.no_grad():
-                    slot.tensor.copy_(torch.where(nan, slot.spare.to(slot.tensor.device), slot.tensor))
-        return is_whole
+        with torch.no_grad():
+            if _holds_nan([slot.tensor for slot in self._floats]) and any(map(_became_nan, self._floats)):
+                self.restore(buffers=True)
 
     def _note_children(self) -> None:
         """Note every module's submodules: one that was replaced still has its tensors where they were."""
@@ -287,8 +277,7 @@ class Binding:
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""
         for slot in self.slots:
-            local = self._local_buffers and not slot.is_parameter
-            if is_direct(slot.tensor) and not (self._all_spare or local):
+            if slot.is_parameter and is_direct(slot.tensor) and not self._all_spare:
                 slot.dirty |= slot.spare is not None
                 slot.spare = None
             elif slot.spare is None or slot.spare.is_pinned() != slot.tensor.is_cuda:
@@ -304,6 +293,23 @@ class Binding:
         self._direct = [slot.tensor for slot in self.slots if slot.spare is None]
         self._staged = [slot for slot in self.slots if slot.spare is not None]
         self._followers = [slot for slot in self._staged if slot.is_parameter or not self._local_buffers]
+        self._buffers = [slot for slot in self._followers if not slot.is_parameter]
+        self._floats = [slot for slot in self._buffers if slot.dtype.is_floating_point]
+
+
+def _spare(slot: Slot) -> torch.Tensor:
+    return cast(torch.Tensor, slot.spare)
+
+
+def _holds_nan(tensors: list[torch.Tensor]) -> bool:
+    """Tell whether there is a NaN; each device is waited for once."""
+    norms = torch._foreach_norm(tensors, 1) if tensors else ()  # noqa: SLF001  as torch's clipping
+    devices = {n.device for n in norms}
+    return any(bool(torch.stack([n for n in norms if n.device == d]).isnan().any()) for d in devices)
+
+
+def _became_nan(slot: Slot) -> bool:
+    return bool((slot.tensor.isnan() & ~_spare(slot).to(slot.tensor.device).isnan()).any())
 
 
 def _check_still(slot: Slot, tensor: object) -> None:
