@@ -424,9 +424,15 @@ class AsyncWorker(process.Live):
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
-            self._facade = WorkerOptimizer(self.step, parameters)
+            self._facade = WorkerOptimizer(self.step, self._give_up, parameters)
         self._facade.follow(parameters, self._steps.live)
         return self._facade
+
+    def _give_up(self) -> None:
+        """Undo what a batch that is not stepped broke in the buffers, while the worker lives."""
+        if not self._closed and os.getpid() == self._pid:
+            with whole_turn(self._turn, "zero_grad()"):
+                self._link.binding.put_back_corrupt()
 
     def _pull_newest(self) -> None:
         if self._usable().batches:

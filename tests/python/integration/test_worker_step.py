@@ -300,6 +300,35 @@ def test_of_a_corrupt_batch_that_is_skipped_before_its_step_no_push_carries_the_
 
 @BAD
 @LIVE
+@RUNS
+def test_a_corrupt_batch_that_grad_scaler_skips_leaves_no_trace_in_buffers(buffers_after, run, live, bad):
+    def skipped(worker):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(measured_batch(worker.model, 3, bad))
+        scaler.unscale_(worker.optimizer)
+        scaler.step(worker.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 0.5
+        worker.optimizer.zero_grad()
+
+    found, wanted = (buffers_after(c, live=live, **run) for c in (skipped, never_seen))
+    assert_same_buffers(found, wanted)
+
+
+def test_zero_grad_of_a_worker_that_is_closed_or_gone_is_torch_s(serve):
+    server, model = serve(net()), net()
+    worker = offbeat.AsyncWorker(server.address, model, optimizer=SPEC)
+    optimizer = worker.optimizer
+    worker.close()
+    for _ in range(2):
+        backward(model)
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        worker = None
+
+
+@BAD
+@LIVE
 def test_of_two_workers_with_two_in_flight_a_corrupt_batch_leaves_neither_nan_nor_count(
     buffers_after, live, bad
 ):
