@@ -123,7 +123,7 @@ class Binding:
         self._copies = HostCopies()
         self._broken = False
         self.filled = False
-        self._note_children()
+        self._note_places()
         self._arrange()
 
     def use_spares(self) -> None:
@@ -133,14 +133,14 @@ class Binding:
             self._arrange()
 
     def rescan(self) -> None:
-        """Look through the whole module again: submodules may have been replaced.
+        """Look through the whole module again: submodules may have been replaced, tensors added.
 
         Raises:
             ModelMismatchError: If it is no longer the server's model.
         """
         for slot, found in zip(self.slots, match(self._table, find(self.module)), strict=True):
             slot.place(found)
-        self._note_children()
+        self._note_places()
         self._arrange()
 
     def refresh(self) -> None:
@@ -149,7 +149,7 @@ class Binding:
         Raises:
             ModelMismatchError: If a tensor is no longer what the table says.
         """
-        if any(children != noted for children, noted in self._children):
+        if self._is_rebuilt():
             self.rescan()
         moved = False
         for slot in self.slots:
@@ -269,10 +269,27 @@ class Binding:
             if _may_hold_nan([slot.tensor for slot in self._floats]) and any(map(_became_nan, self._floats)):
                 self.restore(buffers=True)
 
-    def _note_children(self) -> None:
-        """Note every module's submodules: one that was replaced still has its tensors where they were."""
-        children = [cast(dict[str, nn.Module | None], vars(m)["_modules"]) for m in self.module.modules()]
+    def _note_places(self) -> None:
+        """Note what every module holds under which names.
+
+        A submodule that was replaced still has its tensors where they were, and what was added has no slot.
+        """
+        inside = [vars(m) for m in self.module.modules()]
+        children = [cast(dict[str, nn.Module | None], m["_modules"]) for m in inside]
         self._children = [(now, dict(now)) for now in children]
+        kinds = ("_parameters", "_buffers")
+        tensors = [cast(dict[str, torch.Tensor | None], m[kind]) for m in inside for kind in kinds]
+        self._named = [*tensors, *(cast(set[str], m["_non_persistent_buffers_set"]) for m in inside)]
+        self._names = [*map(tuple, self._named)]
+        self._vacant = [(held, name) for held in tensors for name, value in held.items() if value is None]
+
+    def _is_rebuilt(self) -> bool:
+        """Whether submodules were replaced, or anything was added; of what is gone, its slot tells."""
+        return (
+            any(children != noted for children, noted in self._children)
+            or [*map(tuple, self._named)] != self._names
+            or any(held[name] is not None for held, name in self._vacant)
+        )
 
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""
