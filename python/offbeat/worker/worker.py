@@ -341,7 +341,8 @@ class AsyncWorker(process.Live):
         """Measure the newest model, in eval mode; no mode and no random state is other afterwards.
 
         If the server is gone, the parameters last pulled are measured, with a warning. While batches wait to
-        be pushed, the model is measured as it is.
+        be pushed, or a gradient is on the model, the model is measured as it is: a pull would make what was
+        computed before it count as fresh.
 
         Args:
             loader: Gives batches (inputs, targets). A dataset of samples, one for each index, is loaded in
@@ -435,8 +436,12 @@ class AsyncWorker(process.Live):
                 self._link.binding.put_back_corrupt()
 
     def _pull_newest(self) -> None:
-        if self._usable().batches:
-            _log.info("worker %s measures its model as it is: batches wait to be pushed", self.id)
+        binding = self._link.binding
+        binding.refresh()
+        is_begun = any(gradient is not None for gradient in binding.gradients())
+        if is_begun or self._usable().batches:
+            what = "a gradient is on it" if is_begun else "batches wait to be pushed"
+            _log.info("worker %s measures its model as it is: %s", self.id, what)
             return
         try:
             self._steps.flush()
