@@ -265,9 +265,20 @@ class Binding:
         That push then changes none of them. What such a batch left besides, infinities and counts, goes too;
         infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
-        with torch.no_grad():
-            if _may_hold_nan([slot.tensor for slot in self._floats]) and any(map(_became_nan, self._floats)):
-                self.restore(buffers=True)
+        if _is_corrupt(self._floats, self.host_values(self._floats)):
+            self.restore(buffers=True)
+
+    def without_corrupt(self, memories: list[Memory | None]) -> list[Memory | None]:
+        """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for."""
+        there = [
+            (slot, cast(torch.Tensor, memory[0]))
+            for slot, memory in zip(self.slots, memories, strict=True)
+            if memory is not None and not slot.is_parameter and slot.dtype.is_floating_point
+        ]
+        if not _is_corrupt([slot for slot, _ in there], [value for _, value in there]):
+            return memories
+        self.restore(buffers=True)
+        return [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
 
     def _note_places(self) -> None:
         """Note what every module holds under which names.
@@ -318,18 +329,19 @@ def _spare(slot: Slot) -> torch.Tensor:
     return cast(torch.Tensor, slot.spare)
 
 
-def _may_hold_nan(tensors: list[torch.Tensor]) -> bool:
-    """Tell whether there may be a NaN: a sum is one then, and seldom else. Each device is waited for once.
+def _is_corrupt(slots: list[Slot], values: list[torch.Tensor]) -> bool:
+    """Tell whether a number of a buffer's spare is NaN in its value, which is on the host.
 
-    (Of what torch has, a sum is quickest by far, and this is asked at each push.)
+    A sum is NaN where a value is, and seldom else. Of what torch has it is quickest by far, and this is asked
+    at each push.
     """
-    sums = [tensor.sum() for tensor in tensors]
-    devices = {s.device for s in sums}
-    return any(bool(torch.stack([s for s in sums if s.device == d]).isnan().any()) for d in devices)
-
-
-def _became_nan(slot: Slot) -> bool:
-    return bool((slot.tensor.isnan() & ~_spare(slot).to(slot.tensor.device).isnan()).any())
+    if not slots:
+        return False
+    with torch.no_grad():
+        if not torch.stack([value.sum() for value in values]).isnan().numpy().any():
+            return False
+        pairs = zip(slots, values, strict=True)
+        return any(bool((value.isnan() & ~_spare(slot).isnan()).any()) for slot, value in pairs)
 
 
 def _check_still(slot: Slot, tensor: object) -> None:

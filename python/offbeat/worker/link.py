@@ -71,8 +71,7 @@ class Link:
                 what is in flight stays so.
         """
         binding = self.binding
-        binding.put_back_corrupt()
-        memories = binding.memories(values)
+        memories = binding.without_corrupt(binding.memories(values))
         is_written = any(slot.dirty for slot in binding.parameters)
         # What was pushed and applied comes back. What else the module's owner wrote to would stay.
         slots = zip(binding.slots, values, strict=True)
