@@ -30,7 +30,8 @@ class Slot:
     Attributes:
         spec: Its entry in the server's table.
         tensor: The module's tensor, as of the last `refresh`.
-        spare: Host memory that pulls write to in its stead; None where they write into the tensor itself.
+        spare: Host memory that pulls write to in its stead; None where they write into the tensor itself. Of
+            a buffer it holds what the next push is compared with: what was read, or pushed since.
         dirty: Whether, as of the last `refresh`, a parameter's memory for pulls may hold something else than
             what the last pull wrote. (Buffers change all the time; the client keeps them as they were
             pulled.)
@@ -122,7 +123,7 @@ class Binding:
         self._copies = HostCopies()
         self._broken = False
         self.filled = False
-        self._note_children()
+        self._note_places()
         self._arrange()
 
     def use_spares(self) -> None:
@@ -132,14 +133,14 @@ class Binding:
             self._arrange()
 
     def rescan(self) -> None:
-        """Look through the whole module again: submodules may have been replaced.
+        """Look through the whole module again: submodules may have been replaced, tensors added.
 
         Raises:
             ModelMismatchError: If it is no longer the server's model.
         """
         for slot, found in zip(self.slots, match(self._table, find(self.module)), strict=True):
             slot.place(found)
-        self._note_children()
+        self._note_places()
         self._arrange()
 
     def refresh(self) -> None:
@@ -148,7 +149,7 @@ class Binding:
         Raises:
             ModelMismatchError: If a tensor is no longer what the table says.
         """
-        if any(children != noted for children, noted in self._children):
+        if self._is_rebuilt():
             self.rescan()
         moved = False
         for slot in self.slots:
@@ -230,9 +231,10 @@ class Binding:
             increment_version(self._direct)
         if not came and not self._broken:
             self.restore()
+            self._copies.store([s.tensor for s in self._buffers], [_spare(s) for s in self._buffers])
         elif self._staged:
             slots = self._followers if self.filled else self._staged
-            self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
+            self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
         self.filled = True
         self._broken = False
         for slot in self.slots:
@@ -255,40 +257,55 @@ class Binding:
         """Let parameters that were changed beside their spares hold what was read; buffers too, if asked."""
         slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
         if slots:
-            self._copies.store([cast(torch.Tensor, s.spare) for s in slots], [s.tensor for s in slots])
+            self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
 
-    def put_back_nan(self) -> bool:
-        """Where floating buffers became NaN, give them what was read; infinity may be a value, NaN is damage.
+    def put_back_corrupt(self) -> None:
+        """Where a number in a buffer became NaN, give all buffers what the next push is compared with.
 
-        Local buffers stay: they are this module's own affair.
-
-        Returns:
-            Whether all are put back. What pulls write to directly has to come again.
+        That push then changes none of them. What such a batch left besides, infinities and counts, goes too;
+        infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
-        is_whole = True
-        for slot in self.slots:
-            if slot.is_parameter or self._local_buffers or not slot.tensor.is_floating_point():
-                continue
-            nan = slot.tensor.isnan()
-            if not bool(nan.any()):
-                continue
-            if slot.spare is None:
-                is_whole = False
-            else:
-                with torch.no_grad():
-                    slot.tensor.copy_(torch.where(nan, slot.spare.to(slot.tensor.device), slot.tensor))
-        return is_whole
+        if _is_corrupt(self._floats, self.host_values(self._floats)):
+            self.restore(buffers=True)
 
-    def _note_children(self) -> None:
-        """Note every module's submodules: one that was replaced still has its tensors where they were."""
-        children = [cast(dict[str, nn.Module | None], vars(m)["_modules"]) for m in self.module.modules()]
+    def without_corrupt(self, memories: list[Memory | None]) -> list[Memory | None]:
+        """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for."""
+        there = [
+            (slot, cast(torch.Tensor, memory[0]))
+            for slot, memory in zip(self.slots, memories, strict=True)
+            if memory is not None and not slot.is_parameter and slot.dtype.is_floating_point
+        ]
+        if not _is_corrupt([slot for slot, _ in there], [value for _, value in there]):
+            return memories
+        self.restore(buffers=True)
+        return [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
+
+    def _note_places(self) -> None:
+        """Note what every module holds under which names.
+
+        A submodule that was replaced still has its tensors where they were, and what was added has no slot.
+        """
+        inside = [vars(m) for m in self.module.modules()]
+        children = [cast(dict[str, nn.Module | None], m["_modules"]) for m in inside]
         self._children = [(now, dict(now)) for now in children]
+        kinds = ("_parameters", "_buffers")
+        tensors = [cast(dict[str, torch.Tensor | None], m[kind]) for m in inside for kind in kinds]
+        self._named = [*tensors, *(cast(set[str], m["_non_persistent_buffers_set"]) for m in inside)]
+        self._names = [*map(tuple, self._named)]
+        self._vacant = [(held, name) for held in tensors for name, value in held.items() if value is None]
+
+    def _is_rebuilt(self) -> bool:
+        """Whether submodules were replaced, or anything was added; of what is gone, its slot tells."""
+        return (
+            any(children != noted for children, noted in self._children)
+            or [*map(tuple, self._named)] != self._names
+            or any(held[name] is not None for held, name in self._vacant)
+        )
 
     def _arrange(self) -> None:
         """Decide for each slot whether pulls write to its tensor or to a spare."""
         for slot in self.slots:
-            local = self._local_buffers and not slot.is_parameter
-            if is_direct(slot.tensor) and not (self._all_spare or local):
+            if slot.is_parameter and is_direct(slot.tensor) and not self._all_spare:
                 slot.dirty |= slot.spare is not None
                 slot.spare = None
             elif slot.spare is None or slot.spare.is_pinned() != slot.tensor.is_cuda:
@@ -304,6 +321,27 @@ class Binding:
         self._direct = [slot.tensor for slot in self.slots if slot.spare is None]
         self._staged = [slot for slot in self.slots if slot.spare is not None]
         self._followers = [slot for slot in self._staged if slot.is_parameter or not self._local_buffers]
+        self._buffers = [slot for slot in self._followers if not slot.is_parameter]
+        self._floats = [slot for slot in self._buffers if slot.dtype.is_floating_point]
+
+
+def _spare(slot: Slot) -> torch.Tensor:
+    return cast(torch.Tensor, slot.spare)
+
+
+def _is_corrupt(slots: list[Slot], values: list[torch.Tensor]) -> bool:
+    """Tell whether a number of a buffer's spare is NaN in its value, which is on the host.
+
+    A sum is NaN where a value is, and seldom else. Of what torch has it is quickest by far, and this is asked
+    at each push.
+    """
+    if not slots:
+        return False
+    with torch.no_grad():
+        if not torch.stack([value.sum() for value in values]).isnan().numpy().any():
+            return False
+        pairs = zip(slots, values, strict=True)
+        return any(bool((value.isnan() & ~_spare(slot).isnan()).any()) for slot, value in pairs)
 
 
 def _check_still(slot: Slot, tensor: object) -> None:

@@ -25,15 +25,19 @@ class WorkerOptimizer(torch.optim.Optimizer):
 
     Args:
         take: The worker's bound `step`. Held weakly: a worker that goes out of scope leaves at once.
+        give_up: The worker's bound method for a batch that is not stepped; held so, too.
         parameters: What it trains.
     """
 
-    def __init__(self, take: Callable[[], object], parameters: list[torch.Tensor]) -> None:
+    def __init__(
+        self, take: Callable[[], object], give_up: Callable[[], object], parameters: list[torch.Tensor]
+    ) -> None:
         self._is_made = False
         self._live: torch.optim.Optimizer | None = None
         super().__init__(parameters, {})
         self._is_made = True
         self._take = weakref.WeakMethod(take)
+        self._give_up = weakref.WeakMethod(give_up)
         self.param_groups = [_ServerGroup(group) for group in self.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -47,6 +51,16 @@ class WorkerOptimizer(torch.optim.Optimizer):
                 loss = closure()
         take()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
+        """Let go of the gradients; of a batch that no step has taken, what it broke in buffers goes too.
+
+        Before the next forward pass, so that this one's statistics count.
+        """
+        is_untaken = any(p.grad is not None for group in self.param_groups for p in group["params"])
+        if is_untaken and (give_up := self._give_up()) is not None:
+            give_up()
+        super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Give a live optimizer's state; with one on the server there is none here."""

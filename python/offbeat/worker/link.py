@@ -67,10 +67,11 @@ class Link:
             The receipt of this push; with two in flight, of the push before it, None for the first.
 
         Raises:
-            UNSENT: If it was not sent; the module is as it was, and what is in flight stays so.
+            UNSENT: If it was not sent; the module is as it was, but for what was corrupt in its buffers, and
+                what is in flight stays so.
         """
         binding = self.binding
-        memories = binding.memories(values)
+        memories = binding.without_corrupt(binding.memories(values))
         is_written = any(slot.dirty for slot in binding.parameters)
         # What was pushed and applied comes back. What else the module's owner wrote to would stay.
         slots = zip(binding.slots, values, strict=True)
@@ -129,14 +130,6 @@ class Link:
             self.binding.lost()
             self._astray = False
         return was_astray
-
-    def put_back_nan(self) -> None:
-        """See that buffers hold no NaN of a batch that was refused, which the next push would bring to all.
-
-        Buffers without a copy of what was read are pulled again; nothing is in flight then.
-        """
-        if not self.binding.put_back_nan():
-            self.pull()
 
     def _pull(self) -> None:
         written = self._unsure or any(slot.dirty for slot in self.binding.parameters)

@@ -107,16 +107,12 @@ class LiveOptimizer:
     def unsent(self) -> None:
         """Give optimizer and module back what they held before the steps that were refused.
 
-        The module's buffers too, which are of the values that the steps made. While a push is in flight what
-        they were before is known no more: they come with its answer.
+        The module's buffers too, which are of the values that the steps made.
         """
         before = self._in_flight.pop() if self._in_flight else None
         if before is not None:
             self._restore(before)
-        if self._in_flight:
-            self._binding.lost()
-        else:
-            self._binding.restore(buffers=True)
+        self._binding.restore(buffers=True)
 
     def drop(self, in_flight: int = 0) -> None:
         """Take back the local steps that were not pushed, in the optimizer's state and in the model.

@@ -117,7 +117,7 @@ class Steps:
         try:
             contribution.add(samples)
         except NonFiniteError:
-            self._link.put_back_nan()
+            self._link.binding.put_back_corrupt()
             raise
         self.batches += 1
         self._samples += samples
@@ -189,10 +189,8 @@ class Steps:
         self.batches = self._samples = 0
         try:
             receipt = self._link.push_pull(values, samples)
-        except UNSENT as error:
+        except UNSENT:
             contribution.unsent()
-            if isinstance(error, NonFiniteError):
-                self._link.put_back_nan()
             raise
         except BaseException:
             contribution.drop(self._link.num_unsettled)

@@ -342,7 +342,8 @@ class AsyncWorker(process.Live):
         """Measure the newest model, in eval mode; no mode and no random state is other afterwards.
 
         If the server is gone, the parameters last pulled are measured, with a warning. While batches wait to
-        be pushed, the model is measured as it is.
+        be pushed, or a gradient is on the model, the model is measured as it is: a pull would make what was
+        computed before it count as fresh.
 
         Args:
             loader: Gives batches (inputs, targets). A dataset of samples, one for each index, is loaded in
@@ -425,13 +426,23 @@ class AsyncWorker(process.Live):
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
         if self._facade is None:
-            self._facade = WorkerOptimizer(self.step, parameters)
+            self._facade = WorkerOptimizer(self.step, self._give_up, parameters)
         self._facade.follow(parameters, self._steps.live)
         return self._facade
 
+    def _give_up(self) -> None:
+        """Undo what a batch that is not stepped broke in the buffers, while the worker lives."""
+        if not self._closed and os.getpid() == self._pid:
+            with whole_turn(self._turn, "zero_grad()"):
+                self._link.binding.put_back_corrupt()
+
     def _pull_newest(self) -> None:
-        if self._usable().batches:
-            _log.info("worker %s measures its model as it is: batches wait to be pushed", self.id)
+        binding = self._link.binding
+        binding.refresh()
+        is_begun = any(gradient is not None for gradient in binding.gradients())
+        if is_begun or self._usable().batches:
+            what = "a gradient is on it" if is_begun else "batches wait to be pushed"
+            _log.info("worker %s measures its model as it is: %s", self.id, what)
             return
         try:
             self._steps.flush()

@@ -176,6 +176,47 @@ def test_no_gradient_and_no_buffer_moves(serve, join):
     )
 
 
+def backward(worker):
+    x, y = dataset().tensors
+    nn.functional.cross_entropy(worker.model(x), y).backward()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_gradient_that_is_on_the_model_stays_as_late_as_it_is(serve, join, live, in_flight):
+    server, model = serve(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if live else SPEC
+    worker, others = join(server, model, optimizer=optimizer, in_flight=in_flight), net()
+    others_optimizer = torch.optim.SGD(others.parameters(), lr=0.5) if live else SPEC
+    other = join(server, others, optimizer=others_optimizer)
+    backward(worker)
+    backward(other)
+    assert other.step().applied
+    wanted, _ = expected(worker.model)
+    buffers = [b.clone() for b in worker.model.buffers()]
+    assert worker.evaluate(dataset()) == pytest.approx(wanted)
+    assert all(map(torch.equal, buffers, worker.model.buffers()))
+    receipt = worker.step() or worker.flush()[-1]
+    assert (receipt.applied, receipt.staleness) == (True, 1)
+
+
+def test_so_it_does_where_a_metric_evaluates_in_train(serve, join):
+    server = serve(net())
+    worker, other = (join(server, net(), optimizer=SPEC) for _ in range(2))
+
+    def metric(outputs, targets):
+        backward(other)
+        other.step()
+        return worker.evaluate(dataset())
+
+    x, y = dataset().tensors
+    worker.train(
+        dataloader=[(x, y)] * 3, loss_fn=nn.CrossEntropyLoss(), metrics=["loss", metric], progress=False
+    )
+    mine = {of["id"]: of["mean_staleness"] for of in server.status()["workers"]}
+    assert mine[worker.id] == 1
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_while_batches_wait_the_model_is_measured_as_it_is(serve, join, live):
     server = serve(net())

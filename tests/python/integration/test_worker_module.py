@@ -357,6 +357,64 @@ def test_a_replaced_submodule_is_followed_by_evaluate(pair):
         worker.evaluate([batch(0)])
 
 
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 2, bias=False)
+        self.more = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        bias = 0 if self.out.bias is None else self.out.bias
+        return self.out(x) + sum(self.more) + bias
+
+
+def with_a_bias(model):
+    model.out.bias = nn.Parameter(torch.ones(2))
+
+
+ADDED = {
+    "scale": lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(2))),
+    "more.1": lambda model: model.more.append(nn.Parameter(torch.ones(2))),
+    "out.bias": with_a_bias,
+    "out.mean": lambda model: model.out.register_buffer("mean", torch.zeros(2)),
+    "seen": lambda model: model.register_buffer("seen", torch.zeros(2), persistent=True),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "flush", "evaluate", "train"])
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_module_is_refused_by_name(serve, join, name, call):
+    server = serve(Lists())
+    worker = join(server, Lists(), update_frequency=2 if call == "flush" else 1, optimizer=SPEC)
+    if call == "flush":
+        worker.model(torch.ones(1, 4)).sum().backward()
+        worker.step()
+    ADDED[name](worker.model)
+    worker.model(torch.ones(1, 4)).sum().backward()
+    calls = {
+        "step": worker.step,
+        "flush": worker.flush,
+        "evaluate": lambda: worker.evaluate([]),
+        "train": lambda: worker.train(dataloader=[], loss_fn=nn.CrossEntropyLoss(), progress=False),
+    }
+    for _ in range(2):
+        with pytest.raises(ModelMismatchError, match=f"'{name}'.* the server's has no such tensor"):
+            calls[call]()
+    assert server.status()["version"] == 0
+
+
+def test_a_buffer_outside_the_state_dict_may_come_and_go(serve, join):
+    worker = join(serve(Lists()), Lists(), optimizer=SPEC)
+    for change in (
+        lambda: worker.model.register_buffer("cache", torch.zeros(2), persistent=False),
+        lambda: delattr(worker.model, "seen"),
+    ):
+        change()
+        worker.model(torch.ones(1, 4)).sum().backward()
+        assert worker.step().applied
+
+
 def test_torch_compile(pair):
     server, worker, twin, optimizer = pair(lambda model: torch.compile(model, backend="eager"))
     run(worker, twin, optimizer)
