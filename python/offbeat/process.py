@@ -75,7 +75,8 @@ def announce(message: str) -> None:
     if LOGGER.hasHandlers():
         LOGGER.info(message)
     else:
-        print(message, file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
+        # The line's end in the same write: processes that share a stderr would write between the two.
+        print(f"{message}\n", end="", file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
 
 
 def warn(message: str) -> None:

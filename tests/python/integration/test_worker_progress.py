@@ -5,7 +5,9 @@ import logging
 import os
 import pty
 import signal
+import socket
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -75,6 +77,16 @@ def test_without_a_terminal_there_is_one_line_per_log_frequency_on_stderr(train,
     assert said[0].startswith("worker me: epoch 1/1, step 4, version 4: loss ")
     assert "samples/s" in said[0]
     assert "step 10, version 10" in said[2]
+
+
+def test_a_line_is_written_at_once_with_its_end():
+    """Or another process, that shares stderr, writes between the two. Here each write is a message."""
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = "from offbeat.process import announce; announce('one'); announce('two')"
+    with reader:
+        with writer:
+            subprocess.run([sys.executable, "-c", code], stderr=writer, check=True)
+        assert [said for _ in range(6) if (said := reader.recv(100))] == [b"one\n", b"two\n"]
 
 
 def test_where_logging_is_configured_the_lines_go_there(train, capsys, caplog):
