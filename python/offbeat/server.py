@@ -260,8 +260,16 @@ class ParameterServer(process.Live):
         Args:
             lr: The new base rate.
             group: Index of the optimizer's group; None means all of them.
+
+        Raises:
+            ConfigError: If the rate cannot be used.
         """
-        self._open().set_lr(float(lr), group)
+        server = self._open()
+        try:
+            rate = float(lr)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"lr is {lr!r:.100}: give a number, such as 0.1") from error
+        server.set_lr(rate, group)
 
     def set_optimizer(self, optimizer: object) -> None:
         """Change the optimizer, from the next push on; its state begins anew.

@@ -21,7 +21,7 @@ from offbeat.worker.link import Link
 from offbeat.worker.progress import Progress
 from offbeat.worker.steps import Steps
 
-__all__ = ["LossFunction", "TrainPlan", "run"]
+__all__ = ["LossFunction", "TrainPlan", "loss_function_faults", "run"]
 
 #: In a row, before `train` gives up: what made so many wrong will not pass by itself.
 MAX_REJECTIONS = 100
@@ -217,6 +217,16 @@ class _Loop:
         text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({speed})"
         self._progress.log(text, record, fates)
         self._link.session.set_progress(history.steps)
+
+
+def loss_function_faults(loss_fn: object) -> list[str]:
+    """Tell what is wrong with a loss function, before a batch is computed."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        return [f"loss_fn is the class {loss_fn.__name__}: make one of it, loss_fn={loss_fn.__name__}()"]
+    if not callable(loss_fn):
+        example = "nn.CrossEntropyLoss() or nn.functional.cross_entropy"
+        return [f"loss_fn is {loss_fn!r:.100}: give a function of (outputs, targets), such as {example}"]
+    return []
 
 
 def _wake(module: nn.Module) -> None:

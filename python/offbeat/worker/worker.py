@@ -25,7 +25,7 @@ from offbeat.worker.gradients import LossReduction
 from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
-from offbeat.worker.train import LossFunction, TrainPlan, run
+from offbeat.worker.train import LossFunction, TrainPlan, loss_function_faults, run
 from offbeat.worker.turn import one_thread, whole_turn
 
 if TYPE_CHECKING:
@@ -287,7 +287,8 @@ class AsyncWorker(process.Live):
         steps = self._usable()
         self._is_broken_off = True  # until it returns
         limit = {} if max_steps is None else {"max_steps": max_steps}
-        refuse(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
+        counts = at_least_one(epochs=epochs, log_frequency=log_frequency, **limit)
+        refuse([*counts, *loss_function_faults(loss_fn)])
         source = batches_of(
             dataset,
             dataloader,

@@ -120,6 +120,35 @@ def test_an_unknown_keyword_names_the_nearest(serve, join):
         join(server, net()).train(dataset=dataset(), loss_fn=LOSS, metric="loss")
 
 
+def test_a_value_without_its_keyword_is_refused_with_the_keyword(train, serve, join):
+    server = serve(net())
+    with pytest.raises(ConfigError, match=r"AsyncWorker\.train got a TensorDataset .*: write dataset=…"):
+        join(server, net()).train(dataset(), loss_fn=LOSS)
+    with pytest.raises(ConfigError, match=r"AsyncWorker got a SGD .*: write optimizer=…"):
+        join(server, net(), 32, 1, "cpu", SPEC)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("cross_entropy", r"loss_fn is 'cross_entropy': give a function of \(outputs, targets\)"),
+        (None, "loss_fn is None: give a function"),
+        (nn.CrossEntropyLoss, r"the class CrossEntropyLoss: .* loss_fn=CrossEntropyLoss\(\)"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_loss_function_is_refused_before_a_batch_is_computed(train, given, said):
+    with pytest.raises(ConfigError, match=said):
+        train(dataset=dataset(), loss_fn=given)
+
+
+@pytest.mark.parametrize("make", [tuple, list])
+def test_tensors_given_for_a_dataset_are_refused_with_the_dataset_to_make_of_them(train, make):
+    with pytest.raises(ConfigError, match=r"dataset is a (tuple|list) of tensors.*TensorDataset\("):
+        train(dataset=make((torch.ones(8, 4), torch.zeros(8, dtype=torch.long))))
+    assert train(dataset=make(dataset(8))).stopped == "epochs"
+
+
 # ---------------------------------------------------------------------------------------- order of the data
 
 
