@@ -126,7 +126,10 @@ def _say_goodbye() -> None:
 
 
 def _is_failing() -> bool:
-    """Whether the process ends by an exception: one on its way, or one that the interpreter has printed."""
+    """Whether the process ends by an exception: one on its way, or one that the interpreter has printed.
+
+    A SystemExit that has reached the top is neither: Python forgets it, code and all, before it gets here.
+    """
     on_its_way = sys.exc_info()[1]
     if isinstance(on_its_way, SystemExit):
         return on_its_way.code not in (None, 0)

@@ -283,6 +283,8 @@ def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, end):
 ENDINGS = {
     "the end of the script": ("", "finished"),
     "sys.exit(0)": ("sys.exit(0)", "finished"),
+    "sys.exit(3), of which Python tells nobody": ("sys.exit(3)", "finished"),
+    "sys.exit(3) in a with block": ("\nwith worker: sys.exit(3)", "left"),
     "an exception": ("raise ZeroDivisionError", "left"),
     "a train that failed": (
         "\ntry: worker.train(dataloader=[1], loss_fn=None)\nexcept Exception: pass",
