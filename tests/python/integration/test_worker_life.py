@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.errors import ClosedError, ConfigError, StateError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, StateError
+from support.host import Host
 from support.relay import Relay
 from support.waiting import wait_for
 from support.worker import train_in_a_process
@@ -278,6 +279,31 @@ def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, end):
     assert last_departure(server)["state"] == "left"
     run(loss, nn.CrossEntropyLoss())
     assert last_departure(server)["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_lost_server_is_told_with_what_to_do_and_doing_it_goes_on_from_the_worker_s_model(serve, join):
+    host = Host()
+    fresh = net()
+    with torch.no_grad():
+        fresh[0].bias.zero_()
+    try:
+        address = host.call(None, "start", (net(),))[1]
+        worker = join(address, net(), optimizer=SPEC)
+        step(worker)
+    finally:
+        host.process.kill()
+    kept = {name: value.clone() for name, value in worker.model.state_dict().items()}
+    with pytest.raises(
+        ConnectionLostError, match=r"is lost: .*make a new AsyncWorker, with model="
+    ) as caught:
+        step(worker)
+    assert str(caught.value).count("make a new") == 1
+    worker = join(serve(optimizer=SPEC), worker.model)
+    for name, value in worker.model.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+    assert step(worker).applied
+    assert torch.equal(join(serve(fresh), worker.model).model[0].bias, torch.zeros(8))
 
 
 ENDINGS = {
