@@ -42,13 +42,16 @@ class Fates:
         """Say what became of the pushes, if any was rejected, else nothing; and begin anew."""
         counts, total = self._counts, self._counts.total()
         applied = counts.pop("applied", 0)
+        after_the_end = counts.pop("budget", 0)
         late = self._staleness / max(total, 1)
         self._counts, self._staleness = Counter(), 0
-        if not counts:
-            return ""
-        return (
-            f"{applied} pushes applied, {total - applied} rejected: {_listed(counts)}, staleness {late:.1f}"
-        )
+        told = []
+        if counts:
+            rejected = f"{counts.total()} rejected: {_listed(counts)}"
+            told.append(f"{applied} pushes applied, {rejected}, staleness {late:.1f}")
+        if after_the_end:  # the end of every run with a budget, and no fault
+            told.append(f"{after_the_end} came after the run's max_samples were used up")
+        return "; ".join(told)
 
 
 class Watch:

@@ -129,6 +129,15 @@ def test_a_log_line_says_how_many_pushes_were_rejected_and_why(refused, caplog):
     assert "0 pushes applied, 2 rejected: 2x norm" in said[2]
 
 
+def test_the_end_of_the_budget_is_told_as_an_end_and_not_as_a_fault(serve, join, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    worker = join(serve(nn.Linear(3, 2), max_samples=20), nn.Linear(3, 2), optimizer=SPEC)
+    history = worker.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), log_frequency=4)
+    assert history.stopped == "budget"
+    said = [r.getMessage() for r in caplog.records if "epoch 1/1, step" in r.getMessage()]
+    assert said[-1].endswith("; 1 came after the run's max_samples were used up)")
+
+
 def test_a_bar_says_how_many_pushes_were_rejected_and_why(refused, capsys):
     refused.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), log_frequency=5, progress=True)
     assert "version=0, 0 pushes applied, 5 rejected: 5x norm" in capsys.readouterr().err
