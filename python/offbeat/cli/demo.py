@@ -18,9 +18,15 @@ def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", default=Path("offbeat-demo.png"), help="the picture; %(default)s"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        default=Path("offbeat-demo.png"),
+        help="the picture; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initial values and orders")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of initial values and orders; default: %(default)s"
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where Fashion-MNIST is")
     parser.add_argument("--quick", action="store_true", help="see that it works, not how well")
 

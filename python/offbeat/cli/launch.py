@@ -39,9 +39,18 @@ def add_arguments(parser: Parser) -> None:
         "--server", metavar="HOST:PORT", help="join this one (with OFFBEAT_TOKEN) and start none"
     )
     parser.add_argument(
-        "--first-rank", type=int, default=0, metavar="K", help="RANK of the first worker here"
+        "--first-rank",
+        type=int,
+        default=0,
+        metavar="K",
+        help="RANK of the first worker here; default: %(default)s",
     )
-    parser.add_argument("--world-size", type=positive_int, metavar="N", help="WORLD_SIZE; none: --workers")
+    parser.add_argument(
+        "--world-size",
+        type=positive_int,
+        metavar="N",
+        help="WORLD_SIZE; default: the first rank + the workers here",
+    )
     add_run_options(parser)
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the Python script each worker runs")
     rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")

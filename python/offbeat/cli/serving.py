@@ -59,12 +59,12 @@ def add_run_options(parser: ArgumentParser) -> None:
         "the run", "objects are written as in Python: 'SGD(lr=0.1, momentum=0.9)'"
     )
     run.add_argument(
-        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; none: the first worker's"
+        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
     )
     run.add_argument(
         "--save", type=Path, metavar="FILE", help="write the model there at the end, .safetensors"
     )
-    run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; none: the first worker's")
+    run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; default: the first worker's")
     run.add_argument(
         "--lr-schedule", metavar="SPEC", help="'linear' or 'cosine' fall to 0 over --max-samples"
     )
@@ -88,7 +88,7 @@ def add_run_options(parser: ArgumentParser) -> None:
     run.add_argument(
         "--transaction", default="fragment", metavar="KIND", help="'fragment' (default) or 'model'"
     )
-    run.add_argument("--run-id", metavar="NAME", help="name of the run; none: a random one")
+    run.add_argument("--run-id", metavar="NAME", help="name of the run; default: a random one")
 
 
 def run_options_given(arguments: Namespace) -> list[str]:

@@ -38,7 +38,7 @@ Status = Mapping[str, Any]
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     parser.epilog = GLOSSARY
-    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="none: OFFBEAT_SERVER")
+    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="the server; default: OFFBEAT_SERVER")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--token", metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN")
     parser.add_argument(

@@ -180,3 +180,11 @@ def test_help_of_launch_says_that_the_number_of_workers_is_required(capsys):
     said = capsys.readouterr().out
     assert said.startswith("usage: offbeat launch --workers N [OPTION …] SCRIPT [ARGUMENT …]\n")
     assert "how many processes; required" in said
+    assert "default: the first rank + the workers here" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_help_names_what_happens_without_an_option_and_no_value_that_looks_like_one(capsys, name):
+    with pytest.raises(SystemExit):
+        main.main([name, "--help"])
+    assert "none:" not in capsys.readouterr().out
