@@ -60,7 +60,9 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Run the workers until all have ended; the first failure is the exit code."""
     if arguments.workers is None:
-        raise ConfigError("how many workers? Give --workers N")
+        misplaced = any(word.partition("=")[0] == "--workers" for word in arguments.arguments)
+        before = f" before the script: what stands after {arguments.script} is the script's"
+        raise ConfigError("how many workers? Give --workers N" + (before if misplaced else ""))
     if arguments.server is not None and (given := run_options_given(arguments)):
         raise ConfigError(
             f"{', '.join(given)}: with --server none is started here that could take it; give it to "

@@ -13,8 +13,8 @@ from typing import NoReturn
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import positive_int
-from offbeat.errors import StateError
+from offbeat.cli.parser import count, positive_int
+from offbeat.errors import ConfigError, StateError
 
 __all__ = [
     "Stopped",
@@ -78,7 +78,7 @@ def add_run_options(parser: ArgumentParser) -> None:
         help="what late pushes are worth; may be repeated",
     )
     run.add_argument(
-        "--max-staleness", type=int, metavar="N", help="a push more updates late than this is rejected"
+        "--max-staleness", type=count, metavar="N", help="a push more updates late than this is rejected"
     )
     run.add_argument(
         "--no-momentum-correction",
@@ -126,7 +126,7 @@ def make_server(
         max_staleness=arguments.max_staleness,
         momentum_correction=False if arguments.no_momentum_correction else None,
         transaction=arguments.transaction,
-        lr_schedule=_schedule(arguments.lr_schedule),
+        lr_schedule=_schedule(arguments.lr_schedule, arguments.max_samples),
         max_samples=arguments.max_samples,
         run_id=arguments.run_id,
         host=host,
@@ -148,7 +148,12 @@ def _policies(texts: list[str] | None) -> staleness.Policy:
     return [notation.read(text, "--staleness-policy", POLICIES, "AdaptiveLR(factor=0.9)") for text in texts]
 
 
-def _schedule(text: str | None) -> schedule.Schedule | str | None:
+def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | str | None:
+    if text in ("linear", "cosine") and max_samples is None:
+        raise ConfigError(
+            f"--lr-schedule {text} falls to 0 over the run, which has no end: give --max-samples N, or the "
+            f"schedule's own length, as in '{text.capitalize()}(total=10000)'"
+        )
     if text is None or text in ("linear", "cosine"):
         return text  # their length is the run's
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
