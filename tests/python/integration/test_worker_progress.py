@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.demo.progress import Bar, Lines, choose
 from offbeat.worker.fates import Watch
 from offbeat.worker.progress import _Bar, _Lines, _Silent, progress_for
 
@@ -51,10 +52,10 @@ def unconfigured():
 
 
 @contextmanager
-def terminal():
+def terminal(columns=120):
     """Make stderr a terminal, and give what reads it."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 120, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, columns, 0, 0))
     with os.fdopen(slave, "w") as screen, os.fdopen(master, "rb", buffering=0) as reader:
         os.set_blocking(reader.fileno(), False)
         before, sys.stderr = sys.stderr, screen
@@ -187,6 +188,15 @@ def test_one_terminal_has_one_bar_until_it_is_closed():
         pass
     with progress_for(asked=None, total=10, name="c") as third:
         assert isinstance(third, _Bar)
+
+
+def test_a_terminal_of_no_columns_has_lines():
+    with terminal(columns=0):
+        assert type(progress_for(asked=None, total=1, name="me")) is _Lines
+        assert type(progress_for(asked=True, total=1, name="me")) is _Bar
+        assert type(choose()) is Lines
+    with terminal():
+        assert type(choose()) is Bar
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
