@@ -14,7 +14,6 @@ _REMEDIES = {
     "stale": "raise the server's max_staleness above the staleness of this worker's receipts, or let the "
     "others push less often, with a larger update_frequency",
     "norm": "raise the max_norm of the server's GradientFiltering, or clip the gradients",
-    "no_optimizer": "give train, the worker or the server an optimizer",
     "nonfinite_result": "lower the learning rate",
     "non_finite": "look for what makes the gradients NaN or infinite",
 }
@@ -55,16 +54,20 @@ class Fates:
 
 
 class Watch:
-    """Warns, once, when of the last receipts more than half were rejected."""
+    """Warns, once, when of the last receipts more than half were rejected; of no optimizer at the first."""
 
     def __init__(self, name: str) -> None:
         """`name` is the worker's."""
         self._name = name
         self._last: deque[str] = deque(maxlen=WINDOW)
         self._is_told = False
+        self._misses_optimizer = False
 
     def see(self, receipt: Receipt) -> None:
         """Take one; the end of the run is no fault."""
+        if receipt.reason == "no_optimizer":  # which no push to come will bring
+            self._tell_of_no_optimizer(receipt)
+            return
         if self._is_told or receipt.reason == "budget":
             return
         self._last.append(fate_of(receipt))
@@ -77,6 +80,14 @@ class Watch:
         process.warn(
             f"worker {self._name}: of its last {len(self._last)} pushes the server rejected {rejected} "
             f"({_listed(reasons)}), so that their work is lost; {'; '.join(remedies)}"
+        )
+
+    def _tell_of_no_optimizer(self, receipt: Receipt) -> None:
+        if self._misses_optimizer:
+            return
+        self._misses_optimizer = True
+        process.warn(
+            f"worker {self._name}: the server rejected a push, and does so with all: {receipt.detail}"
         )
 
 

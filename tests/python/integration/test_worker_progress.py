@@ -158,6 +158,16 @@ def test_a_worker_most_of_whose_pushes_are_rejected_is_told_once(refused, caplog
     assert "raise the max_norm" in line
 
 
+def test_a_worker_without_an_optimizer_is_told_at_the_first_push_and_once(serve, join, caplog):
+    worker = join(serve(nn.Linear(3, 2)), nn.Linear(3, 2), worker_id="me")
+    for _ in range(60):
+        nn.functional.cross_entropy(worker.model(BATCHES[0][0]), BATCHES[0][1]).backward()
+        assert worker.step(samples=4).reason == "no_optimizer"
+        (line,) = warned(caplog)
+    assert line.startswith("worker me: the server rejected a push, and does so with all: ")
+    assert "give one to ParameterServer(optimizer=…) or AsyncWorker" in line
+
+
 def test_a_worker_half_of_whose_pushes_are_applied_is_told_nothing(caplog):
     watch = Watch("me")
     applied = offbeat.Receipt(1, 1, 0, 1.0, "admit", applied=True, duplicate=False)
