@@ -34,7 +34,7 @@ class Live:
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
         """Refuse copy, deepcopy and pickle alike."""
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")
+        raise TypeError(f"{type(self).__name__} objects cannot be copied or pickled: {self._instead}")
 
     def _at_exit(self, *, failed: bool) -> None:
         """Close, as the process ends; `failed` if it ends by an exception."""
