@@ -41,8 +41,8 @@ def run(arguments: Namespace) -> int:
             importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"the demo needs {' and '.join(NEEDED)}, and {error.name} is not installed: "
-            "pip install 'offbeat[demo]'",
+            f"the demo needs {' and '.join(NEEDED)}, and {error.name} is not installed: pip install "
+            f"{error.name} (of an Offbeat from an index, pip install 'offbeat[demo]' brings all)",
             name=error.name,
         ) from error
     from offbeat.demo import progress, report

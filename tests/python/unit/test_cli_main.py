@@ -1,6 +1,7 @@
 """The command line's frame: what is refused and how, and that each kind of end has its number."""
 
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -141,6 +142,13 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_and_code_1(capsys, monkeyp
     code, _, err = run(capsys, "env")
     assert code == ExitCode.UNEXPECTED
     assert err == "offbeat: ZeroDivisionError: by zero (--debug shows where)\n"
+
+
+def test_the_demo_without_matplotlib_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "demo")
+    assert code == ExitCode.MISSING_PACKAGE
+    assert "and matplotlib is not installed: pip install matplotlib (" in err
 
 
 def test_ctrl_c_is_130(capsys, monkeypatch):
