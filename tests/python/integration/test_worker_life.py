@@ -354,7 +354,7 @@ def test_the_end_of_a_multiprocessing_process_is_the_end_of_the_worker(serve, me
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
 def test_a_worker_is_not_copied_and_the_remedy_is_told(serve, join, make):
     worker = join(serve(net()), net(), optimizer=SPEC)
-    with pytest.raises(TypeError, match="^AsyncWorker objects cannot be copied .*: make one in each process"):
+    with pytest.raises(TypeError, match=r"^AsyncWorker objects .*: make one in each process"):
         make(worker)
     assert step(worker).applied
 
