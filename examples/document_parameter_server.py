@@ -1,10 +1,10 @@
-"""The parameter server of the document, in two processes.
+"""A parameter server and a worker, in two processes.
 
     python examples/document_parameter_server.py server 5000
     python examples/document_parameter_server.py worker 127.0.0.1:5000
 
-Where the page is divided by lines, the code between them is the document's; only imports, model, data,
-address and device differ.
+Where the page is divided by lines, the code between them is the interface as it was first described, and
+keeps running as it stands; only imports, model, data, address and device are this example's.
 """
 
 import sys
@@ -17,7 +17,7 @@ from offbeat import AsyncWorker, ParameterServer, optim
 
 
 def run_server(port: int) -> None:
-    # ---------------------------------------------------------------- the document's
+    # ---------------------------------------------------------------- as the interface was first described
     # Create a parameter server
     server = ParameterServer(
         model=nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)),
@@ -37,7 +37,7 @@ def run_server(port: int) -> None:
 def run_worker(address: str) -> None:
     features = torch.randn(640, 20)
     train_dataset = TensorDataset(features, (features.sum(1) > 0).long())
-    # ---------------------------------------------------------------- the document's
+    # ---------------------------------------------------------------- as the interface was first described
     # On worker nodes
     worker = AsyncWorker(
         server_address=address,
@@ -58,8 +58,10 @@ def run_worker(address: str) -> None:
 
 
 if __name__ == "__main__":
-    role, where = sys.argv[1:]
-    if role == "server":
-        run_server(int(where))
-    else:
-        run_worker(where)
+    match sys.argv[1:]:
+        case ["server", port] if port.isdecimal():
+            run_server(int(port))
+        case ["worker", address]:
+            run_worker(address)
+        case _:
+            sys.exit("usage: document_parameter_server.py server PORT | worker HOST:PORT")

@@ -1,6 +1,8 @@
-"""The document's first best practice: a tuned staleness policy. A worker joins it in the same process.
+"""A tuned staleness policy: what a push is worth that comes late, and which one comes too late.
 
-python examples/document_staleness.py
+    python examples/document_staleness.py
+
+Two workers of one process. While one holds a gradient back, the other makes updates, more of them each time.
 """
 
 import torch
@@ -10,7 +12,7 @@ from offbeat import AsyncWorker, ParameterServer, optim
 
 model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 
-# ---------------------------------------------------------------- the document's
+# ---------------------------------------------------------------- as the interface was first described
 # Example: Adaptive staleness handling
 server = ParameterServer(
     model=model,
@@ -20,11 +22,25 @@ server = ParameterServer(
 )
 # ---------------------------------------------------------------- to here
 
-with server, AsyncWorker(server.address, optimizer=optim.SGD(lr=0.1)) as worker:
-    for _ in range(20):
-        features = torch.randn(32, 20)
-        loss = nn.functional.cross_entropy(worker.model(features), (features.sum(1) > 0).long())
-        loss.backward()  # type: ignore[no-untyped-call]  # torch does not say what it returns
-        receipt = worker.step()
+
+def compute(worker: AsyncWorker) -> None:
+    """Leave the gradients of one batch on a worker's model."""
+    features = torch.randn(32, 20)
+    loss = nn.functional.cross_entropy(worker.model(features), (features.sum(1) > 0).long())
+    loss.backward()  # type: ignore[no-untyped-call]  # torch does not say what it returns
+
+
+with (
+    server,
+    AsyncWorker(server.address, optimizer=optim.SGD(lr=0.1)) as fast,
+    AsyncWorker(server.address) as slow,
+):
+    for num_updates in (0, 1, 2, 3, 5, 10, 20, 21):
+        compute(slow)
+        for _ in range(num_updates):
+            compute(fast)
+            fast.step()
+        receipt = slow.step()
         if receipt is not None:
-            print(f"version {receipt.version}: {receipt.staleness} updates late, weight {receipt.weight}")
+            worth = f"weight {receipt.weight:.2f}" if receipt.applied else f"rejected: {receipt.detail}"
+            print(f"version {receipt.version}: {receipt.staleness} updates late, {worth}")

@@ -1,4 +1,4 @@
-"""The document's tutorial, "Implementing Asynchronous Parameter Server Training", in separate processes.
+"""A tutorial, "Implementing Asynchronous Parameter Server Training": digits, in separate processes.
 
     export TUTORIAL_SERVER=127.0.0.1:5000
     python examples/document_tutorial.py server
@@ -7,9 +7,10 @@
 
 or all of them under `multiprocessing.Process`: python examples/document_tutorial.py all 2
 
-Where the page is divided by lines, the code between them is the document's; only imports, data, address and
-device differ. The server's two checkpoint keywords are left out: they come with the next version of Offbeat,
-and until then are refused by name.
+Where the page is divided by lines, the code between them is the interface as it was first described, and
+keeps running as it stands; only imports, data, address and device are this example's. The server's two
+checkpoint keywords are left out: they come with the next version of Offbeat, and until then are refused by
+name.
 """
 
 import functools
@@ -44,7 +45,7 @@ def digits(*, train: bool) -> TensorDataset:
     return TensorDataset(torch.tensor(images).flatten(1), torch.tensor(labels))
 
 
-# -------------------------------------------------------------------- the document's
+# -------------------------------------------------------------------- as the interface was first described
 # Define model
 model = nn.Sequential(
     nn.Linear(784, 256),
@@ -134,4 +135,4 @@ if __name__ == "__main__":
         case ["all", world_size]:
             sys.exit(run_all(int(world_size)))
         case _:
-            sys.exit(__doc__)
+            sys.exit("usage: document_tutorial.py server | worker RANK WORLD_SIZE | all WORLD_SIZE")

@@ -74,7 +74,7 @@ def main(num_workers: int) -> None:
             worker.start()
         for worker in workers:
             worker.join()
-        print(f"the model is {server.status()['version']} updates old")
+        print(f"the model is trained, after {server.status()['version']} updates")
     sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
 
 

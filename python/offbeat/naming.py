@@ -30,18 +30,28 @@ def unknown(kind: str, name: object, known: Collection[str]) -> str:
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function or constructor refuse an unknown keyword with the nearest known one.
+    """Let a function or constructor refuse what its signature does not have, and say what it has.
 
     Raises:
-        ConfigError: From the function made: for each keyword that is not in the signature.
+        ConfigError: From the function made: for each keyword that is not in the signature, with the nearest
+            that is, and for a value without its keyword where that is needed.
     """
-    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    signature = inspect.signature(function).parameters
+    parameters = [name for name in signature if name != "self"]
+    by_keyword = [name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    num_by_place = len(signature) - len(by_keyword)
     of = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
         if wrong := [name for name in keywords if name not in parameters]:
             raise ConfigError("; ".join(unknown(f"keyword of {of}", name, parameters) for name in wrong))
+        if len(args) > num_by_place and by_keyword:
+            first = next((name for name in by_keyword if name not in keywords), by_keyword[0])
+            raise ConfigError(
+                f"{of} got a {type(args[num_by_place]).__name__} without its keyword: write {first}=… if it "
+                f"is that. By keyword alone: {', '.join(by_keyword)}"
+            )
         return function(*args, **keywords)
 
     return checked

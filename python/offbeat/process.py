@@ -35,7 +35,7 @@ class Live:
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
         """Refuse copy, deepcopy and pickle alike."""
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")
+        raise TypeError(f"{type(self).__name__} objects cannot be copied or pickled: {self._instead}")
 
     def _at_exit(self, failure: BaseException | None) -> None:
         """Close, as the process ends, by an exception perhaps."""
@@ -76,7 +76,8 @@ def announce(message: str) -> None:
     if LOGGER.hasHandlers():
         LOGGER.info(message)
     else:
-        print(message, file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
+        # The line's end in the same write: processes that share a stderr would write between the two.
+        print(f"{message}\n", end="", file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
 
 
 def warn(message: str) -> None:
@@ -131,7 +132,10 @@ def _say_goodbye() -> None:
 
 
 def _failure() -> BaseException | None:
-    """What the process ends by: an exception on its way, or one that the interpreter has printed."""
+    """What the process ends by: an exception on its way, or one that the interpreter has printed.
+
+    A SystemExit that has reached the top is neither: Python forgets it, code and all, before it gets here.
+    """
     on_its_way = sys.exc_info()[1]
     if isinstance(on_its_way, SystemExit) and on_its_way.code in (None, 0):
         return None

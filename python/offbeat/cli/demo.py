@@ -18,9 +18,15 @@ def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", default=Path("offbeat-demo.png"), help="the picture; %(default)s"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        default=Path("offbeat-demo.png"),
+        help="the picture; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initial values and orders")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of initial values and orders; default: %(default)s"
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where Fashion-MNIST is")
     parser.add_argument("--quick", action="store_true", help="see that it works, not how well")
 
@@ -35,8 +41,8 @@ def run(arguments: Namespace) -> int:
             importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"the demo needs {' and '.join(NEEDED)}, and {error.name} is not installed: "
-            "pip install 'offbeat[demo]'",
+            f"the demo needs {' and '.join(NEEDED)}, and {error.name} is not installed: pip install "
+            f"{error.name} (of an Offbeat from an index, pip install 'offbeat[demo]' brings all)",
             name=error.name,
         ) from error
     from offbeat.demo import progress, report

@@ -41,9 +41,18 @@ def add_arguments(parser: Parser) -> None:
         "--server", metavar="HOST:PORT", help="join this one (with OFFBEAT_TOKEN) and start none"
     )
     parser.add_argument(
-        "--first-rank", type=int, default=0, metavar="K", help="RANK of the first worker here"
+        "--first-rank",
+        type=int,
+        default=0,
+        metavar="K",
+        help="RANK of the first worker here; default: %(default)s",
     )
-    parser.add_argument("--world-size", type=positive_int, metavar="N", help="WORLD_SIZE; none: --workers")
+    parser.add_argument(
+        "--world-size",
+        type=positive_int,
+        metavar="N",
+        help="WORLD_SIZE; default: the first rank + the workers here",
+    )
     add_run_options(parser)
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the Python script each worker runs")
     rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
@@ -53,7 +62,9 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Run the workers until all have ended; the first failure is the exit code."""
     if arguments.workers is None:
-        raise ConfigError("how many workers? Give --workers N")
+        misplaced = any(word.partition("=")[0] == "--workers" for word in arguments.arguments)
+        before = f" before the script: what stands after {arguments.script} is the script's"
+        raise ConfigError("how many workers? Give --workers N" + (before if misplaced else ""))
     if arguments.server is not None and (given := run_options_given(arguments)):
         raise ConfigError(
             f"{', '.join(given)}: with --server none is started here that could take it; give it to "

@@ -13,6 +13,9 @@ from offbeat.errors import ConfigError
 
 __all__ = ["check_writable", "load", "save"]
 
+TORCHS = (b"PK", b"\x80\x02")
+"""How a file of `torch.save` begins: today's are zip archives, older ones pickles."""
+
 BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
 
 
@@ -32,6 +35,13 @@ def load(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="np") as file:
             return {name: file.get_tensor(name) for name in file.offset_keys()}
     except (SafetensorError, AttributeError, KeyError, TypeError) as error:
+        with path.open("rb") as file:
+            if file.read(2) in TORCHS:
+                raise ConfigError(
+                    f"--model: {path} looks like a file of torch.save and not .safetensors: convert it in "
+                    f"Python, with safetensors.torch.save_file(torch.load({str(path)!r}), "
+                    f"{str(path.with_suffix('.safetensors'))!r}) where it holds a state_dict"
+                ) from error
         raise ConfigError(f"--model: {path} cannot be read as .safetensors: {error}") from error
 
 

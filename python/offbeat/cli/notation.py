@@ -38,18 +38,27 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
 
 
 def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:
-    refusal = ConfigError(f"{option} {text!r} cannot be read: write a name, or as in Python, {example!r}")
+    def refusal(why: str = "") -> ConfigError:
+        return ConfigError(
+            f"{option} {text!r} cannot be read{why}: write a name, or as in Python, {example!r}"
+        )
+
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-        if isinstance(tree, ast.Name):
-            return tree.id, {}
-        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)) or tree.args:
-            raise refusal
-        if any(keyword.arg is None for keyword in tree.keywords):
-            raise refusal
-        return tree.func.id, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
     except (SyntaxError, ValueError) as error:
-        raise refusal from error
+        raise refusal(", since a ) is missing" if text.count("(") > text.count(")") else "") from error
+    if isinstance(tree, ast.Name):
+        return tree.id, {}
+    if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)):
+        raise refusal()
+    if tree.args:
+        raise refusal(", since it has a value without its keyword")
+    if any(keyword.arg is None for keyword in tree.keywords):
+        raise refusal()
+    try:
+        return tree.func.id, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
+    except ValueError as error:
+        raise refusal() from error
 
 
 def _folded(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import NoReturn
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
-__all__ = ["Parser", "positive_int"]
+__all__ = ["Parser", "count", "positive_int"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,10 +45,19 @@ class Parser(argparse.ArgumentParser):
 
 def positive_int(text: str) -> int:
     """Read a whole number, 1 or more; underscores are allowed, as in Python."""
+    return _whole(text, least=1)
+
+
+def count(text: str) -> int:
+    """Read a whole number, 0 or more; underscores are allowed, as in Python."""
+    return _whole(text, least=0)
+
+
+def _whole(text: str, *, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more")
     return value

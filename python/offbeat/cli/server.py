@@ -36,10 +36,10 @@ def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     door = parser.add_argument_group("the door")
     door.add_argument(
-        "--host", metavar="ADDRESS", help="none: every interface with a token, this machine without"
+        "--host", metavar="ADDRESS", help="default: every interface with a token, this machine without"
     )
     door.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="0: a free one; default %(default)s"
+        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="default: %(default)s; 0 takes a free one"
     )
     door.add_argument("--token", metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN")
     door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="the run is not over before so many have joined",
+        help="the run is not over before so many have joined; default: %(default)s",
     )
     end.add_argument("--keep-running", action="store_true", help="go on after all workers have gone")
     add_run_options(parser)

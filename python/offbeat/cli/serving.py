@@ -13,8 +13,8 @@ from types import FrameType
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import positive_int
-from offbeat.errors import StateError
+from offbeat.cli.parser import count, positive_int
+from offbeat.errors import ConfigError, StateError
 
 __all__ = [
     "Signals",
@@ -61,12 +61,12 @@ def add_run_options(parser: ArgumentParser) -> None:
         "the run", "objects are written as in Python: 'SGD(lr=0.1, momentum=0.9)'"
     )
     run.add_argument(
-        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; none: the first worker's"
+        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
     )
     run.add_argument(
         "--save", type=Path, metavar="FILE", help="write the model there at the end, .safetensors"
     )
-    run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; none: the first worker's")
+    run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; default: the first worker's")
     run.add_argument(
         "--lr-schedule", metavar="SPEC", help="'linear' or 'cosine' fall to 0 over --max-samples"
     )
@@ -80,7 +80,7 @@ def add_run_options(parser: ArgumentParser) -> None:
         help="what late pushes are worth; may be repeated",
     )
     run.add_argument(
-        "--max-staleness", type=int, metavar="N", help="a push more updates late than this is rejected"
+        "--max-staleness", type=count, metavar="N", help="a push more updates late than this is rejected"
     )
     run.add_argument(
         "--no-momentum-correction",
@@ -90,7 +90,7 @@ def add_run_options(parser: ArgumentParser) -> None:
     run.add_argument(
         "--transaction", default="fragment", metavar="KIND", help="'fragment' (default) or 'model'"
     )
-    run.add_argument("--run-id", metavar="NAME", help="name of the run; none: a random one")
+    run.add_argument("--run-id", metavar="NAME", help="name of the run; default: a random one")
 
 
 def run_options_given(arguments: Namespace) -> list[str]:
@@ -128,7 +128,7 @@ def make_server(
         max_staleness=arguments.max_staleness,
         momentum_correction=False if arguments.no_momentum_correction else None,
         transaction=arguments.transaction,
-        lr_schedule=_schedule(arguments.lr_schedule),
+        lr_schedule=_schedule(arguments.lr_schedule, arguments.max_samples),
         max_samples=arguments.max_samples,
         run_id=arguments.run_id,
         host=host,
@@ -150,7 +150,12 @@ def _policies(texts: list[str] | None) -> staleness.Policy:
     return [notation.read(text, "--staleness-policy", POLICIES, "AdaptiveLR(factor=0.9)") for text in texts]
 
 
-def _schedule(text: str | None) -> schedule.Schedule | str | None:
+def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | str | None:
+    if text in ("linear", "cosine") and max_samples is None:
+        raise ConfigError(
+            f"--lr-schedule {text} falls to 0 over the run, which has no end: give --max-samples N, or the "
+            f"schedule's own length, as in '{text.capitalize()}(total=10000)'"
+        )
     if text is None or text in ("linear", "cosine"):
         return text  # their length is the run's
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")

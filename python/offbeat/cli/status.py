@@ -11,7 +11,7 @@ from offbeat.address import EVERY_INTERFACE, THIS_MACHINE, reachable
 from offbeat.checks import refuse, seconds
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
-from offbeat.errors import ConfigError, OffbeatTimeoutError, ProtocolError
+from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
 
 __all__ = ["add_arguments", "columns", "report", "run"]
 
@@ -39,7 +39,7 @@ Status = Mapping[str, Any]
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     parser.epilog = GLOSSARY
-    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="none: OFFBEAT_SERVER")
+    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="the server; default: OFFBEAT_SERVER")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--token", metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN")
     parser.add_argument(
@@ -58,6 +58,8 @@ def run(arguments: Namespace) -> int:
     token = arguments.token or os.environ.get("OFFBEAT_TOKEN") or None
     try:
         text = fetch_status(address, token, arguments.timeout_s)
+    except AuthenticationError as error:  # worded for a worker
+        raise AuthenticationError(str(error).replace("this worker", "this client")) from error
     except OffbeatTimeoutError as error:
         if _answers_http(address):
             raise ProtocolError(
@@ -118,16 +120,23 @@ def _optimizer(status: Status) -> str:
     )
 
 
+def _learning_rate(status: Status) -> str:
+    optimizer, schedule = status["optimizer"], status["schedule"]
+    if optimizer is not None and optimizer["runs_on"] == "worker":
+        return "-, the workers' optimizers decide"
+    rates = ", ".join(f"{lr:g}" for lr in schedule["lr"]) or "-"
+    return f"{rates} (schedule's factor {schedule['factor']:g})"
+
+
 def _run(status: Status, asked: str) -> str:
-    tickets, schedule = status["tickets"], status["schedule"]
+    tickets = status["tickets"]
     of = f" of {status['max_samples']:,}" if status["max_samples"] is not None else ""
     lines = {
         "run": f"{status['run_id']} on {_address(status['address'], asked)}, "
         f"{status['state'].replace('_', ' ')}, up {_duration(status['uptime_s'])}",
         "model": f"version {status['version']:,}, {status['samples']:,}{of} samples, term {status['term']}",
         "optimizer": _optimizer(status),
-        "learning rate": f"{', '.join(f'{lr:g}' for lr in schedule['lr']) or '-'} (schedule's factor "
-        f"{schedule['factor']:g})",
+        "learning rate": _learning_rate(status),
         "staleness": _staleness(status["staleness"]),
         "transaction": status["transaction"],
         "pushes": ", ".join(f"{tickets[fate]:,} {fate}" for fate in ("applied", "partial", "dropped"))

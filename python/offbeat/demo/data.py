@@ -109,7 +109,7 @@ def load_digits() -> ImageData:
     except ImportError as error:
         raise ConfigError(
             "no data to train on: install Debian's package dataset-fashion-mnist, name a folder that has "
-            "Fashion-MNIST, or install scikit-learn for its digits (pip install 'offbeat[demo]')"
+            "Fashion-MNIST, or install scikit-learn for its digits (pip install scikit-learn)"
         ) from error
     small, labels = cast(
         "tuple[NDArray[np.float64], NDArray[np.int64]]", datasets.load_digits(return_X_y=True)

@@ -7,6 +7,8 @@ from typing import Never, Protocol, Self
 
 from tqdm import tqdm
 
+from offbeat.worker.progress import on_terminal
+
 __all__ = ["Bar", "Lines", "Progress", "Silent", "choose"]
 
 LINE_EVERY_S = 5.0
@@ -100,4 +102,4 @@ class Bar(Silent):
 
 def choose() -> Progress:
     """Choose by whether stderr is a terminal."""
-    return Bar() if sys.stderr.isatty() else Lines()
+    return Bar() if on_terminal() else Lines()

@@ -29,6 +29,11 @@ def table(result: DemoResult) -> str:
         "process was timed\nalone on them, so the times say little about speed. What they show is that "
         "nobody waits for the slow one."
     )
+    if any("budget" in worker.rejected for task in result.tasks for worker in task.asynchronous.workers):
+        parts.append(
+            'Rejected for "budget" are the pushes that came when the run\'s samples were used up: that is\n'
+            "how each worker learns of the end, and no fault."
+        )
     parts.append(f"{result.seconds:.0f} s in all")
     return "\n\n".join(parts)
 

@@ -161,6 +161,7 @@ class _Stage:
                 worker_id=f"worker-{rank}",
                 seed=1 + rank + self._config.seed * num_workers,  # no two alike in neighbouring seeds
                 slowed=self._config.slowed if rank == num_workers - 1 else 1.0,
+                num_others=num_workers - 1,
             )
             for rank in range(num_workers)
         ]

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,22 +58,33 @@ class Shuffled:
 
 
 class Slowed:
-    """A loader as a slower machine would have it: each batch takes `factor` times as long.
+    """A loader as a slower machine would have it: each batch takes `factor` times as long as it takes others.
 
-    The time from one batch to the next, in which the one is trained on and pushed, is measured; then the next
-    is waited for, `factor` - 1 times as long. The parameters were read before that, so they age meanwhile.
+    How long that is, is told by the model's version, which moves with each of their pushes. One's own time
+    would not do: who sleeps between batches finds cores taken and caches cold, and the factor would multiply
+    that too. The next batch is waited for after the parameters were read, so that they age meanwhile.
     """
 
-    def __init__(self, batches: Iterable[Batch], factor: float) -> None:
+    def __init__(
+        self, batches: Iterable[Batch], factor: float, *, version: Callable[[], int], num_others: int
+    ) -> None:
+        """`version` tells how many pushes were applied, one's own among them."""
         self._batches = batches
         self._factor = factor
+        self._version = version
+        self._num_others = num_others
         self._never = threading.Event()
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            began = time.monotonic()
+        began = due = time.monotonic()
+        first = self._version()
+        for own, batch in enumerate(self._batches, 1):
             yield batch
-            self._never.wait((self._factor - 1) * (time.monotonic() - began))
+            now = time.monotonic()
+            theirs = self._version() - first - own
+            one_of_theirs = (now - began) * self._num_others / theirs if theirs > 0 else now - due
+            due = max(now, due + self._factor * one_of_theirs)
+            self._never.wait(due - now)
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ class Job:
         token: The server's.
         worker_id: The worker's name.
         seed: Of this worker's order of the samples.
-        slowed: How many times slower than it could be; 1 for as fast as it can.
+        slowed: How many times slower than the others; 1 for as fast as it can.
+        num_others: How many other workers the run has.
     """
 
     task: Task
@@ -50,6 +51,7 @@ class Job:
     worker_id: str
     seed: int
     slowed: float
+    num_others: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +99,10 @@ def _do(job: Job, pipe: Connection, samples: Samples) -> Finished:
         batches = Shuffled(samples, task.batch_size, job.seed)
         pipe.send(None)
         pipe.recv()  # all are ready: go
+        slowed = Slowed(batches, job.slowed, version=lambda: worker.version, num_others=job.num_others)
         began = time.monotonic()
         history = worker.train(
-            dataloader=batches if job.slowed == 1 else Slowed(batches, job.slowed),
+            dataloader=batches if job.slowed == 1 else slowed,
             optimizer=SGD(lr=task.lr, momentum=task.momentum),
             loss_fn=nn.CrossEntropyLoss(),
             log_frequency=max(1, round(task.log_frequency / job.slowed)),

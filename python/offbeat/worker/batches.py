@@ -110,6 +110,12 @@ def batches_of(
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}, which gives batches: give it as dataloader="
             )
+        if isinstance(dataset, tuple | list) and all(hasattr(part, "shape") for part in dataset):
+            raise ConfigError(
+                f"dataset is a {type(dataset).__name__} of tensors, and no dataset, which gives a pair "
+                f"(inputs, targets) for each index: give "
+                f"dataset=torch.utils.data.TensorDataset(inputs, targets)"
+            )
         return Epochs(dataset, batch_size, order, pin_memory=pin_memory)
     if dataset is not None:
         raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got both")

@@ -14,7 +14,6 @@ _REMEDIES = {
     "stale": "raise the server's max_staleness above the staleness of this worker's receipts, or let the "
     "others push less often, with a larger update_frequency",
     "norm": "raise the max_norm of the server's GradientFiltering, or clip the gradients",
-    "no_optimizer": "give train, the worker or the server an optimizer",
     "nonfinite_result": "lower the learning rate",
     "non_finite": "look for what makes the gradients NaN or infinite",
 }
@@ -42,26 +41,33 @@ class Fates:
         """Say what became of the pushes, if any was rejected, else nothing; and begin anew."""
         counts, total = self._counts, self._counts.total()
         applied = counts.pop("applied", 0)
+        after_the_end = counts.pop("budget", 0)
         late = self._staleness / max(total, 1)
         self._counts, self._staleness = Counter(), 0
-        if not counts:
-            return ""
-        return (
-            f"{applied} pushes applied, {total - applied} rejected: {_listed(counts)}, staleness {late:.1f}"
-        )
+        told = []
+        if counts:
+            rejected = f"{counts.total()} rejected: {_listed(counts)}"
+            told.append(f"{applied} pushes applied, {rejected}, staleness {late:.1f}")
+        if after_the_end:  # the end of every run with a budget, and no fault
+            told.append(f"{after_the_end} came after the run's max_samples were used up")
+        return "; ".join(told)
 
 
 class Watch:
-    """Warns, once, when of the last receipts more than half were rejected."""
+    """Warns, once, when of the last receipts more than half were rejected; of no optimizer at the first."""
 
     def __init__(self, name: str) -> None:
         """`name` is the worker's."""
         self._name = name
         self._last: deque[str] = deque(maxlen=WINDOW)
         self._is_told = False
+        self._misses_optimizer = False
 
     def see(self, receipt: Receipt) -> None:
         """Take one; the end of the run is no fault."""
+        if receipt.reason == "no_optimizer":  # which no push to come will bring
+            self._tell_of_no_optimizer(receipt)
+            return
         if self._is_told or receipt.reason == "budget":
             return
         self._last.append(fate_of(receipt))
@@ -74,6 +80,14 @@ class Watch:
         process.warn(
             f"worker {self._name}: of its last {len(self._last)} pushes the server rejected {rejected} "
             f"({_listed(reasons)}), so that their work is lost; {'; '.join(remedies)}"
+        )
+
+    def _tell_of_no_optimizer(self, receipt: Receipt) -> None:
+        if self._misses_optimizer:
+            return
+        self._misses_optimizer = True
+        process.warn(
+            f"worker {self._name}: the server rejected a push, and does so with all: {receipt.detail}"
         )
 
 

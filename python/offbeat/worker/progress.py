@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from offbeat.history import Record
 from offbeat.process import announce
 
-__all__ = ["Progress", "progress_for"]
+__all__ = ["Progress", "on_terminal", "progress_for"]
 
 _log = logging.getLogger("offbeat")
 
@@ -43,7 +43,7 @@ def progress_for(*, asked: bool | None, total: int | None, name: str) -> Progres
         return _Bar(total, name, None)
     if _in_notebook():
         return _Bar(total, name, None)
-    if not sys.stderr.isatty():
+    if not on_terminal():
         return _Lines(name)
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return _Silent()
@@ -104,6 +104,16 @@ class _Bar(_Silent):
         listed = [f"{name}={value}" for name, value in shown.items()]
         self._bar.set_postfix_str(", ".join([*listed, fates] if fates else listed), refresh=False)
         _log.info("%s", text)
+
+
+def on_terminal() -> bool:
+    """Whether stderr is a terminal that a bar can be drawn on; one of 0 columns shows nothing of it."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:  # one that only says so
+        return True
 
 
 def _in_notebook() -> bool:

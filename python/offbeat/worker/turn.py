@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from offbeat.errors import StateError
+from offbeat.errors import ConnectionLostError, StateError
 
 if TYPE_CHECKING:
     from threading import RLock
@@ -14,6 +14,11 @@ __all__ = ["one_thread", "whole_turn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_AFTER_A_LOSS = (
+    ". This worker cannot go on, and worker.model keeps the parameters last pulled: when a server is there "
+    "again, make a new AsyncWorker, with model=worker.model, which a server without a model begins with"
+)
+
 
 def one_thread(method: F) -> F:
     """Let a method refuse what comes while another thread is in one; its object has the lock, `_turn`.
@@ -21,13 +26,20 @@ def one_thread(method: F) -> F:
     Raises:
         ForkedError, ClosedError: From the method made, if the object may not be used here any more.
         StateError: From the method made; nothing was done.
+        ConnectionLostError: From the method made, with what to do then.
     """
 
     @wraps(method)
     def alone(self: Any, *args: object, **keywords: object) -> object:  # noqa: ANN401  whatever has a turn
         self._usable()  # first: in a forked child the turn stays with a thread that is not there
         with whole_turn(self._turn, f"{method.__name__}()"):
-            return method(self, *args, **keywords)
+            try:
+                return method(self, *args, **keywords)
+            except ConnectionLostError as error:
+                # A server that was stopped has said so. Once: a method may have been called by another.
+                if type(error) is ConnectionLostError and _AFTER_A_LOSS not in str(error):
+                    error.args = (f"{error}{_AFTER_A_LOSS}",)
+                raise
 
     return cast(F, alone)
 

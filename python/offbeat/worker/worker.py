@@ -49,11 +49,12 @@ class AsyncWorker(process.Live):
             server's description, where the server's model is one of `torch.nn` layers in `nn.Sequential`.
             Where the server has no model yet, this one is brought to it.
         local_batch_size: Batch size of `train(dataset=...)`, and what `step()` counts if not told otherwise.
-        update_frequency: Batches per push, whose gradients are averaged by samples; with a live optimizer,
-            local steps per push.
+        update_frequency: Batches per push, whose gradients are averaged by samples, or added up where the
+            losses are sums; with a live optimizer, local steps per push.
         device: Where the model computes.
         optimizer: See `train`; for a loop of one's own.
-        loss_reduction: Whether losses are means over their batch, or sums.
+        loss_reduction: Whether losses are means over their batch, or sums. Gradients of sums are added up
+            and never divided, so that a push grows with its samples; the losses shown are per sample.
         in_flight: 1: each step waits for its answer. 2: a step pushes and takes the answer to the one before,
             so that the network is busy in both directions; every push is then one update late at least.
         buffers: "sync": changes of buffers (BatchNorm and others) are added up on the server; floats are
@@ -288,7 +289,8 @@ class AsyncWorker(process.Live):
         self._is_broken_off = True  # until it returns
         limit = {} if max_steps is None else {"max_steps": max_steps}
         faults = at_least_one(epochs=epochs, log_frequency=log_frequency, **limit)
-        refuse(faults + functions("a function of (outputs, targets)", loss_fn=loss_fn))
+        example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
+        refuse(faults + functions(example, loss_fn=loss_fn))
         source = batches_of(
             dataset,
             dataloader,

@@ -15,7 +15,6 @@ use offbeat_core::store::{
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 /// Two fragments: 65536 and 4464 elements.
 const ELEMENTS: u64 = 70_000;
@@ -359,25 +358,17 @@ fn a_run_that_takes_long_to_resolve_holds_nobody_up() {
     let last = spec.optimizer.groups[0].clone();
     spec.optimizer.groups = (0..600).map(|_| Group { pattern: "*a*a*c".into(), ..last.clone() }).collect();
     spec.optimizer.groups.push(last);
-    let configure = |spec: RunSpec| {
-        let began = Instant::now();
-        store.configure(spec);
-        began.elapsed()
-    };
-    let (took, longest) = std::thread::scope(|scope| {
-        let configuring = scope.spawn(|| configure(spec.clone()));
-        let mut longest = Duration::ZERO;
+    std::thread::scope(|scope| {
+        let configuring = scope.spawn(|| store.configure(spec));
+        let mut num_answers = 0_u64;
         while !configuring.is_finished() {
-            let asked = Instant::now();
             assert_eq!(store.version(), 0);
-            longest = longest.max(asked.elapsed());
+            num_answers += 1;
         }
-        (configuring.join().unwrap(), longest)
+        configuring.join().unwrap();
+        // Behind the lock there would be one or two.
+        assert!(num_answers > 50, "who asked for the version had {num_answers} answers meanwhile");
     });
-    assert!(longest < took / 2, "who asked for the version waited for {longest:?} of {took:?}");
-    spec.optimizer.groups[0].lr = 0.5;
-    let again = configure(spec);
-    assert!(again < took / 2, "another learning rate took {again:?}, the patterns {took:?}");
 }
 
 fn stage(store: &Arc<Store>, fill: f32) -> Vec<StagedFragment> {

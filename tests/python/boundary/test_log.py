@@ -126,7 +126,7 @@ def test_warnings_are_seen_where_logging_is_not_set_up(run_python):
 
 
 @pytest.mark.parametrize(("correction", "warnings"), [(False, 1), (None, 0)])
-def test_shared_velocity_warns_when_a_second_worker_joins(caplog, correction, warnings):
+def test_shared_velocity_warns_when_a_second_worker_pushes(caplog, correction, warnings):
     sgd = offbeat.optim.SGD(lr=0.1, momentum=0.9)
     with (
         caplog.at_level(logging.WARNING, logger="offbeat"),

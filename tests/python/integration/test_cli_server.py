@@ -203,7 +203,7 @@ def test_status_tells_people_and_programs(model):
         assert [worker["id"] for worker in data["workers"]] == ["amy"]
         with command("status", address, OFFBEAT_TOKEN=WORD + "?") as status:
             assert status.ends() == 5
-            assert "token" in status.said
+            assert "and this client do not share a token" in status.said
 
 
 def test_status_of_an_http_server_is_code_10():

@@ -134,7 +134,7 @@ def test_a_failing_worker_ends_the_demo_with_its_error():
 
     with workers.crew(1, Samples.of(data.load_digits())) as crew:
         crew.ready()
-        settings = {"token": "", "worker_id": "worker-0", "seed": 0, "slowed": 1.0}
+        settings = {"token": "", "worker_id": "worker-0", "seed": 0, "slowed": 1.0, "num_others": 0}
         with pytest.raises(StateError, match="worker-0 failed"):
             crew.give([workers.Job(task=MLP, address="no address", **settings)])
 

@@ -1,4 +1,4 @@
-"""The document's code and our examples run, in separate processes, as a user would start them."""
+"""The examples run, in separate processes, as a user would start them."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ def test_every_example_has_a_test():
     assert names == tested
 
 
-def test_the_document_s_parameter_server(start):
+def test_the_parameter_server_in_two_processes(start):
     address = free_address()
     name = "document_parameter_server.py"
     server = start(name, "server", address.rpartition(":")[2])
@@ -89,9 +89,22 @@ def test_the_document_s_parameter_server(start):
         assert '"epochs": 10' in history
 
 
-def test_the_document_s_staleness_policy(start):
+def test_late_pushes_are_worth_what_the_policy_says(start):
     (printed,) = finish(start("document_staleness.py"))
-    assert "version 20: 0 updates late, weight 1.0" in printed
+    lines = printed.splitlines()
+    assert "version 1: 0 updates late, weight 1.00" in lines
+    for late in (0, 1, 2, 3, 5, 10, 20):
+        (line,) = [line for line in lines if f": {late} updates late, " in line]
+        assert line.endswith(f"weight {0.9**late:.2f}")
+    assert "21 updates late, rejected: " in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["document_parameter_server.py", "document_tutorial.py"])
+def test_an_example_without_its_arguments_says_what_it_takes(start, name):
+    process, output = start(name)
+    assert process.wait(timeout=200) == 1
+    output.seek(0)
+    assert output.read().startswith(f"usage: {name} server ")
 
 
 def accuracies(printed):

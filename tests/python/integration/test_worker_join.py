@@ -279,6 +279,13 @@ def test_cuda_that_is_not_there_is_told_before_connecting():
         offbeat.AsyncWorker("127.0.0.1:1", device="cuda")
 
 
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="here mps works")
+def test_a_device_that_torch_cannot_use_here_is_one_sentence():
+    with pytest.raises(ConfigError, match="device is mps, and torch cannot use that here") as caught:
+        offbeat.AsyncWorker("127.0.0.1:1", device="mps")
+    assert len(str(caught.value)) < 300
+
+
 def test_a_worker_id_is_kept_and_an_older_worker_of_that_name_is_fenced(serve, join):
     server = serve(net())
     older = join(server, net(), worker_id="me", optimizer=SPEC)

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.errors import ClosedError, ConfigError, StateError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, StateError
+from support.host import Host
 from support.relay import Relay
 from support.waiting import wait_for
 from support.worker import train_in_a_process
@@ -283,9 +284,36 @@ def test_a_worker_whose_train_was_broken_off_only_leaves(serve, error, end):
     assert last_departure(server)["state"] == "finished"
 
 
+@pytest.mark.slow
+def test_a_lost_server_is_told_with_what_to_do_and_doing_it_goes_on_from_the_worker_s_model(serve, join):
+    host = Host()
+    fresh = net()
+    with torch.no_grad():
+        fresh[0].bias.zero_()
+    try:
+        address = host.call(None, "start", (net(),))[1]
+        worker = join(address, net(), optimizer=SPEC)
+        step(worker)
+    finally:
+        host.process.kill()
+    kept = {name: value.clone() for name, value in worker.model.state_dict().items()}
+    with pytest.raises(
+        ConnectionLostError, match=r"is lost: .*make a new AsyncWorker, with model="
+    ) as caught:
+        step(worker)
+    assert str(caught.value).count("make a new") == 1
+    worker = join(serve(optimizer=SPEC), worker.model)
+    for name, value in worker.model.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+    assert step(worker).applied
+    assert torch.equal(join(serve(fresh), worker.model).model[0].bias, torch.zeros(8))
+
+
 ENDINGS = {
     "the end of the script": ("", "finished"),
     "sys.exit(0)": ("sys.exit(0)", "finished"),
+    "sys.exit(3), of which Python tells nobody": ("sys.exit(3)", "finished"),
+    "sys.exit(3) in a with block": ("\nwith worker: sys.exit(3)", "left"),
     "an exception": ("raise ZeroDivisionError", "left"),
     "a train that failed": (
         "\ntry: worker.train(dataloader=[1], loss_fn=None)\nexcept Exception: pass",
@@ -329,7 +357,7 @@ def test_the_end_of_a_multiprocessing_process_is_the_end_of_the_worker(serve, me
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
 def test_a_worker_is_not_copied_and_the_remedy_is_told(serve, join, make):
     worker = join(serve(net()), net(), optimizer=SPEC)
-    with pytest.raises(TypeError, match="make one in each process"):
+    with pytest.raises(TypeError, match=r"^AsyncWorker objects .*: make one in each process"):
         make(worker)
     assert step(worker).applied
 

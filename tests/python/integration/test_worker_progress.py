@@ -5,7 +5,9 @@ import logging
 import os
 import pty
 import signal
+import socket
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.demo.progress import Bar, Lines, choose
 from offbeat.worker.fates import Watch
 from offbeat.worker.progress import _Bar, _Lines, _Silent, progress_for
 
@@ -49,10 +52,10 @@ def unconfigured():
 
 
 @contextmanager
-def terminal():
+def terminal(columns=120):
     """Make stderr a terminal, and give what reads it."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 120, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, columns, 0, 0))
     with os.fdopen(slave, "w") as screen, os.fdopen(master, "rb", buffering=0) as reader:
         os.set_blocking(reader.fileno(), False)
         before, sys.stderr = sys.stderr, screen
@@ -75,6 +78,16 @@ def test_without_a_terminal_there_is_one_line_per_log_frequency_on_stderr(train,
     assert said[0].startswith("worker me: epoch 1/1, step 4, version 4: loss ")
     assert "samples/s" in said[0]
     assert "step 10, version 10" in said[2]
+
+
+def test_a_line_is_written_at_once_with_its_end():
+    """Or another process, that shares stderr, writes between the two. Here each write is a message."""
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = "from offbeat.process import announce; announce('one'); announce('two')"
+    with reader:
+        with writer:
+            subprocess.run([sys.executable, "-c", code], stderr=writer, check=True)
+        assert [said for _ in range(6) if (said := reader.recv(100))] == [b"one\n", b"two\n"]
 
 
 def test_where_logging_is_configured_the_lines_go_there(train, capsys, caplog):
@@ -117,6 +130,15 @@ def test_a_log_line_says_how_many_pushes_were_rejected_and_why(refused, caplog):
     assert "0 pushes applied, 2 rejected: 2x norm" in said[2]
 
 
+def test_the_end_of_the_budget_is_told_as_an_end_and_not_as_a_fault(serve, join, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    worker = join(serve(nn.Linear(3, 2), max_samples=20), nn.Linear(3, 2), optimizer=SPEC)
+    history = worker.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), log_frequency=4)
+    assert history.stopped == "budget"
+    said = [r.getMessage() for r in caplog.records if "epoch 1/1, step" in r.getMessage()]
+    assert said[-1].endswith("; 1 came after the run's max_samples were used up)")
+
+
 def test_a_bar_says_how_many_pushes_were_rejected_and_why(refused, capsys):
     refused.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), log_frequency=5, progress=True)
     assert "version=0, 0 pushes applied, 5 rejected: 5x norm" in capsys.readouterr().err
@@ -134,6 +156,16 @@ def test_a_worker_most_of_whose_pushes_are_rejected_is_told_once(refused, caplog
     (line,) = warned(caplog)
     assert "worker me: of its last 51 pushes the server rejected 51 (51x norm)" in line
     assert "raise the max_norm" in line
+
+
+def test_a_worker_without_an_optimizer_is_told_at_the_first_push_and_once(serve, join, caplog):
+    worker = join(serve(nn.Linear(3, 2)), nn.Linear(3, 2), worker_id="me")
+    for _ in range(60):
+        nn.functional.cross_entropy(worker.model(BATCHES[0][0]), BATCHES[0][1]).backward()
+        assert worker.step(samples=4).reason == "no_optimizer"
+        (line,) = warned(caplog)
+    assert line.startswith("worker me: the server rejected a push, and does so with all: ")
+    assert "give one to ParameterServer(optimizer=…) or AsyncWorker" in line
 
 
 def test_a_worker_half_of_whose_pushes_are_applied_is_told_nothing(caplog):
@@ -166,6 +198,15 @@ def test_one_terminal_has_one_bar_until_it_is_closed():
         pass
     with progress_for(asked=None, total=10, name="c") as third:
         assert isinstance(third, _Bar)
+
+
+def test_a_terminal_of_no_columns_has_lines():
+    with terminal(columns=0):
+        assert type(progress_for(asked=None, total=1, name="me")) is _Lines
+        assert type(progress_for(asked=True, total=1, name="me")) is _Bar
+        assert type(choose()) is Lines
+    with terminal():
+        assert type(choose()) is Bar
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])

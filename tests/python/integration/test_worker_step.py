@@ -866,7 +866,7 @@ def test_an_optimizer_that_comes_after_the_first_step_is_said_when_it_is_there(s
     server = serve(net())
     worker = join(server, net())
     stepped(worker)  # and is rejected
-    assert not [r for r in caplog.records if "optimizer" in r.getMessage() and worker.id in r.getMessage()]
+    assert not [r for r in caplog.records if f"worker {worker.id}: optimizer" in r.getMessage()]
     server.set_optimizer(MOMENTUM)
     for _ in range(3):
         stepped(worker)

@@ -113,6 +113,7 @@ def test_every_count_that_is_none_is_named_at_once(train):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"loss_fn": "cross_entropy"}, "loss_fn is 'cross_entropy': give a function of .*CrossEntropyLoss"),
         ({"loss_fn": None}, r"loss_fn is None: give a function of \(outputs, targets\)"),
         ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss: give an object, as MSELoss\("),
         ({"metrics": None}, "metrics: None is no metric: give"),
@@ -139,6 +140,21 @@ def test_an_unknown_keyword_names_the_nearest(serve, join):
         join(server, net(), update_frequencie=2)
     with pytest.raises(ConfigError, match=r"AsyncWorker\.train 'metric'; did you mean 'metrics'"):
         join(server, net()).train(dataset=dataset(), loss_fn=LOSS, metric="loss")
+
+
+def test_a_value_without_its_keyword_is_refused_with_the_keyword(train, serve, join):
+    server = serve(net())
+    with pytest.raises(ConfigError, match=r"AsyncWorker\.train got a TensorDataset .*: write dataset=…"):
+        join(server, net()).train(dataset(), loss_fn=LOSS)
+    with pytest.raises(ConfigError, match=r"AsyncWorker got a SGD .*: write optimizer=…"):
+        join(server, net(), 32, 1, "cpu", SPEC)
+
+
+@pytest.mark.parametrize("make", [tuple, list])
+def test_tensors_given_for_a_dataset_are_refused_with_the_dataset_to_make_of_them(train, make):
+    with pytest.raises(ConfigError, match=r"dataset is a (tuple|list) of tensors.*TensorDataset\("):
+        train(dataset=make((torch.ones(8, 4), torch.zeros(8, dtype=torch.long))))
+    assert train(dataset=make(dataset(8))).stopped == "epochs"
 
 
 # ---------------------------------------------------------------------------------------- order of the data

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -76,14 +77,17 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["server", "--model", "nowhere.safetensors"], "nowhere.safetensors"),
         (["server", "--save", "no/such/folder/model.safetensors"], "no/such/folder"),
         (["server", "--max-samples", "0"], "'0' is not a whole number"),
-        (["server", "--lr-schedule", "linear"], "max_samples="),
+        (["server", "--lr-schedule", "linear"], "give --max-samples N, or"),
+        (["server", "--max-staleness", "-1"], "--max-staleness: '-1' is not a whole number, 0 or more"),
         (["server", "--lr-schedule", "Step"], "step_size"),
         (["server", "--optimizer", "SGD(lr=open(1))"], "as in Python"),
-        (["server", "--optimizer", "SGD(0.1)"], "as in Python"),
+        (["server", "--optimizer", "SGD(0.1)"], "has a value without its keyword: write"),
+        (["server", "--optimizer", "SGD(lr=0.1"], "since a ) is missing: write"),
         (["server", "--port", "99999"], "99999"),
         (["server", "extra"], "one argument too many"),
         (["launch", "--workers", "2", "nowhere.py"], "nowhere.py"),
         (["launch", "train.py"], "--workers"),
+        (["launch", "train.py", "--workers", "2"], "Give --workers N before the script"),
         (["launch", "--workers", "2"], "are required: SCRIPT ("),
         (["status"], "OFFBEAT_SERVER"),
         (["demo", "--json", "no/such/folder/demo.json"], "no/such/folder"),
@@ -151,6 +155,13 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_and_code_1(capsys, monkeyp
     assert err == "offbeat: ZeroDivisionError: by zero (--debug shows where)\n"
 
 
+def test_the_demo_without_matplotlib_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "demo")
+    assert code == ExitCode.MISSING_PACKAGE
+    assert "and matplotlib is not installed: pip install matplotlib (" in err
+
+
 def test_ctrl_c_is_130(capsys, monkeypatch):
     def interrupt(arguments: Namespace) -> int:
         raise KeyboardInterrupt
@@ -191,3 +202,11 @@ def test_help_of_launch_says_that_the_number_of_workers_is_required(capsys):
     said = capsys.readouterr().out
     assert said.startswith("usage: offbeat launch --workers N [OPTION …] SCRIPT [ARGUMENT …]\n")
     assert "how many processes; required" in said
+    assert "default: the first rank + the workers here" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_help_names_what_happens_without_an_option_and_no_value_that_looks_like_one(capsys, name):
+    with pytest.raises(SystemExit):
+        main.main([name, "--help"])
+    assert "none:" not in capsys.readouterr().out

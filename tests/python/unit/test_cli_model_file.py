@@ -70,6 +70,21 @@ def test_another_file_is_refused_by_name(tmp_path, content):
         model_file.load(path)
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_of_torch_s_is_refused_with_how_to_convert_it(tmp_path, is_zip):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(ConfigError, match=r"looks like a file of torch\.save") as caught:
+        model_file.load(path)
+    target = path.with_suffix(".safetensors")
+    assert f"safetensors.torch.save_file(torch.load({str(path)!r}), {str(target)!r})" in str(caught.value)
+    save_file(torch.load(path), target)
+    assert model_file.load(target)["w"].tolist() == [1.0] * 3
+
+
 def test_a_save_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "model.safetensors"
     model_file.save({"w": np.zeros(2, np.float32)}, path)

@@ -102,6 +102,7 @@ def test_live_optimizers_are_said_to_be_on_the_workers():
     text = report(status(optimizer={"summary": "Add(lr=1)", "runs_on": "worker"}), asked=ASKED)
     assert "live ones, on the workers" in text
     assert "Add" not in text
+    assert "learning rate  -, the workers' optimizers decide" in text
 
 
 def test_help_explains_the_words_of_the_tables(capsys):

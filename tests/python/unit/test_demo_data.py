@@ -106,7 +106,7 @@ def test_named_folder_without_data_is_refused_not_replaced_by_digits(tmp_path):
 
 def test_no_data_and_no_scikit_learn_says_what_to_install(no_system_data, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ConfigError, match=r"dataset-fashion-mnist.*offbeat\[demo\]"):
+    with pytest.raises(ConfigError, match=r"dataset-fashion-mnist.*pip install scikit-learn"):
         data.load()
 
 

@@ -73,6 +73,7 @@ def test_the_table_says_what_its_numbers_are_and_what_they_show():
     assert heads == ["worker", "samples", "samples/s", "pushes", "mean", "largest", "pushes"]
     assert "worker-1 did 678 samples/s, and beside it the others 678 each" in text
     assert "The 2 workers and the server shared this machine's 2 cores" in text
+    assert 'Rejected for "budget" are the pushes that came when the run\'s samples were used up' in text
 
 
 def test_the_note_beside_the_progress_names_each_worker():

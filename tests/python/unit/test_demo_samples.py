@@ -4,6 +4,7 @@ import itertools
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from offbeat.demo.data import ImageData
@@ -44,12 +45,41 @@ def test_the_order_follows_from_the_seed():
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
 
 
-def test_a_slowed_loader_takes_so_many_times_as_long(monkeypatch):
-    now = [0.0]
-    waits = []
+@pytest.mark.parametrize("own_s", [0.25, 0.5, 1.0])
+def test_a_slowed_loader_takes_so_many_times_as_long_as_the_others_whatever_its_own_time(monkeypatch, own_s):
+    now, pushed = [0.0], [0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    slowed = Slowed([(torch.zeros(1), torch.zeros(1))] * 3, 5)
-    monkeypatch.setattr(slowed._never, "wait", waits.append)
+    slowed = Slowed(
+        [(torch.zeros(1), torch.zeros(1))] * 8,
+        5,
+        version=lambda: 70 + pushed[0] + 3 * int(now[0] / 0.25),  # three others, each of 0.25 s a batch
+        num_others=3,
+    )
+
+    def wait(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(slowed._never, "wait", wait)
+    ends = []
+    for step in slowed:
+        del step
+        ends.append(now[0])
+        now[0] += own_s
+        pushed[0] += 1
+    assert np.diff(ends) == pytest.approx([1.25] * 7)
+
+
+def test_a_slowed_loader_without_others_goes_by_its_own_time(monkeypatch):
+    now, waits = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    version = itertools.count().__next__  # asked before the first batch and after each
+    slowed = Slowed([(torch.zeros(1), torch.zeros(1))] * 3, 5, version=version, num_others=0)
+
+    def wait(seconds):
+        waits.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(slowed._never, "wait", wait)
     for step in slowed:
         del step
         now[0] += 0.25

@@ -114,3 +114,32 @@ pub struct Ticket {
     pub learning_rates: Arc<[f64]>,
     pub run: Arc<Run>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::table::{Role, TensorSpec};
+
+    #[test]
+    fn only_other_patterns_are_held_against_the_names_again() {
+        let (name, aliases, shape) = ("a".to_owned(), vec![], vec![1]);
+        let tensor = TensorSpec { name, aliases, shape, dtype: Dtype::F32, role: Role::Parameter };
+        let table = TensorTable::new(vec![tensor]).unwrap();
+        let rule =
+            Rule::Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
+        let spec = |lr: f64, pattern: &str| {
+            let group = |pattern: &str| Group { pattern: pattern.into(), lr, rule: rule.clone() };
+            let optimizer =
+                OptimizerSpec { groups: vec![group(pattern), group("*")], momentum_correction: false };
+            let (staleness, schedule) = (StalenessSpec::default(), Schedule::default());
+            RunSpec { optimizer, staleness, schedule, max_samples: None }
+        };
+        let first = Run::after(None, spec(0.1, "b"), &table);
+        assert_eq!(first.group_of(0), 1);
+        let slower = Run::after(Some(&first), spec(0.01, "b"), &table);
+        assert!(Arc::ptr_eq(&first.group_of, &slower.group_of));
+        let other = Run::after(Some(&slower), spec(0.01, "a"), &table);
+        assert_eq!(other.group_of(0), 0);
+    }
+}

@@ -351,7 +351,7 @@ fn a_reason_of_a_newer_server_is_unknown_and_the_session_goes_on() {
     let rejected = push().unwrap();
     assert_eq!((rejected.reason, rejected.detail.as_str()), (Some(Reason::Unknown), "why"));
     assert!(push().unwrap().applied);
-    client.close(true, &never).unwrap();
+    client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
 }
 

@@ -67,6 +67,8 @@ pub(crate) struct Member {
     pub(super) control: Option<(UnboundedSender<Event>, Weak<Connection>)>,
     pub(super) key: Option<WorkerKey>,
     pub(super) forgotten: bool,
+    /// One of its connections has ended: what is still heard was sent before.
+    pub(super) is_cut_off: bool,
 }
 
 impl Member {
@@ -96,6 +98,7 @@ impl Member {
             control: None,
             key: None,
             forgotten: false,
+            is_cut_off: false,
         }
     }
 

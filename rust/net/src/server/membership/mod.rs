@@ -204,7 +204,9 @@ impl Members {
 
     /// A heartbeat. True if the worker had been given up and is back.
     pub(super) fn heard(&mut self, incarnation: u32, progress: u64, now: Instant) -> bool {
-        let Some((_, member)) = self.find(incarnation) else { return false };
+        let Some((_, member)) = self.find(incarnation).filter(|(_, member)| !member.is_cut_off) else {
+            return false;
+        };
         member.heard = now;
         if progress != member.progress {
             (member.progress, member.moved) = (progress, now);
@@ -246,6 +248,9 @@ impl Members {
 
     /// A connection ended without a goodbye.
     pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
+        if let Some((_, member)) = self.find(incarnation) {
+            member.is_cut_off = true;
+        }
         self.end(incarnation, State::Lost, cause, now)
     }
 
@@ -469,6 +474,16 @@ mod tests {
         assert!(members.heard(a, 1, start + seconds(11)));
         assert_eq!(state(&members, "a"), State::Joined);
         assert_eq!(members.departures().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_heartbeat_that_was_under_way_brings_nobody_back_whose_connection_has_ended() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        assert!(members.lost(a, "killed", start).unwrap().news);
+        assert!(!members.heard(a, 1, start));
+        assert_eq!(state(&members, "a"), State::Lost);
+        assert!(!members.lost(a, "its other connection", start).unwrap().news, "told once");
     }
 
     #[tokio::test]
