@@ -417,7 +417,7 @@ def test_a_worker_that_could_not_begin_is_not_one_of_the_n(caplog):
     cause = status["departures"][0]["cause"]
     assert cause.startswith("could not begin: ConfigError: ")
     assert "in_flight" in cause
-    assert "a worker could not begin" in caplog.text
+    assert "a worker cannot begin" in caplog.text
 
 
 def lose_a_worker(server):

@@ -230,9 +230,7 @@ impl Shared {
         match parting {
             Parting::Finished => tracing::info!(worker, incarnation, "a worker has finished"),
             Parting::Left { .. } => tracing::info!(worker, incarnation, cause, "a worker leaves"),
-            Parting::Withdrawn { .. } => {
-                tracing::warn!(worker, incarnation, cause, "a worker could not begin")
-            }
+            Parting::Withdrawn { .. } => tracing::warn!(worker, incarnation, cause, "a worker cannot begin"),
         }
         if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
             model.store.depart(key);
