@@ -210,8 +210,6 @@ def test_set_lr_of_one_group_leaves_the_others():
         assert {name: float(v[0]) for name, v in client.pull().items()} == {"a": -3.0, "b": -1.0}
         with pytest.raises(ConfigError, match="group 2 does not exist"):
             server.set_lr(1.0, group=2)
-        with pytest.raises(ConfigError, match="lr is 'a': give a number"):
-            server.set_lr("a")
 
 
 @pytest.mark.parametrize(("lr", "group"), [(None, -1), ("fast", "0"), (10**400, 1.0), (-1.0, None)])
