@@ -259,6 +259,11 @@ class Binding:
         if slots:
             self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
 
+    def _restore_buffers(self) -> None:
+        """The parameters stay: of a live optimizer they hold the local steps since the last pull."""
+        if self.filled:
+            self._copies.store([_spare(s) for s in self._buffers], [s.tensor for s in self._buffers])
+
     def put_back_corrupt(self) -> None:
         """Where a number in a buffer became NaN, give all buffers what the next push is compared with.
 
@@ -266,7 +271,7 @@ class Binding:
         infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
         if _is_corrupt(self._floats, self.host_values(self._floats)):
-            self.restore(buffers=True)
+            self._restore_buffers()
 
     def without_corrupt(self, memories: list[Memory | None]) -> list[Memory | None]:
         """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for."""
@@ -277,7 +282,7 @@ class Binding:
         ]
         if not _is_corrupt([slot for slot, _ in there], [value for _, value in there]):
             return memories
-        self.restore(buffers=True)
+        self._restore_buffers()
         return [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
 
     def _note_places(self) -> None:

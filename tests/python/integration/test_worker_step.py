@@ -254,9 +254,36 @@ def never_seen(worker):
     """Skip the batch before its forward pass."""
 
 
-def assert_same_buffers(found, wanted):
+def assert_same(found, wanted):
     for name, value in wanted.items():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("given_up", [False, True], ids=["refused by step()", "given up by zero_grad()"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_corrupt_batch_costs_no_local_step_that_was_made_before_it(serve, join, in_flight, given_up):
+    def parameters_after(corrupt):
+        server, model = serve(entered()), entered()
+        live = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        worker = join(server, model, optimizer=live, update_frequency=3, in_flight=in_flight)
+        for number in range(9):
+            if number == 5:  # two steps since the last push
+                corrupt(worker)
+            measured_batch(model, number)
+            worker.step()
+        worker.flush()
+        return {name: value for name, value in server.state_dict().items() if not name.startswith("0.")}
+
+    def corrupt(worker):
+        model = worker.model
+        (model(torch.full((8, 4), float("nan"))) ** 2).mean().backward()
+        if given_up:
+            worker.optimizer.zero_grad()
+        else:
+            with pytest.raises(NonFiniteError):
+                worker.step()
+
+    assert_same(parameters_after(corrupt), parameters_after(never_seen))
 
 
 BAD = pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -279,7 +306,7 @@ def test_a_corrupt_batch_that_is_refused_leaves_no_trace_in_buffers(buffers_afte
             worker.step()
 
     found, wanted = (buffers_after(c, at=at, live=live, **run) for c in (refused, never_seen))
-    assert_same_buffers(found, wanted)
+    assert_same(found, wanted)
 
 
 @BAD
@@ -295,7 +322,7 @@ def test_of_a_corrupt_batch_that_is_skipped_before_its_step_no_push_carries_the_
     found = buffers_after(skipped, live=live, **run)
     next_one = 3 + run.get("num_workers", 1)
     wanted = buffers_after(never_seen, live=live, unmeasured=[next_one], **run)
-    assert_same_buffers(found, wanted)
+    assert_same(found, wanted)
 
 
 @BAD
@@ -312,7 +339,7 @@ def test_a_corrupt_batch_that_grad_scaler_skips_leaves_no_trace_in_buffers(buffe
         worker.optimizer.zero_grad()
 
     found, wanted = (buffers_after(c, live=live, **run) for c in (skipped, never_seen))
-    assert_same_buffers(found, wanted)
+    assert_same(found, wanted)
 
 
 def test_zero_grad_of_a_worker_that_is_closed_or_gone_is_torch_s(serve):
