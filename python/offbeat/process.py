@@ -18,11 +18,10 @@ import weakref
 from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
-from offbeat.errors import OffbeatError
-
 __all__ = ["Live", "announce", "cause_of", "register", "release", "warn"]
 
 LOGGER = logging.getLogger("offbeat")
+MAX_CAUSE_CHARS = 1000
 PUMP_INTERVAL_S = 0.2
 """How often the log's thread looks whether it is still needed; a record itself wakes it at once."""
 
@@ -127,7 +126,8 @@ def _log_waiting(timeout_s: float) -> None:
 
 def _say_goodbye() -> None:
     for thing in list(_live):
-        with suppress(OffbeatError):  # another thread may be in a call of it; the others are to be heard
+        # Another thread may be in a call of it, say: the others are to be heard.
+        with suppress(Exception):
             thing._at_exit(_failure())  # noqa: SLF001  for this module alone
 
 
@@ -144,7 +144,13 @@ def _failure() -> BaseException | None:
 
 def cause_of(error: BaseException) -> str:
     """Word an exception as the server shows it: who looks there does not see this process's output."""
-    text = str(error).partition("\n")[0]
+    try:
+        line = str(error).partition("\n")[0][:MAX_CAUSE_CHARS]
+    except Exception:  # noqa: BLE001  a `__str__` of the user's: no reason not to leave
+        line = ""
+    text = line.encode(
+        errors="replace"
+    ).decode()  # undecodable file names are surrogates, which no wire takes
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -267,6 +267,33 @@ def test_end_of_the_process_says_goodbye(server, ending, state):
     wait_for_state(server, "it", state, timeout_s=5)
 
 
+UNREADABLE = (
+    "class Unreadable(Exception):\n    def __str__(self):\n        raise ValueError\nraise Unreadable"
+)
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("import os; raise OSError(os.fsdecode(b'caf\\xe9.jpg'))", "OSError: caf?.jpg"),
+        (UNREADABLE, "Unreadable"),
+        ("raise ValueError('x' * 40_000_000)", "ValueError: xxx"),
+    ],
+    ids=["a name that is no text", "words that raise", "many words"],
+)
+def test_whatever_an_exception_says_all_of_the_process_leave(server, ending, told):
+    code = (
+        "import sys, offbeat\n"
+        "clients = [offbeat.Client(sys.argv[1], worker_id=name) for name in 'ab']\n"
+        f"for client in clients:\n    client.pull()\n{ending}"
+    )
+    subprocess.run([sys.executable, "-c", code, server.address], timeout=50, check=False, capture_output=True)
+    for name in "ab":
+        wait_for_state(server, name, "left", timeout_s=5)
+    causes = {departure["cause"] for departure in server.status()["departures"]}
+    assert all(cause.startswith(f"left before its work was done: {told}") for cause in causes), causes
+
+
 def test_server_left_running_does_not_keep_the_process_from_ending(run_python):
     told = run_python(
         "import numpy as np, offbeat\n"
