@@ -157,6 +157,7 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         binding = Binding(model, table, local_buffers=config.buffers == "local")
         link = Link(session, binding, in_flight=config.in_flight)
         link.pull()
+        binding.clear_gradients()  # of other parameters than these
     except BaseException as error:
         session.close("withdrawn", process.cause_of(error))
         raise

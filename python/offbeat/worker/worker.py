@@ -441,7 +441,8 @@ class AsyncWorker(process.Live):
     def _pull_newest(self) -> None:
         binding = self._link.binding
         binding.refresh()
-        is_begun = any(gradient is not None for gradient in binding.gradients())
+        # Zeros are what zero_grad(set_to_none=False) leaves.
+        is_begun = any(g is not None and (g.is_sparse or bool(g.any())) for g in binding.gradients())
         if is_begun or self._usable().batches:
             what = "a gradient is on it" if is_begun else "batches wait to be pushed"
             _log.info("worker %s measures its model as it is: %s", self.id, what)

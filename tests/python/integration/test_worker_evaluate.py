@@ -200,6 +200,22 @@ def test_a_gradient_that_is_on_the_model_stays_as_late_as_it_is(serve, join, liv
     assert (receipt.applied, receipt.staleness) == (True, 1)
 
 
+def test_zeros_and_gradients_of_before_the_worker_keep_no_model_from_being_the_newest(serve, join):
+    server, used = serve(net()), net()
+    for p in used.parameters():
+        p.grad = torch.ones_like(p)  # of other parameters: joining fills in the server's
+    worker, monitor = join(server, net(), optimizer=SPEC), join(server, used)
+    worker.optimizer.zero_grad(set_to_none=False)
+    for p in worker.model.parameters():
+        p.grad = torch.zeros_like(p)
+    other = join(server, net(), optimizer=SPEC)
+    backward(other)
+    assert other.step().applied
+    for late in (worker, monitor):
+        assert late.evaluate(dataset()) == pytest.approx(other.evaluate(dataset()))
+        assert late.version == 1
+
+
 def test_so_it_does_where_a_metric_evaluates_in_train(serve, join):
     server = serve(net())
     worker, other = (join(server, net(), optimizer=SPEC) for _ in range(2))
