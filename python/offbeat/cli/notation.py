@@ -4,6 +4,7 @@ Read, not run: the name is looked up among those known, and the values are liter
 """
 
 import ast
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -31,10 +32,12 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
     cls = {_folded(key): cls for key, cls in known.items()}.get(_folded(name))
     if cls is None:
         raise ConfigError(unknown(option, name, list(known)))
-    try:
-        return cls(**keywords)
-    except TypeError as error:  # a keyword is missing
-        raise ConfigError(f"{option} {text!r}: {error}") from error
+    parameters = inspect.signature(cls).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+    if missing := [name for name in missing if name not in keywords]:
+        written = ", ".join(f"{name}=..." for name in missing)
+        raise ConfigError(f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'")
+    return cls(**keywords)
 
 
 def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:

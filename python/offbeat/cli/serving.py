@@ -6,7 +6,7 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -151,13 +151,16 @@ def _policies(texts: list[str] | None) -> staleness.Policy:
 
 
 def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | str | None:
-    if text in ("linear", "cosine") and max_samples is None:
-        raise ConfigError(
-            f"--lr-schedule {text} falls to 0 over the run, which has no end: give --max-samples N, or the "
-            f"schedule's own length, as in '{text.capitalize()}(total=10000)'"
-        )
-    if text is None or text in ("linear", "cosine"):
-        return text  # their length is the run's
+    if text is None:
+        return None
+    name = text.strip().removesuffix("()").lower()
+    if name in ("linear", "cosine"):
+        if max_samples is None:
+            raise ConfigError(
+                f"--lr-schedule {text} falls to 0 over the run, which has no end: give --max-samples N, or "
+                f"the schedule's own length, as in '{name.capitalize()}(total=10000)'"
+            )
+        return name  # its length is the run's
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
 
 
@@ -252,13 +255,16 @@ class Signals:
         if not self._to_pass_over:
             raise Stopped(name)
         self._to_pass_over -= 1
-        # Not by print, which may be what the signal has interrupted.
-        os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
+        with suppress(
+            OSError
+        ):  # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same
+            # Not by print, which may be what the signal has interrupted.
+            os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
 
 
 @contextmanager
 def stopping_on_signals() -> Iterator[Signals]:
-    """Turn SIGINT and SIGTERM into `Stopped`; a second one ends what the first one began."""
+    """Turn SIGINT and SIGTERM into `Stopped`, but for those that are passed over."""
     signals = Signals()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:

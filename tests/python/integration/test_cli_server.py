@@ -123,6 +123,20 @@ def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told_with_code_13(
         assert list(tmp_path.iterdir()) == [model]
 
 
+def test_a_signal_is_passed_over_where_nobody_reads_what_is_said_of_it(run_python):
+    told = run_python(
+        "import os, signal\n"
+        "from offbeat.cli.serving import stopping_on_signals\n"
+        "reading, writing = os.pipe()\n"
+        "os.close(reading)\n"
+        "os.dup2(writing, 2)  # as of a reader that the same Ctrl-C has ended\n"
+        "with stopping_on_signals() as signals, signals.passing_over_one():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('saved')"
+    )
+    assert told == "saved\n"
+
+
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):
     with serving("--model", str(model), "--new-token", "--host", "127.0.0.1") as server:
         variables, python = joining(server)

@@ -78,6 +78,7 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["server", "--save", "no/such/folder/model.safetensors"], "no/such/folder"),
         (["server", "--max-samples", "0"], "'0' is not a whole number"),
         (["server", "--lr-schedule", "linear"], "give --max-samples N, or"),
+        (["server", "--lr-schedule", "Cosine()"], "give --max-samples N, or"),
         (["server", "--max-staleness", "-1"], "--max-staleness: '-1' is not a whole number, 0 or more"),
         (["server", "--lr-schedule", "Step"], "step_size"),
         (["server", "--optimizer", "SGD(lr=open(1))"], "as in Python"),

@@ -61,5 +61,5 @@ def test_anything_else_is_refused(text):
 
 
 def test_a_missing_keyword_is_named():
-    with pytest.raises(ConfigError, match="total"):
+    with pytest.raises(ConfigError, match=r"'Cosine' lacks total: write 'Cosine\(total=\.\.\.\)'"):
         notation.read("Cosine", "--lr-schedule", serving.SCHEDULES, "x")
