@@ -1,7 +1,8 @@
 """Shares of a dataset, one per worker."""
 
+import operator
 from collections.abc import Sized
-from typing import TypeVar, cast
+from typing import SupportsIndex, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset, Subset
 
@@ -59,4 +60,9 @@ def partition(dataset: Dataset[Sample_co], rank: int, world_size: int) -> Subset
 
 
 def _are_whole(*numbers: object) -> bool:
-    return all(hasattr(number, "__index__") and not isinstance(number, bool) for number in numbers)
+    try:
+        for number in numbers:
+            operator.index(cast(SupportsIndex, number))  # a float tensor has an `__index__`, which raises
+    except TypeError:
+        return False
+    return not any(isinstance(number, bool) for number in numbers)

@@ -36,7 +36,10 @@ class Epochs:
         self._sampler: _Permutation | None = None
         if not isinstance(dataset, IterableDataset):
             if not hasattr(dataset, "__len__"):
-                raise ConfigError(f"{type(dataset).__name__} has no length: give a dataloader= instead")
+                raise ConfigError(
+                    f"dataset is of type {type(dataset).__name__}, which has no length: give a dataset that "
+                    f"has one, or a dataloader= instead"
+                )
             self._sampler = _Permutation(len(cast(Sized, dataset)), self._generator)
         self._loader = DataLoader(
             dataset,
@@ -110,7 +113,11 @@ def batches_of(
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}, which gives batches: give it as dataloader="
             )
-        if isinstance(dataset, tuple | list) and all(hasattr(part, "shape") for part in dataset):
+        if (
+            isinstance(dataset, tuple | list)
+            and len(dataset) > 0
+            and all(hasattr(part, "shape") for part in dataset)
+        ):
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__} of tensors, and no dataset, which gives a pair "
                 f"(inputs, targets) for each index: give "

@@ -119,6 +119,7 @@ def test_every_count_that_is_none_is_named_at_once(train):
         ({"metrics": None}, "metrics: None is no metric: give"),
         ({"dataloader": 5, "dataset": None}, "dataloader is 5, which gives no batches: give a DataLoader"),
         ({"dataloader": DataLoader, "dataset": None}, "dataloader is the class DataLoader: give an object"),
+        ({"dataset": 5}, "dataset is of type int, which has no length: give a dataset"),
         ({"dataset": TensorDataset}, "dataset is the class TensorDataset: give an object"),
     ],
     ids=str,

@@ -31,7 +31,7 @@ def test_a_share_that_does_not_exist_is_refused(rank, world_size):
         offbeat.partition(TensorDataset(torch.arange(4)), rank, world_size)
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [("0", "2"), (0.0, 2), (None, 2)])
+@pytest.mark.parametrize(("rank", "world_size"), [("0", "2"), (0.0, 2), (None, 2), (torch.tensor(1.5), 2)])
 def test_ranks_that_are_no_whole_numbers_are_refused_with_the_remedy(rank, world_size):
     with pytest.raises(ConfigError) as caught:
         offbeat.partition(TensorDataset(torch.arange(4)), rank, world_size)
