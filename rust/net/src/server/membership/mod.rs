@@ -13,6 +13,7 @@ pub(super) use member::{Member, State, Traffic};
 
 use super::connection::Connection;
 use departures::Departures;
+use member::REPLACED;
 use offbeat_core::store::WorkerKey;
 use offbeat_core::wire::message::{Event, Parting};
 use std::collections::BTreeMap;
@@ -114,11 +115,12 @@ impl Members {
     ) -> Admitted {
         self.last_incarnation += 1;
         let id = id.unwrap_or_else(|| self.free_name());
-        let newcomer = !self.by_id.contains_key(&id);
+        let predecessor = self.by_id.get(&id).map(Member::as_predecessor);
+        let newcomer = predecessor.is_none();
         let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let mut member =
             Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        member.newcomer = newcomer;
+        member.predecessor = predecessor;
         let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
             let (news, connections) = (old.state.is_present(), old.connections());
             // A lost one may be frozen, and what it has of connections would stand for ever.
@@ -127,8 +129,7 @@ impl Members {
                 return None;
             }
             if news {
-                let cause = "replaced by a newer process with the same worker_id";
-                self.departures.remember(&id, old.incarnation, State::Lost, cause, now);
+                self.departures.remember(&id, old.incarnation, State::Lost, REPLACED, now);
             }
             let control = old.control.map(|(tell, _)| tell);
             Some(Ended {
@@ -154,7 +155,7 @@ impl Members {
         }
     }
 
-    /// A newcomer is refused before it has heard that it was in, or cannot begin: as if it had never come.
+    /// A newcomer is refused before it has heard that it was in: as if it had never come.
     pub(super) fn withdraw(&mut self, incarnation: u32) {
         self.by_id.retain(|_, member| member.incarnation != incarnation);
     }
@@ -220,8 +221,8 @@ impl Members {
     }
 
     /// A goodbye; gives the cause that departures will show, too. Who could not begin is among them, but no member any
-    /// more: the name is free, and nobody who waits for n workers takes it for one, unless an earlier process of this
-    /// name was.
+    /// more: the name is free, and nobody who waits for n workers takes it for one. If the name had come before, it is
+    /// again what it was then: an earlier process that has finished has finished all the same.
     pub(super) fn goodbye(
         &mut self,
         incarnation: u32,
@@ -239,7 +240,8 @@ impl Members {
         };
         let ended = self.end(incarnation, state, &cause, now)?;
         if matches!(parting, Parting::Withdrawn { .. })
-            && self.by_id.get(&ended.id).is_some_and(|m| m.newcomer)
+            && let Some((_, member)) = self.find(incarnation)
+            && !member.restore_predecessor(now)
         {
             self.withdraw(incarnation);
         }
@@ -696,9 +698,46 @@ mod tests {
         members.goodbye(b, &Parting::Finished, start);
         let again = join(&mut members, "b", start);
         members.goodbye(again, &withdrawn(&"x".repeat(1000)), start);
-        assert_eq!(state(&members, "b"), State::Left, "there was one of this name that had begun");
         let told = members.departures().last().unwrap().cause.chars().count();
         assert!((MAX_CAUSE_CHARS..MAX_CAUSE_CHARS + 30).contains(&told), "{told}");
+    }
+
+    #[tokio::test]
+    async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let withdrawn = Parting::Withdrawn { cause: Some("it differs".to_owned()) };
+        let key = WorkerKey { slot: 3, incarnation: 1 };
+        for id in ["finished", "left", "lost", "there"] {
+            let first = join(&mut members, id, start);
+            members.register::<()>(first, |_| Ok(key));
+            match id {
+                "finished" => drop(members.goodbye(first, &Parting::Finished, start)),
+                "left" => drop(members.goodbye(first, &Parting::Left { cause: None }, start)),
+                "lost" => drop(members.lost(first, "killed", start)),
+                _ => {}
+            }
+        }
+        let late = start + seconds(40);
+        for (id, was, cause) in [
+            ("finished", State::Finished, "finished"),
+            ("left", State::Left, "left before its work was done"),
+            ("lost", State::Lost, "killed"),
+            ("there", State::Lost, REPLACED),
+        ] {
+            let again = join(&mut members, id, late);
+            assert!(members.goodbye(again, &withdrawn, late).unwrap().0.news);
+            let told = members.departures().last().unwrap();
+            assert_eq!((told.state, told.cause.as_str()), (State::Left, "could not begin: it differs"));
+            let member = &members.by_id[id];
+            assert_eq!((member.state, member.cause.as_deref(), member.since), (was, Some(cause), late));
+            assert!(!members.heard(again, 1, late), "a heartbeat that was under way brings nobody back");
+        }
+        assert_eq!(members.num_joined(), 4);
+        let grace = PATIENCE.rejoin_grace;
+        assert_eq!(members.outcome(1, PATIENCE, false, late + seconds(59)), Outcome::Waiting);
+        let forgotten = members.tick(LEASE, grace, late + grace).forgotten;
+        assert_eq!(forgotten.iter().map(|f| f.key).collect::<Vec<_>>(), [Some(key); 2], "of the lost ones");
+        assert_eq!(members.outcome(1, PATIENCE, false, late + grace + PATIENCE.linger), Outcome::Done);
     }
 
     #[tokio::test]
