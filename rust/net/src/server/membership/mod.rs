@@ -94,6 +94,8 @@ pub(super) struct Members {
     bygone: Bygone,
     last_incarnation: u32,
     departures: Departures,
+    /// When one that could not begin went: it is no member, and somebody was there until then.
+    last_withdrawn: Option<Instant>,
     /// When the clock was last looked at.
     looked: Option<Instant>,
 }
@@ -101,7 +103,7 @@ pub(super) struct Members {
 impl Members {
     pub(super) fn new() -> Self {
         let (by_id, bygone, departures) = (BTreeMap::new(), Bygone::default(), Departures::default());
-        Self { by_id, bygone, last_incarnation: 0, departures, looked: None }
+        Self { by_id, bygone, last_incarnation: 0, departures, last_withdrawn: None, looked: None }
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -239,11 +241,11 @@ impl Members {
             Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause)),
         };
         let ended = self.end(incarnation, state, &cause, now)?;
-        if matches!(parting, Parting::Withdrawn { .. })
-            && let Some((_, member)) = self.find(incarnation)
-            && !member.restore_predecessor(now)
-        {
-            self.withdraw(incarnation);
+        if matches!(parting, Parting::Withdrawn { .. }) {
+            self.last_withdrawn = Some(now);
+            if self.find(incarnation).is_some_and(|(_, member)| !member.restore_predecessor(now)) {
+                self.withdraw(incarnation);
+            }
         }
         Some((ended, cause))
     }
@@ -292,6 +294,7 @@ impl Members {
         for member in self.by_id.values_mut() {
             member.excuse(standstill, now);
         }
+        self.last_withdrawn = self.last_withdrawn.map(|at| (at + standstill).min(now));
     }
 
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
@@ -361,7 +364,7 @@ impl Members {
             self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
-        let alone = self.by_id.values().map(gone).max().unwrap_or(now);
+        let alone = self.by_id.values().map(gone).chain(self.last_withdrawn).max().unwrap_or(now);
         if over {
             Outcome::Done
         } else if !all_lost && now.saturating_duration_since(alone) < patience.linger {
@@ -738,6 +741,20 @@ mod tests {
         let forgotten = members.tick(LEASE, grace, late + grace).forgotten;
         assert_eq!(forgotten.iter().map(|f| f.key).collect::<Vec<_>>(), [Some(key); 2], "of the lost ones");
         assert_eq!(members.outcome(1, PATIENCE, false, late + grace + PATIENCE.linger), Outcome::Done);
+    }
+
+    #[tokio::test]
+    async fn who_could_not_begin_was_there_until_it_went() {
+        let (mut members, start) = (Members::new(), Instant::now());
+        let a = join(&mut members, "a", start);
+        members.goodbye(a, &Parting::Finished, start);
+        let b = join(&mut members, "b", start + seconds(5));
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(19)), Outcome::Waiting);
+        members.goodbye(b, &Parting::Withdrawn { cause: None }, start + seconds(20));
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(29)), Outcome::Waiting);
+        members.excuse(seconds(100), start + seconds(129));
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(129)), Outcome::Waiting);
+        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(130)), Outcome::Done);
     }
 
     #[tokio::test]
