@@ -50,6 +50,7 @@ pub(crate) struct Traffic {
 /// What an earlier process of a name was when a newer one took it.
 #[derive(Debug)]
 pub(super) struct Predecessor {
+    incarnation: u32,
     state: State,
     cause: Option<String>,
     key: Option<WorkerKey>,
@@ -134,17 +135,19 @@ impl Member {
 
     /// What this process is to a newer one of its name. One that was there is lost: it was told to stop.
     pub(super) fn as_predecessor(&self) -> Predecessor {
-        let (state, key) = (self.state, self.key);
-        if state.is_present() {
-            return Predecessor { state: State::Lost, cause: Some(REPLACED.to_owned()), key };
-        }
-        Predecessor { state, cause: self.cause.clone(), key }
+        let (state, cause) = match self.state {
+            State::Joined | State::Stalled => (State::Lost, Some(REPLACED.to_owned())),
+            gone => (gone, self.cause.clone()),
+        };
+        Predecessor { incarnation: self.incarnation, state, cause, key: self.key }
     }
 
     /// This process has come to nothing: the name is again what it was before, from now. False if it never was.
     pub(super) fn restore_predecessor(&mut self, now: Instant) -> bool {
         let Some(predecessor) = self.predecessor.take() else { return false };
         self.enter(predecessor.state, predecessor.cause, now);
+        // Nothing that is still to come of this process is of that one.
+        self.incarnation = predecessor.incarnation;
         // Of a lost one the slot is still to be given up; this process' own has been, if it had one.
         self.key = if self.key.is_some() { None } else { predecessor.key };
         self.is_cut_off = true;

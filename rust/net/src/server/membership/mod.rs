@@ -250,6 +250,11 @@ impl Members {
         Some((ended, cause))
     }
 
+    /// Whether a worker that is there has no place in the store yet: there was no model, or no room.
+    pub(super) fn has_not_begun(&mut self, incarnation: u32) -> bool {
+        self.find(incarnation).is_some_and(|(_, member)| member.key.is_none() && !member.is_cut_off)
+    }
+
     /// A connection ended without a goodbye.
     pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
         if let Some((_, member)) = self.find(incarnation) {
@@ -733,7 +738,12 @@ mod tests {
             assert_eq!((told.state, told.cause.as_str()), (State::Left, "could not begin: it differs"));
             let member = &members.by_id[id];
             assert_eq!((member.state, member.cause.as_deref(), member.since), (was, Some(cause), late));
-            assert!(!members.heard(again, 1, late), "a heartbeat that was under way brings nobody back");
+            let before = member.incarnation;
+            assert!(before < again);
+            let late_heartbeats = [again, before].map(|process| members.heard(process, 1, late));
+            assert_eq!(late_heartbeats, [false; 2], "what was under way brings nobody back");
+            assert!(!members.has_not_begun(again) && !members.has_not_begun(before));
+            assert!(members.goodbye(again, &withdrawn, late).is_none(), "told once");
         }
         assert_eq!(members.num_joined(), 4);
         let grace = PATIENCE.rejoin_grace;
