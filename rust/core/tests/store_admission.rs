@@ -5,7 +5,7 @@
 use futures_channel::oneshot;
 use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
-use offbeat_core::layout::Presence;
+use offbeat_core::layout::{FragmentKind, Presence};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction, Weight};
 use offbeat_core::store::log::{self, CommitObserver};
@@ -226,6 +226,24 @@ fn a_push_is_worth_what_its_parameters_are() {
     // Late for one of its two fragments, each of which it fills with 100 elements.
     let half = push("d", [false, true, false], [0, 1, 0]);
     assert_eq!(worth(&half), (Fate::Damp, 0.75_f64.to_bits()), "a mean of 1/2 and 1");
+}
+
+#[test]
+fn a_push_whose_parameters_were_all_refused_is_worth_nothing_though_its_buffers_moved() {
+    let tensors = vec![tensor("w", ELEMENTS, Role::Parameter), tensor("buffer", 1000, Role::Buffer)];
+    let store = store_of(tensors, StoreConfig::default(), StalenessSpec::default(), None);
+    let worker = store.register("a").unwrap();
+    let push = open(&store, &head(&store, worker, 1));
+    for (index, fragment) in store.layout().fragments.iter().enumerate() {
+        let mut block = store.staging(fragment.push_bytes(&Presence::all(2)));
+        block.bytes_mut().fill(if fragment.kind == FragmentKind::Parameters { 0xff } else { 0 }); // NaN
+        let checksum = checksum(block.bytes());
+        drop(store.submit(&push, index, 0, block, checksum).role);
+    }
+    let receipt = push.settle();
+    assert_eq!((receipt.applied, receipt.reason), (true, Some(Reason::NonFinite)));
+    assert_eq!((receipt.verdict, receipt.weight.to_bits()), (Fate::Damp, 0));
+    assert_eq!(store.status().totals.damped, 1);
 }
 
 #[test]

@@ -236,6 +236,56 @@ fn a_worker_that_dies_while_it_brings_the_model_leaves_none() {
     assert!(parameters(&server).iter().all(|&p| p == 2.0));
 }
 
+/// Waits for the departure of a worker that is no member, and returns its cause.
+fn until_withdrawn(server: &Server, id: &str) -> String {
+    let status = eventually(server, &format!("{id} gone"), |s| {
+        let gone = |departure: &serde_json::Value| departure["worker"] == id;
+        s["departures"].as_array().unwrap().iter().any(gone)
+    });
+    assert!(status["workers"].as_array().unwrap().iter().all(|w| w["id"] != id), "{status:#}");
+    let departures = status["departures"].as_array().unwrap();
+    let [departure] = departures.as_slice() else { panic!("{departures:?}") };
+    assert_eq!(departure["state"], "left");
+    departure["cause"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn who_waits_its_turn_with_another_model_could_not_begin() {
+    let server = Server::start(ServerConfig { rejoin_grace: DEADLINE * 9, ..quick() }).unwrap();
+    let (mut a, _) = Raw::joined(&server, "a");
+    begin(&mut a);
+    assert_eq!(a.reply(), Reply::Init { taken: true });
+    let (mut b, joined) = Raw::joined(&server, "b");
+    let _control = Raw::attached(&server, &joined);
+    let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
+    b.call(1, &Call::InitBegin { table: other, blueprint: None });
+    send_values(&mut a, 1.0);
+    a.call(2, &Call::InitCommit);
+    assert_eq!(a.reply(), Reply::Init { taken: true });
+    assert_eq!(b.refused().code, RefusalCode::ModelMismatch);
+    let cause = until_withdrawn(&server, "b");
+    assert!(cause.starts_with("could not begin: it was refused: "), "{cause}");
+    goodbye(&mut a, Parting::Finished);
+    assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());
+    assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
+}
+
+#[test]
+fn who_goes_while_it_waits_for_the_model_could_not_begin() {
+    let server = Server::start(quick()).unwrap();
+    let (mut a, joined) = Raw::joined(&server, "a");
+    let control = Raw::attached(&server, &joined);
+    a.call(1, &Call::WaitModel);
+    drop(a);
+    assert_eq!(until_withdrawn(&server, "a"), "could not begin: the peer closed the connection");
+    drop(control);
+    assert!(
+        !server.wait_for_workers(1, Some(Duration::from_millis(500)), NEVER).unwrap(),
+        "nobody has come who could lose anything"
+    );
+    assert_eq!(until_withdrawn(&server, "a"), "could not begin: the peer closed the connection");
+}
+
 #[test]
 fn a_model_is_taken_whole_or_refused() {
     let server = Server::start(config()).unwrap();

@@ -4,7 +4,7 @@ use super::Store;
 use super::ledger::WorkerKey;
 use super::receipt::{Fate, Receipt};
 use super::ticket::Ticket;
-use crate::layout::{Fragment, FragmentKind, Presence};
+use crate::layout::{Fragment, FragmentKind, Layout, Presence};
 use crate::pipeline::Reason;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -37,6 +37,8 @@ pub struct PushRecord {
     pub present: Presence,
     /// Fragments it touches.
     pub(super) fragments: usize,
+    /// Whether parameters are among them.
+    brings_parameters: bool,
     progress: Mutex<Progress>,
 }
 
@@ -61,14 +63,17 @@ pub(super) enum Ending {
 }
 
 impl PushRecord {
-    pub(super) fn new(ticket: Ticket, head: &PushHead, fragments: usize) -> Self {
+    pub(super) fn new(ticket: Ticket, head: &PushHead, layout: &Layout) -> Self {
+        let present = || layout.present_fragments(&head.present);
+        let is_parameters = |i: usize| layout.fragments[i].kind == FragmentKind::Parameters;
         Self {
             ticket,
             worker: head.worker,
             sequence: head.sequence,
             samples: head.samples,
             present: head.present.clone(),
-            fragments,
+            fragments: present().count(),
+            brings_parameters: present().any(is_parameters),
             progress: Mutex::default(),
         }
     }
@@ -116,8 +121,8 @@ impl PushRecord {
         let weight = match p.range {
             Some((low, high)) if low < high => p.weighted / p.elements,
             Some((low, _)) => low,
-            // No parameter moved: a push of buffers alone, or of nothing, is worth what it says, a refused one nothing.
-            None if applied => 1.0,
+            // A push of buffers alone, or of nothing, is worth what it says; of any other, all parameters were refused.
+            None if applied && !self.brings_parameters => 1.0,
             None => 0.0,
         };
         let verdict = match (applied, weight < 1.0) {

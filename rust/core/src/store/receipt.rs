@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub enum Fate {
     /// Applied as it was.
     Admit,
-    /// Applied with a weight below 1.
+    /// Applied with a weight below 1; 0 where its buffers moved and all its parameters were refused.
     Damp,
     /// Nothing of it was applied.
     Reject,
@@ -34,8 +34,8 @@ pub struct Receipt {
     pub version: u64,
     /// The model's version at admission − at the worker's read, in updates.
     pub staleness: u64,
-    /// What the push was worth, in [0, 1]: the fragments' weights, averaged over the parameters it brought. 1 if it
-    /// moved buffers alone, which no weight touches.
+    /// What the push was worth, in [0, 1]: the fragments' weights, averaged over the parameters that it moved, 0 if it
+    /// moved none of those that it brought. 1 if it brought buffers alone, which no weight touches.
     pub weight: f64,
     pub verdict: Fate,
     /// Whether any fragment moved.

@@ -209,8 +209,7 @@ impl Registry {
             learning_rates,
             run: Arc::clone(run),
         };
-        let fragments = layout.present_fragments(&head.present).count();
-        let record = Arc::new(PushRecord::new(ticket, head, fragments));
+        let record = Arc::new(PushRecord::new(ticket, head, layout));
         self.open.insert(number, Arc::clone(&record));
         if let Some(slot) = self.slot(head.worker) {
             slot.lost_at = None;

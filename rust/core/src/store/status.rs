@@ -3,9 +3,9 @@
 use super::Store;
 use super::model::ModelRoot;
 use super::registry::TicketCounts;
+use super::root::Root;
 use super::tally::Tally;
 use serde::Serialize;
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The store's numbers.
@@ -52,9 +52,16 @@ impl Store {
     }
 }
 
-/// Versions share the roots of the fragments in which they do not differ.
+/// Versions share the roots of the fragments in which they do not differ. Without an allocation: the versions are held
+/// alive meanwhile.
 fn pinned(live: &[Arc<ModelRoot>], newest: &ModelRoot) -> usize {
-    let mut counted: BTreeSet<_> = newest.roots.iter().map(Arc::as_ptr).collect();
-    let roots = live.iter().flat_map(|version| &version.roots);
-    roots.filter(|root| counted.insert(Arc::as_ptr(root))).map(|root| root.bytes()).sum()
+    let bytes = |(n, version): (usize, &Arc<ModelRoot>)| -> usize {
+        let roots = version.roots.iter().enumerate();
+        let is_counted = |&(i, root): &(usize, &Arc<Root>)| {
+            let mut others = live[..n].iter().map(Arc::as_ref).chain([newest]);
+            others.any(|other| Arc::ptr_eq(&other.roots[i], root))
+        };
+        roots.filter(|root| !is_counted(root)).map(|(_, root)| root.bytes()).sum()
+    };
+    live.iter().enumerate().map(bytes).sum()
 }

@@ -260,8 +260,8 @@ impl Client {
         Ok(())
     }
 
-    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and
-    /// its parameters are dropped. Closing twice is fine.
+    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and its parameters are dropped.
+    /// Closing twice is fine.
     ///
     /// # Errors
     /// [`ClientError::Forked`].

@@ -204,17 +204,25 @@ impl Shared {
         (0..self.loads.len()).min_by_key(|&i| load(&self.loads[i])).unwrap_or(0)
     }
 
-    /// A connection of a worker ended without a goodbye; the worker's other one is ended too.
+    /// A connection of a worker ended without a goodbye, broken or refused; the worker's other one is ended too. One
+    /// that never had a place in the store is not lost: it could not begin.
     pub(super) fn lost(&self, incarnation: u32, cause: &str, ended_one: &Arc<Connection>) {
         let now = Instant::now();
         let is_dismissed = self.is_stopping();
-        let ended = if is_dismissed {
-            self.members().dismissed(incarnation, "the server was stopped", now)
+        let mut members = self.members();
+        let (ended, withdrawn) = if is_dismissed {
+            (members.dismissed(incarnation, "the server was stopped", now), None)
+        } else if members.has_not_begun(incarnation) {
+            let parting = Parting::Withdrawn { cause: Some(cause.to_owned()) };
+            members.goodbye(incarnation, &parting, now).unzip()
         } else {
-            self.members().lost(incarnation, cause, now)
+            (members.lost(incarnation, cause, now), None)
         };
+        drop(members);
         let Some(ended) = ended else { return };
-        if ended.news && is_dismissed {
+        if let Some(cause) = withdrawn {
+            tracing::warn!(worker = ended.id, incarnation, cause, "a worker cannot begin");
+        } else if ended.news && is_dismissed {
             tracing::info!(worker = ended.id, incarnation, "a worker was told that the server stops");
         } else if ended.news {
             tracing::warn!(worker = ended.id, incarnation, cause, "a worker is lost");

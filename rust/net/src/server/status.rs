@@ -92,7 +92,7 @@ struct Memory {
     total_bytes: u64,
     /// The newest parameters, buffers and optimizer state.
     roots_bytes: u64,
-    /// Older versions that pulls under way keep alive.
+    /// What only older versions hold, which pulls under way keep alive: what they share with the newest is in the roots.
     pinned_bytes: u64,
     /// Recycled memory that waits for its next use.
     idle_bytes: u64,

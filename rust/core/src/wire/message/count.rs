@@ -147,9 +147,9 @@ mod tests {
 
     #[test]
     fn every_marker_is_passed_over_as_the_decoder_does() {
-        // An array of one of each, behind a long string, so that it is counted; then as many empty strings as make the
-        // count too high only if each was passed over in full.
-        let of_each: [&[u8]; 32] = [
+        // One of each, with an element where it has any; each is then followed by what is refused, or is not, only if it
+        // was passed over in full.
+        let of_each: [&[u8]; 36] = [
             b"\x05",
             b"\xff",
             b"\x81\xa1k\x01",
@@ -177,12 +177,28 @@ mod tests {
             b"\xd4\0a",
             b"\xd5\0aa",
             b"\xd6\0aaaa",
+            b"\xd7\0aaaaaaaa",
+            b"\xd8\0aaaaaaaaaaaaaaaa",
             b"\xd9\x01a",
             b"\xda\0\x01a",
             b"\xdb\0\0\0\x01a",
             b"\xdc\0\x01\x01",
+            b"\xdd\0\0\0\x01\x01",
             b"\xde\0\x01\xa1k\x01",
+            b"\xdf\0\0\0\x01\xa1k\x01",
         ];
+        // Each marker has its own example, but those that hold a number in themselves, and the one that is never used.
+        let family = |marker: u8| match marker {
+            0x00..=0x7f => 0x00,
+            0x80..=0x8f => 0x80,
+            0x90..=0x9f => 0x90,
+            0xa0..=0xbf => 0xa0,
+            0xe0..=0xff => 0xe0,
+            other => other,
+        };
+        let shown = of_each.map(|value| family(value[0]));
+        let missing: Vec<u8> = (0..=0xff).filter(|&m| m != 0xc1 && !shown.contains(&family(m))).collect();
+        assert!(missing.is_empty(), "{missing:x?}");
         for value in of_each {
             let crowd = 5000_u16;
             let mut bytes = vec![0x92]; // an array of two: the value, and the crowd

@@ -14,6 +14,9 @@ use tokio::sync::mpsc::UnboundedSender;
 /// The span over which samples per second are measured.
 const RATE_WINDOW: Duration = Duration::from_secs(10);
 
+/// What ended a process whose name a newer one has taken.
+pub(super) const REPLACED: &str = "replaced by a newer process with the same worker_id";
+
 /// Where a worker stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -44,12 +47,21 @@ pub(crate) struct Traffic {
     pub(crate) last_push_ms: AtomicU64,
 }
 
+/// What an earlier process of a name was when a newer one took it.
+#[derive(Debug)]
+pub(super) struct Predecessor {
+    incarnation: u32,
+    state: State,
+    cause: Option<String>,
+    key: Option<WorkerKey>,
+}
+
 /// One worker process.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) incarnation: u32,
-    /// Whether the name had never come before this process.
-    pub(super) newcomer: bool,
+    /// `None`: the name had never come before this process.
+    pub(super) predecessor: Option<Predecessor>,
     pub(super) secret: [u8; 16],
     pub(crate) host: String,
     pub(crate) state: State,
@@ -83,7 +95,7 @@ impl Member {
     ) -> Self {
         Self {
             incarnation,
-            newcomer: false,
+            predecessor: None,
             secret,
             host,
             state: State::Joined,
@@ -119,6 +131,27 @@ impl Member {
         if !state.is_present() {
             self.history = VecDeque::new();
         }
+    }
+
+    /// What this process is to a newer one of its name. One that was there is lost: it was told to stop.
+    pub(super) fn as_predecessor(&self) -> Predecessor {
+        let (state, cause) = match self.state {
+            State::Joined | State::Stalled => (State::Lost, Some(REPLACED.to_owned())),
+            gone => (gone, self.cause.clone()),
+        };
+        Predecessor { incarnation: self.incarnation, state, cause, key: self.key }
+    }
+
+    /// This process has come to nothing: the name is again what it was before, from now. False if it never was.
+    pub(super) fn restore_predecessor(&mut self, now: Instant) -> bool {
+        let Some(predecessor) = self.predecessor.take() else { return false };
+        self.enter(predecessor.state, predecessor.cause, now);
+        // Nothing that is still to come of this process is of that one.
+        self.incarnation = predecessor.incarnation;
+        // Of a lost one the slot is still to be given up; this process' own has been, if it had one.
+        self.key = if self.key.is_some() { None } else { predecessor.key };
+        self.is_cut_off = true;
+        true
     }
 
     /// Whether nobody waits for it to come back.

@@ -13,6 +13,7 @@ pub(super) use member::{Member, State, Traffic};
 
 use super::connection::Connection;
 use departures::Departures;
+use member::REPLACED;
 use offbeat_core::store::WorkerKey;
 use offbeat_core::wire::message::{Event, Parting};
 use std::collections::BTreeMap;
@@ -93,6 +94,8 @@ pub(super) struct Members {
     bygone: Bygone,
     last_incarnation: u32,
     departures: Departures,
+    /// When one that could not begin went: it is no member, and somebody was there until then.
+    last_withdrawn: Option<Instant>,
     /// When the clock was last looked at.
     looked: Option<Instant>,
 }
@@ -100,7 +103,7 @@ pub(super) struct Members {
 impl Members {
     pub(super) fn new() -> Self {
         let (by_id, bygone, departures) = (BTreeMap::new(), Bygone::default(), Departures::default());
-        Self { by_id, bygone, last_incarnation: 0, departures, looked: None }
+        Self { by_id, bygone, last_incarnation: 0, departures, last_withdrawn: None, looked: None }
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -114,11 +117,12 @@ impl Members {
     ) -> Admitted {
         self.last_incarnation += 1;
         let id = id.unwrap_or_else(|| self.free_name());
-        let newcomer = !self.by_id.contains_key(&id);
+        let predecessor = self.by_id.get(&id).map(Member::as_predecessor);
+        let newcomer = predecessor.is_none();
         let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let mut member =
             Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        member.newcomer = newcomer;
+        member.predecessor = predecessor;
         let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
             let (news, connections) = (old.state.is_present(), old.connections());
             // A lost one may be frozen, and what it has of connections would stand for ever.
@@ -127,8 +131,7 @@ impl Members {
                 return None;
             }
             if news {
-                let cause = "replaced by a newer process with the same worker_id";
-                self.departures.remember(&id, old.incarnation, State::Lost, cause, now);
+                self.departures.remember(&id, old.incarnation, State::Lost, REPLACED, now);
             }
             let control = old.control.map(|(tell, _)| tell);
             Some(Ended {
@@ -154,7 +157,7 @@ impl Members {
         }
     }
 
-    /// A newcomer is refused before it has heard that it was in, or cannot begin: as if it had never come.
+    /// A newcomer is refused before it has heard that it was in: as if it had never come.
     pub(super) fn withdraw(&mut self, incarnation: u32) {
         self.by_id.retain(|_, member| member.incarnation != incarnation);
     }
@@ -220,8 +223,8 @@ impl Members {
     }
 
     /// A goodbye; gives the cause that departures will show, too. Who could not begin is among them, but no member any
-    /// more: the name is free, and nobody who waits for n workers takes it for one, unless an earlier process of this
-    /// name was.
+    /// more: the name is free, and nobody who waits for n workers takes it for one. If the name had come before, it is
+    /// again what it was then: an earlier process that has finished has finished all the same.
     pub(super) fn goodbye(
         &mut self,
         incarnation: u32,
@@ -238,12 +241,18 @@ impl Members {
             Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause)),
         };
         let ended = self.end(incarnation, state, &cause, now)?;
-        if matches!(parting, Parting::Withdrawn { .. })
-            && self.by_id.get(&ended.id).is_some_and(|m| m.newcomer)
-        {
-            self.withdraw(incarnation);
+        if matches!(parting, Parting::Withdrawn { .. }) {
+            self.last_withdrawn = Some(now);
+            if self.find(incarnation).is_some_and(|(_, member)| !member.restore_predecessor(now)) {
+                self.withdraw(incarnation);
+            }
         }
         Some((ended, cause))
+    }
+
+    /// Whether a worker that is there has no place in the store yet: there was no model, or no room.
+    pub(super) fn has_not_begun(&mut self, incarnation: u32) -> bool {
+        self.find(incarnation).is_some_and(|(_, member)| member.key.is_none() && !member.is_cut_off)
     }
 
     /// A connection ended without a goodbye.
@@ -290,6 +299,7 @@ impl Members {
         for member in self.by_id.values_mut() {
             member.excuse(standstill, now);
         }
+        self.last_withdrawn = self.last_withdrawn.map(|at| (at + standstill).min(now));
     }
 
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
@@ -359,7 +369,7 @@ impl Members {
             self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
-        let alone = self.by_id.values().map(gone).max().unwrap_or(now);
+        let alone = self.by_id.values().map(gone).chain(self.last_withdrawn).max().unwrap_or(now);
         if over {
             Outcome::Done
         } else if !all_lost && now.saturating_duration_since(alone) < patience.linger {
@@ -436,310 +446,4 @@ pub(super) struct Forgotten {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::frame::Socket;
-    use std::net::{TcpListener, TcpStream};
-
-    const LEASE: Duration = Duration::from_secs(10);
-    const PATIENCE: Patience =
-        Patience { linger: Duration::from_secs(10), rejoin_grace: Duration::from_secs(60) };
-
-    fn connection() -> Arc<Connection> {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        Arc::new(Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
-    }
-
-    fn join(members: &mut Members, id: &str, now: Instant) -> u32 {
-        members.join(Some(id.to_owned()), String::new(), [7; 16], connection(), now).incarnation
-    }
-
-    fn state(members: &Members, id: &str) -> State {
-        members.by_id[id].state
-    }
-
-    fn seconds(s: u64) -> Duration {
-        Duration::from_secs(s)
-    }
-
-    #[tokio::test]
-    async fn silence_for_the_lease_is_a_loss_and_a_heartbeat_undoes_it() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        assert!(members.tick(LEASE, seconds(60), start + seconds(9)).lost.is_empty());
-        let ticked = members.tick(LEASE, seconds(60), start + seconds(10));
-        assert_eq!(ticked.lost[0].3, "no heartbeat for 10 s");
-        assert_eq!(state(&members, "a"), State::Lost);
-        assert!(members.heard(a, 1, start + seconds(11)));
-        assert_eq!(state(&members, "a"), State::Joined);
-        assert_eq!(members.departures().count(), 1);
-    }
-
-    #[tokio::test]
-    async fn a_heartbeat_that_was_under_way_brings_nobody_back_whose_connection_has_ended() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        assert!(members.lost(a, "killed", start).unwrap().news);
-        assert!(!members.heard(a, 1, start));
-        assert_eq!(state(&members, "a"), State::Lost);
-        assert!(!members.lost(a, "its other connection", start).unwrap().news, "told once");
-    }
-
-    #[tokio::test]
-    async fn heartbeats_without_progress_show_a_stall() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        for s in 1..10 {
-            members.heard(a, 0, start + seconds(s));
-        }
-        assert_eq!(members.tick(LEASE, seconds(60), start + seconds(10)).stalled, ["a"]);
-        assert!(!members.heard(a, 5, start + seconds(11)));
-        assert_eq!(state(&members, "a"), State::Joined);
-    }
-
-    #[tokio::test]
-    async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.lost(a, "killed", start);
-        let before = start + seconds(9);
-        members.heard(b, 0, before);
-        let woke = before + seconds(100);
-        members.excuse(seconds(100), woke);
-        let ticked = members.tick(LEASE, seconds(10), woke);
-        assert!(ticked.lost.is_empty() && ticked.stalled.is_empty() && ticked.forgotten.is_empty());
-        let ticked = members.tick(LEASE, seconds(10), woke + seconds(1));
-        assert_eq!((ticked.stalled, ticked.forgotten.len()), (vec!["b".to_owned()], 1));
-        members.heard(b, 1, woke + seconds(2));
-        members.excuse(seconds(100), woke + seconds(3));
-        let ticked = members.tick(LEASE, seconds(10), woke + seconds(13));
-        assert_eq!(ticked.lost[0].0, "b", "what it said after waking is not put off into the future");
-    }
-
-    #[tokio::test]
-    async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        assert!(members.goodbye(a, &Parting::Finished, start).unwrap().0.news);
-        assert!(members.lost(a, "hung up", start).is_none());
-        assert_eq!(state(&members, "a"), State::Finished);
-        assert!(!members.heard(a, 9, start), "nor does a late heartbeat bring it back");
-        assert_eq!(state(&members, "a"), State::Finished);
-    }
-
-    #[tokio::test]
-    async fn a_newer_process_takes_the_name_and_fences_the_older() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        let next = members.join(Some("a".into()), String::new(), [8; 16], connection(), start);
-        assert_eq!(next.replaced.unwrap().incarnation, a);
-        assert!(next.incarnation > a);
-        assert!(members.lost(a, "hung up", start).is_none(), "the old process cannot end the new one");
-        let key = WorkerKey { slot: 0, incarnation: 1 };
-        assert!(members.register::<()>(a, |_| Ok(key)).is_none(), "nor register after it");
-        assert_eq!(members.register::<()>(next.incarnation, |_| Ok(key)), Some(Ok(key)));
-    }
-
-    #[tokio::test]
-    async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let (first, second) = (connection(), connection());
-        let join = |members: &mut Members, connection: &Arc<Connection>| {
-            members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start)
-        };
-        let a = join(&mut members, &first).incarnation;
-        members.lost(a, "silent", start);
-        let next = join(&mut members, &second);
-        let ended = next.replaced.unwrap();
-        assert_eq!((ended.incarnation, ended.news), (a, false));
-        assert_eq!(members.departures().count(), 1, "it has departed once");
-        drop(second);
-        members.lost(next.incarnation, "killed", start);
-        assert!(join(&mut members, &first).replaced.is_none(), "there is nobody to tell");
-    }
-
-    #[tokio::test]
-    async fn only_the_secret_attaches_a_control_connection() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        let control = || (tokio::sync::mpsc::unbounded_channel().0, connection());
-        assert_eq!(members.attach(a, &[6; 16], control(), start), None);
-        assert_eq!(members.attach(a + 1, &[7; 16], control(), start), None);
-        assert_eq!(members.attach(a, &[7; 16], control(), start).as_deref(), Some("a"));
-    }
-
-    #[tokio::test]
-    async fn waiting_ends_when_enough_have_come_and_nobody_was_there_for_the_linger() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
-        let a = join(&mut members, "a", start);
-        members.goodbye(a, &Parting::Finished, start + seconds(5));
-        assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
-        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(14)), Outcome::Waiting);
-        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(15)), Outcome::Done);
-        assert_eq!(
-            members.outcome(1, PATIENCE, true, start + seconds(6)),
-            Outcome::Done,
-            "a run that is over"
-        );
-    }
-
-    #[tokio::test]
-    async fn a_lost_worker_counts_as_there_for_its_grace() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.goodbye(a, &Parting::Finished, start);
-        members.lost(b, "killed", start);
-        assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
-        assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(70)), Outcome::Done);
-    }
-
-    #[tokio::test]
-    async fn what_is_waited_for_when_nobody_is_there_is_known() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "nobody has come");
-        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.goodbye(a, &Parting::Finished, start);
-        assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "one is there");
-        members.lost(b, "killed", start);
-        assert_eq!(members.pause(3, PATIENCE, start), Pause::None, "a third one is waited for");
-        assert_eq!(members.pause(2, PATIENCE, start + seconds(59)), Pause::Grace { num_lost: 1 });
-        assert_eq!(members.pause(2, PATIENCE, start + seconds(60)), Pause::Linger);
-    }
-
-    #[tokio::test]
-    async fn who_left_before_its_work_was_done_has_not_finished() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.goodbye(a, &Parting::Left { cause: None }, start);
-        members.lost(b, "killed", start);
-        assert_eq!(
-            members.outcome(1, PATIENCE, false, start + seconds(69)),
-            Outcome::Waiting,
-            "it may return"
-        );
-        let causes =
-            [("a", "left before its work was done"), ("b", "killed")].map(|(w, c)| (w.into(), c.into()));
-        let late = start + seconds(70);
-        assert_eq!(members.outcome(1, PATIENCE, false, late), Outcome::NoneFinished(causes.into()));
-        assert_eq!(members.outcome(1, PATIENCE, true, late), Outcome::Done, "a run that is over");
-    }
-
-    #[tokio::test]
-    async fn all_lost_and_none_finished_is_an_error_with_each_cause() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
-        members.lost(a, "killed", start);
-        members.lost(b, "unplugged", start + seconds(1));
-        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(60)), Outcome::Waiting);
-        let causes = [("a".to_owned(), "killed".to_owned()), ("b".to_owned(), "unplugged".to_owned())];
-        assert_eq!(
-            members.outcome(1, PATIENCE, false, start + seconds(61)),
-            Outcome::NoneFinished(causes.into())
-        );
-    }
-
-    #[tokio::test]
-    async fn names_are_given_where_none_is_brought() {
-        let (mut members, now) = (Members::new(), Instant::now());
-        join(&mut members, "worker-1", now);
-        let name = |members: &mut Members| members.join(None, String::new(), [0; 16], connection(), now).id;
-        assert_eq!((name(&mut members), name(&mut members)), ("worker-2".into(), "worker-3".into()));
-    }
-
-    #[tokio::test]
-    async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let connection = connection();
-        let come = |members: &mut Members, id: Option<&str>, at: u64| {
-            let id = id.map(str::to_owned);
-            members.join(id, String::new(), [7; 16], Arc::clone(&connection), start + seconds(at))
-        };
-        let finished = come(&mut members, Some("first"), 0).incarnation;
-        members.goodbye(finished, &Parting::Finished, start);
-        for at in 1..=MAX_GONE as u64 + 4 {
-            let crashed = come(&mut members, None, at).incarnation;
-            members.lost(crashed, "killed", start + seconds(at));
-        }
-        let last = start + seconds(MAX_GONE as u64 + 4);
-        let grace = PATIENCE.rejoin_grace;
-        members.tick(LEASE, grace, last);
-        members.tick(LEASE, grace, last);
-        assert_eq!(members.iter().count(), MAX_GONE + 5, "the last ones may come back");
-        members.tick(LEASE, grace, last + grace);
-        members.tick(LEASE, grace, last + grace);
-        assert_eq!((members.iter().count(), members.num_joined()), (MAX_GONE, MAX_GONE + 5));
-        assert!(members.iter().all(|(_, member)| member.incarnation > finished + 4), "the oldest went");
-        assert_eq!(members.outcome(MAX_GONE + 5, PATIENCE, false, last + grace + LEASE), Outcome::Done);
-        let next = come(&mut members, None, 9999);
-        assert_eq!(next.id, format!("worker-{}", MAX_GONE + 5), "a name that nobody had");
-    }
-
-    #[tokio::test]
-    async fn who_cannot_begin_is_no_member_and_is_told_of() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let withdrawn = |cause: &str| Parting::Withdrawn { cause: Some(cause.to_owned()) };
-        let first = members.join(None, String::new(), [7; 16], connection(), start);
-        let (ended, cause) = members.goodbye(first.incarnation, &withdrawn("it\ndiffers"), start).unwrap();
-        assert_eq!((ended.id.as_str(), cause.as_str()), ("worker-0", "could not begin: it differs"));
-        assert_eq!(members.departures().next().unwrap().cause, cause);
-        assert_eq!(members.num_joined(), 0);
-        assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
-        assert_eq!(
-            members.join(None, String::new(), [7; 16], connection(), start).id,
-            "worker-0",
-            "it is free"
-        );
-
-        let b = join(&mut members, "b", start);
-        members.goodbye(b, &Parting::Finished, start);
-        let again = join(&mut members, "b", start);
-        members.goodbye(again, &withdrawn(&"x".repeat(1000)), start);
-        assert_eq!(state(&members, "b"), State::Left, "there was one of this name that had begun");
-        let told = members.departures().last().unwrap().cause.chars().count();
-        assert!((MAX_CAUSE_CHARS..MAX_CAUSE_CHARS + 30).contains(&told), "{told}");
-    }
-
-    #[tokio::test]
-    async fn only_who_is_there_is_measured() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
-        members.tick(LEASE, seconds(60), start);
-        a.traffic.samples.store(20, std::sync::atomic::Ordering::Relaxed);
-        members.tick(LEASE, seconds(60), start + seconds(2));
-        let rate = |members: &Members| members.by_id["a"].rate();
-        assert_eq!(rate(&members), 10.0);
-        members.lost(a.incarnation, "killed", start + seconds(2));
-        for s in 3..5 {
-            members.tick(LEASE, seconds(60), start + seconds(s));
-        }
-        assert_eq!(rate(&members), 0.0);
-        assert_eq!(members.by_id["a"].num_measured(), 0);
-    }
-
-    #[tokio::test]
-    async fn a_newcomer_that_is_refused_has_never_come() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let finished = join(&mut members, "a", start);
-        members.goodbye(finished, &Parting::Finished, start);
-        let b = members.join(Some("b".into()), String::new(), [7; 16], connection(), start);
-        assert!(b.newcomer);
-        members.withdraw(b.incarnation);
-        assert_eq!((members.num_joined(), members.departures().count()), (1, 1));
-        let again = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
-        assert!(!again.newcomer, "its name has come before, and stays");
-    }
-
-    #[tokio::test]
-    async fn the_slot_of_a_lost_worker_is_given_up_once_after_its_grace() {
-        let (mut members, start) = (Members::new(), Instant::now());
-        let a = join(&mut members, "a", start);
-        let key = WorkerKey { slot: 3, incarnation: 1 };
-        members.register::<()>(a, |_| Ok(key));
-        members.lost(a, "killed", start);
-        assert!(members.tick(LEASE, seconds(60), start + seconds(59)).forgotten.is_empty());
-        assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten[0].key, Some(key));
-        assert!(members.tick(LEASE, seconds(60), start + seconds(61)).forgotten.is_empty());
-    }
-}
+mod tests;
