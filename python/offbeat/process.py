@@ -148,9 +148,8 @@ def cause_of(error: BaseException) -> str:
         line = str(error).partition("\n")[0][:MAX_CAUSE_CHARS]
     except Exception:  # noqa: BLE001  a `__str__` of the user's: no reason not to leave
         line = ""
-    text = line.encode(
-        errors="replace"
-    ).decode()  # undecodable file names are surrogates, which no wire takes
+    # An undecodable file name has surrogates in it, which no wire takes.
+    text = line.encode(errors="replace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
