@@ -15,7 +15,6 @@ import sys
 import threading
 import traceback
 import weakref
-from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
 __all__ = ["Live", "announce", "cause_of", "register", "release", "warn"]
@@ -125,10 +124,18 @@ def _log_waiting(timeout_s: float) -> None:
 
 
 def _say_goodbye() -> None:
+    failure = _failure()
+    interrupt: BaseException | None = None
     for thing in list(_live):
-        # Another thread may be in a call of it, say: the others are to be heard.
-        with suppress(Exception):
-            thing._at_exit(_failure())  # noqa: SLF001  for this module alone
+        # Another thread may be in a call of it, say, or a second Ctrl-C come: the others are to be heard.
+        try:
+            thing._at_exit(failure)  # noqa: SLF001  for this module alone
+        except Exception:  # noqa: BLE001, S112  there is nobody left to tell
+            continue
+        except BaseException as error:  # noqa: BLE001  raised below
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _failure() -> BaseException | None:
