@@ -17,7 +17,7 @@ import traceback
 import weakref
 from typing import ClassVar, NoReturn, SupportsIndex
 
-__all__ = ["Live", "announce", "cause_of", "register", "release", "warn"]
+__all__ = ["Live", "announce", "cause_of", "failure_in", "register", "release", "warn"]
 
 LOGGER = logging.getLogger("offbeat")
 MAX_CAUSE_CHARS = 1000
@@ -144,9 +144,12 @@ def _failure() -> BaseException | None:
     A SystemExit that has reached the top is neither: Python forgets it, code and all, before it gets here.
     """
     on_its_way = sys.exc_info()[1]
-    if isinstance(on_its_way, SystemExit) and on_its_way.code in (None, 0):
-        return None
-    return on_its_way or getattr(sys, "last_value", None)
+    return getattr(sys, "last_value", None) if on_its_way is None else failure_in(on_its_way)
+
+
+def failure_in(error: BaseException | None) -> BaseException | None:
+    """Give what something ends by, but for an end without failure: `sys.exit()`, or `sys.exit(0)`."""
+    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error
 
 
 def cause_of(error: BaseException) -> str:

@@ -455,7 +455,7 @@ class AsyncWorker(process.Live):
 
     def _end_by(self, failure: BaseException | None) -> None:
         """Close, where an exception is on its way perhaps."""
-        if failure is None:
+        if (failure := process.failure_in(failure)) is None:
             self.close()
         else:
             self._end("left", process.cause_of(failure))
