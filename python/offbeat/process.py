@@ -155,7 +155,7 @@ def failure_in(error: BaseException | None) -> BaseException | None:
 def cause_of(error: BaseException) -> str:
     """Word an exception as the server shows it: who looks there does not see this process's output."""
     try:
-        line = str(error).partition("\n")[0][:MAX_CAUSE_CHARS]
+        line = str(error).strip().partition("\n")[0][:MAX_CAUSE_CHARS]
     except Exception:  # noqa: BLE001  a `__str__` of the user's: no reason not to leave
         line = ""
     # An undecodable file name has surrogates in it, which no wire takes.

@@ -295,8 +295,9 @@ UNREADABLE = (
         ("import os; raise OSError(os.fsdecode(b'caf\\xe9.jpg'))", "OSError: caf?.jpg"),
         (UNREADABLE, "Unreadable"),
         ("raise ValueError('x' * 40_000_000)", "ValueError: xxx"),
+        ("raise ValueError('\\n\\nno sample\\nat all')", "ValueError: no sample"),
     ],
-    ids=["a name that is no text", "words that raise", "many words"],
+    ids=["a name that is no text", "words that raise", "many words", "words after an empty line"],
 )
 def test_whatever_an_exception_says_all_of_the_process_leave(server, ending, told):
     code = (
