@@ -32,10 +32,12 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
     cls = {_folded(key): cls for key, cls in known.items()}.get(_folded(name))
     if cls is None:
         raise ConfigError(unknown(option, name, list(known)))
-    parameters = inspect.signature(cls).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
-    if missing := [name for name in missing if name not in keywords]:
-        written = ", ".join(f"{name}=..." for name in missing)
+    parameters = inspect.signature(cls).parameters
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+    missing = [name for name in needed if name not in keywords]
+    if missing and keywords.keys() <= parameters.keys():  # else the class names those it does not know
+        given = [f"{name}={value!r}" for name, value in keywords.items()]
+        written = ", ".join([*given, *(f"{name}=..." for name in missing)])
         raise ConfigError(f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'")
     return cls(**keywords)
 
