@@ -58,8 +58,11 @@ def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:
         raise refusal()
     if tree.args:
         raise refusal(", since it has a value without its keyword")
-    if any(keyword.arg is None for keyword in tree.keywords):
+    names = [keyword.arg for keyword in tree.keywords]
+    if None in names:
         raise refusal()
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise refusal(f", since it has {twice} twice")
     try:
         return tree.func.id, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
     except ValueError as error:

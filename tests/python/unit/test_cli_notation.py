@@ -62,6 +62,11 @@ def test_anything_else_is_refused(text):
         optimizer(text)
 
 
+def test_a_keyword_given_twice_is_refused_by_name():
+    with pytest.raises(ConfigError, match="cannot be read, since it has lr twice: write"):
+        optimizer("SGD(lr=0.1, momentum=0.9, lr=0.2)")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
