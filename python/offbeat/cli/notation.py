@@ -16,7 +16,7 @@ __all__ = ["read"]
 T = TypeVar("T")
 
 
-def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> T:
+def read(text: str, option: str, known: Mapping[str, type[T]], example: str, *, or_else: str = "") -> T:
     """Make the object that a text names.
 
     Args:
@@ -24,6 +24,7 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
         option: The option it was given to, for errors.
         known: Classes by name; capitals and underscores do not matter.
         example: For errors.
+        or_else: What to write else where a keyword is missing, for errors.
 
     Raises:
         ConfigError: If the text cannot be read, or the name or a keyword is unknown; the class's own else.
@@ -38,7 +39,9 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
     if missing and keywords.keys() <= parameters.keys():  # else the class names those it does not know
         given = [f"{name}={value!r}" for name, value in keywords.items()]
         written = ", ".join([*given, *(f"{name}=..." for name in missing)])
-        raise ConfigError(f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'")
+        raise ConfigError(
+            f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'{or_else}"
+        )
     return cls(**keywords)
 
 

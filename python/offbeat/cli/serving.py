@@ -161,7 +161,9 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
                 f"the schedule's own length, as in '{name.capitalize()}(total=10000)'"
             )
         return name  # its length is the run's
-    return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
+    short = name.partition("(")[0].rstrip()
+    alone = f", or {short} alone, which is as long as --max-samples" if short in ("linear", "cosine") else ""
+    return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)", or_else=alone)
 
 
 def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> ExitCode:

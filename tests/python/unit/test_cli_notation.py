@@ -62,6 +62,17 @@ def test_anything_else_is_refused(text):
         optimizer(text)
 
 
+@pytest.mark.parametrize("text", ["cosine", "Cosine()"])
+def test_a_decay_that_says_no_more_is_as_long_as_the_run(text):
+    assert serving._schedule(text, 8) == "cosine"
+
+
+def test_a_decay_that_says_more_is_told_how_to_be_as_long_as_the_run():
+    told = "write 'Cosine(warmup=2, total=...)', or cosine alone, which is as long as --max-samples"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        serving._schedule("Cosine(warmup=2)", 8)
+
+
 def test_a_keyword_given_twice_is_refused_by_name():
     with pytest.raises(ConfigError, match="cannot be read, since it has lr twice: write"):
         optimizer("SGD(lr=0.1, momentum=0.9, lr=0.2)")
