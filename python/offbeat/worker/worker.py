@@ -47,7 +47,7 @@ class AsyncWorker(process.Live):
         server_address: "HOST:PORT"; OFFBEAT_SERVER if not given.
         model: A module like the server's, moved to `device` and filled in place. None: built from the
             server's description, where the server's model is one of `torch.nn` layers in `nn.Sequential`.
-            Where the server has no model yet, this one is brought to it.
+            Where the server has no model yet, this one is brought to it. Its gradients are dropped.
         local_batch_size: Batch size of `train(dataset=...)`, and what `step()` counts if not told otherwise.
         update_frequency: Batches per push, whose gradients are averaged by samples, or added up where the
             losses are sums; with a live optimizer, local steps per push.
