@@ -253,14 +253,17 @@ class Binding:
             slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
         self._broken = True
 
-    def restore(self, *, buffers: bool = False) -> None:
-        """Let parameters that were changed beside their spares hold what was read; buffers too, if asked."""
-        slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
+    def restore(self) -> None:
+        """Let parameters that were changed beside their spares hold what was read."""
+        slots = [slot for slot in self._staged if slot.is_parameter] if self.filled else []
         if slots:
             self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
 
-    def _restore_buffers(self) -> None:
-        """The parameters stay: of a live optimizer they hold the local steps since the last pull."""
+    def restore_buffers(self) -> None:
+        """Let buffers hold what the next push is compared with; local ones stay: they are the module's own.
+
+        The parameters stay: of a live optimizer they hold the local steps since the last pull.
+        """
         if self.filled:
             self._copies.store([_spare(s) for s in self._buffers], [s.tensor for s in self._buffers])
 
@@ -271,7 +274,7 @@ class Binding:
         infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
         if _is_corrupt(self._floats, self.host_values(self._floats)):
-            self._restore_buffers()
+            self.restore_buffers()
 
     def without_corrupt(self, memories: list[Memory | None]) -> list[Memory | None]:
         """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for."""
@@ -282,7 +285,7 @@ class Binding:
         ]
         if not _is_corrupt([slot for slot, _ in there], [value for _, value in there]):
             return memories
-        self._restore_buffers()
+        self.restore_buffers()
         return [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
 
     def _note_places(self) -> None:
