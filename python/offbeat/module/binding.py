@@ -273,20 +273,26 @@ class Binding:
         That push then changes none of them. What such a batch left besides, infinities and counts, goes too;
         infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
-        if _is_corrupt(self._floats, self.host_values(self._floats)):
+        if _corrupt(self._floats, self.host_values(self._floats)) is not None:
             self.restore_buffers()
 
-    def without_corrupt(self, memories: list[Memory | None]) -> list[Memory | None]:
-        """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for."""
+    def without_corrupt(self, memories: list[Memory | None]) -> tuple[list[Memory | None], str | None]:
+        """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for.
+
+        Returns:
+            What to push, and the name of the first corrupt buffer, if one is.
+        """
         there = [
             (slot, cast(torch.Tensor, memory[0]))
             for slot, memory in zip(self.slots, memories, strict=True)
             if memory is not None and not slot.is_parameter and slot.dtype.is_floating_point
         ]
-        if not _is_corrupt([slot for slot, _ in there], [value for _, value in there]):
-            return memories
+        corrupt = _corrupt([slot for slot, _ in there], [value for _, value in there])
+        if corrupt is None:
+            return memories, None
         self.restore_buffers()
-        return [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
+        rest = [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
+        return rest, corrupt.spec["name"]
 
     def _note_places(self) -> None:
         """Note what every module holds under which names.
@@ -337,19 +343,19 @@ def _spare(slot: Slot) -> torch.Tensor:
     return cast(torch.Tensor, slot.spare)
 
 
-def _is_corrupt(slots: list[Slot], values: list[torch.Tensor]) -> bool:
-    """Tell whether a number of a buffer's spare is NaN in its value, which is on the host.
+def _corrupt(slots: list[Slot], values: list[torch.Tensor]) -> Slot | None:
+    """Find the first buffer where a number of its spare is NaN in its value, which is on the host.
 
     A sum is NaN where a value is, and seldom else. Of what torch has it is quickest by far, and this is asked
     at each push.
     """
     if not slots:
-        return False
+        return None
     with torch.no_grad():
         if not torch.stack([value.sum() for value in values]).isnan().numpy().any():
-            return False
+            return None
         pairs = zip(slots, values, strict=True)
-        return any(bool((value.isnan() & ~_spare(slot).isnan()).any()) for slot, value in pairs)
+        return next((slot for slot, value in pairs if (value.isnan() & ~_spare(slot).isnan()).any()), None)
 
 
 def _check_still(slot: Slot, tensor: object) -> None:
