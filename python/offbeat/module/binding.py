@@ -267,6 +267,11 @@ class Binding:
         if self.filled:
             self._copies.store([_spare(s) for s in self._buffers], [s.tensor for s in self._buffers])
 
+    def has_changed_buffers(self) -> bool:
+        """Whether the next push has a buffer to change; a device is waited for to know."""
+        values = self.host_values(self._buffers)
+        return any(not torch.equal(v, _spare(s)) for s, v in zip(self._buffers, values, strict=True))
+
     def put_back_corrupt(self) -> None:
         """Where a number in a buffer became NaN, give all buffers what the next push is compared with.
 

@@ -441,8 +441,10 @@ class AsyncWorker(process.Live):
     def _pull_newest(self) -> None:
         binding = self._link.binding
         binding.refresh()
-        # Zeros are what zero_grad(set_to_none=False) leaves.
-        is_begun = any(g is not None and (g.is_sparse or bool(g.any())) for g in binding.gradients())
+        gradients = [g for g in binding.gradients() if g is not None]
+        is_begun = any(g.is_sparse or bool(g.any()) for g in gradients)
+        # Zeros are what zero_grad(set_to_none=False) leaves; those of a batch may come with its statistics.
+        is_begun |= bool(gradients) and binding.has_changed_buffers()
         if is_begun or self._usable().batches:
             what = "a gradient is on it" if is_begun else "batches wait to be pushed"
             _log.info("worker %s measures its model as it is: %s", self.id, what)
