@@ -328,7 +328,7 @@ class Client(process.Live):
         self._end(failure)
 
     def _end(self, failure: BaseException | None) -> None:
-        if failure is None:
+        if (failure := process.failure_in(failure)) is None:
             self._close("finished", None)
         else:
             self._close("left", process.cause_of(failure))

@@ -15,10 +15,9 @@ import sys
 import threading
 import traceback
 import weakref
-from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
-__all__ = ["Live", "announce", "cause_of", "register", "release", "warn"]
+__all__ = ["Live", "announce", "cause_of", "failure_in", "register", "release", "warn"]
 
 LOGGER = logging.getLogger("offbeat")
 MAX_CAUSE_CHARS = 1000
@@ -125,10 +124,18 @@ def _log_waiting(timeout_s: float) -> None:
 
 
 def _say_goodbye() -> None:
+    failure = _failure()
+    interrupt: BaseException | None = None
     for thing in list(_live):
-        # Another thread may be in a call of it, say: the others are to be heard.
-        with suppress(Exception):
-            thing._at_exit(_failure())  # noqa: SLF001  for this module alone
+        # Another thread may be in a call of it, say, or a second Ctrl-C come: the others are to be heard.
+        try:
+            thing._at_exit(failure)  # noqa: SLF001  for this module alone
+        except Exception:  # noqa: BLE001, S112  there is nobody left to tell
+            continue
+        except BaseException as error:  # noqa: BLE001  raised below
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _failure() -> BaseException | None:
@@ -137,15 +144,18 @@ def _failure() -> BaseException | None:
     A SystemExit that has reached the top is neither: Python forgets it, code and all, before it gets here.
     """
     on_its_way = sys.exc_info()[1]
-    if isinstance(on_its_way, SystemExit) and on_its_way.code in (None, 0):
-        return None
-    return on_its_way or getattr(sys, "last_value", None)
+    return getattr(sys, "last_value", None) if on_its_way is None else failure_in(on_its_way)
+
+
+def failure_in(error: BaseException | None) -> BaseException | None:
+    """Give what something ends by, but for an end without failure: `sys.exit()`, or `sys.exit(0)`."""
+    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error
 
 
 def cause_of(error: BaseException) -> str:
     """Word an exception as the server shows it: who looks there does not see this process's output."""
     try:
-        line = str(error).partition("\n")[0][:MAX_CAUSE_CHARS]
+        line = str(error).strip().partition("\n")[0][:MAX_CAUSE_CHARS]
     except Exception:  # noqa: BLE001  a `__str__` of the user's: no reason not to leave
         line = ""
     # An undecodable file name has surrogates in it, which no wire takes.

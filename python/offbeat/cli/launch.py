@@ -15,6 +15,7 @@ from pathlib import Path
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.cli.processes import Ended, Processes
+from offbeat.cli.say import say
 from offbeat.cli.serving import (
     Signals,
     Stopped,
@@ -93,18 +94,15 @@ def run(arguments: Namespace) -> int:
                 for ended in processes.as_they_end():
                     if ended.code != 0:
                         failed.append(ended)
-                        print(f"offbeat: {_words(ended)}", file=sys.stderr, flush=True)
+                        say(_words(ended))
     except Stopped as signal:
-        print(f"offbeat: stopped by {signal}", file=sys.stderr)
+        say(f"stopped by {signal}")
         if not of_server:
             broken_off(arguments.save)
         return ExitCode.INTERRUPTED
     if not failed:
         return next(iter(of_server), ExitCode.OK)
-    print(
-        f"offbeat: {len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}",
-        file=sys.stderr,
-    )
+    say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}")
     return exit_code(failed[0].code)
 
 

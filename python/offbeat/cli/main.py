@@ -7,10 +7,12 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol, cast
 
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
+from offbeat.cli.say import say
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.naming import unknown
 
@@ -46,15 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # for errors before the command line is read, too
+    code: int = ExitCode.OK
     try:
         code = _run(given)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has gone (`offbeat status … | head`); nothing may write to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+        pass  # whoever read our output has gone (`offbeat status … | head`), which does not change the code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
-        return _explain(error, debug=debug)
+        code = _explain(error, debug=debug)
+    finally:
+        _forget_the_unwritten()
     return code
 
 
@@ -78,6 +81,15 @@ def _run(given: list[str]) -> int:
     return command.run(parsed)
 
 
+def _forget_the_unwritten() -> None:
+    """See that what a stream could not be rid of is not tried again at exit, where that is code 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # each is None where it was closed (`2>&-`)
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def _help() -> str:
     commands = "\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items())
     return (
@@ -94,13 +106,14 @@ def _version() -> str:
 
 def _explain(error: BaseException, *, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
     elif isinstance(error, KeyboardInterrupt):
-        print("offbeat: interrupted", file=sys.stderr)
+        say("interrupted")
     elif isinstance(error, OffbeatError | OSError | ImportError):
-        print(f"offbeat: {error}", file=sys.stderr)
+        say(str(error))
     else:
-        print(f"offbeat: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        say(f"{type(error).__name__}: {error} (--debug shows where)")
     return code_of(error)
 
 

@@ -16,7 +16,7 @@ __all__ = ["read"]
 T = TypeVar("T")
 
 
-def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> T:
+def read(text: str, option: str, known: Mapping[str, type[T]], example: str, *, or_else: str = "") -> T:
     """Make the object that a text names.
 
     Args:
@@ -24,6 +24,7 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
         option: The option it was given to, for errors.
         known: Classes by name; capitals and underscores do not matter.
         example: For errors.
+        or_else: What to write else where a keyword is missing, for errors.
 
     Raises:
         ConfigError: If the text cannot be read, or the name or a keyword is unknown; the class's own else.
@@ -32,11 +33,15 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str) -> 
     cls = {_folded(key): cls for key, cls in known.items()}.get(_folded(name))
     if cls is None:
         raise ConfigError(unknown(option, name, list(known)))
-    parameters = inspect.signature(cls).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
-    if missing := [name for name in missing if name not in keywords]:
-        written = ", ".join(f"{name}=..." for name in missing)
-        raise ConfigError(f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'")
+    parameters = inspect.signature(cls).parameters
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+    missing = [name for name in needed if name not in keywords]
+    if missing and keywords.keys() <= parameters.keys():  # else the class names those it does not know
+        given = [f"{name}={value!r}" for name, value in keywords.items()]
+        written = ", ".join([*given, *(f"{name}=..." for name in missing)])
+        raise ConfigError(
+            f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'{or_else}"
+        )
     return cls(**keywords)
 
 
@@ -56,8 +61,11 @@ def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:
         raise refusal()
     if tree.args:
         raise refusal(", since it has a value without its keyword")
-    if any(keyword.arg is None for keyword in tree.keywords):
+    names = [keyword.arg for keyword in tree.keywords]
+    if None in names:
         raise refusal()
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise refusal(f", since it has {twice} twice")
     try:
         return tree.func.id, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
     except ValueError as error:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from offbeat.cli.say import say
+
 __all__ = ["Ended", "Output", "Processes"]
 
 GRACE_S = 5.0
@@ -154,7 +156,7 @@ class Processes:
         try:
             if running := sum(process.poll() is None for process in self._processes):
                 workers = "1 worker" if running == 1 else f"{running} workers"
-                print(f"offbeat: ending {workers}; Ctrl-C ends them at once", file=sys.stderr, flush=True)
+                say(f"ending {workers}; Ctrl-C ends them at once")
             for number in (signal.SIGINT, signal.SIGTERM):
                 deadline = time.monotonic() + GRACE_S
                 for process in self._signal(number):

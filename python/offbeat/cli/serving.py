@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import count, positive_int
+from offbeat.cli.say import say
 from offbeat.errors import ConfigError, StateError
 
 __all__ = [
@@ -161,7 +161,9 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
                 f"the schedule's own length, as in '{name.capitalize()}(total=10000)'"
             )
         return name  # its length is the run's
-    return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)")
+    short = name.partition("(")[0].rstrip()
+    alone = f", or {short} alone, which is as long as --max-samples" if short in ("linear", "cosine") else ""
+    return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)", or_else=alone)
 
 
 def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> ExitCode:
@@ -180,10 +182,11 @@ def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> Exit
         try:
             state = server.state_dict()  # as it is now: every push that was acknowledged is in it
         except StateError as error:
-            print(f"offbeat: nothing is saved: {error}", file=sys.stderr)
+            say(f"nothing is saved: {error}")
             return ExitCode.NOT_SAVED
         model_file.save(state, path)
-        print(f"the model is in {path}", flush=True)
+        with suppress(OSError):  # the model is there, whether or not anybody reads where
+            print(f"the model is in {path}", flush=True)
         return ExitCode.OK
 
 
@@ -195,7 +198,7 @@ def broken_off(path: Path | None) -> ExitCode:
     """
     if path is None:
         return ExitCode.OK
-    print(f"offbeat: nothing is saved: a signal came before the model was in {path}", file=sys.stderr)
+    say(f"nothing is saved: a signal came before the model was in {path}")
     return ExitCode.NOT_SAVED
 
 

@@ -253,16 +253,24 @@ class Binding:
             slot.version = slot.tensor._version  # noqa: SLF001  torch's own way to ask
         self._broken = True
 
-    def restore(self, *, buffers: bool = False) -> None:
-        """Let parameters that were changed beside their spares hold what was read; buffers too, if asked."""
-        slots = [slot for slot in self._followers if slot.is_parameter or buffers] if self.filled else []
+    def restore(self) -> None:
+        """Let parameters that were changed beside their spares hold what was read."""
+        slots = [slot for slot in self._staged if slot.is_parameter] if self.filled else []
         if slots:
             self._copies.store([_spare(s) for s in slots], [s.tensor for s in slots])
 
-    def _restore_buffers(self) -> None:
-        """The parameters stay: of a live optimizer they hold the local steps since the last pull."""
+    def restore_buffers(self) -> None:
+        """Let buffers hold what the next push is compared with; local ones stay: they are the module's own.
+
+        The parameters stay: of a live optimizer they hold the local steps since the last pull.
+        """
         if self.filled:
             self._copies.store([_spare(s) for s in self._buffers], [s.tensor for s in self._buffers])
+
+    def has_changed_buffers(self) -> bool:
+        """Whether the next push has a buffer to change; a device is waited for to know."""
+        values = self.host_values(self._buffers)
+        return any(not torch.equal(v, _spare(s)) for s, v in zip(self._buffers, values, strict=True))
 
     def put_back_corrupt(self) -> None:
         """Where a number in a buffer became NaN, give all buffers what the next push is compared with.
@@ -270,20 +278,26 @@ class Binding:
         That push then changes none of them. What such a batch left besides, infinities and counts, goes too;
         infinity alone may be a value. Local buffers stay: they are this module's own affair.
         """
-        if _is_corrupt(self._floats, self.host_values(self._floats)):
-            self._restore_buffers()
+        if _corrupt(self._floats, self.host_values(self._floats)) is not None:
+            self.restore_buffers()
 
-    def without_corrupt(self, memories: list[Memory | None]) -> list[Memory | None]:
-        """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for."""
+    def without_corrupt(self, memories: list[Memory | None]) -> tuple[list[Memory | None], str | None]:
+        """Do so before a push, and leave out the buffers; looks at `memories`, so no device is waited for.
+
+        Returns:
+            What to push, and the name of the first corrupt buffer, if one is.
+        """
         there = [
             (slot, cast(torch.Tensor, memory[0]))
             for slot, memory in zip(self.slots, memories, strict=True)
             if memory is not None and not slot.is_parameter and slot.dtype.is_floating_point
         ]
-        if not _is_corrupt([slot for slot, _ in there], [value for _, value in there]):
-            return memories
-        self._restore_buffers()
-        return [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
+        corrupt = _corrupt([slot for slot, _ in there], [value for _, value in there])
+        if corrupt is None:
+            return memories, None
+        self.restore_buffers()
+        rest = [m if slot.is_parameter else None for slot, m in zip(self.slots, memories, strict=True)]
+        return rest, corrupt.spec["name"]
 
     def _note_places(self) -> None:
         """Note what every module holds under which names.
@@ -334,19 +348,19 @@ def _spare(slot: Slot) -> torch.Tensor:
     return cast(torch.Tensor, slot.spare)
 
 
-def _is_corrupt(slots: list[Slot], values: list[torch.Tensor]) -> bool:
-    """Tell whether a number of a buffer's spare is NaN in its value, which is on the host.
+def _corrupt(slots: list[Slot], values: list[torch.Tensor]) -> Slot | None:
+    """Find the first buffer where a number of its spare is NaN in its value, which is on the host.
 
     A sum is NaN where a value is, and seldom else. Of what torch has it is quickest by far, and this is asked
     at each push.
     """
     if not slots:
-        return False
+        return None
     with torch.no_grad():
         if not torch.stack([value.sum() for value in values]).isnan().numpy().any():
-            return False
+            return None
         pairs = zip(slots, values, strict=True)
-        return any(bool((value.isnan() & ~_spare(slot).isnan()).any()) for slot, value in pairs)
+        return next((slot for slot, value in pairs if (value.isnan() & ~_spare(slot).isnan()).any()), None)
 
 
 def _check_still(slot: Slot, tensor: object) -> None:

@@ -120,9 +120,9 @@ def fixed(name: str, value: object) -> str:
 def join(config: JoinConfig, model: nn.Module | None) -> Link:
     """Connect, and give a module that holds the server's newest parameters.
 
-    A given model is moved to the device and filled in place. Where the server has no model yet, this one is
-    brought to it, unless another worker's is there first. Without a model it is built from the server's
-    blueprint.
+    A given model is moved to the device and filled in place, and its gradients are dropped. Where the server
+    has no model yet, this one is brought to it, unless another worker's is there first. Without a model it is
+    built from the server's blueprint.
 
     Raises:
         ConnectError, AuthenticationError: If the server cannot be reached, or does not let us in.

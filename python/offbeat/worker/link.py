@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat import process
 from offbeat.errors import ConfigError, NonFiniteError, StateError, UnsupportedTensorError
 from offbeat.module import Binding
 from offbeat.receipt import Receipt
@@ -42,6 +43,7 @@ class Link:
         self._astray = False  # its end could not be met
         self._unsure = False  # and the module may hold what no pull has brought
         self._orphans: list[Receipt] = []
+        self._has_told_of_corrupt = False
         if in_flight > 1:
             binding.use_spares()
 
@@ -71,7 +73,7 @@ class Link:
                 what is in flight stays so.
         """
         binding = self.binding
-        memories = binding.without_corrupt(binding.memories(values))
+        memories, corrupt = binding.without_corrupt(binding.memories(values))
         is_written = any(slot.dirty for slot in binding.parameters)
         # What was pushed and applied comes back. What else the module's owner wrote to would stay.
         slots = zip(binding.slots, values, strict=True)
@@ -95,6 +97,8 @@ class Link:
             if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
                 self._fetch(incremental=False)
             self._unsure = False
+        if corrupt is not None:
+            self._tell_of_corrupt(corrupt)
         return receipt
 
     def settle(self) -> tuple[list[Receipt], list[Receipt]]:
@@ -130,6 +134,18 @@ class Link:
             self.binding.lost()
             self._astray = False
         return was_astray
+
+    def _tell_of_corrupt(self, buffer: str) -> None:
+        """Warn, once, of a NaN that no gradient shows: where each batch brings it, no buffer ever moves."""
+        if self._has_told_of_corrupt:
+            return
+        self._has_told_of_corrupt = True
+        process.warn(
+            f"worker {self.session.worker_id}: a number in its buffer {buffer!r} became NaN beside finite "
+            f"gradients: a push that finds this changes no buffer on the server, and all are put back "
+            f"here. If NaN is a value like others there, register that buffer with persistent=False, or make "
+            f'the worker with buffers="local"'
+        )
 
     def _pull(self) -> None:
         written = self._unsure or any(slot.dirty for slot in self.binding.parameters)

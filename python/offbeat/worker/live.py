@@ -112,7 +112,8 @@ class LiveOptimizer:
         before = self._in_flight.pop() if self._in_flight else None
         if before is not None:
             self._restore(before)
-        self._binding.restore(buffers=True)
+        self._binding.restore()
+        self._binding.restore_buffers()
 
     def drop(self, in_flight: int = 0) -> None:
         """Take back the local steps that were not pushed, in the optimizer's state and in the model.

@@ -47,7 +47,7 @@ class AsyncWorker(process.Live):
         server_address: "HOST:PORT"; OFFBEAT_SERVER if not given.
         model: A module like the server's, moved to `device` and filled in place. None: built from the
             server's description, where the server's model is one of `torch.nn` layers in `nn.Sequential`.
-            Where the server has no model yet, this one is brought to it.
+            Where the server has no model yet, this one is brought to it. Its gradients are dropped.
         local_batch_size: Batch size of `train(dataset=...)`, and what `step()` counts if not told otherwise.
         update_frequency: Batches per push, whose gradients are averaged by samples, or added up where the
             losses are sums; with a live optimizer, local steps per push.
@@ -441,8 +441,10 @@ class AsyncWorker(process.Live):
     def _pull_newest(self) -> None:
         binding = self._link.binding
         binding.refresh()
-        # Zeros are what zero_grad(set_to_none=False) leaves.
-        is_begun = any(g is not None and (g.is_sparse or bool(g.any())) for g in binding.gradients())
+        gradients = [g for g in binding.gradients() if g is not None]
+        is_begun = any(g.is_sparse or bool(g.any()) for g in gradients)
+        # Zeros are what zero_grad(set_to_none=False) leaves; those of a batch may come with its statistics.
+        is_begun |= bool(gradients) and binding.has_changed_buffers()
         if is_begun or self._usable().batches:
             what = "a gradient is on it" if is_begun else "batches wait to be pushed"
             _log.info("worker %s measures its model as it is: %s", self.id, what)
@@ -455,7 +457,7 @@ class AsyncWorker(process.Live):
 
     def _end_by(self, failure: BaseException | None) -> None:
         """Close, where an exception is on its way perhaps."""
-        if failure is None:
+        if (failure := process.failure_in(failure)) is None:
             self.close()
         else:
             self._end("left", process.cause_of(failure))

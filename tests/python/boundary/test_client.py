@@ -623,6 +623,13 @@ def test_with_statement_says_finished_or_left(server):
     assert (state("good"), state("bad")) == ("finished", "left")
 
 
+@pytest.mark.parametrize(("code", "state"), [(None, "finished"), (0, "finished"), (3, "left")])
+def test_sys_exit_without_failure_in_a_with_statement_is_no_failure(server, code, state):
+    with pytest.raises(SystemExit), offbeat.Client(server.address, worker_id="it"):
+        sys.exit(code)
+    assert [w["state"] for w in server.status()["workers"]] == [state]
+
+
 def test_two_threads_in_one_client_are_told_so(host):
     with host.serving() as server, offbeat.Client(server.address) as client:
 

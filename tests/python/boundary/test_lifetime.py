@@ -267,6 +267,23 @@ def test_end_of_the_process_says_goodbye(server, ending, state):
     wait_for_state(server, "it", state, timeout_s=5)
 
 
+def test_a_second_ctrl_c_in_a_goodbye_keeps_no_other_from_its_own(server):
+    code = (
+        "import signal, sys, offbeat\n"
+        "clients = [offbeat.Client(sys.argv[1], worker_id=name) for name in 'abc']\n"
+        "leave = offbeat.Client._at_exit\n"
+        "def leave_and_interrupt(client, failure):\n"
+        "    offbeat.Client._at_exit = leave\n"
+        "    leave(client, failure)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "offbeat.Client._at_exit = leave_and_interrupt  # of whichever is the first\n"
+        "1 / 0"
+    )
+    subprocess.run([sys.executable, "-c", code, server.address], timeout=50, check=False, capture_output=True)
+    for name in "abc":
+        wait_for_state(server, name, "left", timeout_s=5)
+
+
 UNREADABLE = (
     "class Unreadable(Exception):\n    def __str__(self):\n        raise ValueError\nraise Unreadable"
 )
@@ -278,8 +295,9 @@ UNREADABLE = (
         ("import os; raise OSError(os.fsdecode(b'caf\\xe9.jpg'))", "OSError: caf?.jpg"),
         (UNREADABLE, "Unreadable"),
         ("raise ValueError('x' * 40_000_000)", "ValueError: xxx"),
+        ("raise ValueError('\\n\\nno sample\\nat all')", "ValueError: no sample"),
     ],
-    ids=["a name that is no text", "words that raise", "many words"],
+    ids=["a name that is no text", "words that raise", "many words", "words after an empty line"],
 )
 def test_whatever_an_exception_says_all_of_the_process_leave(server, ending, told):
     code = (

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from offbeat.errors import AuthenticationError
-from support.command import SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command
+from support.command import SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -135,6 +135,18 @@ def test_a_signal_is_passed_over_where_nobody_reads_what_is_said_of_it(run_pytho
         "    print('saved')"
     )
     assert told == "saved\n"
+
+
+def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
+    with unread() as stderr, serving("--save", str(tmp_path / "model"), stderr=stderr) as server:
+        joining(server)
+        server.signal(signal.SIGINT)
+        assert server.ends() == 13, server.said
+
+
+def test_an_error_that_nobody_reads_has_its_code_all_the_same():
+    with unread() as stderr, command("sever", stderr=stderr) as mistyped:
+        assert mistyped.ends() == 2
 
 
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):

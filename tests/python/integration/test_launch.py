@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from support.command import SIGNALLED_IN_THE_SAVE, command
+from support.command import SIGNALLED_IN_THE_SAVE, command, unread
 
 
 @pytest.fixture
@@ -129,6 +129,41 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
         assert launch.ends() == 130
     assert sum("interrupted, cleaning up" in line for line in launch.out) == 2, launch.said
     assert "Traceback" not in launch.said
+
+
+def test_workers_end_in_their_own_way_where_nobody_reads_that_they_are_to(script, tmp_path):
+    cleaned = tmp_path / "cleaned"
+    train = script(
+        f"""
+        import threading
+        try:
+            print("ready")
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            open({str(cleaned)!r}, "w").close()
+        """
+    )
+    with unread() as stderr, command("launch", "--workers", "1", train, stderr=stderr) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGINT)
+        assert launch.ends() == 130
+    assert cleaned.exists()
+
+
+def test_a_failure_that_nobody_reads_is_the_exit_code_all_the_same(script, tmp_path):
+    saved = tmp_path / "model.safetensors"
+    train = script(
+        """
+        import sys, numpy as np, offbeat
+        with offbeat.Client() as client:
+            client.init({"w": np.zeros(2, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0))
+        sys.exit(7)
+        """
+    )
+    arguments = ["launch", "--workers", "1", "--save", str(saved), train]
+    with unread() as nobody, command(*arguments, stdout=nobody, stderr=nobody) as launch:
+        assert launch.ends() == 7
+    assert saved.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])

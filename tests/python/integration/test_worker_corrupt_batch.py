@@ -1,5 +1,7 @@
 """A batch that made NaN of gradients or buffers: nothing of it stays, whoever notices it and when."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -237,6 +239,30 @@ def test_a_buffer_that_always_holds_a_nan_keeps_no_other_from_being_pushed(serve
     held = server.state_dict()
     assert held["0.num_batches_tracked"] == 1
     assert held["unknown"][1] == 2
+
+
+def test_a_buffer_in_which_nan_is_a_value_is_warned_of_once_by_name(serve, join, caplog):
+    def model():
+        made = entered()
+        made.register_buffer("entropy", torch.tensor(0.0))
+        return made
+
+    server = serve(model())
+    worker = join(server, model(), optimizer=SPEC, worker_id="me")
+    for number in range(3):
+        measured_batch(worker.model, number)
+        worker.model.entropy.fill_(float("nan"))
+        if number == 0:  # a push that is refused is no such push
+            worker.model[1].bias.grad[0] = float("nan")
+            with pytest.raises(NonFiniteError):
+                worker.step()
+            assert not caplog.records
+        else:
+            worker.step()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "worker me: a number in its buffer 'entropy' became NaN beside finite gradients" in line
+    assert "persistent=False" in line
+    assert server.state_dict()["0.num_batches_tracked"] == 0
 
 
 def test_a_buffer_that_is_infinite_stays_so_where_a_batch_is_refused(serve, join):

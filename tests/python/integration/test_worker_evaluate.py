@@ -200,6 +200,15 @@ def test_a_gradient_that_is_on_the_model_stays_as_late_as_it_is(serve, join, liv
     assert (receipt.applied, receipt.staleness) == (True, 1)
 
 
+def test_a_batch_whose_gradient_is_zero_keeps_its_statistics(serve, join):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+    (worker.model(dataset().tensors[0]) * 0).sum().backward()
+    worker.evaluate(dataset())
+    assert worker.step().applied
+    assert server.state_dict()["1.num_batches_tracked"] == 1
+
+
 def test_zeros_and_gradients_of_before_the_worker_keep_no_model_from_being_the_newest(serve, join):
     server, used = serve(net()), net()
     for p in used.parameters():

@@ -231,6 +231,14 @@ def test_a_with_block_finishes_and_an_exception_in_it_only_leaves(serve):
     assert last_departure(other)["state"] == "left"
 
 
+@pytest.mark.parametrize(("code", "state"), [(None, "finished"), (0, "finished"), (3, "left")])
+def test_sys_exit_without_failure_in_a_with_block_is_no_failure(serve, code, state):
+    server = serve(net())
+    with pytest.raises(SystemExit), offbeat.AsyncWorker(server.address):
+        sys.exit(code)
+    assert last_departure(server)["state"] == state
+
+
 def test_train_does_not_leave_and_close_does(serve, join):
     server = serve(net(), linger_s=0.05)
     worker = join(server, net(), optimizer=SPEC)

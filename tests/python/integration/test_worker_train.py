@@ -558,7 +558,7 @@ def test_a_loader_given_as_dataset_and_a_dataset_given_as_loader_are_refused_by_
         worker.train(dataloader=dataset(), loss_fn=LOSS)
 
 
-@pytest.mark.parametrize("given", [{"dataset": dataset(0)}, {"dataloader": []}])
+@pytest.mark.parametrize("given", [{"dataset": dataset(0)}, {"dataset": []}, {"dataloader": []}])
 def test_training_on_nothing_is_warned_of(serve, join, caplog, given):
     worker = join(serve(net(), optimizer=SPEC), net())
     assert worker.train(**given, loss_fn=LOSS, progress=False).steps == 0

@@ -33,13 +33,27 @@ sys.exit(main.main(sys.argv[2:]))
 class Command:
     """A running `offbeat …`, or another program."""
 
-    def __init__(self, *arguments, program=OFFBEAT, stdin=subprocess.DEVNULL, cwd=None, **environment):
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
+    def __init__(
+        self,
+        *arguments,
+        program=OFFBEAT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=None,
+        **environment,
+    ):
+        # Without PYTHONUNBUFFERED, which hides what is still to be written when a process ends.
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("OFFBEAT_") and name != "PYTHONUNBUFFERED"
+        }
         self.process = subprocess.Popen(
             [*program, *arguments],
             stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
             cwd=cwd,
             env=inherited | environment,
@@ -49,6 +63,7 @@ class Command:
         self._readers = [
             threading.Thread(target=self._read, args=stream)
             for stream in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+            if stream[0] is not None
         ]
         for reader in self._readers:
             reader.start()
@@ -62,7 +77,7 @@ class Command:
     def line(self, text, timeout_s=TIMEOUT_S):
         """Wait for a line that has `text` in it, on either stream, and return it."""
         ended = 0
-        while ended < 2:
+        while ended < len(self._readers):
             line = self._heard.get(timeout=timeout_s)
             if line is None:
                 ended += 1
@@ -98,6 +113,17 @@ def running(command):
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+@contextmanager
+def unread():
+    """Give a descriptor to write to whose reader is gone, as where Ctrl-C has ended the reader of a pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
 
 
 def command(*arguments, **keywords):

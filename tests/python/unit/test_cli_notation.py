@@ -1,5 +1,7 @@
 """Objects on the command line: Python's notation is read, and never run."""
 
+import re
+
 import pytest
 
 from offbeat import optim, schedule, staleness
@@ -60,6 +62,31 @@ def test_anything_else_is_refused(text):
         optimizer(text)
 
 
-def test_a_missing_keyword_is_named():
-    with pytest.raises(ConfigError, match=r"'Cosine' lacks total: write 'Cosine\(total=\.\.\.\)'"):
-        notation.read("Cosine", "--lr-schedule", serving.SCHEDULES, "x")
+@pytest.mark.parametrize("text", ["cosine", "Cosine()"])
+def test_a_decay_that_says_no_more_is_as_long_as_the_run(text):
+    assert serving._schedule(text, 8) == "cosine"
+
+
+def test_a_decay_that_says_more_is_told_how_to_be_as_long_as_the_run():
+    told = "write 'Cosine(warmup=2, total=...)', or cosine alone, which is as long as --max-samples"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        serving._schedule("Cosine(warmup=2)", 8)
+
+
+def test_a_keyword_given_twice_is_refused_by_name():
+    with pytest.raises(ConfigError, match="cannot be read, since it has lr twice: write"):
+        optimizer("SGD(lr=0.1, momentum=0.9, lr=0.2)")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Cosine", "'Cosine' lacks total: write 'Cosine(total=...)'"),
+        ("step(gamma=.5)", "'step(gamma=.5)' lacks step_size: write 'Step(gamma=0.5, step_size=...)'"),
+        ("Cosine(totl=100)", "unknown keyword of Cosine 'totl'; did you mean 'total'?"),
+    ],
+    ids=["missing", "missing beside another", "mistyped"],
+)
+def test_a_keyword_that_is_missing_or_mistyped_is_named(text, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        notation.read(text, "--lr-schedule", serving.SCHEDULES, "x")
