@@ -32,7 +32,7 @@ const MAX_CAUSE_CHARS: usize = 300;
 pub(super) struct Admitted {
     pub(super) id: String,
     pub(super) incarnation: u32,
-    /// Whether the name had never come.
+    /// Whether no process of this name has ever begun.
     pub(super) newcomer: bool,
     pub(super) traffic: Arc<Traffic>,
     /// The process that had the name, if it is still connected: to be fenced.
@@ -117,32 +117,28 @@ impl Members {
     ) -> Admitted {
         self.last_incarnation += 1;
         let id = id.unwrap_or_else(|| self.free_name());
-        let predecessor = self.by_id.get(&id).map(Member::as_predecessor);
-        let newcomer = predecessor.is_none();
-        let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
+        let old = self.by_id.remove(&id);
+        let traffic = old.as_ref().map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let mut member =
             Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        member.predecessor = predecessor;
-        let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
+        let replaced = old.and_then(|mut old| {
             let (news, connections) = (old.state.is_present(), old.connections());
             // A lost one may be frozen, and what it has of connections would stand for ever.
             let frozen = old.state == State::Lost && !connections.have_ended();
-            if !news && !frozen {
-                return None;
-            }
-            if news {
+            if news && old.has_not_begun() {
+                let cause = told("could not begin", Some(REPLACED));
+                self.departures.remember(&id, old.incarnation, State::Left, &cause, now);
+            } else if news {
                 self.departures.remember(&id, old.incarnation, State::Lost, REPLACED, now);
             }
-            let control = old.control.map(|(tell, _)| tell);
-            Some(Ended {
-                id: id.clone(),
-                incarnation: old.incarnation,
-                key: old.key,
-                connections,
-                control,
-                news,
-            })
+            let control = old.control.take().map(|(tell, _)| tell);
+            let (id, incarnation, key) = (id.clone(), old.incarnation, old.key);
+            member.predecessor = old.into_predecessor(now);
+            let ended = Ended { id, incarnation, key, connections, control, news };
+            (news || frozen).then_some(ended)
         });
+        let newcomer = member.predecessor.is_none();
+        self.by_id.insert(id.clone(), member);
         Admitted { id, incarnation: self.last_incarnation, newcomer, traffic, replaced }
     }
 
@@ -160,6 +156,18 @@ impl Members {
     /// A newcomer is refused before it has heard that it was in: as if it had never come.
     pub(super) fn withdraw(&mut self, incarnation: u32) {
         self.by_id.retain(|_, member| member.incarnation != incarnation);
+    }
+
+    /// A process has come to nothing: its name is again what it was before, from now, or free.
+    fn give_name_back(&mut self, incarnation: u32, now: Instant) {
+        let Some((id, member)) = self.find(incarnation) else { return };
+        match member.predecessor.take() {
+            Some(mut before) => {
+                before.since = now;
+                *member = *before;
+            }
+            None => drop(self.by_id.remove(&id)),
+        }
     }
 
     /// The control connection of a session: `None` if the incarnation or its secret is not known (any more).
@@ -231,21 +239,15 @@ impl Members {
         parting: &Parting,
         now: Instant,
     ) -> Option<(Ended, String)> {
-        let told = |what: &str, cause: &Option<String>| match cause {
-            None => what.to_owned(),
-            Some(cause) => format!("{what}: {}", on_one_line(cause)),
-        };
         let (state, cause) = match parting {
             Parting::Finished => (State::Finished, "finished".to_owned()),
-            Parting::Left { cause } => (State::Left, told("left before its work was done", cause)),
-            Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause)),
+            Parting::Left { cause } => (State::Left, told("left before its work was done", cause.as_deref())),
+            Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause.as_deref())),
         };
         let ended = self.end(incarnation, state, &cause, now)?;
         if matches!(parting, Parting::Withdrawn { .. }) {
             self.last_withdrawn = Some(now);
-            if self.find(incarnation).is_some_and(|(_, member)| !member.restore_predecessor(now)) {
-                self.withdraw(incarnation);
-            }
+            self.give_name_back(incarnation, now);
         }
         Some((ended, cause))
     }
@@ -415,6 +417,11 @@ impl Members {
             control.send(event.clone()).ok();
         }
     }
+}
+
+/// What has become of a worker, with its own words on why.
+fn told(what: &str, cause: Option<&str>) -> String {
+    cause.map_or_else(|| what.to_owned(), |cause| format!("{what}: {}", on_one_line(cause)))
 }
 
 /// A text of a peer's, as it goes into logs and errors.

@@ -253,8 +253,12 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
     let (mut members, start) = (Members::new(), Instant::now());
     let withdrawn = Parting::Withdrawn { cause: Some("it differs".to_owned()) };
     let key = WorkerKey { slot: 3, incarnation: 1 };
+    let come = |members: &mut Members, id: &str, host: &str, connection: &Arc<Connection>, now: Instant| {
+        members.join(Some(id.into()), host.into(), [7; 16], Arc::clone(connection), now).incarnation
+    };
+    let (served, newer) = (connection(), connection());
     for id in ["finished", "left", "lost", "there"] {
-        let first = join(&mut members, id, start);
+        let first = come(&mut members, id, "before", &served, start);
         members.register::<()>(first, |_| Ok(key));
         match id {
             "finished" => drop(members.goodbye(first, &Parting::Finished, start)),
@@ -270,12 +274,13 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
         ("lost", State::Lost, "killed"),
         ("there", State::Lost, REPLACED),
     ] {
-        let again = join(&mut members, id, late);
+        let again = come(&mut members, id, "newer", &newer, late);
         assert!(members.goodbye(again, &withdrawn, late).unwrap().0.news);
         let told = members.departures().last().unwrap();
         assert_eq!((told.state, told.cause.as_str()), (State::Left, "could not begin: it differs"));
         let member = &members.by_id[id];
         assert_eq!((member.state, member.cause.as_deref(), member.since), (was, Some(cause), late));
+        assert_eq!((member.host.as_str(), member.is_served_by(&newer)), ("before", false));
         let before = member.incarnation;
         assert!(before < again);
         let late_heartbeats = [again, before].map(|process| members.heard(process, 1, late));
@@ -289,6 +294,25 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
     let forgotten = members.tick(LEASE, grace, late + grace).forgotten;
     assert_eq!(forgotten.iter().map(|f| f.key).collect::<Vec<_>>(), [Some(key); 2], "of the lost ones");
     assert_eq!(members.outcome(1, PATIENCE, false, late + grace + PATIENCE.linger), Outcome::Done);
+}
+
+#[tokio::test]
+async fn who_is_replaced_before_it_began_leaves_the_name_as_it_was() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let finished = join(&mut members, "old", start);
+    members.goodbye(finished, &Parting::Finished, start);
+    for id in ["old", "new"] {
+        let waiting = join(&mut members, id, start); // for the model
+        let newer = members.join(Some(id.into()), String::new(), [8; 16], connection(), start);
+        assert_eq!((newer.newcomer, newer.replaced.unwrap().incarnation), (id == "new", waiting));
+        let told = members.departures().last().unwrap();
+        assert_eq!((told.incarnation, told.state), (waiting, State::Left));
+        assert_eq!(told.cause, format!("could not begin: {REPLACED}"));
+        assert!(members.goodbye(newer.incarnation, &Parting::Withdrawn { cause: None }, start).is_some());
+    }
+    assert_eq!((members.num_joined(), state(&members, "old")), (1, State::Finished));
+    assert_eq!(members.outcome(1, PATIENCE, false, start + PATIENCE.linger), Outcome::Done);
+    assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
 }
 
 #[tokio::test]
