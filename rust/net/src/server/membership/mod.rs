@@ -371,10 +371,15 @@ impl Members {
             self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
-        let alone = self.by_id.values().map(gone).chain(self.last_withdrawn).max().unwrap_or(now);
+        // Where all are lost, their grace was the wait for one that comes in their place.
+        let alone = if all_lost {
+            self.last_withdrawn
+        } else {
+            self.by_id.values().map(gone).chain(self.last_withdrawn).max()
+        };
         if over {
             Outcome::Done
-        } else if !all_lost && now.saturating_duration_since(alone) < patience.linger {
+        } else if alone.is_some_and(|alone| now.saturating_duration_since(alone) < patience.linger) {
             Outcome::Waiting
         } else if self.bygone.num_finished > 0 || self.by_id.values().any(|m| m.state == State::Finished) {
             Outcome::Done

@@ -330,6 +330,22 @@ async fn who_could_not_begin_was_there_until_it_went() {
 }
 
 #[tokio::test]
+async fn a_replacement_that_could_not_begin_is_lingered_for_where_all_others_are_lost() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let crashed = join(&mut members, "a", start);
+    members.lost(crashed, "killed", start);
+    let replacement = join(&mut members, "b", start + seconds(50));
+    members.goodbye(replacement, &Parting::Withdrawn { cause: None }, start + seconds(61));
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(70)), Outcome::Waiting);
+    assert_eq!(members.pause(1, PATIENCE, start + seconds(70)), Pause::Linger, "as is announced");
+    let causes = [("a".to_owned(), "killed".to_owned())];
+    assert_eq!(
+        members.outcome(1, PATIENCE, false, start + seconds(71)),
+        Outcome::NoneFinished(causes.into())
+    );
+}
+
+#[tokio::test]
 async fn only_who_is_there_is_measured() {
     let (mut members, start) = (Members::new(), Instant::now());
     let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
