@@ -1,7 +1,8 @@
 //! Who is in the run: a plain state machine over joins, heartbeats and departures. Time comes in as an argument.
 //!
 //! Lost is not gone: a lost worker whose connections stand goes on as soon as it is heard again. What ends a
-//! membership is a goodbye, or a newer process with the same name.
+//! membership is a goodbye, or a newer process with the same name; of a worker that has no place in the store yet, the
+//! end of a connection or of its grace, too.
 
 mod connections;
 mod departures;
@@ -47,6 +48,10 @@ pub(super) struct Ended {
     pub(super) key: Option<WorkerKey>,
     pub(super) connections: Connections,
     pub(super) control: Option<UnboundedSender<Event>>,
+    /// As departures tell it.
+    pub(super) cause: String,
+    /// Whether it could not begin: it is no member any more.
+    pub(super) withdrawn: bool,
     /// Whether this is the first that is heard of it.
     pub(super) news: bool,
 }
@@ -125,16 +130,19 @@ impl Members {
             let (news, connections) = (old.state.is_present(), old.connections());
             // A lost one may be frozen, and what it has of connections would stand for ever.
             let frozen = old.state == State::Lost && !connections.have_ended();
-            if news && old.has_not_begun() {
-                let cause = told("could not begin", Some(REPLACED));
-                self.departures.remember(&id, old.incarnation, State::Left, &cause, now);
-            } else if news {
-                self.departures.remember(&id, old.incarnation, State::Lost, REPLACED, now);
+            let withdrawn = old.has_not_begun();
+            let (state, cause) = if withdrawn {
+                (State::Left, told("could not begin", Some(REPLACED)))
+            } else {
+                (State::Lost, REPLACED.to_owned())
+            };
+            if news {
+                self.departures.remember(&id, old.incarnation, state, &cause, now);
             }
             let control = old.control.take().map(|(tell, _)| tell);
             let (id, incarnation, key) = (id.clone(), old.incarnation, old.key);
             member.predecessor = old.into_predecessor(now);
-            let ended = Ended { id, incarnation, key, connections, control, news };
+            let ended = Ended { id, incarnation, key, connections, control, cause, withdrawn, news };
             (news || frozen).then_some(ended)
         });
         let newcomer = member.predecessor.is_none();
@@ -156,18 +164,6 @@ impl Members {
     /// A newcomer is refused before it has heard that it was in: as if it had never come.
     pub(super) fn withdraw(&mut self, incarnation: u32) {
         self.by_id.retain(|_, member| member.incarnation != incarnation);
-    }
-
-    /// A process has come to nothing: its name is again what it was before, from now, or free.
-    fn give_name_back(&mut self, incarnation: u32, now: Instant) {
-        let Some((id, member)) = self.find(incarnation) else { return };
-        match member.predecessor.take() {
-            Some(mut before) => {
-                before.since = now;
-                *member = *before;
-            }
-            None => drop(self.by_id.remove(&id)),
-        }
     }
 
     /// The control connection of a session: `None` if the incarnation or its secret is not known (any more).
@@ -230,47 +226,60 @@ impl Members {
         back
     }
 
-    /// A goodbye; gives the cause that departures will show, too. Who could not begin is among them, but no member any
-    /// more: the name is free, and nobody who waits for n workers takes it for one. If the name had come before, it is
-    /// again what it was then: an earlier process that has finished has finished all the same.
-    pub(super) fn goodbye(
-        &mut self,
-        incarnation: u32,
-        parting: &Parting,
-        now: Instant,
-    ) -> Option<(Ended, String)> {
-        let (state, cause) = match parting {
-            Parting::Finished => (State::Finished, "finished".to_owned()),
-            Parting::Left { cause } => (State::Left, told("left before its work was done", cause.as_deref())),
-            Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause.as_deref())),
-        };
-        let ended = self.end(incarnation, state, &cause, now)?;
-        if matches!(parting, Parting::Withdrawn { .. }) {
-            self.last_withdrawn = Some(now);
-            self.give_name_back(incarnation, now);
+    /// A goodbye.
+    pub(super) fn goodbye(&mut self, incarnation: u32, parting: &Parting, now: Instant) -> Option<Ended> {
+        match parting {
+            Parting::Finished => self.end(incarnation, State::Finished, "finished".to_owned(), now),
+            Parting::Left { cause } => {
+                let cause = told("left before its work was done", cause.as_deref());
+                self.end(incarnation, State::Left, cause, now)
+            }
+            Parting::Withdrawn { cause } => {
+                self.end_unbegun(incarnation, State::Left, told("could not begin", cause.as_deref()), now)
+            }
         }
-        Some((ended, cause))
     }
 
-    /// Whether a worker that is there has no place in the store yet: there was no model, or no room.
-    pub(super) fn has_not_begun(&mut self, incarnation: u32) -> bool {
-        self.find(incarnation).is_some_and(|(_, member)| member.key.is_none() && !member.is_cut_off)
-    }
-
-    /// A connection ended without a goodbye.
+    /// A connection ended without a goodbye. One that has not begun is not lost: it could not begin.
     pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
-        if let Some((_, member)) = self.find(incarnation) {
-            member.is_cut_off = true;
+        let (_, member) = self.find(incarnation)?;
+        if member.has_not_begun() {
+            // Of one that was silent it was told before that it went.
+            let state = if member.state == State::Lost { State::Lost } else { State::Left };
+            return self.end_unbegun(incarnation, state, told("could not begin", Some(cause)), now);
         }
-        self.end(incarnation, State::Lost, cause, now)
+        member.is_cut_off = true;
+        self.end(incarnation, State::Lost, cause.to_owned(), now)
+    }
+
+    /// Who could not begin is among the departures, but no member any more.
+    fn end_unbegun(&mut self, incarnation: u32, state: State, cause: String, now: Instant) -> Option<Ended> {
+        let ended = self.end(incarnation, state, cause, now)?;
+        self.give_name_back(incarnation, now);
+        Some(Ended { withdrawn: true, ..ended })
+    }
+
+    /// One that could not begin has gone: its name is free, and nobody who waits for n workers takes it for one. If the
+    /// name had come before, it is again what it was then, from now: an earlier process that has finished has finished
+    /// all the same.
+    fn give_name_back(&mut self, incarnation: u32, now: Instant) {
+        self.last_withdrawn = Some(now);
+        let Some((id, member)) = self.find(incarnation) else { return };
+        match member.predecessor.take() {
+            Some(mut before) => {
+                before.since = now;
+                *member = *before;
+            }
+            None => drop(self.by_id.remove(&id)),
+        }
     }
 
     /// The server ends the run for a worker.
     pub(super) fn dismissed(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
-        self.end(incarnation, State::Left, cause, now)
+        self.end(incarnation, State::Left, cause.to_owned(), now)
     }
 
-    fn end(&mut self, incarnation: u32, state: State, cause: &str, now: Instant) -> Option<Ended> {
+    fn end(&mut self, incarnation: u32, state: State, cause: String, now: Instant) -> Option<Ended> {
         let (id, member) = self.find(incarnation)?;
         // One that said goodbye is not lost by hanging up. One that was silent may still say goodbye, and its
         // connections may end, which is no news but needs cleaning up.
@@ -280,20 +289,14 @@ impl Members {
             State::Lost => state != State::Lost,
         };
         if news {
-            member.enter(state, Some(cause.to_owned()), now);
+            member.enter(state, Some(cause.clone()), now);
         }
-        let ended = Ended {
-            id: id.clone(),
-            incarnation,
-            key: member.key,
-            connections: member.connections(),
-            control: member.control.take().map(|(tell, _)| tell),
-            news,
-        };
+        let (key, connections) = (member.key, member.connections());
+        let control = member.control.take().map(|(tell, _)| tell);
         if news {
-            self.departures.remember(&id, incarnation, state, cause, now);
+            self.departures.remember(&id, incarnation, state, &cause, now);
         }
-        Some(ended)
+        Some(Ended { id, incarnation, key, connections, control, cause, withdrawn: false, news })
     }
 
     /// The server stood still for so long: that time counts for nobody's silence, stall, grace or linger.
@@ -309,6 +312,7 @@ impl Members {
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
         self.looked = Some(now);
         let mut ticked = Ticked::default();
+        let mut unbegun = Vec::new();
         for (id, member) in &mut self.by_id {
             if member.state.is_present() {
                 member.measure(now);
@@ -325,6 +329,9 @@ impl Members {
                 }
                 State::Lost if !member.forgotten && now.duration_since(member.since) >= rejoin_grace => {
                     member.forgotten = true;
+                    if member.has_not_begun() {
+                        unbegun.push(member.incarnation);
+                    }
                     ticked.forgotten.push(Forgotten { key: member.key, connections: member.connections() });
                 }
                 _ => {}
@@ -332,6 +339,9 @@ impl Members {
         }
         for (id, incarnation, _, cause) in &ticked.lost {
             self.departures.remember(id, *incarnation, State::Lost, cause, now);
+        }
+        for incarnation in unbegun {
+            self.give_name_back(incarnation, now);
         }
         self.let_go();
         ticked
