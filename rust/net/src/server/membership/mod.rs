@@ -25,7 +25,7 @@ use tokio::sync::mpsc::UnboundedSender;
 /// Members that have gone for good and are still remembered by name: as many as departures.
 const MAX_GONE: usize = 1000;
 
-/// A worker's own words on why it leaves are cut there.
+/// Why a worker went, in its own words or as the server has refused it, is cut there.
 const MAX_CAUSE_CHARS: usize = 300;
 
 /// What a join leads to.
@@ -249,7 +249,7 @@ impl Members {
             return self.end_unbegun(incarnation, state, told("could not begin", Some(cause)), now);
         }
         member.is_cut_off = true;
-        self.end(incarnation, State::Lost, cause.to_owned(), now)
+        self.end(incarnation, State::Lost, on_one_line(cause), now)
     }
 
     /// Who could not begin is among the departures, but no member any more.
@@ -434,12 +434,12 @@ impl Members {
     }
 }
 
-/// What has become of a worker, with its own words on why.
+/// What has become of a worker, and why.
 fn told(what: &str, cause: Option<&str>) -> String {
     cause.map_or_else(|| what.to_owned(), |cause| format!("{what}: {}", on_one_line(cause)))
 }
 
-/// A text of a peer's, as it goes into logs and errors.
+/// A text that may be a peer's, or name what a peer has sent, as it goes into logs and errors.
 fn on_one_line(text: &str) -> String {
     let line = text.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut line: String = line.take(MAX_CAUSE_CHARS + 1).collect();

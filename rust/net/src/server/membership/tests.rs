@@ -388,6 +388,19 @@ async fn who_falls_silent_before_it_began_is_told_of_once_and_out_with_its_grace
 }
 
 #[tokio::test]
+async fn a_long_cause_is_cut_whatever_it_is_the_cause_of() {
+    let (mut members, now) = (Members::new(), Instant::now());
+    let long = format!("it was refused:\n{}", "x".repeat(1000));
+    let (a, b) = (join(&mut members, "a", now), come(&mut members, "b", now));
+    for worker in [a, b] {
+        let ended = members.lost(worker, &long, now).unwrap();
+        let cause = &ended.cause;
+        assert!(cause.contains("it was refused: xxx") && cause.ends_with("x…"), "{cause}");
+        assert_eq!(members.departures().last().unwrap().cause, *cause);
+    }
+}
+
+#[tokio::test]
 async fn only_who_is_there_is_measured() {
     let (mut members, start) = (Members::new(), Instant::now());
     let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
