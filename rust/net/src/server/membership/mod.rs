@@ -226,15 +226,16 @@ impl Members {
         back
     }
 
-    /// A goodbye.
+    /// A goodbye. Who leaves and has not begun could not begin; who has finished then says so itself.
     pub(super) fn goodbye(&mut self, incarnation: u32, parting: &Parting, now: Instant) -> Option<Ended> {
+        let has_begun = !self.find(incarnation)?.1.has_not_begun();
         match parting {
             Parting::Finished => self.end(incarnation, State::Finished, "finished".to_owned(), now),
-            Parting::Left { cause } => {
+            Parting::Left { cause } if has_begun => {
                 let cause = told("left before its work was done", cause.as_deref());
                 self.end(incarnation, State::Left, cause, now)
             }
-            Parting::Withdrawn { cause } => {
+            Parting::Left { cause } | Parting::Withdrawn { cause } => {
                 self.end_unbegun(incarnation, State::Left, told("could not begin", cause.as_deref()), now)
             }
         }

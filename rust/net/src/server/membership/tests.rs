@@ -269,6 +269,19 @@ async fn who_cannot_begin_is_no_member_and_is_told_of() {
 }
 
 #[tokio::test]
+async fn who_leaves_while_there_is_no_model_could_not_begin() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let left = Parting::Left { cause: Some("ZeroDivisionError".to_owned()) };
+    let waiting = come(&mut members, "a", start);
+    let ended = members.goodbye(waiting, &left, start).unwrap();
+    assert_eq!((ended.cause.as_str(), ended.withdrawn), ("could not begin: ZeroDivisionError", true));
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
+    let finished = come(&mut members, "b", start);
+    members.goodbye(finished, &Parting::Finished, start);
+    assert_eq!((members.num_joined(), state(&members, "b")), (1, State::Finished), "as it says itself");
+}
+
+#[tokio::test]
 async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
     let (mut members, start) = (Members::new(), Instant::now());
     let withdrawn = Parting::Withdrawn { cause: Some("it differs".to_owned()) };
