@@ -140,7 +140,7 @@ impl Session {
     /// The session's place in the store, made when there is a model.
     pub(super) fn place(&mut self, header: &Header) -> Result<&Place, End> {
         if self.place.is_none() {
-            self.place = Place::of(&self.shared, self.incarnation, header)?;
+            self.place = Place::of(&self.shared, &self.worker_id, self.incarnation, header)?;
         }
         self.place.as_ref().ok_or_else(|| {
             let message =

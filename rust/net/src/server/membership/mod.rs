@@ -195,7 +195,12 @@ impl Members {
         self.by_id.values().any(|m| m.state.is_present() && m.is_served_by(connection))
     }
 
-    /// Makes the store's key for a worker, unless a newer process has its name. Under our lock, so that the order in
+    /// Whether a newer process has a worker's name.
+    pub(super) fn is_replaced(&self, id: &str, incarnation: u32) -> bool {
+        self.by_id.get(id).is_some_and(|member| member.incarnation > incarnation)
+    }
+
+    /// Makes the store's key for a worker, unless it is no member any more. Under our lock, so that the order in
     /// which the store hears of two processes is the order in which they joined.
     pub(super) fn register<E>(
         &mut self,
