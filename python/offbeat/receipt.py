@@ -18,7 +18,7 @@ class Receipt(NamedTuple):
         staleness: Updates the model had seen between this push's read and its admission, >= 0.
         weight: What the push was worth, in 0..1: the mean over the parameters it moved, each fragment of
             which has a staleness of its own; 0.0 where it moved none of those it brought. 1.0 where no other
-            push came between, and for buffers alone.
+            push came between, and where it is applied and brought no parameters.
         verdict: "admit" (as it was), "damp" (with a weight below 1) or "reject" (nothing of it).
         applied: Whether any of it was applied.
         duplicate: Whether this answers a push that was answered before (a retry).

@@ -270,6 +270,27 @@ fn who_waits_its_turn_with_another_model_could_not_begin() {
     assert!(server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap());
 }
 
+fn begin_with_another_model(raw: &mut Raw) {
+    let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
+    raw.call(1, &Call::InitBegin { table: other, blueprint: None });
+    assert_eq!(raw.refused().code, RefusalCode::ModelMismatch);
+}
+
+#[test]
+fn who_brings_another_model_than_the_one_there_could_not_begin() {
+    let server = start(ServerConfig { max_workers: 1, rejoin_grace: DEADLINE * 9, ..quick() });
+    let (mut a, joined) = Raw::joined(&server, "a");
+    let _control = Raw::attached(&server, &joined);
+    begin_with_another_model(&mut a);
+    let cause = until_withdrawn(&server, "a");
+    assert!(cause.starts_with("could not begin: it was refused: this worker's model"), "{cause}");
+    let (mut b, joined) = Raw::joined(&server, "b");
+    let pushed = b.push(1, (joined.term, joined.version), 0, 1.0, Want::Receipt);
+    assert!(pushed.receipt().applied, "in its place");
+    begin_with_another_model(&mut b);
+    assert!(until_state(&server, "b", "lost").contains("this worker's model"), "it had begun");
+}
+
 #[test]
 fn who_goes_while_it_waits_for_the_model_could_not_begin() {
     let server = Server::start(quick()).unwrap();

@@ -35,7 +35,7 @@ pub struct Receipt {
     /// The model's version at admission − at the worker's read, in updates.
     pub staleness: u64,
     /// What the push was worth, in [0, 1]: the fragments' weights, averaged over the parameters that it moved, 0 if it
-    /// moved none of those that it brought. 1 if it brought buffers alone, which no weight touches.
+    /// moved none of those that it brought. 1 if it is applied and brought no parameters: no weight touches buffers.
     pub weight: f64,
     pub verdict: Fate,
     /// Whether any fragment moved.

@@ -8,10 +8,12 @@ use super::inbound::Inbound;
 use super::memory::Memory;
 use super::model::Model;
 use super::momentum::{Keep, Momentum};
-use super::outgoing::{Outgoing, Workshop};
+use super::outgoing::{Outgoing, Workshop, frame};
 use super::payload::Makings;
 use super::stream::Stream;
 use crate::frame::FrameError;
+use offbeat_core::wire::message::{Call, Parting};
+use offbeat_core::wire::{Kind, encode};
 use std::io::IoSlice;
 use std::sync::Arc;
 use std::task::{Poll, ready};
@@ -199,10 +201,13 @@ impl Connection {
         self.flight.abandon_all();
     }
 
-    /// Sends a frame if the socket takes it whole at once, and waits for nothing: the last word of a client that is
-    /// dropped.
-    pub(super) fn try_last_word(&self, frame: &[u8]) {
-        if self.owed.is_none() && !matches!(self.stream.try_write_all(frame), Ok(true)) {
+    /// Says goodbye if the socket takes it whole at once, and waits for nothing: the last word of a client that is
+    /// dropped, or that could not be made.
+    pub(super) fn last_word(&mut self, parting: Parting) {
+        let mut payload = Vec::new();
+        encode(&Call::Goodbye { parting }, &mut payload);
+        let frame = frame(Kind::Call, self.flight.next_request(), &payload);
+        if self.owed.is_none() && !matches!(self.stream.try_write_all(&frame), Ok(true)) {
             tracing::debug!(address = self.address, "the server did not hear the goodbye");
         }
     }

@@ -11,7 +11,7 @@ use super::stream::{LOOK, Stream};
 use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Attach, Join, Joined};
+use offbeat_core::wire::message::{Attach, Join, Joined, Parting};
 use offbeat_core::wire::{Kind, encode};
 use std::collections::VecDeque;
 use std::future::Future;
@@ -62,8 +62,8 @@ impl Inner {
         let mut payload = Vec::new();
         encode(&join, &mut payload);
         check_size(Kind::Join, &payload)?;
-        let (connection, control, joined) = runtime.block_on(unless_interrupted(interrupt, async {
-            let begun = Instant::now();
+        let begun = Instant::now();
+        let (mut connection, joined) = runtime.block_on(unless_interrupted(interrupt, async {
             let (socket, reader, opened) = target.open(&Opening::Data(&join), connect_timeout).await?;
             let Opened::Data(joined) = opened else { unreachable!("data was asked for") };
             if reader.buffered() > 0 {
@@ -74,14 +74,24 @@ impl Inner {
             let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
             let stream = Stream::new(socket);
             let stream = stream.map_err(|e| ClientError::from_frame(&address, &FrameError::Io(e)))?;
-            let connection = Connection::new(address.clone(), stream, keep);
-            let attach = Attach { incarnation: joined.incarnation, secret: joined.secret };
-            let left = connect_timeout.saturating_sub(begun.elapsed());
-            let (socket, reader, _) = target.open(&Opening::Control(attach), left).await?;
-            let control =
-                Control::start(socket, reader, Duration::from_millis(joined.heartbeat_ms), &address)?;
-            Ok((connection, control, joined))
+            Ok((Connection::new(address.clone(), stream, keep), joined))
         }))?;
+        let attach = Opening::Control(Attach { incarnation: joined.incarnation, secret: joined.secret });
+        let left = connect_timeout.saturating_sub(begun.elapsed());
+        let heartbeat = Duration::from_millis(joined.heartbeat_ms);
+        // Kept until the last word is said: the end of a control connection would be taken for a loss.
+        let mut attaching = pin!(async {
+            let (socket, reader, _) = target.open(&attach, left).await?;
+            Control::start(socket, reader, heartbeat, &address)
+        });
+        let control = runtime.block_on(unless_interrupted(interrupt, attaching.as_mut()));
+        let control = control.inspect_err(|error| {
+            let cause = match error {
+                ClientError::Interrupted => "interrupted while it joined".to_owned(),
+                error => error.to_string(),
+            };
+            connection.last_word(Parting::Withdrawn { cause: Some(cause) });
+        })?;
         let Joined { run_id, worker_id, incarnation, term, version, model, run, .. } = *joined;
         let session =
             Session { run_id, worker_id, incarnation, term, version, table: None, blueprint: None, run };

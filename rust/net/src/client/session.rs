@@ -8,7 +8,7 @@ use super::flight::{End, Pending};
 use super::held::Held;
 use super::model::Model;
 use super::momentum::Momentum;
-use super::outgoing::{Outgoing, frame};
+use super::outgoing::Outgoing;
 use super::stream::LOOK;
 use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
@@ -282,10 +282,7 @@ impl Inner {
     /// Says goodbye without waiting for anything.
     pub(super) fn last_word(&mut self) {
         if self.broken.is_none() {
-            let mut payload = Vec::new();
-            encode(&Call::Goodbye { parting: Parting::Left { cause: None } }, &mut payload);
-            let request = self.connection.flight.next_request();
-            self.connection.try_last_word(&frame(Kind::Call, request, &payload));
+            self.connection.last_word(Parting::Left { cause: None });
         }
     }
 }

@@ -43,7 +43,7 @@ pub(super) async fn join(
     tracing::info!(worker = admitted.id, incarnation = admitted.incarnation, peer = %socket.peer(), "a worker joined");
     shared.notify();
     let joined = async {
-        let place = Place::of(shared, admitted.incarnation, &header)?;
+        let place = Place::of(shared, &admitted.id, admitted.incarnation, &header)?;
         let run = shared.run_config(&shared.agreement());
         let store = place.as_ref().map(|p| &p.model.store);
         let lease = shared.config.lease;

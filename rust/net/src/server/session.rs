@@ -13,7 +13,7 @@ use super::shared::{Meter, Shared};
 use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake::{self, frame_refusal};
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Call, ModelInfo, RefusalCode, Refused, Reply};
+use offbeat_core::wire::message::{Call, ModelInfo, Parting, RefusalCode, Refused, Reply};
 use offbeat_core::wire::{Header, Kind, decode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,6 +33,8 @@ pub(super) struct Session {
     init: Option<Init>,
     /// The newest version that holds a push of ours.
     pub(super) own_version: u64,
+    /// It has brought the model, pushed or pulled: if it ends now, a worker of the run does.
+    has_begun: bool,
     goodbye: bool,
 }
 
@@ -69,6 +71,7 @@ pub(super) async fn serve(
         place: None,
         init: None,
         own_version: 0,
+        has_begun: false,
         goodbye: false,
         shared,
         connection,
@@ -116,7 +119,10 @@ impl Session {
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
             connection.answers(match header.kind {
-                Kind::Push | Kind::Pull => Answer::Exchange { pinned: None },
+                Kind::Push | Kind::Pull => {
+                    self.has_begun = true;
+                    Answer::Exchange { pinned: None }
+                }
                 _ => Answer::Awaited,
             });
             match (header.kind, &mut self.init) {
@@ -134,7 +140,7 @@ impl Session {
     /// The session's place in the store, made when there is a model.
     pub(super) fn place(&mut self, header: &Header) -> Result<&Place, End> {
         if self.place.is_none() {
-            self.place = Place::of(&self.shared, self.incarnation, header)?;
+            self.place = Place::of(&self.shared, &self.worker_id, self.incarnation, header)?;
         }
         self.place.as_ref().ok_or_else(|| {
             let message =
@@ -220,7 +226,13 @@ impl Session {
         if let Some(model) = self.shared.model.get() {
             if let Some(difference) = model.store.table().first_difference(&table) {
                 let message = format!("this worker's model is not the server's: {difference}");
-                return Err(End::refused(header, RefusalCode::ModelMismatch, message));
+                let end = End::refused(header, RefusalCode::ModelMismatch, message);
+                if !self.has_begun {
+                    // It may have its place in the store since it joined, which says nothing of its model.
+                    let cause = Some(end.cause(&self.connection));
+                    self.shared.goodbye(self.incarnation, &Parting::Withdrawn { cause });
+                }
+                return Err(end);
             }
             self.place(header)?;
             return Ok(Reply::Init { taken: false });
@@ -238,6 +250,7 @@ impl Session {
         shared.set_model(snapshot, blueprint).map_err(|e| End::of_model(header, &e))?;
         tracing::info!(worker = self.worker_id, "the worker brought the model");
         self.place(header)?;
+        self.has_begun = true;
         Ok(Reply::Init { taken: true })
     }
 

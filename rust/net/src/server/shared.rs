@@ -204,28 +204,25 @@ impl Shared {
         (0..self.loads.len()).min_by_key(|&i| load(&self.loads[i])).unwrap_or(0)
     }
 
-    /// A connection of a worker ended without a goodbye, broken or refused; the worker's other one is ended too. One
-    /// that never had a place in the store is not lost: it could not begin.
+    /// A connection of a worker ended without a goodbye, broken or refused; the worker's other one is ended too.
     pub(super) fn lost(&self, incarnation: u32, cause: &str, ended_one: &Arc<Connection>) {
         let now = Instant::now();
         let is_dismissed = self.is_stopping();
         let mut members = self.members();
-        let (ended, withdrawn) = if is_dismissed {
-            (members.dismissed(incarnation, "the server was stopped", now), None)
-        } else if members.has_not_begun(incarnation) {
-            let parting = Parting::Withdrawn { cause: Some(cause.to_owned()) };
-            members.goodbye(incarnation, &parting, now).unzip()
+        let ended = if is_dismissed {
+            members.dismissed(incarnation, "the server was stopped", now)
         } else {
-            (members.lost(incarnation, cause, now), None)
+            members.lost(incarnation, cause, now)
         };
         drop(members);
         let Some(ended) = ended else { return };
-        if let Some(cause) = withdrawn {
-            tracing::warn!(worker = ended.id, incarnation, cause, "a worker cannot begin");
-        } else if ended.news && is_dismissed {
-            tracing::info!(worker = ended.id, incarnation, "a worker was told that the server stops");
+        let (worker, told) = (&ended.id, &ended.cause);
+        if ended.news && is_dismissed {
+            tracing::info!(worker, incarnation, "a worker was told that the server stops");
+        } else if ended.news && ended.withdrawn {
+            tracing::warn!(worker, incarnation, cause = told, "a worker cannot begin");
         } else if ended.news {
-            tracing::warn!(worker = ended.id, incarnation, cause, "a worker is lost");
+            tracing::warn!(worker, incarnation, cause = told, "a worker is lost");
         }
         self.clean_up(&ended, cause, ended_one);
     }
@@ -233,12 +230,12 @@ impl Shared {
     /// A worker said goodbye.
     pub(super) fn goodbye(&self, incarnation: u32, parting: &Parting) {
         let ended = self.members().goodbye(incarnation, parting, Instant::now());
-        let Some((ended, cause)) = ended else { return };
-        let worker = &ended.id;
+        let Some(ended) = ended else { return };
+        let Ended { id: worker, cause, withdrawn, .. } = &ended;
         match parting {
+            _ if *withdrawn => tracing::warn!(worker, incarnation, cause, "a worker cannot begin"),
             Parting::Finished => tracing::info!(worker, incarnation, "a worker has finished"),
-            Parting::Left { .. } => tracing::info!(worker, incarnation, cause, "a worker leaves"),
-            Parting::Withdrawn { .. } => tracing::warn!(worker, incarnation, cause, "a worker cannot begin"),
+            _ => tracing::info!(worker, incarnation, cause, "a worker leaves"),
         }
         if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
             model.store.depart(key);

@@ -1,6 +1,6 @@
 //! The server's status: one JSON document for `server.status()`, `offbeat status` and the demo.
 
-use super::membership::{Departure, State};
+use super::membership::{Departure, Member, Members, State};
 use super::run::describe;
 use super::shared::Shared;
 use offbeat_core::pipeline::schedule;
@@ -119,6 +119,11 @@ pub(super) fn json(shared: &Shared) -> String {
     };
     let totals = store.as_ref().map(|s| s.totals.clone()).unwrap_or_default();
     let now = Instant::now();
+    let (workers, departures) = {
+        // Held for both: whoever goes in between would be told of as there and as gone.
+        let members = shared.members();
+        (workers(shared, &members, store.as_ref(), now), departures(&members, now))
+    };
     let status = Status {
         address: shared.address.to_string(),
         run_id: &shared.run_id,
@@ -142,8 +147,8 @@ pub(super) fn json(shared: &Shared) -> String {
             factor,
             lr: optimizer.map_or_else(Vec::new, |o| o.groups.iter().map(|g| g.lr * factor).collect()),
         },
-        workers: workers(shared, store.as_ref(), now),
-        departures: departures(shared, now),
+        workers,
+        departures,
         tickets: store.as_ref().map(|s| s.tickets.clone()).unwrap_or_default(),
         rejected: totals.rejected,
         duplicates: totals.duplicates,
@@ -162,10 +167,9 @@ pub(super) fn json(shared: &Shared) -> String {
     serde_json::to_string(&status).expect("every key is a string")
 }
 
-fn workers(shared: &Shared, store: Option<&StoreStatus>, now: Instant) -> Vec<Worker> {
+fn workers(shared: &Shared, members: &Members, store: Option<&StoreStatus>, now: Instant) -> Vec<Worker> {
     let none = Tally::default();
-    let members = shared.members();
-    let worker = |(id, member): (&String, &super::membership::Member)| {
+    let worker = |(id, member): (&String, &Member)| {
         let tally =
             store.and_then(|s| s.workers.iter().find(|(name, ..)| name == id)).map_or(&none, |(_, _, t)| t);
         let traffic = &member.traffic;
@@ -200,8 +204,7 @@ fn workers(shared: &Shared, store: Option<&StoreStatus>, now: Instant) -> Vec<Wo
     members.iter().map(worker).collect()
 }
 
-fn departures(shared: &Shared, now: Instant) -> Vec<DepartureStatus> {
-    let members = shared.members();
+fn departures(members: &Members, now: Instant) -> Vec<DepartureStatus> {
     let age = |departure: &Departure| DepartureStatus {
         age_s: now.saturating_duration_since(departure.at).as_secs_f64(),
         departure: departure.clone(),

@@ -109,6 +109,7 @@ mod tests {
     use crate::frame::Socket;
     use crate::server::ServerConfig;
     use crate::server::connection::Connection;
+    use offbeat_core::store::WorkerKey;
     use std::net::{TcpListener, TcpStream};
     use std::sync::{Arc, mpsc};
 
@@ -134,6 +135,7 @@ mod tests {
         {
             let mut members = server.shared.members();
             let joined = members.join(Some("a".into()), String::new(), [7; 16], connection, Instant::now());
+            members.register::<()>(joined.incarnation, |_| Ok(WorkerKey { slot: 0, incarnation: 1 }));
             members.lost(joined.incarnation, "killed", Instant::now());
         }
         let wait = |timeout| server.wait_for_workers(1, Some(timeout), &|| false);

@@ -187,6 +187,20 @@ fn an_id_that_is_too_long_is_said_to_be_and_not_repeated() {
 }
 
 #[test]
+fn who_gets_one_of_its_two_connections_could_not_begin() {
+    let server = start(ServerConfig { max_connections: 1, ..config(sgd(1.0, 0.0, 0.0)) });
+    let refused = Client::connect(client_config(server.address(), 1), None, &never);
+    assert!(matches!(refused, Err(ClientError::Refused { code: RefusalCode::Full, .. })), "{refused:?}");
+    let mut status = serde_json::Value::Null;
+    eventually("its departure", || {
+        status = serde_json::from_str(&server.status_json().unwrap()).unwrap();
+        status["departures"].as_array().is_some_and(|departures| !departures.is_empty())
+    });
+    assert_eq!(status["departures"][0]["cause"], "could not begin: the server has its 1 connections already");
+    assert_eq!(status["workers"].as_array().map(Vec::len), Some(0), "{status:#}");
+}
+
+#[test]
 fn a_client_without_a_model_says_so() {
     let server = Server::start(ServerConfig::default()).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();

@@ -1,6 +1,6 @@
 //! Ctrl-C in the middle of a call, and what the server may do in its worst moments.
 
-use crate::script::{Peer, run, serve};
+use crate::script::{Peer, join, run, serve};
 use crate::support::{bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor};
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Layout;
@@ -8,10 +8,11 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{ModelInfo, Parting, Reply};
-use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, decode, encode, flags};
+use offbeat_core::wire::message::{Call, ModelInfo, Parting, Reply};
+use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, encode, flags};
 use offbeat_net::client::{Client, ClientError, Interrupt, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -673,15 +674,30 @@ fn waiting_for_a_model_can_be_given_up() {
 }
 
 #[test]
+fn who_gives_up_between_its_two_connections_says_so() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let key = Key::default();
+    let pressed = key.clone();
+    let server = std::thread::spawn(move || {
+        let table = table(vec![parameter("w", 10)]);
+        let mut data = join(&listener, table, run(Transaction::Fragment));
+        let _control = listener.accept().unwrap(); // is not answered
+        pressed.press();
+        let parting = Parting::Withdrawn { cause: Some("interrupted while it joined".into()) };
+        assert_eq!(data.expect::<Call>(Kind::Call), Call::Goodbye { parting });
+    });
+    let given_up = Client::connect(client_config(address, 1), None, &key);
+    assert_eq!(given_up.unwrap_err(), ClientError::Interrupted);
+    server.join().unwrap();
+}
+
+#[test]
 fn a_goodbye_is_the_last_frame() {
     let table = table(vec![parameter("w", 10)]);
     let (address, server) = serve(table, run(Transaction::Fragment), |peer, _| {
-        let (_, bytes) = peer.next(Kind::Call);
-        let call: offbeat_core::wire::message::Call = decode(&bytes).unwrap();
-        assert_eq!(
-            call,
-            offbeat_core::wire::message::Call::Goodbye { parting: Parting::Left { cause: None } }
-        );
+        let parting = Parting::Left { cause: None };
+        assert_eq!(peer.expect::<Call>(Kind::Call), Call::Goodbye { parting });
     });
     drop(Client::connect(client_config(address, 1), None, &never).unwrap());
     server.join().unwrap();

@@ -91,6 +91,29 @@ pub(crate) fn run(transaction: Transaction) -> RunConfig {
     }
 }
 
+/// Joins one worker: gives its data connection.
+pub(crate) fn join(listener: &TcpListener, table: TensorTable, run: RunConfig) -> Peer {
+    let mut data = Peer::greet(listener);
+    let join: Join = data.expect(Kind::Join);
+    let joined = Joined {
+        run_id: "run".into(),
+        worker_id: "worker".into(),
+        slot: 0,
+        incarnation: 7,
+        secret: [9; 16],
+        term: 1,
+        version: 0,
+        durable_version: 0,
+        model: Some(ModelInfo { table, blueprint: None }),
+        run,
+        in_flight: join.in_flight,
+        heartbeat_ms: 10,
+        lease_ms: 10_000,
+    };
+    data.send(Kind::Joined, 0, &joined);
+    data
+}
+
 /// Serves one worker: joins and attaches it, then `script` has its data and control connections.
 pub(crate) fn serve(
     table: TensorTable,
@@ -102,24 +125,7 @@ pub(crate) fn serve(
     SockRef::from(&listener).set_recv_buffer_size(RECEIVE_BUFFER_BYTES).unwrap();
     let address = listener.local_addr().unwrap();
     let thread = std::thread::spawn(move || {
-        let mut data = Peer::greet(&listener);
-        let join: Join = data.expect(Kind::Join);
-        let joined = Joined {
-            run_id: "run".into(),
-            worker_id: "worker".into(),
-            slot: 0,
-            incarnation: 7,
-            secret: [9; 16],
-            term: 1,
-            version: 0,
-            durable_version: 0,
-            model: Some(ModelInfo { table, blueprint: None }),
-            run,
-            in_flight: join.in_flight,
-            heartbeat_ms: 10,
-            lease_ms: 10_000,
-        };
-        data.send(Kind::Joined, 0, &joined);
+        let mut data = join(&listener, table, run);
         let mut control = Peer::greet(&listener);
         let attach: Attach = control.expect(Kind::Attach);
         assert_eq!((attach.incarnation, attach.secret), (7, [9; 16]));

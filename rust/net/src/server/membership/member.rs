@@ -47,21 +47,12 @@ pub(crate) struct Traffic {
     pub(crate) last_push_ms: AtomicU64,
 }
 
-/// What an earlier process of a name was when a newer one took it.
-#[derive(Debug)]
-pub(super) struct Predecessor {
-    incarnation: u32,
-    state: State,
-    cause: Option<String>,
-    key: Option<WorkerKey>,
-}
-
 /// One worker process.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) incarnation: u32,
-    /// `None`: the name had never come before this process.
-    pub(super) predecessor: Option<Predecessor>,
+    /// The last process of this name before it that had begun; what the name goes back to if this one cannot.
+    pub(super) predecessor: Option<Box<Member>>,
     pub(super) secret: [u8; 16],
     pub(crate) host: String,
     pub(crate) state: State,
@@ -133,25 +124,23 @@ impl Member {
         }
     }
 
-    /// What this process is to a newer one of its name. One that was there is lost: it was told to stop.
-    pub(super) fn as_predecessor(&self) -> Predecessor {
-        let (state, cause) = match self.state {
-            State::Joined | State::Stalled => (State::Lost, Some(REPLACED.to_owned())),
-            gone => (gone, self.cause.clone()),
-        };
-        Predecessor { incarnation: self.incarnation, state, cause, key: self.key }
+    /// Whether it never had a place in the store, and has not said goodbye: nothing is missed when it goes.
+    pub(super) const fn has_not_begun(&self) -> bool {
+        self.key.is_none() && !matches!(self.state, State::Left | State::Finished)
     }
 
-    /// This process has come to nothing: the name is again what it was before, from now. False if it never was.
-    pub(super) fn restore_predecessor(&mut self, now: Instant) -> bool {
-        let Some(predecessor) = self.predecessor.take() else { return false };
-        self.enter(predecessor.state, predecessor.cause, now);
-        // Nothing that is still to come of this process is of that one.
-        self.incarnation = predecessor.incarnation;
-        // Of a lost one the slot is still to be given up; this process' own has been, if it had one.
-        self.key = if self.key.is_some() { None } else { predecessor.key };
-        self.is_cut_off = true;
-        true
+    /// What its name goes back to if the newer process that takes it cannot begin. One that was there is lost: it was
+    /// told to stop. One that has not begun leaves the name as it was before it.
+    pub(super) fn into_predecessor(mut self, now: Instant) -> Option<Box<Self>> {
+        if self.has_not_begun() {
+            return self.predecessor;
+        }
+        if self.state.is_present() {
+            self.enter(State::Lost, Some(REPLACED.to_owned()), now);
+        }
+        // Its session is over, whatever is still heard of it; of a lost one the slot is still to be given up.
+        (self.is_cut_off, self.forgotten, self.predecessor) = (true, false, None);
+        Some(Box::new(self))
     }
 
     /// Whether nobody waits for it to come back.

@@ -1,7 +1,8 @@
 //! Who is in the run: a plain state machine over joins, heartbeats and departures. Time comes in as an argument.
 //!
 //! Lost is not gone: a lost worker whose connections stand goes on as soon as it is heard again. What ends a
-//! membership is a goodbye, or a newer process with the same name.
+//! membership is a goodbye, or a newer process with the same name; of a worker that has no place in the store yet, the
+//! end of a connection or of its grace, too.
 
 mod connections;
 mod departures;
@@ -24,7 +25,7 @@ use tokio::sync::mpsc::UnboundedSender;
 /// Members that have gone for good and are still remembered by name: as many as departures.
 const MAX_GONE: usize = 1000;
 
-/// A worker's own words on why it leaves are cut there.
+/// Why a worker went, in its own words or as the server has refused it, is cut there.
 const MAX_CAUSE_CHARS: usize = 300;
 
 /// What a join leads to.
@@ -32,7 +33,7 @@ const MAX_CAUSE_CHARS: usize = 300;
 pub(super) struct Admitted {
     pub(super) id: String,
     pub(super) incarnation: u32,
-    /// Whether the name had never come.
+    /// Whether no process of this name has ever begun.
     pub(super) newcomer: bool,
     pub(super) traffic: Arc<Traffic>,
     /// The process that had the name, if it is still connected: to be fenced.
@@ -47,6 +48,10 @@ pub(super) struct Ended {
     pub(super) key: Option<WorkerKey>,
     pub(super) connections: Connections,
     pub(super) control: Option<UnboundedSender<Event>>,
+    /// As departures tell it.
+    pub(super) cause: String,
+    /// Whether it could not begin: it is no member any more.
+    pub(super) withdrawn: bool,
     /// Whether this is the first that is heard of it.
     pub(super) news: bool,
 }
@@ -117,32 +122,31 @@ impl Members {
     ) -> Admitted {
         self.last_incarnation += 1;
         let id = id.unwrap_or_else(|| self.free_name());
-        let predecessor = self.by_id.get(&id).map(Member::as_predecessor);
-        let newcomer = predecessor.is_none();
-        let traffic = self.by_id.get(&id).map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
+        let old = self.by_id.remove(&id);
+        let traffic = old.as_ref().map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let mut member =
             Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        member.predecessor = predecessor;
-        let replaced = self.by_id.insert(id.clone(), member).and_then(|old| {
+        let replaced = old.and_then(|mut old| {
             let (news, connections) = (old.state.is_present(), old.connections());
             // A lost one may be frozen, and what it has of connections would stand for ever.
             let frozen = old.state == State::Lost && !connections.have_ended();
-            if !news && !frozen {
-                return None;
-            }
+            let withdrawn = old.has_not_begun();
+            let (state, cause) = if withdrawn {
+                (State::Left, told("could not begin", Some(REPLACED)))
+            } else {
+                (State::Lost, REPLACED.to_owned())
+            };
             if news {
-                self.departures.remember(&id, old.incarnation, State::Lost, REPLACED, now);
+                self.departures.remember(&id, old.incarnation, state, &cause, now);
             }
-            let control = old.control.map(|(tell, _)| tell);
-            Some(Ended {
-                id: id.clone(),
-                incarnation: old.incarnation,
-                key: old.key,
-                connections,
-                control,
-                news,
-            })
+            let control = old.control.take().map(|(tell, _)| tell);
+            let (id, incarnation, key) = (id.clone(), old.incarnation, old.key);
+            member.predecessor = old.into_predecessor(now);
+            let ended = Ended { id, incarnation, key, connections, control, cause, withdrawn, news };
+            (news || frozen).then_some(ended)
         });
+        let newcomer = member.predecessor.is_none();
+        self.by_id.insert(id.clone(), member);
         Admitted { id, incarnation: self.last_incarnation, newcomer, traffic, replaced }
     }
 
@@ -191,7 +195,12 @@ impl Members {
         self.by_id.values().any(|m| m.state.is_present() && m.is_served_by(connection))
     }
 
-    /// Makes the store's key for a worker, unless a newer process has its name. Under our lock, so that the order in
+    /// Whether a newer process has a worker's name.
+    pub(super) fn is_replaced(&self, id: &str, incarnation: u32) -> bool {
+        self.by_id.get(id).is_some_and(|member| member.incarnation > incarnation)
+    }
+
+    /// Makes the store's key for a worker, unless it is no member any more. Under our lock, so that the order in
     /// which the store hears of two processes is the order in which they joined.
     pub(super) fn register<E>(
         &mut self,
@@ -222,53 +231,61 @@ impl Members {
         back
     }
 
-    /// A goodbye; gives the cause that departures will show, too. Who could not begin is among them, but no member any
-    /// more: the name is free, and nobody who waits for n workers takes it for one. If the name had come before, it is
-    /// again what it was then: an earlier process that has finished has finished all the same.
-    pub(super) fn goodbye(
-        &mut self,
-        incarnation: u32,
-        parting: &Parting,
-        now: Instant,
-    ) -> Option<(Ended, String)> {
-        let told = |what: &str, cause: &Option<String>| match cause {
-            None => what.to_owned(),
-            Some(cause) => format!("{what}: {}", on_one_line(cause)),
-        };
-        let (state, cause) = match parting {
-            Parting::Finished => (State::Finished, "finished".to_owned()),
-            Parting::Left { cause } => (State::Left, told("left before its work was done", cause)),
-            Parting::Withdrawn { cause } => (State::Left, told("could not begin", cause)),
-        };
-        let ended = self.end(incarnation, state, &cause, now)?;
-        if matches!(parting, Parting::Withdrawn { .. }) {
-            self.last_withdrawn = Some(now);
-            if self.find(incarnation).is_some_and(|(_, member)| !member.restore_predecessor(now)) {
-                self.withdraw(incarnation);
+    /// A goodbye. Who leaves and has not begun could not begin; who has finished then says so itself.
+    pub(super) fn goodbye(&mut self, incarnation: u32, parting: &Parting, now: Instant) -> Option<Ended> {
+        let has_begun = !self.find(incarnation)?.1.has_not_begun();
+        match parting {
+            Parting::Finished => self.end(incarnation, State::Finished, "finished".to_owned(), now),
+            Parting::Left { cause } if has_begun => {
+                let cause = told("left before its work was done", cause.as_deref());
+                self.end(incarnation, State::Left, cause, now)
+            }
+            Parting::Left { cause } | Parting::Withdrawn { cause } => {
+                self.end_unbegun(incarnation, State::Left, told("could not begin", cause.as_deref()), now)
             }
         }
-        Some((ended, cause))
     }
 
-    /// Whether a worker that is there has no place in the store yet: there was no model, or no room.
-    pub(super) fn has_not_begun(&mut self, incarnation: u32) -> bool {
-        self.find(incarnation).is_some_and(|(_, member)| member.key.is_none() && !member.is_cut_off)
-    }
-
-    /// A connection ended without a goodbye.
+    /// A connection ended without a goodbye. One that has not begun is not lost: it could not begin.
     pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
-        if let Some((_, member)) = self.find(incarnation) {
-            member.is_cut_off = true;
+        let (_, member) = self.find(incarnation)?;
+        if member.has_not_begun() {
+            // Of one that was silent it was told before that it went.
+            let state = if member.state == State::Lost { State::Lost } else { State::Left };
+            return self.end_unbegun(incarnation, state, told("could not begin", Some(cause)), now);
         }
-        self.end(incarnation, State::Lost, cause, now)
+        member.is_cut_off = true;
+        self.end(incarnation, State::Lost, on_one_line(cause), now)
+    }
+
+    /// Who could not begin is among the departures, but no member any more.
+    fn end_unbegun(&mut self, incarnation: u32, state: State, cause: String, now: Instant) -> Option<Ended> {
+        let ended = self.end(incarnation, state, cause, now)?;
+        self.give_name_back(incarnation, now);
+        Some(Ended { withdrawn: true, ..ended })
+    }
+
+    /// One that could not begin has gone: its name is free, and nobody who waits for n workers takes it for one. If the
+    /// name had come before, it is again what it was then, from now: an earlier process that has finished has finished
+    /// all the same.
+    fn give_name_back(&mut self, incarnation: u32, now: Instant) {
+        self.last_withdrawn = Some(now);
+        let Some((id, member)) = self.find(incarnation) else { return };
+        match member.predecessor.take() {
+            Some(mut before) => {
+                before.since = now;
+                *member = *before;
+            }
+            None => drop(self.by_id.remove(&id)),
+        }
     }
 
     /// The server ends the run for a worker.
     pub(super) fn dismissed(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
-        self.end(incarnation, State::Left, cause, now)
+        self.end(incarnation, State::Left, cause.to_owned(), now)
     }
 
-    fn end(&mut self, incarnation: u32, state: State, cause: &str, now: Instant) -> Option<Ended> {
+    fn end(&mut self, incarnation: u32, state: State, cause: String, now: Instant) -> Option<Ended> {
         let (id, member) = self.find(incarnation)?;
         // One that said goodbye is not lost by hanging up. One that was silent may still say goodbye, and its
         // connections may end, which is no news but needs cleaning up.
@@ -278,20 +295,14 @@ impl Members {
             State::Lost => state != State::Lost,
         };
         if news {
-            member.enter(state, Some(cause.to_owned()), now);
+            member.enter(state, Some(cause.clone()), now);
         }
-        let ended = Ended {
-            id: id.clone(),
-            incarnation,
-            key: member.key,
-            connections: member.connections(),
-            control: member.control.take().map(|(tell, _)| tell),
-            news,
-        };
+        let (key, connections) = (member.key, member.connections());
+        let control = member.control.take().map(|(tell, _)| tell);
         if news {
-            self.departures.remember(&id, incarnation, state, cause, now);
+            self.departures.remember(&id, incarnation, state, &cause, now);
         }
-        Some(ended)
+        Some(Ended { id, incarnation, key, connections, control, cause, withdrawn: false, news })
     }
 
     /// The server stood still for so long: that time counts for nobody's silence, stall, grace or linger.
@@ -307,6 +318,7 @@ impl Members {
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
         self.looked = Some(now);
         let mut ticked = Ticked::default();
+        let mut unbegun = Vec::new();
         for (id, member) in &mut self.by_id {
             if member.state.is_present() {
                 member.measure(now);
@@ -323,6 +335,9 @@ impl Members {
                 }
                 State::Lost if !member.forgotten && now.duration_since(member.since) >= rejoin_grace => {
                     member.forgotten = true;
+                    if member.has_not_begun() {
+                        unbegun.push(member.incarnation);
+                    }
                     ticked.forgotten.push(Forgotten { key: member.key, connections: member.connections() });
                 }
                 _ => {}
@@ -330,6 +345,9 @@ impl Members {
         }
         for (id, incarnation, _, cause) in &ticked.lost {
             self.departures.remember(id, *incarnation, State::Lost, cause, now);
+        }
+        for incarnation in unbegun {
+            self.give_name_back(incarnation, now);
         }
         self.let_go();
         ticked
@@ -369,10 +387,15 @@ impl Members {
             self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
-        let alone = self.by_id.values().map(gone).chain(self.last_withdrawn).max().unwrap_or(now);
+        // Where all are lost, their grace was the wait for one that comes in their place.
+        let alone = if all_lost {
+            self.last_withdrawn
+        } else {
+            self.by_id.values().map(gone).chain(self.last_withdrawn).max()
+        };
         if over {
             Outcome::Done
-        } else if !all_lost && now.saturating_duration_since(alone) < patience.linger {
+        } else if alone.is_some_and(|alone| now.saturating_duration_since(alone) < patience.linger) {
             Outcome::Waiting
         } else if self.bygone.num_finished > 0 || self.by_id.values().any(|m| m.state == State::Finished) {
             Outcome::Done
@@ -417,7 +440,12 @@ impl Members {
     }
 }
 
-/// A text of a peer's, as it goes into logs and errors.
+/// What has become of a worker, and why.
+fn told(what: &str, cause: Option<&str>) -> String {
+    cause.map_or_else(|| what.to_owned(), |cause| format!("{what}: {}", on_one_line(cause)))
+}
+
+/// A text that may be a peer's, or name what a peer has sent, as it goes into logs and errors.
 fn on_one_line(text: &str) -> String {
     let line = text.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut line: String = line.take(MAX_CAUSE_CHARS + 1).collect();

@@ -12,8 +12,24 @@ fn connection() -> Arc<Connection> {
     Arc::new(Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
 }
 
-fn join(members: &mut Members, id: &str, now: Instant) -> u32 {
+/// A worker that waits for the model.
+fn come(members: &mut Members, id: &str, now: Instant) -> u32 {
     members.join(Some(id.to_owned()), String::new(), [7; 16], connection(), now).incarnation
+}
+
+/// A worker with its place in the store.
+fn join(members: &mut Members, id: &str, now: Instant) -> u32 {
+    let incarnation = come(members, id, now);
+    begin(members, incarnation)
+}
+
+fn begin(members: &mut Members, incarnation: u32) -> u32 {
+    members.register::<()>(incarnation, |_| Ok(key(incarnation))).unwrap().unwrap();
+    incarnation
+}
+
+const fn key(incarnation: u32) -> WorkerKey {
+    WorkerKey { slot: 3, incarnation }
 }
 
 fn state(members: &Members, id: &str) -> State {
@@ -82,7 +98,7 @@ async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
 async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
     let (mut members, start) = (Members::new(), Instant::now());
     let a = join(&mut members, "a", start);
-    assert!(members.goodbye(a, &Parting::Finished, start).unwrap().0.news);
+    assert!(members.goodbye(a, &Parting::Finished, start).unwrap().news);
     assert!(members.lost(a, "hung up", start).is_none());
     assert_eq!(state(&members, "a"), State::Finished);
     assert!(!members.heard(a, 9, start), "nor does a late heartbeat bring it back");
@@ -97,9 +113,9 @@ async fn a_newer_process_takes_the_name_and_fences_the_older() {
     assert_eq!(next.replaced.unwrap().incarnation, a);
     assert!(next.incarnation > a);
     assert!(members.lost(a, "hung up", start).is_none(), "the old process cannot end the new one");
-    let key = WorkerKey { slot: 0, incarnation: 1 };
-    assert!(members.register::<()>(a, |_| Ok(key)).is_none(), "nor register after it");
-    assert_eq!(members.register::<()>(next.incarnation, |_| Ok(key)), Some(Ok(key)));
+    let register = |members: &mut Members, process| members.register::<()>(process, |_| Ok(key(process)));
+    assert!(register(&mut members, a).is_none(), "nor register after it");
+    assert_eq!(register(&mut members, next.incarnation), Some(Ok(key(next.incarnation))));
 }
 
 #[tokio::test]
@@ -107,7 +123,9 @@ async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
     let (mut members, start) = (Members::new(), Instant::now());
     let (first, second) = (connection(), connection());
     let join = |members: &mut Members, connection: &Arc<Connection>| {
-        members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start)
+        let joined = members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start);
+        begin(members, joined.incarnation);
+        joined
     };
     let a = join(&mut members, &first).incarnation;
     members.lost(a, "silent", start);
@@ -206,7 +224,9 @@ async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
     let connection = connection();
     let come = |members: &mut Members, id: Option<&str>, at: u64| {
         let id = id.map(str::to_owned);
-        members.join(id, String::new(), [7; 16], Arc::clone(&connection), start + seconds(at))
+        let joined = members.join(id, String::new(), [7; 16], Arc::clone(&connection), start + seconds(at));
+        begin(members, joined.incarnation);
+        joined
     };
     let finished = come(&mut members, Some("first"), 0).incarnation;
     members.goodbye(finished, &Parting::Finished, start);
@@ -233,9 +253,9 @@ async fn who_cannot_begin_is_no_member_and_is_told_of() {
     let (mut members, start) = (Members::new(), Instant::now());
     let withdrawn = |cause: &str| Parting::Withdrawn { cause: Some(cause.to_owned()) };
     let first = members.join(None, String::new(), [7; 16], connection(), start);
-    let (ended, cause) = members.goodbye(first.incarnation, &withdrawn("it\ndiffers"), start).unwrap();
-    assert_eq!((ended.id.as_str(), cause.as_str()), ("worker-0", "could not begin: it differs"));
-    assert_eq!(members.departures().next().unwrap().cause, cause);
+    let ended = members.goodbye(first.incarnation, &withdrawn("it\ndiffers"), start).unwrap();
+    assert_eq!((ended.id.as_str(), ended.cause.as_str()), ("worker-0", "could not begin: it differs"));
+    assert_eq!((members.departures().next().unwrap().cause.as_str(), ended.withdrawn), (&*ended.cause, true));
     assert_eq!(members.num_joined(), 0);
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
     assert_eq!(members.join(None, String::new(), [7; 16], connection(), start).id, "worker-0", "it is free");
@@ -249,13 +269,30 @@ async fn who_cannot_begin_is_no_member_and_is_told_of() {
 }
 
 #[tokio::test]
+async fn who_leaves_while_there_is_no_model_could_not_begin() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let left = Parting::Left { cause: Some("ZeroDivisionError".to_owned()) };
+    let waiting = come(&mut members, "a", start);
+    let ended = members.goodbye(waiting, &left, start).unwrap();
+    assert_eq!((ended.cause.as_str(), ended.withdrawn), ("could not begin: ZeroDivisionError", true));
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
+    let finished = come(&mut members, "b", start);
+    members.goodbye(finished, &Parting::Finished, start);
+    assert_eq!((members.num_joined(), state(&members, "b")), (1, State::Finished), "as it says itself");
+}
+
+#[tokio::test]
 async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
     let (mut members, start) = (Members::new(), Instant::now());
     let withdrawn = Parting::Withdrawn { cause: Some("it differs".to_owned()) };
-    let key = WorkerKey { slot: 3, incarnation: 1 };
+    let come = |members: &mut Members, id: &str, host: &str, connection: &Arc<Connection>, now: Instant| {
+        members.join(Some(id.into()), host.into(), [7; 16], Arc::clone(connection), now).incarnation
+    };
+    let mut keys = Vec::new();
+    let (served, newer) = (connection(), connection());
     for id in ["finished", "left", "lost", "there"] {
-        let first = join(&mut members, id, start);
-        members.register::<()>(first, |_| Ok(key));
+        let first = come(&mut members, id, "before", &served, start);
+        keys.push(Some(key(begin(&mut members, first))));
         match id {
             "finished" => drop(members.goodbye(first, &Parting::Finished, start)),
             "left" => drop(members.goodbye(first, &Parting::Left { cause: None }, start)),
@@ -270,25 +307,44 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
         ("lost", State::Lost, "killed"),
         ("there", State::Lost, REPLACED),
     ] {
-        let again = join(&mut members, id, late);
-        assert!(members.goodbye(again, &withdrawn, late).unwrap().0.news);
+        let again = come(&mut members, id, "newer", &newer, late);
+        assert!(members.goodbye(again, &withdrawn, late).unwrap().news);
         let told = members.departures().last().unwrap();
         assert_eq!((told.state, told.cause.as_str()), (State::Left, "could not begin: it differs"));
         let member = &members.by_id[id];
         assert_eq!((member.state, member.cause.as_deref(), member.since), (was, Some(cause), late));
+        assert_eq!((member.host.as_str(), member.is_served_by(&newer)), ("before", false));
         let before = member.incarnation;
         assert!(before < again);
         let late_heartbeats = [again, before].map(|process| members.heard(process, 1, late));
         assert_eq!(late_heartbeats, [false; 2], "what was under way brings nobody back");
-        assert!(!members.has_not_begun(again) && !members.has_not_begun(before));
         assert!(members.goodbye(again, &withdrawn, late).is_none(), "told once");
     }
     assert_eq!(members.num_joined(), 4);
     let grace = PATIENCE.rejoin_grace;
     assert_eq!(members.outcome(1, PATIENCE, false, late + seconds(59)), Outcome::Waiting);
     let forgotten = members.tick(LEASE, grace, late + grace).forgotten;
-    assert_eq!(forgotten.iter().map(|f| f.key).collect::<Vec<_>>(), [Some(key); 2], "of the lost ones");
+    assert_eq!(forgotten.iter().map(|f| f.key).collect::<Vec<_>>(), keys[2..], "of the lost ones");
     assert_eq!(members.outcome(1, PATIENCE, false, late + grace + PATIENCE.linger), Outcome::Done);
+}
+
+#[tokio::test]
+async fn who_is_replaced_before_it_began_leaves_the_name_as_it_was() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let finished = join(&mut members, "old", start);
+    members.goodbye(finished, &Parting::Finished, start);
+    for id in ["old", "new"] {
+        let waiting = come(&mut members, id, start);
+        let newer = members.join(Some(id.into()), String::new(), [8; 16], connection(), start);
+        assert_eq!((newer.newcomer, newer.replaced.unwrap().incarnation), (id == "new", waiting));
+        let told = members.departures().last().unwrap();
+        assert_eq!((told.incarnation, told.state), (waiting, State::Left));
+        assert_eq!(told.cause, format!("could not begin: {REPLACED}"));
+        assert!(members.goodbye(newer.incarnation, &Parting::Withdrawn { cause: None }, start).is_some());
+    }
+    assert_eq!((members.num_joined(), state(&members, "old")), (1, State::Finished));
+    assert_eq!(members.outcome(1, PATIENCE, false, start + PATIENCE.linger), Outcome::Done);
+    assert_eq!(members.outcome(2, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
 }
 
 #[tokio::test]
@@ -306,9 +362,62 @@ async fn who_could_not_begin_was_there_until_it_went() {
 }
 
 #[tokio::test]
+async fn a_replacement_that_could_not_begin_is_lingered_for_where_all_others_are_lost() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let crashed = join(&mut members, "a", start);
+    members.lost(crashed, "killed", start);
+    let replacement = join(&mut members, "b", start + seconds(50));
+    members.goodbye(replacement, &Parting::Withdrawn { cause: None }, start + seconds(61));
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(70)), Outcome::Waiting);
+    assert_eq!(members.pause(1, PATIENCE, start + seconds(70)), Pause::Linger, "as is announced");
+    let causes = [("a".to_owned(), "killed".to_owned())];
+    assert_eq!(
+        members.outcome(1, PATIENCE, false, start + seconds(71)),
+        Outcome::NoneFinished(causes.into())
+    );
+}
+
+#[tokio::test]
+async fn who_falls_silent_before_it_began_is_told_of_once_and_out_with_its_grace() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let grace = PATIENCE.rejoin_grace;
+    let lost = join(&mut members, "a", start);
+    members.lost(lost, "killed", start);
+    let (silent, broken) = (come(&mut members, "b", start), come(&mut members, "c", start));
+    let at = start + LEASE;
+    assert_eq!(members.tick(LEASE, grace, at).lost.len(), 2);
+    assert_eq!(state(&members, "b"), State::Lost, "it may be heard again");
+    let ended = members.lost(broken, "hung up", at + seconds(1)).unwrap();
+    assert_eq!((ended.news, ended.withdrawn), (false, true));
+    let forgotten = members.tick(LEASE, grace, at + grace).forgotten;
+    let keys: Vec<_> = forgotten.iter().map(|f| f.key).collect();
+    assert_eq!(keys, [Some(key(lost)), None], "the connections of both are to be closed");
+    assert!(members.lost(silent, "closed for its silence", at + grace).is_none());
+    assert_eq!((members.num_joined(), members.departures().count()), (1, 3));
+    assert_eq!(members.outcome(1, PATIENCE, false, at + grace), Outcome::Waiting, "it was there until now");
+    let late = at + grace + PATIENCE.linger;
+    let causes = [("a".to_owned(), "killed".to_owned())];
+    assert_eq!(members.outcome(1, PATIENCE, false, late), Outcome::NoneFinished(causes.into()));
+}
+
+#[tokio::test]
+async fn a_long_cause_is_cut_whatever_it_is_the_cause_of() {
+    let (mut members, now) = (Members::new(), Instant::now());
+    let long = format!("it was refused:\n{}", "x".repeat(1000));
+    let (a, b) = (join(&mut members, "a", now), come(&mut members, "b", now));
+    for worker in [a, b] {
+        let ended = members.lost(worker, &long, now).unwrap();
+        let cause = &ended.cause;
+        assert!(cause.contains("it was refused: xxx") && cause.ends_with("x…"), "{cause}");
+        assert_eq!(members.departures().last().unwrap().cause, *cause);
+    }
+}
+
+#[tokio::test]
 async fn only_who_is_there_is_measured() {
     let (mut members, start) = (Members::new(), Instant::now());
     let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
+    begin(&mut members, a.incarnation);
     members.tick(LEASE, seconds(60), start);
     a.traffic.samples.store(20, std::sync::atomic::Ordering::Relaxed);
     members.tick(LEASE, seconds(60), start + seconds(2));
@@ -339,10 +448,8 @@ async fn a_newcomer_that_is_refused_has_never_come() {
 async fn the_slot_of_a_lost_worker_is_given_up_once_after_its_grace() {
     let (mut members, start) = (Members::new(), Instant::now());
     let a = join(&mut members, "a", start);
-    let key = WorkerKey { slot: 3, incarnation: 1 };
-    members.register::<()>(a, |_| Ok(key));
     members.lost(a, "killed", start);
     assert!(members.tick(LEASE, seconds(60), start + seconds(59)).forgotten.is_empty());
-    assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten[0].key, Some(key));
+    assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten[0].key, Some(key(a)));
     assert!(members.tick(LEASE, seconds(60), start + seconds(61)).forgotten.is_empty());
 }
