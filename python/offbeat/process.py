@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 import weakref
+from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
 __all__ = ["Live", "announce", "cause_of", "failure_in", "register", "release", "warn"]
@@ -134,6 +135,8 @@ def _say_goodbye() -> None:
             continue
         except BaseException as error:  # noqa: BLE001  raised below
             interrupt = interrupt or error
+            with suppress(BaseException):
+                thing._at_exit(failure)  # noqa: SLF001  it may have come before a word was said
     if interrupt is not None:
         raise interrupt
 

@@ -267,19 +267,22 @@ def test_end_of_the_process_says_goodbye(server, ending, state):
     wait_for_state(server, "it", state, timeout_s=5)
 
 
-def test_a_second_ctrl_c_in_a_goodbye_keeps_no_other_from_its_own(server):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_second_ctrl_c_in_a_goodbye_keeps_nobody_from_leaving(server, when):
     code = (
         "import signal, sys, offbeat\n"
         "clients = [offbeat.Client(sys.argv[1], worker_id=name) for name in 'abc']\n"
         "leave = offbeat.Client._at_exit\n"
         "def leave_and_interrupt(client, failure):\n"
         "    offbeat.Client._at_exit = leave\n"
+        "    if sys.argv[2] == 'before': signal.raise_signal(signal.SIGINT)\n"
         "    leave(client, failure)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "offbeat.Client._at_exit = leave_and_interrupt  # of whichever is the first\n"
         "1 / 0"
     )
-    subprocess.run([sys.executable, "-c", code, server.address], timeout=50, check=False, capture_output=True)
+    arguments = [sys.executable, "-c", code, server.address, when]
+    subprocess.run(arguments, timeout=50, check=False, capture_output=True)
     for name in "abc":
         wait_for_state(server, name, "left", timeout_s=5)
 
