@@ -269,8 +269,8 @@ class Binding:
 
     def has_changed_buffers(self) -> bool:
         """Whether the next push has a buffer to change; a device is waited for to know."""
-        values = self.host_values(self._buffers)
-        return any(not torch.equal(v, _spare(s)) for s, v in zip(self._buffers, values, strict=True))
+        pairs = zip(self._buffers, self.host_values(self._buffers), strict=True)
+        return any(_differs(value, _spare(slot)) for slot, value in pairs)
 
     def put_back_corrupt(self) -> None:
         """Where a number in a buffer became NaN, give all buffers what the next push is compared with.
@@ -346,6 +346,11 @@ class Binding:
 
 def _spare(slot: Slot) -> torch.Tensor:
     return cast(torch.Tensor, slot.spare)
+
+
+def _differs(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether a number is another one; NaN is the same as NaN."""
+    return bool(((value != other) & ~(value.isnan() & other.isnan())).any())
 
 
 def _corrupt(slots: list[Slot], values: list[torch.Tensor]) -> Slot | None:

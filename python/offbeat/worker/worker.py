@@ -344,8 +344,8 @@ class AsyncWorker(process.Live):
         """Measure the newest model, in eval mode; no mode and no random state is other afterwards.
 
         If the server is gone, the parameters last pulled are measured, with a warning. While batches wait to
-        be pushed, or a gradient is on the model, the model is measured as it is: a pull would make what was
-        computed before it count as fresh.
+        be pushed, or one was begun (a gradient is on the model, or zeros and statistics of its buffers), the
+        model is measured as it is: a pull would make what was computed before it count as fresh.
 
         Args:
             loader: Gives batches (inputs, targets). A dataset of samples, one for each index, is loaded in
@@ -446,7 +446,7 @@ class AsyncWorker(process.Live):
         # Zeros are what zero_grad(set_to_none=False) leaves; those of a batch may come with its statistics.
         is_begun |= bool(gradients) and binding.has_changed_buffers()
         if is_begun or self._usable().batches:
-            what = "a gradient is on it" if is_begun else "batches wait to be pushed"
+            what = "a batch was begun on it" if is_begun else "batches wait to be pushed"
             _log.info("worker %s measures its model as it is: %s", self.id, what)
             return
         try:

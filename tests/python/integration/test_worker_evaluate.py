@@ -209,15 +209,21 @@ def test_a_batch_whose_gradient_is_zero_keeps_its_statistics(serve, join):
     assert server.state_dict()["1.num_batches_tracked"] == 1
 
 
-def test_zeros_and_gradients_of_before_the_worker_keep_no_model_from_being_the_newest(serve, join):
-    server, used = serve(net()), net()
+@pytest.mark.parametrize("held", [1.0, float("nan")])
+def test_zeros_and_gradients_of_before_the_worker_keep_no_model_from_being_the_newest(serve, join, held):
+    def limited():
+        model = net()
+        model.register_buffer("limits", torch.tensor([held, 1.0]))
+        return model
+
+    server, used = serve(limited()), limited()
     for p in used.parameters():
         p.grad = torch.ones_like(p)  # of other parameters: joining fills in the server's
-    worker, monitor = join(server, net(), optimizer=SPEC), join(server, used)
+    worker, monitor = join(server, limited(), optimizer=SPEC), join(server, used)
     worker.optimizer.zero_grad(set_to_none=False)
     for p in worker.model.parameters():
         p.grad = torch.zeros_like(p)
-    other = join(server, net(), optimizer=SPEC)
+    other = join(server, limited(), optimizer=SPEC)
     backward(other)
     assert other.step().applied
     for late in (worker, monitor):
