@@ -68,7 +68,7 @@ def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:
         raise refusal(f", since it has {twice} twice")
     try:
         return tree.func.id, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the second for a list as a dict's key
         raise refusal() from error
 
 

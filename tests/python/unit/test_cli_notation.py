@@ -73,6 +73,11 @@ def test_a_decay_that_says_more_is_told_how_to_be_as_long_as_the_run():
         serving._schedule("Cosine(warmup=2)", 8)
 
 
+def test_a_value_that_cannot_be_made_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        optimizer("SGD(lr={[]: 1})")
+
+
 def test_a_keyword_given_twice_is_refused_by_name():
     with pytest.raises(ConfigError, match="cannot be read, since it has lr twice: write"):
         optimizer("SGD(lr=0.1, momentum=0.9, lr=0.2)")
