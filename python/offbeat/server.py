@@ -164,8 +164,9 @@ class ParameterServer(process.Live):
     def wait_for_workers(self, n: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
 
-        A worker that was lost counts as there for `rejoin_grace_s`, since it may come back. SIGTERM stops
-        the server in good order and ends the process with exit code 0, if nobody else handles it.
+        A worker that was lost counts as there for `rejoin_grace_s`, since it may come back. One that could
+        not begin, refused or gone before there was a model, is none of the n: another is waited for. SIGTERM
+        stops the server in good order and ends the process with exit code 0, if nobody else handles it.
 
         Args:
             n: Least number of workers that must have joined; None means 1.
