@@ -8,6 +8,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, cast
 
 from offbeat.cli.exit_codes import ExitCode, code_of
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # for errors before the command line is read, too
     code: int = ExitCode.OK
+    _open_what_is_closed()
     try:
         code = _run(given)
         sys.stdout.flush()
@@ -81,9 +83,16 @@ def _run(given: list[str]) -> int:
     return command.run(parsed)
 
 
+def _open_what_is_closed() -> None:
+    """Let a stream that was closed (`2>&-`), which is None, be one that nobody reads."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  to the end
+
+
 def _forget_the_unwritten() -> None:
     """See that what a stream could not be rid of is not tried again at exit, where that is code 120."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # each is None where it was closed (`2>&-`)
+    for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:

@@ -60,7 +60,10 @@ class Output:
 
     def write(self, prefix: bytes, line: bytes) -> None:
         """Write a line with its end, a line feed, or a bar with its start, a carriage return."""
-        with self._lock, contextlib.suppress(BrokenPipeError):  # the others' work goes on without a reader
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+        ):  # the work goes on without a reader, or with a full disk
             is_bar, is_whole = line.startswith(b"\r"), line.endswith(b"\n")
             text = b"\r" + prefix + line[1:] if is_bar else prefix + line
             if is_bar:
@@ -74,7 +77,7 @@ class Output:
 
     def drop_bar(self) -> None:
         """Leave the bar where it is, and go on below it."""
-        with self._lock, contextlib.suppress(BrokenPipeError):
+        with self._lock, contextlib.suppress(OSError):
             if self._bar:
                 self._bar = b""
                 self._stream.write(b"\n")

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Never, Protocol, Self
 
@@ -56,7 +57,7 @@ class Lines(Silent):
         """Begin, with a line."""
         self._title, self._num_samples = title, num_samples
         self._last_s = self._began_s = time.monotonic()
-        print(f"{title}: {num_samples:,} samples", file=sys.stderr, flush=True)
+        self._write(f"{title}: {num_samples:,} samples")
 
     def update(self, samples: int, note: str = "") -> None:
         """Print a line, if the last one was long enough ago."""
@@ -67,7 +68,11 @@ class Lines(Silent):
         rate = samples / (now - self._began_s)
         share = samples / self._num_samples
         text = f"{self._title}: {share:4.0%}, {rate:,.0f} samples/s"
-        print(f"{text}; {note}" if note else text, file=sys.stderr, flush=True)
+        self._write(f"{text}; {note}" if note else text)
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError):  # the training goes on, whether or not anybody reads how far it is
+            print(line, file=sys.stderr, flush=True)
 
 
 class Bar(Silent):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from offbeat.errors import AuthenticationError
-from support.command import SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
+from support.command import OFFBEAT, SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -147,6 +147,23 @@ def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
 def test_an_error_that_nobody_reads_has_its_code_all_the_same():
     with unread() as stderr, command("sever", stderr=stderr) as mistyped:
         assert mistyped.ends() == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code"),
+    [
+        (("env",), ">&-", 0),
+        (("env",), "2>&-", 0),
+        (("sever",), "2>&-", 2),
+        (("launch", "--workers", "1", "script"), "2>&-", 0),
+    ],
+)
+def test_a_closed_stream_is_one_that_nobody_reads(tmp_path, words, closed, code):
+    (tmp_path / "script").write_text("print('at work')")
+    shell = ("sh", "-c", f'exec "$@" {closed}', "sh", *OFFBEAT)
+    with command(*words, program=shell, cwd=tmp_path) as closing:
+        assert closing.ends() == code, closing.said
+    assert "offbeat:" not in "".join(closing.out), "what is for stderr is on stdout"
 
 
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,6 +149,25 @@ def test_workers_end_in_their_own_way_where_nobody_reads_that_they_are_to(script
         launch.signal(signal.SIGINT)
         assert launch.ends() == 130
     assert cleaned.exists()
+
+
+@pytest.mark.parametrize(("stream", "code"), [("stdout", 11), ("stderr", 0)])
+def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, stream, code):
+    done = tmp_path / "done"
+    train = script(
+        f"""
+        import sys
+        for _ in range(5000):  # more than a pipe holds
+            print("x" * 60, file=sys.{stream})
+        open({str(done)!r}, "w").close()
+        """
+    )
+    with (
+        Path("/dev/full").open("w") as full,  # each write to it finds no space left
+        command("launch", "--workers", "1", train, **{stream: full}) as launch,
+    ):
+        assert launch.ends() == code  # that the output itself is lost is an error, as of any program
+    assert done.exists()
 
 
 def test_a_failure_that_nobody_reads_is_the_exit_code_all_the_same(script, tmp_path):

@@ -1,5 +1,7 @@
 """What is shown while the demo runs: a line every few seconds, or one bar."""
 
+import errno
+import io
 import time
 
 from offbeat.demo import progress
@@ -21,6 +23,18 @@ def test_lines_come_every_few_seconds(capsys, monkeypatch):
         "MLP, 4 workers:  40%, 80 samples/s; version 7",
         "MLP, 4 workers:  90%, 90 samples/s; version 7",
     ]
+
+
+def test_lines_that_cannot_be_written_end_nothing(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(time, "monotonic", iter((0.0, 100.0)).__next__)
+    monkeypatch.setattr("sys.stderr", Full())
+    with progress.Lines() as lines:
+        lines.begin("MLP, 4 workers", 1000)
+        lines.update(100)
 
 
 def test_a_bar_never_goes_beyond_its_end(capsys):
