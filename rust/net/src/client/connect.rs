@@ -87,7 +87,7 @@ impl Target {
                 Err(failure) => failure,
             };
             let waited = begun.elapsed();
-            if waited + pause >= limit {
+            if waited >= limit {
                 let address = self.address.clone();
                 return Err(match failure {
                     Failure::Silent => ClientError::Timeout { address, what: "its handshake", waited },
@@ -106,7 +106,9 @@ impl Target {
             }
             // Workers that lost one server must not come back in step.
             let jitter = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 255.0);
-            tokio::time::sleep(pause.mul_f64(0.75 + jitter / 2.0)).await;
+            // The last try is at the limit.
+            let nap = pause.mul_f64(0.75 + jitter / 2.0).min(limit.saturating_sub(waited));
+            tokio::time::sleep(nap).await;
             pause = (pause * 2).min(PAUSES.1);
         }
     }

@@ -64,6 +64,7 @@ fn an_address_where_nobody_listens_says_what_was_tried() {
             };
             assert_eq!(*told, address.to_string());
             assert!(*attempts >= 2 && *waited <= begun.elapsed() && cause.contains("refused"), "{error}");
+            assert!(*waited >= timeout, "the last try is at the limit: {error}");
             assert!(error.to_string().contains("Is the server started"), "{error}");
         }
         other => panic!("{other:?}"),
