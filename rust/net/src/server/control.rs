@@ -190,8 +190,9 @@ async fn converse(
         }
         let heartbeat: Heartbeat =
             decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
-        if shared.members().heard(incarnation, heartbeat.progress, Instant::now()) {
-            tracing::info!(incarnation, "a worker that was lost is heard again");
+        let back = shared.members().heard(incarnation, heartbeat.progress, Instant::now());
+        if let Some(worker) = back {
+            tracing::info!(worker, incarnation, "a worker that was lost is heard again");
             shared.notify();
         }
     }

@@ -214,11 +214,9 @@ impl Members {
         })
     }
 
-    /// A heartbeat. True if the worker had been given up and is back.
-    pub(super) fn heard(&mut self, incarnation: u32, progress: u64, now: Instant) -> bool {
-        let Some((_, member)) = self.find(incarnation).filter(|(_, member)| !member.is_cut_off) else {
-            return false;
-        };
+    /// A heartbeat. The worker's name, if it had been given up and is back.
+    pub(super) fn heard(&mut self, incarnation: u32, progress: u64, now: Instant) -> Option<String> {
+        let (id, member) = self.find(incarnation).filter(|(_, member)| !member.is_cut_off)?;
         member.heard = now;
         if progress != member.progress {
             (member.progress, member.moved) = (progress, now);
@@ -228,7 +226,7 @@ impl Members {
             member.enter(State::Joined, None, now);
             member.moved = now;
         }
-        back
+        back.then_some(id)
     }
 
     /// A goodbye. Who leaves and has not begun could not begin; who has finished then says so itself.

@@ -48,7 +48,7 @@ async fn silence_for_the_lease_is_a_loss_and_a_heartbeat_undoes_it() {
     let ticked = members.tick(LEASE, seconds(60), start + seconds(10));
     assert_eq!(ticked.lost[0].3, "no heartbeat for 10 s");
     assert_eq!(state(&members, "a"), State::Lost);
-    assert!(members.heard(a, 1, start + seconds(11)));
+    assert_eq!(members.heard(a, 1, start + seconds(11)).as_deref(), Some("a"));
     assert_eq!(state(&members, "a"), State::Joined);
     assert_eq!(members.departures().count(), 1);
 }
@@ -58,7 +58,7 @@ async fn a_heartbeat_that_was_under_way_brings_nobody_back_whose_connection_has_
     let (mut members, start) = (Members::new(), Instant::now());
     let a = join(&mut members, "a", start);
     assert!(members.lost(a, "killed", start).unwrap().news);
-    assert!(!members.heard(a, 1, start));
+    assert_eq!(members.heard(a, 1, start), None);
     assert_eq!(state(&members, "a"), State::Lost);
     assert!(!members.lost(a, "its other connection", start).unwrap().news, "told once");
 }
@@ -71,7 +71,7 @@ async fn heartbeats_without_progress_show_a_stall() {
         members.heard(a, 0, start + seconds(s));
     }
     assert_eq!(members.tick(LEASE, seconds(60), start + seconds(10)).stalled, ["a"]);
-    assert!(!members.heard(a, 5, start + seconds(11)));
+    assert_eq!(members.heard(a, 5, start + seconds(11)), None);
     assert_eq!(state(&members, "a"), State::Joined);
 }
 
@@ -101,7 +101,7 @@ async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
     assert!(members.goodbye(a, &Parting::Finished, start).unwrap().news);
     assert!(members.lost(a, "hung up", start).is_none());
     assert_eq!(state(&members, "a"), State::Finished);
-    assert!(!members.heard(a, 9, start), "nor does a late heartbeat bring it back");
+    assert_eq!(members.heard(a, 9, start), None, "nor does a late heartbeat bring it back");
     assert_eq!(state(&members, "a"), State::Finished);
 }
 
@@ -317,7 +317,7 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
         let before = member.incarnation;
         assert!(before < again);
         let late_heartbeats = [again, before].map(|process| members.heard(process, 1, late));
-        assert_eq!(late_heartbeats, [false; 2], "what was under way brings nobody back");
+        assert_eq!(late_heartbeats, [None, None], "what was under way brings nobody back");
         assert!(members.goodbye(again, &withdrawn, late).is_none(), "told once");
     }
     assert_eq!(members.num_joined(), 4);
