@@ -15,6 +15,7 @@ __all__ = ["check_writable", "load", "save"]
 
 TORCHS = (b"PK", b"\x80\x02")
 """How a file of `torch.save` begins: today's are zip archives, older ones pickles."""
+TORCHS_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
 
@@ -86,11 +87,16 @@ def save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before hours of training, a file that could not be written after them.
+    """Refuse, before hours of training, a file that could not be written after them, or read as what it says.
 
     Raises:
-        ConfigError: If its folder is not there or cannot be written to.
+        ConfigError: If its folder is not there or cannot be written to, or its name is one of a torch file.
     """
+    if path.suffix in TORCHS_SUFFIXES:
+        raise ConfigError(
+            f"--save: {path} would hold .safetensors, which torch.load does not read: name it "
+            f"{path.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file"
+        )
     if not path.parent.is_dir():
         raise ConfigError(f"--save: there is no folder {path.parent}")
     if path.is_dir() or not os.access(path.parent, os.W_OK):

@@ -93,3 +93,12 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
         model_file.save({"w": np.array(["no", "tensor"])}, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+def test_a_name_of_a_torch_file_is_refused_before_anything_is_trained(tmp_path, suffix):
+    with pytest.raises(
+        ConfigError, match=r"name it .*model\.safetensors, and read it with safetensors\.torch"
+    ):
+        model_file.check_writable(tmp_path / f"model{suffix}")
+    model_file.check_writable(tmp_path / "model.safetensors")
