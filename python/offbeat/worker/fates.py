@@ -35,19 +35,19 @@ class Fates:
     def add(self, receipt: Receipt) -> None:
         """Take one."""
         self._counts[fate_of(receipt)] += 1
-        self._staleness += receipt.staleness
+        self._staleness += receipt.staleness if receipt.applied else 0
 
     def read(self) -> str:
         """Say what became of the pushes, if any was rejected, else nothing; and begin anew."""
-        counts, total = self._counts, self._counts.total()
+        counts = self._counts
         applied = counts.pop("applied", 0)
         after_the_end = counts.pop("budget", 0)
-        late = self._staleness / max(total, 1)
+        late = self._staleness / max(applied, 1)
         self._counts, self._staleness = Counter(), 0
         told = []
         if counts:
             rejected = f"{counts.total()} rejected: {_listed(counts)}"
-            told.append(f"{applied} pushes applied, {rejected}, staleness {late:.1f}")
+            told.append(f"{applied} pushes applied (mean staleness {late:.1f}), {rejected}")
         if after_the_end:  # the end of every run with a budget, and no fault
             told.append(f"{after_the_end} came after the run's max_samples were used up")
         return "; ".join(told)
