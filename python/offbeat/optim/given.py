@@ -3,7 +3,7 @@
 import functools
 
 from offbeat.errors import ConfigError
-from offbeat.naming import unknown
+from offbeat.naming import nearest
 from offbeat.optim.base import OptimizerSpec
 from offbeat.optim.rules import SPECS
 
@@ -54,8 +54,11 @@ def _class_of(made_by: object) -> type[OptimizerSpec]:
             f"{made_by.__qualname__}(model.parameters(), …)"
         )
     if isinstance(made_by, str):
+        near = nearest(made_by, list(SPECS))
+        meant = f"did you mean offbeat.optim.{near}(lr=…)? " if near else ""
+        known = ", ".join(SPECS)
         raise ConfigError(
-            f"{unknown('optimizer', made_by, list(SPECS))}. Give an object: offbeat.optim.SGD(lr=0.1)"
+            f"optimizer is {made_by!r}, a string, and has to be an object; {meant}Known: {known}"
         )
     raise ConfigError(
         f"{made_by!r} is no optimizer; give offbeat.optim.SGD(lr=0.1) or its like, or a live one"

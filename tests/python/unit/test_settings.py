@@ -82,7 +82,7 @@ def test_resume_auto_and_never_begin_anew_and_must_is_refused():
         ({"staleness_policy": "adaptive"}, "did you mean 'adaptive_lr'"),
         ({"transaction": "models"}, "did you mean 'model'"),
         ({"lr_schedule": "linaer", "max_samples": 5}, "did you mean 'linear'"),
-        ({"optimizer": "sgd"}, "did you mean 'SGD'"),
+        ({"optimizer": "sgd"}, r"did you mean offbeat\.optim\.SGD\("),
         ({"port": 70_000}, "port is 70000"),
         ({"port": "5000"}, "port is '5000'"),
         ({"max_samples": 0}, "max_samples is 0"),
