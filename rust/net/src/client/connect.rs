@@ -78,13 +78,15 @@ impl Target {
         let mut pause = PAUSES.0;
         let mut attempts = 0;
         let mut is_told = false;
+        let mut before = None;
         loop {
             attempts += 1;
             let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
             let failure = match self.attempt(opening, left).await {
                 Ok(opened) => return Ok(opened),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(failure) => failure,
+                // The last try, at the limit, is too short to learn why it fails: what was said before it is told.
+                Err(failure) => before.take().filter(|_| left == PAUSES.0).unwrap_or(failure),
             };
             let waited = begun.elapsed();
             if waited >= limit {
@@ -110,6 +112,7 @@ impl Target {
             let nap = pause.mul_f64(0.75 + jitter / 2.0).min(limit.saturating_sub(waited));
             tokio::time::sleep(nap).await;
             pause = (pause * 2).min(PAUSES.1);
+            before = Some(failure);
         }
     }
 

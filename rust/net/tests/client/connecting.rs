@@ -9,6 +9,8 @@ use offbeat_core::wire::message::{Event, Heartbeat, Parting, RefusalCode};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, fetch_status};
 use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use std::net::TcpListener;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 fn model() -> TensorTable {
@@ -75,7 +77,7 @@ fn an_address_where_nobody_listens_says_what_was_tried() {
 fn a_server_that_starts_late_is_found() {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let config = client_config(address, 1);
-    let client = std::thread::spawn(move || Client::connect(config, None, &never).map(|_| ()));
+    let client = thread::spawn(move || Client::connect(config, None, &never).map(|_| ()));
     let late = ServerConfig { port: address.port(), ..ServerConfig::default() };
     let _server = start(late);
     client.join().unwrap().unwrap();
@@ -93,7 +95,7 @@ fn what_is_no_address_is_refused_at_once() {
 fn what_does_not_speak_our_language_is_told_apart() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let web = std::thread::spawn(move || {
+    let web = thread::spawn(move || {
         use std::io::{Read, Write};
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(4)).unwrap();
@@ -299,4 +301,21 @@ fn interrupts_are_functions() {
     assert!(!(&interrupt as &dyn Interrupt).interrupted());
     pressed.set(true);
     assert!(interrupt.interrupted() && !never.interrupted());
+}
+
+#[test]
+fn what_the_tries_said_is_told_and_not_that_the_last_was_short() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    // A tunnel whose far end is not there, as far away as a continent.
+    thread::spawn(move || {
+        let (_never, clock) = mpsc::channel::<()>();
+        for stream in listener.incoming() {
+            clock.recv_timeout(Duration::from_millis(80)).ok();
+            drop(stream);
+        }
+    });
+    let config = ClientConfig { connect_timeout: Duration::from_millis(600), ..client_config(address, 1) };
+    let error = Client::connect(config, None, &never).unwrap_err();
+    assert!(matches!(error, ClientError::Unreachable { .. }), "{error}");
 }
