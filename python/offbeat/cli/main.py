@@ -8,7 +8,6 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol, cast
 
 from offbeat.cli.exit_codes import ExitCode, code_of
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         pass  # whoever read our output has gone (`offbeat status … | head`), which does not change the code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
-        code = _explain(error, debug=debug)
+        code = code or _explain(error, debug=debug)  # a full disk at the flush hides no failure before it
     finally:
         _forget_the_unwritten()
     return code
@@ -84,10 +83,17 @@ def _run(given: list[str]) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Let a stream that was closed (`2>&-`), which is None, be one that nobody reads."""
-    for name in ("stdout", "stderr"):
+    """Let a stream that was closed (`2>&-`), which is None, be one that nobody reads; in children, too."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  to the end
+            null = os.open(os.devnull, os.O_RDWR)
+            if null == number:
+                os.set_inheritable(null, True)  # noqa: FBT003  it takes no keyword
+            else:
+                os.dup2(null, number)
+                os.close(null)
+            stream = open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def _forget_the_unwritten() -> None:

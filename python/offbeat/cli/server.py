@@ -5,6 +5,7 @@ import os
 import secrets
 import threading
 from argparse import Namespace
+from contextlib import suppress
 
 from offbeat import ParameterServer
 from offbeat.address import THIS_MACHINE
@@ -78,7 +79,8 @@ def run(arguments: Namespace) -> int:
             try:
                 handler.setLevel(logging.NOTSET)
                 # A worker may have pushed before this returns, so a signal from here on is to save, too.
-                print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
+                with suppress(OSError):  # workers come, whether or not anybody reads how
+                    print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
                 if arguments.keep_running:
                     threading.Event().wait()
                 server.wait_for_workers(arguments.workers)

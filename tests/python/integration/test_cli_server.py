@@ -144,6 +144,17 @@ def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
         assert server.ends() == 13, server.said
 
 
+def test_a_server_serves_where_nobody_reads_its_welcome(model):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    arguments = ["server", "--model", str(model), "--port", address.rpartition(":")[2]]
+    with unread() as stdout, command(*arguments, stdout=stdout) as server:
+        with offbeat.Client(address) as client:
+            assert client.pull().keys() == ZEROS.keys()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+
+
 def test_an_error_that_nobody_reads_has_its_code_all_the_same():
     with unread() as stderr, command("sever", stderr=stderr) as mistyped:
         assert mistyped.ends() == 2
@@ -155,6 +166,7 @@ def test_an_error_that_nobody_reads_has_its_code_all_the_same():
         (("env",), ">&-", 0),
         (("env",), "2>&-", 0),
         (("sever",), "2>&-", 2),
+        (("launch", "--workers", "1", "caf\udce9"), "2>&-", 2),
         (("launch", "--workers", "1", "script"), "2>&-", 0),
     ],
 )

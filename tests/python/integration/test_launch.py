@@ -151,8 +151,10 @@ def test_workers_end_in_their_own_way_where_nobody_reads_that_they_are_to(script
     assert cleaned.exists()
 
 
-@pytest.mark.parametrize(("stream", "code"), [("stdout", 11), ("stderr", 0)])
-def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, stream, code):
+@pytest.mark.parametrize(
+    ("stream", "worker", "code"), [("stdout", 0, 11), ("stdout", 7, 7), ("stderr", 0, 0)]
+)
+def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, stream, worker, code):
     done = tmp_path / "done"
     train = script(
         f"""
@@ -160,6 +162,7 @@ def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, st
         for _ in range(5000):  # more than a pipe holds
             print("x" * 60, file=sys.{stream})
         open({str(done)!r}, "w").close()
+        sys.exit({worker})
         """
     )
     with (
