@@ -47,7 +47,8 @@ class Fates:
         told = []
         if counts:
             rejected = f"{counts.total()} rejected: {_listed(counts)}"
-            told.append(f"{applied} pushes applied (mean staleness {late:.1f}), {rejected}")
+            lateness = f" (mean staleness {late:.1f})" if applied else ""
+            told.append(f"{applied} pushes applied{lateness}, {rejected}")
         if after_the_end:  # the end of every run with a budget, and no fault
             told.append(f"{after_the_end} came after the run's max_samples were used up")
         return "; ".join(told)
