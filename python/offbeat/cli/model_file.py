@@ -92,7 +92,7 @@ def check_writable(path: Path) -> None:
     Raises:
         ConfigError: If its folder is not there or cannot be written to, or its name is one of a torch file.
     """
-    if path.suffix in TORCHS_SUFFIXES:
+    if path.suffix.lower() in TORCHS_SUFFIXES:
         raise ConfigError(
             f"--save: {path} would hold .safetensors, which torch.load does not read: name it "
             f"{path.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file"

@@ -54,8 +54,12 @@ def _class_of(made_by: object) -> type[OptimizerSpec]:
             f"{made_by.__qualname__}(model.parameters(), …)"
         )
     if isinstance(made_by, str):
-        near = nearest(made_by, list(SPECS))
-        meant = f"did you mean offbeat.optim.{near}(lr=…)? " if near else ""
+        near = nearest(made_by.partition("(")[0].rpartition(".")[2], list(SPECS))
+        meant = (
+            f"did you mean offbeat.optim.{near}(lr=…)? "
+            if near
+            else "give one such as offbeat.optim.SGD(lr=0.1). "
+        )
         known = ", ".join(SPECS)
         raise ConfigError(
             f"optimizer is {made_by!r}, a string, and has to be an object; {meant}Known: {known}"

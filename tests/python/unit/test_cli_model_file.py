@@ -95,7 +95,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+@pytest.mark.parametrize("suffix", [".pt", ".PTH", ".bin", ".ckpt"])
 def test_a_name_of_a_torch_file_is_refused_before_anything_is_trained(tmp_path, suffix):
     with pytest.raises(
         ConfigError, match=r"name it .*model\.safetensors, and read it with safetensors\.torch"

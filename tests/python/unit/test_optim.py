@@ -128,7 +128,11 @@ def test_partial_that_holds_parameters_is_refused():
         (lambda: optim.AdamW(weightdecay=0.1), "did you mean 'weight_decay'"),
         (lambda: optim.SGD(groups=[{"pattern": "*", "lrr": 1}]), r"did you mean 'groups\[0\]\.lr'"),
         (lambda: optim.as_spec("sdg"), r"did you mean offbeat\.optim\.SGD\("),
-        (lambda: optim.as_spec("L-BFGS"), "a string, and has to be an object; Known: SGD"),
+        (
+            lambda: optim.as_spec("L-BFGS"),
+            r"an object; give one such as offbeat\.optim\.SGD\(lr=0\.1\)\. Known: SGD",
+        ),
+        (lambda: optim.as_spec("torch.optim.Adam(lr=0.1)"), r"did you mean offbeat\.optim\.Adam\("),
         (lambda: optim.as_spec(functools.partial(torch.optim.SGD, momentun=1)), "did you mean 'momentum'"),
     ],
 )
