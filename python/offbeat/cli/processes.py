@@ -60,10 +60,8 @@ class Output:
 
     def write(self, prefix: bytes, line: bytes) -> None:
         """Write a line with its end, a line feed, or a bar with its start, a carriage return."""
-        with (
-            self._lock,
-            contextlib.suppress(OSError),
-        ):  # the work goes on without a reader, or with a full disk
+        # The work goes on without a reader, or with a full disk.
+        with self._lock, contextlib.suppress(OSError):
             is_bar, is_whole = line.startswith(b"\r"), line.endswith(b"\n")
             text = b"\r" + prefix + line[1:] if is_bar else prefix + line
             if is_bar:
