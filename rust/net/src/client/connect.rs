@@ -8,9 +8,9 @@ use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
 use offbeat_core::wire::{Kind, decode};
 use socket2::{SockRef, TcpKeepalive};
-use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -56,12 +56,35 @@ pub(super) struct Target {
 }
 
 /// An attempt that failed.
+#[derive(Debug)]
 enum Failure {
     /// Trying again may help.
     Again(String),
     /// The server is there, but said nothing.
     Silent,
     Final(ClientError),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Again(cause) => f.write_str(cause),
+            Self::Silent => f.write_str("something there accepts, and says nothing"),
+            Self::Final(error) => error.fmt(f),
+        }
+    }
+}
+
+/// What is told when the time is up. The last try had only what was left of the time, often too little to learn why it
+/// fails: where the one before it failed otherwise, both are told.
+fn last_words(before: Option<Failure>, last: Failure) -> Failure {
+    match (before, last) {
+        (None, last) | (Some(Failure::Silent), last @ Failure::Silent) => last,
+        (Some(before), last) => match (before.to_string(), last.to_string()) {
+            (before, last) if before == last => Failure::Again(last),
+            (before, last) => Failure::Again(format!("{before}; at the last try: {last}")),
+        },
+    }
 }
 
 impl Target {
@@ -85,13 +108,12 @@ impl Target {
             let failure = match self.attempt(opening, left).await {
                 Ok(opened) => return Ok(opened),
                 Err(Failure::Final(error)) => return Err(error),
-                // The last try, at the limit, is too short to learn why it fails: what was said before it is told.
-                Err(failure) => before.take().filter(|_| left == PAUSES.0).unwrap_or(failure),
+                Err(failure) => failure,
             };
             let waited = begun.elapsed();
             if waited >= limit {
                 let address = self.address.clone();
-                return Err(match failure {
+                return Err(match last_words(before, failure) {
                     Failure::Silent => ClientError::Timeout { address, what: "its handshake", waited },
                     Failure::Again(cause) => ClientError::Unreachable { address, attempts, waited, cause },
                     Failure::Final(error) => error,
@@ -99,12 +121,8 @@ impl Target {
             }
             if waited >= SILENT && !is_told {
                 is_told = true;
-                let cause = match &failure {
-                    Failure::Again(cause) => cause.as_str(),
-                    Failure::Silent | Failure::Final(_) => "something there accepts, and says nothing",
-                };
                 let (address, limit) = (&self.address, limit.as_secs_f64());
-                warn!("no server at {address} yet ({cause}); trying for up to {limit:.0} s");
+                warn!("no server at {address} yet ({failure}); trying for up to {limit:.0} s");
             }
             // Workers that lost one server must not come back in step.
             let jitter = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 255.0);
@@ -277,6 +295,23 @@ mod tests {
                 Err(Failure::Silent | Failure::Again(_)) | Ok(_) => panic!("{name} was not refused"),
             }
         }
+    }
+
+    #[test]
+    fn the_last_words_tell_both_of_the_last_two_tries_where_they_differ() {
+        let refused = || Failure::Again("refused".into());
+        let told = |before, last| match last_words(before, last) {
+            Failure::Again(cause) => cause,
+            Failure::Silent => "silent".into(),
+            Failure::Final(error) => panic!("{error}"),
+        };
+        assert_eq!(told(None, refused()), "refused");
+        assert_eq!(told(None, Failure::Silent), "silent");
+        assert_eq!(told(Some(Failure::Silent), Failure::Silent), "silent");
+        assert_eq!(told(Some(refused()), refused()), "refused");
+        let silent = "something there accepts, and says nothing";
+        assert_eq!(told(Some(refused()), Failure::Silent), format!("refused; at the last try: {silent}"));
+        assert_eq!(told(Some(Failure::Silent), refused()), format!("{silent}; at the last try: refused"));
     }
 
     #[test]
