@@ -17,7 +17,9 @@ use tokio::time::timeout;
 use tracing::warn;
 
 /// Longest try of one address.
-const ATTEMPT: Duration = Duration::from_secs(5);
+pub(super) const ATTEMPT: Duration = Duration::from_secs(5);
+/// A try that had less time and heard nothing says nothing of the server: the way to it may take as long.
+const TELLING: Duration = Duration::from_secs(1);
 /// Pauses between attempts grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// After so long without a server it is said that there is none yet: who waits wants to know for what.
@@ -60,7 +62,9 @@ pub(super) struct Target {
 enum Failure {
     /// Trying again may help.
     Again(String),
-    /// The server is there, but said nothing.
+    /// The time was up before anything was heard; trying again may help.
+    OutOfTime(String),
+    /// The server is there, but said nothing while there was time.
     Silent,
     Final(ClientError),
 }
@@ -68,22 +72,19 @@ enum Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Again(cause) => f.write_str(cause),
+            Self::Again(cause) | Self::OutOfTime(cause) => f.write_str(cause),
             Self::Silent => f.write_str("something there accepts, and says nothing"),
             Self::Final(error) => error.fmt(f),
         }
     }
 }
 
-/// What is told when the time is up. The last try had only what was left of the time, often too little to learn why it
-/// fails: where the one before it failed otherwise, both are told.
-fn last_words(before: Option<Failure>, last: Failure) -> Failure {
+/// What is told when the time is up. The last try had only what was `left` of it: where that was too little to hear
+/// anything, the try before knows more.
+fn last_words(before: Option<Failure>, last: Failure, left: Duration) -> Failure {
     match (before, last) {
-        (None, last) | (Some(Failure::Silent), last @ Failure::Silent) => last,
-        (Some(before), last) => match (before.to_string(), last.to_string()) {
-            (before, last) if before == last => Failure::Again(last),
-            (before, last) => Failure::Again(format!("{before}; at the last try: {last}")),
-        },
+        (Some(before), Failure::OutOfTime(_) | Failure::Silent) if left < TELLING => before,
+        (_, last) => last,
     }
 }
 
@@ -113,9 +114,11 @@ impl Target {
             let waited = begun.elapsed();
             if waited >= limit {
                 let address = self.address.clone();
-                return Err(match last_words(before, failure) {
+                return Err(match last_words(before, failure, left) {
                     Failure::Silent => ClientError::Timeout { address, what: "its handshake", waited },
-                    Failure::Again(cause) => ClientError::Unreachable { address, attempts, waited, cause },
+                    Failure::Again(cause) | Failure::OutOfTime(cause) => {
+                        ClientError::Unreachable { address, attempts, waited, cause }
+                    }
                     Failure::Final(error) => error,
                 });
             }
@@ -139,31 +142,18 @@ impl Target {
         opening: &Opening<'_>,
         left: Duration,
     ) -> Result<(Socket, FrameReader, Opened), Failure> {
-        let mut cause = String::from("the name has no address");
+        let deadline = Instant::now() + left;
         let addresses = resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?;
-        let limit = left.min(ATTEMPT);
-        for address in addresses {
-            let stream = match timeout(limit, reach(address)).await {
-                Ok(Ok(stream)) => stream,
-                Ok(Err(error)) => {
-                    cause = format!("{address}: {error}");
-                    continue;
-                }
-                Err(_) => {
-                    cause = format!("{address}: no answer within {:.1} s", limit.as_secs_f64());
-                    continue;
-                }
-            };
-            return match timeout(limit, self.greet(stream, opening)).await {
-                Ok(Ok(opened)) => Ok(opened),
-                Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
-                    Err(Failure::Again(error.to_string()))
-                }
-                Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
-                Err(_) => Err(Failure::Silent),
-            };
+        let stream = reach_any(&addresses, deadline).await?;
+        let limit = time_until(deadline).min(ATTEMPT);
+        match timeout(limit, self.greet(stream, opening)).await {
+            Ok(Ok(opened)) => Ok(opened),
+            Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
+                Err(Failure::Again(error.to_string()))
+            }
+            Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
+            Err(_) => Err(Failure::Silent),
         }
-        Err(Failure::Again(cause))
     }
 
     async fn greet(
@@ -212,6 +202,10 @@ impl Target {
     }
 }
 
+fn time_until(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
+}
+
 /// The addresses of a name, looked up on a thread of its own: the system's resolver can neither be interrupted nor
 /// given a limit, and whoever waits for it has both.
 async fn resolve(
@@ -243,9 +237,27 @@ async fn resolve(
         Ok(Err(_)) => Err(Failure::Again("the name could not be looked up".into())),
         Err(_) => {
             let seconds = limit.as_secs_f64();
-            Err(Failure::Again(format!("looking up the name gave no answer within {seconds:.1} s")))
+            Err(Failure::OutOfTime(format!("looking up the name gave no answer within {seconds:.1} s")))
         }
     }
+}
+
+/// Connects to the first address that answers. One that swallows what is sent leaves time for the others.
+async fn reach_any(
+    addresses: &[SocketAddr],
+    deadline: Instant,
+) -> Result<ClosedInChildren<TcpStream>, Failure> {
+    let mut failure = Failure::Again("the name has no address".into());
+    for (address, tries) in addresses.iter().zip((1..=addresses.len()).rev()) {
+        let share = time_until(deadline) / u32::try_from(tries).unwrap_or(u32::MAX);
+        let limit = share.min(ATTEMPT);
+        failure = match timeout(limit, reach(*address)).await {
+            Ok(Ok(stream)) => return Ok(stream),
+            Ok(Err(error)) => Failure::Again(format!("{address}: {error}")),
+            Err(_) => Failure::OutOfTime(format!("{address}: no answer within {:.1} s", limit.as_secs_f64())),
+        };
+    }
+    Err(failure)
 }
 
 /// Connects; closed in children that are forked meanwhile too.
@@ -281,6 +293,7 @@ pub(super) fn host() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use socket2::{Domain, Socket as Socket2, Type};
     use std::sync::mpsc;
 
     #[test]
@@ -292,26 +305,44 @@ mod tests {
                 Err(Failure::Final(error)) => {
                     assert!(error.to_string().contains("give HOST:PORT"), "{error}");
                 }
-                Err(Failure::Silent | Failure::Again(_)) | Ok(_) => panic!("{name} was not refused"),
+                Err(Failure::Silent | Failure::OutOfTime(_) | Failure::Again(_)) | Ok(_) => {
+                    panic!("{name} was not refused")
+                }
             }
         }
     }
 
     #[test]
-    fn the_last_words_tell_both_of_the_last_two_tries_where_they_differ() {
+    fn the_last_words_are_those_of_a_try_that_had_time() {
         let refused = || Failure::Again("refused".into());
-        let told = |before, last| match last_words(before, last) {
-            Failure::Again(cause) => cause,
-            Failure::Silent => "silent".into(),
-            Failure::Final(error) => panic!("{error}"),
-        };
-        assert_eq!(told(None, refused()), "refused");
-        assert_eq!(told(None, Failure::Silent), "silent");
-        assert_eq!(told(Some(Failure::Silent), Failure::Silent), "silent");
-        assert_eq!(told(Some(refused()), refused()), "refused");
-        let silent = "something there accepts, and says nothing";
-        assert_eq!(told(Some(refused()), Failure::Silent), format!("refused; at the last try: {silent}"));
-        assert_eq!(told(Some(Failure::Silent), refused()), format!("{silent}; at the last try: refused"));
+        let late = || Failure::OutOfTime("no answer".into());
+        let told = |before, last, millis| last_words(before, last, Duration::from_millis(millis)).to_string();
+        assert_eq!(told(Some(refused()), late(), 50), "refused");
+        assert_eq!(told(Some(refused()), Failure::Silent, 999), "refused");
+        assert_eq!(told(Some(Failure::Silent), late(), 50), Failure::Silent.to_string());
+        assert_eq!(told(Some(Failure::Silent), refused(), 50), "refused");
+        assert_eq!(told(Some(refused()), late(), 1000), "no answer");
+        assert_eq!(told(Some(refused()), Failure::Silent, 5000), Failure::Silent.to_string());
+        assert_eq!(told(None, late(), 50), "no answer");
+    }
+
+    #[test]
+    fn an_address_that_swallows_everything_leaves_time_for_the_next() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        // The system drops what comes to a listener whose queue is full.
+        let full = Socket2::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        full.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        full.listen(0).unwrap();
+        let swallows = full.local_addr().unwrap().as_socket().unwrap();
+        let _queued = std::net::TcpStream::connect(swallows).unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let answers = listener.local_addr().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(4);
+        let reached = runtime.block_on(reach_any(&[swallows, answers], deadline)).unwrap();
+        assert_eq!(reached.peer_addr().unwrap(), answers);
+        assert!(!time_until(deadline).is_zero(), "the first had all of the time");
+        let swallowed = runtime.block_on(reach_any(&[swallows], Instant::now() + TELLING));
+        assert!(matches!(swallowed, Err(Failure::OutOfTime(_))), "it does not swallow");
     }
 
     #[test]
@@ -324,8 +355,10 @@ mod tests {
             Ok(Vec::new())
         };
         match runtime.block_on(resolve("somewhere.invalid:1", limit, look_up)) {
-            Err(Failure::Again(cause)) => assert!(cause.contains("no answer within 0.1 s"), "{cause}"),
-            Err(Failure::Silent | Failure::Final(_)) | Ok(_) => panic!("it did not wait for the name"),
+            Err(Failure::OutOfTime(cause)) => assert!(cause.contains("no answer within 0.1 s"), "{cause}"),
+            Err(Failure::Silent | Failure::Again(_) | Failure::Final(_)) | Ok(_) => {
+                panic!("it did not wait for the name")
+            }
         }
         drop(answer);
     }

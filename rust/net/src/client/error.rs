@@ -9,7 +9,7 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ClientError {
     #[error(
-        "no server at {address}: {attempts} attempt{} in {:.1} s, the last one said: {cause}. Is the server started, \
+        "no server at {address}: {attempts} attempt{} in {:.1} s, which ended with: {cause}. Is the server started, \
          and is this its address? (It prints the line to join with; one without a token listens on its own machine only)",
         if *.attempts == 1 { "" } else { "s" }, .waited.as_secs_f64()
     )]

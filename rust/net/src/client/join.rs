@@ -1,7 +1,7 @@
 //! Joining: the data connection first, then the control connection that belongs to it.
 
 use super::config::{ClientConfig, Interrupt, Session};
-use super::connect::{Opened, Opening, Target, host};
+use super::connect::{ATTEMPT, Opened, Opening, Target, host};
 use super::connection::Connection;
 use super::control::Control;
 use super::error::ClientError;
@@ -77,7 +77,8 @@ impl Inner {
             Ok((Connection::new(address.clone(), stream, keep), joined))
         }))?;
         let attach = Opening::Control(Attach { incarnation: joined.incarnation, secret: joined.secret });
-        let left = connect_timeout.saturating_sub(begun.elapsed());
+        // A server that let us in at the last moment has time for the other half.
+        let left = connect_timeout.saturating_sub(begun.elapsed()).max(connect_timeout.min(ATTEMPT));
         let heartbeat = Duration::from_millis(joined.heartbeat_ms);
         // Kept until the last word is said: the end of a control connection would be taken for a loss.
         let mut attaching = pin!(async {
