@@ -13,8 +13,9 @@ use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 use std::time::Duration;
 
+/// Patient enough for an honest handshake on a busy machine.
 fn impatient() -> ServerConfig {
-    let time = Duration::from_millis(400);
+    let time = Duration::from_secs(2);
     ServerConfig { handshake_timeout: time, progress_timeout: time, max_pending: 2, ..config() }
 }
 

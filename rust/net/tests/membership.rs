@@ -469,10 +469,10 @@ fn status_says_what_there_is_to_know() {
 
 #[test]
 fn a_worker_that_is_silent_beyond_its_grace_is_disconnected() {
-    let short = Duration::from_millis(200);
-    let server = start(ServerConfig { lease: short, rejoin_grace: short, ..config() });
+    let short = Duration::from_millis(500);
+    let server = start(ServerConfig { lease: short, rejoin_grace: short * 3, ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");
     let _control = Raw::attached(&server, &joined);
     assert_eq!(raw.refused().code, RefusalCode::Timeout);
-    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.2 s");
+    assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.5 s");
 }
