@@ -1,6 +1,7 @@
 """What every test runs under: one thread per library, no settings from the shell, bounded random search."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,10 @@ import pytest
 # in each of several processes they would wait for one another, and time would tell nothing.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_variable] = "1"
+
+# A shell's background job begins with Ctrl-C ignored, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline per example measures the machine, not the code; the limit per test is pytest's.
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
