@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, cast
 
+from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
 from offbeat.cli.say import say
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows `offbeat`; None means this process's own.
+        arguments: What follows `offbeat`; None means this process's own, which ends with the command: SIGINT
+            and SIGTERM are ignored from then on. Otherwise their handlers are as before.
 
     Returns:
         The exit code: docs/cli.md.
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # for errors before the command line is read, too
     code: int = ExitCode.OK
+    before = signals.handlers()
     _open_what_is_closed()
     try:
         code = _run(given)
@@ -58,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
         code = code or _explain(error, debug=debug)  # a full disk at the flush hides no failure before it
     finally:
+        signals.install(signals.ignored() if arguments is None else before)  # the code stands
         _forget_the_unwritten()
     return code
 

@@ -1,24 +1,20 @@
 """What `server` and `launch` share: the run's options, the server they make, and how a worker joins."""
 
 import logging
-import os
-import signal
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import count, positive_int
 from offbeat.cli.say import say
+from offbeat.cli.signals import Signals
 from offbeat.errors import ConfigError, StateError
 
 __all__ = [
-    "Signals",
-    "Stopped",
     "add_run_options",
     "broken_off",
     "join_lines",
@@ -26,7 +22,6 @@ __all__ = [
     "make_server",
     "run_options_given",
     "stop",
-    "stopping_on_signals",
 ]
 
 _log = logging.getLogger("offbeat")
@@ -49,10 +44,6 @@ POLICIES: Mapping[str, type[staleness.StalenessPolicy]] = {
 SCHEDULES: Mapping[str, type[schedule.Schedule]] = {
     cls.name: cls for cls in (schedule.Constant, schedule.Step, schedule.Cosine, schedule.Linear)
 }
-
-
-class Stopped(BaseException):
-    """SIGINT or SIGTERM asked for an end in good order. No error, so no `except Exception` may take it."""
 
 
 def add_run_options(parser: ArgumentParser) -> None:
@@ -166,7 +157,7 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)", or_else=alone)
 
 
-def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> ExitCode:
+def stop(server: ParameterServer, path: Path | None, signals: Signals) -> ExitCode:
     """Stop a server, then write its model to a file, if one was asked for and there is a model.
 
     Returns:
@@ -175,7 +166,7 @@ def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> Exit
     Raises:
         Stopped: At the second signal that comes meanwhile.
     """
-    with signals.passing_over_one():
+    with signals.raised(but_for=1):
         server.stop()
         if path is None:
             return ExitCode.OK
@@ -227,53 +218,3 @@ def log_to_stderr(prefix: str = "") -> logging.Handler:
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
     return handler
-
-
-class Signals:
-    """SIGINT and SIGTERM while a command runs: each is raised as `Stopped`."""
-
-    def __init__(self) -> None:
-        self._to_pass_over = 0
-
-    @contextmanager
-    def passing_over_one(self) -> Iterator[None]:
-        """Raise the second signal only: what ends anyway is not to lose its model to the first.
-
-        Launchers and containers send theirs also to what is about to end, and some of them twice.
-        """
-        self._to_pass_over = 1
-        try:
-            yield
-        finally:
-            self._to_pass_over = 0
-
-    def take(self, number: int, frame: FrameType | None) -> None:
-        """Be the handler.
-
-        Raises:
-            Stopped: If this signal is not to be passed over.
-        """
-        del frame
-        name = signal.Signals(number).name
-        if not self._to_pass_over:
-            raise Stopped(name)
-        self._to_pass_over -= 1
-        with suppress(
-            OSError
-        ):  # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same
-            # Not by print, which may be what the signal has interrupted.
-            os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
-
-
-@contextmanager
-def stopping_on_signals() -> Iterator[Signals]:
-    """Turn SIGINT and SIGTERM into `Stopped`, but for those that are passed over."""
-    signals = Signals()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, signals.take)
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from offbeat.errors import AuthenticationError
-from support.command import OFFBEAT, SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
+from support.command import OFFBEAT, SIGNALLED_AT_THE_END, SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -123,14 +123,56 @@ def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told_with_code_13(
         assert list(tmp_path.iterdir()) == [model]
 
 
+SIGNALLED_BEFORE_THE_STOP = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+from offbeat import ParameterServer
+from offbeat.cli import main, server
+
+def stop(*arguments):
+    signal.raise_signal(signal.SIGINT)
+    return stops(*arguments)
+
+stops, server.stop = server.stop, stop
+if sys.argv[1] == "the work":
+    ParameterServer.wait_for_workers = lambda *arguments: True
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+
+
+@pytest.mark.parametrize("ended_by", ["the work", "a signal"])
+def test_a_signal_that_comes_as_the_server_begins_to_end_costs_nothing(tmp_path, model, ended_by):
+    saved = tmp_path / "trained.safetensors"
+    arguments = ["server", "--port", "0", "--model", str(model), "--save", str(saved)]
+    with command(ended_by, *arguments, program=SIGNALLED_BEFORE_THE_STOP) as server:
+        if ended_by == "a signal":
+            joining(server)
+            server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert load_file(saved).keys() == ZEROS.keys()
+
+
+def test_a_signal_that_comes_when_the_command_has_ended_does_not_change_its_code(model):
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with command(*arguments, program=SIGNALLED_AT_THE_END) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    with command("sever", program=SIGNALLED_AT_THE_END) as mistyped:
+        assert mistyped.ends() == 2, mistyped.said
+
+
 def test_a_signal_is_passed_over_where_nobody_reads_what_is_said_of_it(run_python):
     told = run_python(
         "import os, signal\n"
-        "from offbeat.cli.serving import stopping_on_signals\n"
+        "from offbeat.cli.signals import Signals\n"
         "reading, writing = os.pipe()\n"
         "os.close(reading)\n"
         "os.dup2(writing, 2)  # as of a reader that the same Ctrl-C has ended\n"
-        "with stopping_on_signals() as signals, signals.passing_over_one():\n"
+        "with Signals().raised(but_for=1):\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('saved')"
     )

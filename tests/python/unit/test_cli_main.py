@@ -11,6 +11,7 @@ import pytest
 from offbeat import errors
 from offbeat.cli import exit_codes, main
 from offbeat.cli.exit_codes import ExitCode, code_of
+from offbeat.cli.signals import Signals, handlers
 
 DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
 
@@ -169,6 +170,17 @@ def test_ctrl_c_is_130(capsys, monkeypatch):
 
     monkeypatch.setattr("offbeat.cli.env.run", interrupt)
     assert run(capsys, "env") == (130, "", "offbeat: interrupted\n")
+
+
+def test_who_calls_main_has_its_own_signal_handlers_back(capsys, monkeypatch):
+    def install(arguments: Namespace) -> int:
+        Signals()
+        return 0
+
+    monkeypatch.setattr("offbeat.cli.env.run", install)
+    before = handlers()
+    assert run(capsys, "env")[0] == 0
+    assert handlers() == before
 
 
 def test_the_documentation_lists_every_exit_code_and_no_other():
