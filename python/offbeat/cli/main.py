@@ -1,6 +1,7 @@
 """`offbeat`: finds the command, runs it, and turns how it ended into one sentence and an exit code."""
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code: int = ExitCode.OK
     before = signals.handlers()
     _open_what_is_closed()
+    _let_everything_be_written()
     try:
         code = _run(given)
         sys.stdout.flush()
@@ -98,6 +100,12 @@ def _open_what_is_closed() -> None:
                 os.close(null)
             stream = open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+def _let_everything_be_written() -> None:
+    """See that no name of a file or a run, in letters that stdout's encoding lacks, ends what tells of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr is so in any Python
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _forget_the_unwritten() -> None:

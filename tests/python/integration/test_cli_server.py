@@ -202,6 +202,24 @@ def test_an_error_that_nobody_reads_has_its_code_all_the_same():
         assert mistyped.ends() == 2
 
 
+@pytest.mark.parametrize("words", [("--help",), ("env",)])
+def test_what_stdout_has_no_letters_for_is_written_all_the_same(words):
+    lacking = {"PYTHONIOENCODING": "ascii", "OFFBEAT_NAME": "caf\udce9"}
+    with command(*words, **lacking) as told:
+        assert told.ends() == 0, told.said
+    assert "\\u" in told.said
+
+
+def test_a_server_ends_by_no_letter_that_stdout_lacks(tmp_path, model):
+    saved = tmp_path / "größe"
+    arguments = ["--model", str(model), "--save", str(saved), "--run-id", "größe"]
+    with serving(*arguments, PYTHONIOENCODING="ascii") as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert saved.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "closed", "code"),
     [
