@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         pass  # whoever read our output has gone (`offbeat status … | head`), which does not change the code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
-        code = code or _explain(error, debug=debug)  # a full disk at the flush hides no failure before it
+        told = _explain(error, debug=debug)
+        if code in (ExitCode.OK, ExitCode.NOT_THE_BENCHMARK):  # a full disk at the flush hides no failure
+            code = told
     finally:
         signals.install(signals.ignored() if arguments is None else before)  # the code stands
         _forget_the_unwritten()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,6 +201,26 @@ def test_a_server_serves_where_nobody_reads_its_welcome(model):
 def test_an_error_that_nobody_reads_has_its_code_all_the_same():
     with unread() as stderr, command("sever", stderr=stderr) as mistyped:
         assert mistyped.ends() == 2
+
+
+ENDING = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from offbeat.cli import env, main
+env.run = lambda arguments: print("the report") or int(sys.argv[1])
+sys.exit(main.main(["env"]))
+""",
+)
+"""`offbeat env`, but that it ends with the code that the argument says."""
+
+
+@pytest.mark.parametrize(("ended", "code"), [(0, 11), (3, 11), (13, 13), (137, 137)])
+def test_output_that_is_lost_is_told_and_hides_no_failure(ended, code):
+    with Path("/dev/full").open("w") as full, command(str(ended), program=ENDING, stdout=full) as lost:
+        assert lost.ends() == code
+        assert lost.said == "offbeat: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize("words", [("--help",), ("env",)])
