@@ -84,7 +84,10 @@ def _run(given: list[str]) -> int:
     command = cast(Command, importlib.import_module(f"offbeat.cli.{name}"))
     parser = Parser(f"offbeat {name}", f"{COMMANDS[name].capitalize()}.")
     command.add_arguments(parser)
-    parsed = parser.parse(given[1:])
+    try:
+        parsed = parser.parse(given[1:])
+    except SystemExit:  # how argparse ends what --help has told
+        return ExitCode.OK
     if parsed.debug:
         logging.getLogger("offbeat").setLevel(logging.DEBUG)
     return command.run(parsed)

@@ -223,6 +223,15 @@ def test_output_that_is_lost_is_told_and_hides_no_failure(ended, code):
         assert lost.said == "offbeat: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [("--help",), ("server", "--help"), ("env",)])
+def test_output_that_cannot_be_written_is_code_11(words, unbuffered):
+    lossy = {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full, command(*words, stdout=full, **lossy) as lost:
+        assert lost.ends() == 11, lost.said
+        assert "No space left on device" in lost.said
+
+
 @pytest.mark.parametrize("words", [("--help",), ("env",)])
 def test_what_stdout_has_no_letters_for_is_written_all_the_same(words):
     lacking = {"PYTHONIOENCODING": "ascii", "OFFBEAT_NAME": "caf\udce9"}
