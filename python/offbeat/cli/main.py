@@ -94,8 +94,11 @@ def _run(given: list[str]) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Let a stream that was closed (`2>&-`), which is None, be one that nobody reads; in children, too."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    """Let a stream that was closed (`2>&-`), which is None, be the null device, in the demo's workers, too.
+
+    A file or socket that is opened later would get its number, and be what they take for that stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
             if null == number:
@@ -103,7 +106,8 @@ def _open_what_is_closed() -> None:
             else:
                 os.dup2(null, number)
                 os.close(null)
-            stream = open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            mode = "r" if name == "stdin" else "w"
+            stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
 
 

@@ -268,6 +268,22 @@ def test_a_closed_stream_is_one_that_nobody_reads(tmp_path, words, closed, code)
     assert "offbeat:" not in "".join(closing.out), "what is for stderr is on stdout"
 
 
+CHILD_SEES = "import os, sys; sys.exit(any(os.fstat(n).st_rdev != os.stat(os.devnull).st_rdev for n in {}))"
+
+
+@pytest.mark.parametrize(
+    ("closed", "numbers"), [("<&-", "[0]"), (">&-", "[1]"), ("2>&-", "[2]"), ("<&- >&- 2>&-", "[0, 1, 2]")]
+)
+def test_a_stream_that_is_closed_is_the_null_device_in_children_too(closed, numbers):
+    code = (
+        "import subprocess, sys; from offbeat.cli import main; main.main(['--version']); "
+        "sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+    )
+    shell = ("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code)
+    with command(CHILD_SEES.format(numbers), program=shell) as parent:
+        assert parent.ends() == 0, parent.said
+
+
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):
     with serving("--model", str(model), "--new-token", "--host", "127.0.0.1") as server:
         variables, python = joining(server)
