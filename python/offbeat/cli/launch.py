@@ -4,7 +4,6 @@ The workers are not a gang: one that fails does not end the others, and its exit
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import sys
@@ -158,10 +157,8 @@ def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Ite
     host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
     with signals.raised():
         server = make_server(arguments, host="127.0.0.1", port=0, token=token)
-    handler = log_to_stderr("[server] ")
-    handler.setLevel(logging.WARNING)  # nobody has to be told how to join
+    log_to_stderr("[server] ")
     with server:
-        handler.setLevel(logging.NOTSET)
         try:
             yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
         finally:

@@ -70,14 +70,12 @@ def run(arguments: Namespace) -> int:
     server = make_server(
         arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
     )
-    handler = log_to_stderr()
-    handler.setLevel(logging.WARNING)  # the start is told below, in full
+    log_to_stderr()
     code: int | None = None
     try:
         signals = Signals()
         with server:
             try:
-                handler.setLevel(logging.NOTSET)
                 with signals.raised():
                     with suppress(OSError):  # workers come, whether or not anybody reads how
                         print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)

@@ -26,6 +26,9 @@ __all__ = [
 
 _log = logging.getLogger("offbeat")
 
+START = ("the server listens ", "parameter server on ")
+"""How the lines begin by which a server's start is logged: the extension's and `ParameterServer`'s."""
+
 OPTIMIZERS: Mapping[str, type[optim.OptimizerSpec]] = {
     cls.__name__: cls for cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 }
@@ -210,11 +213,12 @@ def join_lines(address: str, *, token: str | None, has_token: bool) -> str:
     return f"A worker joins from a shell with\n    {shell}\nor in Python with\n    {python})"
 
 
-def log_to_stderr(prefix: str = "") -> logging.Handler:
-    """Show what the server has to log; returns the handler, so that its level can be changed."""
+def log_to_stderr(prefix: str = "") -> None:
+    """Show what the server has to log, but for its start, which the commands tell in their own way or not."""
     handler = logging.StreamHandler()
+    # Not by a level for that while: the extension's records come from another thread, and later.
+    handler.addFilter(lambda record: not record.getMessage().startswith(START))
     handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-    return handler

@@ -284,6 +284,40 @@ def test_a_stream_that_is_closed_is_the_null_device_in_children_too(closed, numb
         assert parent.ends() == 0, parent.said
 
 
+SLOW_TO_LOG = (
+    sys.executable,
+    "-c",
+    """
+import sys, threading
+from offbeat import process
+from offbeat.cli import main, server
+
+def log_waiting(timeout_s):
+    told.wait()
+    logs(timeout_s)
+
+def join_lines(*arguments, **keywords):
+    told.set()
+    return words(*arguments, **keywords)
+
+told, logs, words = threading.Event(), process._log_waiting, server.join_lines
+process._log_waiting, server.join_lines = log_waiting, join_lines
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat server`, whose log comes when it has begun to tell how workers join."""
+
+
+def test_the_start_is_told_once_however_late_its_log_comes(model):
+    with command("server", "--port", "0", "--model", str(model), program=SLOW_TO_LOG) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert "the model is in place" in server.said
+    assert "listens" not in server.said
+    assert "joins with" not in server.said
+
+
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):
     with serving("--model", str(model), "--new-token", "--host", "127.0.0.1") as server:
         variables, python = joining(server)
