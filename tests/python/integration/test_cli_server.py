@@ -187,11 +187,28 @@ def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
         assert server.ends() == 13, server.said
 
 
+TELLING_ITS_ADDRESS = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from offbeat.cli import main, server
+
+def join_lines(address, **keywords):
+    print("address", address, file=sys.stderr, flush=True)
+    return words(address, **keywords)
+
+words, server.join_lines = server.join_lines, join_lines
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat server`, which tells its address on stderr before its welcome."""
+
+
 def test_a_server_serves_where_nobody_reads_its_welcome(model):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    arguments = ["server", "--model", str(model), "--port", address.rpartition(":")[2]]
-    with unread() as stdout, command(*arguments, stdout=stdout) as server:
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with unread() as stdout, command(*arguments, program=TELLING_ITS_ADDRESS, stdout=stdout) as server:
+        address = server.line("address").split()[-1]
         with offbeat.Client(address) as client:
             assert client.pull().keys() == ZEROS.keys()
         server.signal(signal.SIGTERM)
