@@ -4,7 +4,6 @@ The workers are not a gang: one that fails does not end the others, and its exit
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import sys
@@ -17,16 +16,14 @@ from offbeat.cli.parser import Parser, positive_int
 from offbeat.cli.processes import Ended, Processes
 from offbeat.cli.say import say
 from offbeat.cli.serving import (
-    Signals,
-    Stopped,
     add_run_options,
     broken_off,
     log_to_stderr,
     make_server,
     run_options_given,
     stop,
-    stopping_on_signals,
 )
+from offbeat.cli.signals import Signals, Stopped
 from offbeat.errors import ConfigError
 
 __all__ = ["add_arguments", "environment", "run", "usable_cores"]
@@ -77,8 +74,9 @@ def run(arguments: Namespace) -> int:
     num_workers = arguments.workers
     failed: list[Ended] = []
     of_server: list[ExitCode] = []
+    signals = Signals()
     try:
-        with stopping_on_signals() as signals, _server(arguments, signals, of_server) as joining:
+        with _server(arguments, signals, of_server) as joining:
             variables = [
                 environment(
                     os.environ,
@@ -90,7 +88,8 @@ def run(arguments: Namespace) -> int:
                 | joining
                 for local_rank in range(num_workers)
             ]
-            with Processes(command, variables, first_rank=arguments.first_rank) as processes:
+            workers = Processes(command, variables, signals, first_rank=arguments.first_rank)
+            with workers as processes, signals.raised():
                 for ended in processes.as_they_end():
                     if ended.code != 0:
                         failed.append(ended)
@@ -144,7 +143,7 @@ def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Ite
 
     Args:
         arguments: The command line.
-        signals: Those that may come while it ends.
+        signals: Those that may come meanwhile.
         ends: Gets how the server ended.
     """
     if arguments.server is not None:
@@ -156,11 +155,10 @@ def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Ite
     # With our token a server of the script's own would listen on every interface, which nobody has asked for.
     ours = not given and not os.environ.get("OFFBEAT_HOST")
     host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
-    server = make_server(arguments, host="127.0.0.1", port=0, token=token)
-    handler = log_to_stderr("[server] ")
-    handler.setLevel(logging.WARNING)  # nobody has to be told how to join
+    with signals.raised():
+        server = make_server(arguments, host="127.0.0.1", port=0, token=token)
+    log_to_stderr("[server] ")
     with server:
-        handler.setLevel(logging.NOTSET)
         try:
             yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
         finally:

@@ -1,6 +1,7 @@
 """`offbeat`: finds the command, runs it, and turns how it ended into one sentence and an exit code."""
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, cast
 
+from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
 from offbeat.cli.say import say
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows `offbeat`; None means this process's own.
+        arguments: What follows `offbeat`; None means this process's own, which ends with the command: SIGINT
+            and SIGTERM are ignored from then on. Otherwise their handlers are as before.
 
     Returns:
         The exit code: docs/cli.md.
@@ -49,15 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # for errors before the command line is read, too
     code: int = ExitCode.OK
+    before = signals.handlers()
     _open_what_is_closed()
+    _let_everything_be_written()
     try:
         code = _run(given)
         sys.stdout.flush()
     except BrokenPipeError:
         pass  # whoever read our output has gone (`offbeat status … | head`), which does not change the code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
-        code = code or _explain(error, debug=debug)  # a full disk at the flush hides no failure before it
+        told = _explain(error, debug=debug)
+        if code in (ExitCode.OK, ExitCode.NOT_THE_BENCHMARK):  # a full disk at the flush hides no failure
+            code = told
     finally:
+        signals.install(signals.ignored() if arguments is None else before)  # the code stands
         _forget_the_unwritten()
     return code
 
@@ -76,15 +84,21 @@ def _run(given: list[str]) -> int:
     command = cast(Command, importlib.import_module(f"offbeat.cli.{name}"))
     parser = Parser(f"offbeat {name}", f"{COMMANDS[name].capitalize()}.")
     command.add_arguments(parser)
-    parsed = parser.parse(given[1:])
+    try:
+        parsed = parser.parse(given[1:])
+    except SystemExit:  # how argparse ends what --help has told
+        return ExitCode.OK
     if parsed.debug:
         logging.getLogger("offbeat").setLevel(logging.DEBUG)
     return command.run(parsed)
 
 
 def _open_what_is_closed() -> None:
-    """Let a stream that was closed (`2>&-`), which is None, be one that nobody reads; in children, too."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    """Let a stream that was closed (`2>&-`), which is None, be the null device, in the demo's workers, too.
+
+    A file or socket that is opened later would get its number, and be what they take for that stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
             if null == number:
@@ -92,8 +106,15 @@ def _open_what_is_closed() -> None:
             else:
                 os.dup2(null, number)
                 os.close(null)
-            stream = open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            mode = "r" if name == "stdin" else "w"
+            stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+def _let_everything_be_written() -> None:
+    """See that no name of a file or a run, in letters that stdout's encoding lacks, ends what tells of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr is so in any Python
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _forget_the_unwritten() -> None:

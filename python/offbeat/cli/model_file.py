@@ -57,7 +57,7 @@ def save(state: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    from safetensors import TensorSpec, serialize_file
+    from safetensors import SafetensorError, TensorSpec, serialize_file
 
     arrays = {}
     specs = {}
@@ -80,10 +80,11 @@ def save(state: Mapping[str, Any], path: Path) -> None:
         os.umask(mask)
         os.chmod(beside, 0o666 & ~mask)  # noqa: PTH101  mkstemp's is for its owner alone
         os.replace(beside, path)  # noqa: PTH105
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):  # a signal may come when it is in its place already
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it is in its place
             os.unlink(beside)  # noqa: PTH108
-        raise
 
 
 def check_writable(path: Path) -> None:

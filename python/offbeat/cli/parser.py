@@ -2,10 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 __all__ = ["Parser", "count", "positive_int"]
 
@@ -26,6 +29,10 @@ class Parser(argparse.ArgumentParser):
             ConfigError: Always.
         """
         raise ConfigError(f"{message} ({self.prog} --help lists what there is)")
+
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """Print it as any output: argparse's own says nothing where it cannot be written."""
+        print(self.format_help(), end="", file=file)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Read a command line; what is not known is refused with the nearest known name.

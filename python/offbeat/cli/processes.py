@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from offbeat.cli.say import say
+from offbeat.cli.signals import Signals
 
 __all__ = ["Ended", "Output", "Processes"]
 
@@ -86,10 +87,16 @@ class Processes:
     """Runs one command several times; used as a context manager, at whose end none of them is left."""
 
     def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], *, first_rank: int = 0
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        signals: Signals,
+        *,
+        first_rank: int = 0,
     ) -> None:
         self._command = command
         self._environments = environments
+        self._signals = signals
         self._first_rank = first_rank
         self._processes: list[subprocess.Popen[bytes]] = []
         self._followers: list[threading.Thread] = []
@@ -155,19 +162,21 @@ class Processes:
     def _end(self) -> None:
         """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL."""
         try:
-            if running := sum(process.poll() is None for process in self._processes):
-                workers = "1 worker" if running == 1 else f"{running} workers"
-                say(f"ending {workers}; Ctrl-C ends them at once")
-            for number in (signal.SIGINT, signal.SIGTERM):
-                deadline = time.monotonic() + GRACE_S
-                for process in self._signal(number):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(max(0.0, deadline - time.monotonic()))
-        finally:  # also when we are interrupted again
+            with self._signals.raised():  # one more kills at once
+                if running := sum(process.poll() is None for process in self._processes):
+                    workers = "1 worker" if running == 1 else f"{running} workers"
+                    say(f"ending {workers}; Ctrl-C ends them at once")
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    deadline = time.monotonic() + GRACE_S
+                    for process in self._signal(number):
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
             for process in self._signal(signal.SIGKILL):
                 process.wait()
-            for follower in self._followers:
-                follower.join()
+            with self._signals.raised():  # nobody may be reading what they have written
+                for follower in self._followers:
+                    follower.join()
 
     def _signal(self, number: signal.Signals) -> list["subprocess.Popen[bytes]"]:
         """Signal those that still run, with all that belongs to them, and list them."""

@@ -11,15 +11,14 @@ from offbeat import ParameterServer
 from offbeat.address import THIS_MACHINE
 from offbeat.cli.parser import Parser, positive_int
 from offbeat.cli.serving import (
-    Stopped,
     add_run_options,
     broken_off,
     join_lines,
     log_to_stderr,
     make_server,
     stop,
-    stopping_on_signals,
 )
+from offbeat.cli.signals import Signals, Stopped
 from offbeat.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -71,19 +70,18 @@ def run(arguments: Namespace) -> int:
     server = make_server(
         arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
     )
-    handler = log_to_stderr()
-    handler.setLevel(logging.WARNING)  # the start is told below, in full
+    log_to_stderr()
     code: int | None = None
     try:
-        with stopping_on_signals() as signals, server:
+        signals = Signals()
+        with server:
             try:
-                handler.setLevel(logging.NOTSET)
-                # A worker may have pushed before this returns, so a signal from here on is to save, too.
-                with suppress(OSError):  # workers come, whether or not anybody reads how
-                    print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
-                if arguments.keep_running:
-                    threading.Event().wait()
-                server.wait_for_workers(arguments.workers)
+                with signals.raised():
+                    with suppress(OSError):  # workers come, whether or not anybody reads how
+                        print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
+                    if arguments.keep_running:
+                        threading.Event().wait()
+                    server.wait_for_workers(arguments.workers)
             finally:
                 code = stop(server, arguments.save, signals)
     except Stopped as signal:

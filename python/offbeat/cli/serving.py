@@ -1,24 +1,20 @@
 """What `server` and `launch` share: the run's options, the server they make, and how a worker joins."""
 
 import logging
-import os
-import signal
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import count, positive_int
 from offbeat.cli.say import say
+from offbeat.cli.signals import Signals
 from offbeat.errors import ConfigError, StateError
 
 __all__ = [
-    "Signals",
-    "Stopped",
     "add_run_options",
     "broken_off",
     "join_lines",
@@ -26,10 +22,12 @@ __all__ = [
     "make_server",
     "run_options_given",
     "stop",
-    "stopping_on_signals",
 ]
 
 _log = logging.getLogger("offbeat")
+
+START = ("the server listens ", "parameter server on ")
+"""How the lines begin by which a server's start is logged: the extension's and `ParameterServer`'s."""
 
 OPTIMIZERS: Mapping[str, type[optim.OptimizerSpec]] = {
     cls.__name__: cls for cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
@@ -49,10 +47,6 @@ POLICIES: Mapping[str, type[staleness.StalenessPolicy]] = {
 SCHEDULES: Mapping[str, type[schedule.Schedule]] = {
     cls.name: cls for cls in (schedule.Constant, schedule.Step, schedule.Cosine, schedule.Linear)
 }
-
-
-class Stopped(BaseException):
-    """SIGINT or SIGTERM asked for an end in good order. No error, so no `except Exception` may take it."""
 
 
 def add_run_options(parser: ArgumentParser) -> None:
@@ -166,7 +160,7 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)", or_else=alone)
 
 
-def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> ExitCode:
+def stop(server: ParameterServer, path: Path | None, signals: Signals) -> ExitCode:
     """Stop a server, then write its model to a file, if one was asked for and there is a model.
 
     Returns:
@@ -175,7 +169,7 @@ def stop(server: ParameterServer, path: Path | None, signals: "Signals") -> Exit
     Raises:
         Stopped: At the second signal that comes meanwhile.
     """
-    with signals.passing_over_one():
+    with signals.raised(but_for=1):
         server.stop()
         if path is None:
             return ExitCode.OK
@@ -219,61 +213,12 @@ def join_lines(address: str, *, token: str | None, has_token: bool) -> str:
     return f"A worker joins from a shell with\n    {shell}\nor in Python with\n    {python})"
 
 
-def log_to_stderr(prefix: str = "") -> logging.Handler:
-    """Show what the server has to log; returns the handler, so that its level can be changed."""
+def log_to_stderr(prefix: str = "") -> None:
+    """Show what the server has to log, but for its start, which the commands tell in their own way or not."""
     handler = logging.StreamHandler()
+    # Not by a level for that while: the extension's records come from another thread, and later.
+    handler.addFilter(lambda record: not record.getMessage().startswith(START))
     handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-    return handler
-
-
-class Signals:
-    """SIGINT and SIGTERM while a command runs: each is raised as `Stopped`."""
-
-    def __init__(self) -> None:
-        self._to_pass_over = 0
-
-    @contextmanager
-    def passing_over_one(self) -> Iterator[None]:
-        """Raise the second signal only: what ends anyway is not to lose its model to the first.
-
-        Launchers and containers send theirs also to what is about to end, and some of them twice.
-        """
-        self._to_pass_over = 1
-        try:
-            yield
-        finally:
-            self._to_pass_over = 0
-
-    def take(self, number: int, frame: FrameType | None) -> None:
-        """Be the handler.
-
-        Raises:
-            Stopped: If this signal is not to be passed over.
-        """
-        del frame
-        name = signal.Signals(number).name
-        if not self._to_pass_over:
-            raise Stopped(name)
-        self._to_pass_over -= 1
-        with suppress(
-            OSError
-        ):  # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same
-            # Not by print, which may be what the signal has interrupted.
-            os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
-
-
-@contextmanager
-def stopping_on_signals() -> Iterator[Signals]:
-    """Turn SIGINT and SIGTERM into `Stopped`, but for those that are passed over."""
-    signals = Signals()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, signals.take)
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

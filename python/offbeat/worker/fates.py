@@ -42,12 +42,12 @@ class Fates:
         counts = self._counts
         applied = counts.pop("applied", 0)
         after_the_end = counts.pop("budget", 0)
-        late = self._staleness / max(applied, 1)
+        staleness = self._staleness
         self._counts, self._staleness = Counter(), 0
         told = []
         if counts:
             rejected = f"{counts.total()} rejected: {_listed(counts)}"
-            lateness = f" (mean staleness {late:.1f})" if applied else ""
+            lateness = f" (mean staleness {staleness / applied:.1f})" if applied else ""
             told.append(f"{applied} pushes applied{lateness}, {rejected}")
         if after_the_end:  # the end of every run with a budget, and no fault
             told.append(f"{after_the_end} came after the run's max_samples were used up")

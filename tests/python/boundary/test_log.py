@@ -46,7 +46,7 @@ def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(ca
 def test_waiting_for_nobody_is_announced(caplog, run_python):
     with (
         caplog.at_level(logging.INFO, logger="offbeat"),
-        offbeat.ParameterServer(MODEL, linger_s=0.3, rejoin_grace_s=0.5) as server,
+        offbeat.ParameterServer(MODEL, linger_s=0.3, rejoin_grace_s=5) as server,
     ):
         offbeat.Client(server.address).close()
         run_python(
@@ -57,7 +57,7 @@ def test_waiting_for_nobody_is_announced(caplog, run_python):
         )
         assert server.wait_for_workers(2)
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    (lost,) = [i for i, text in enumerate(said) if "1 lost: waiting up to 0.5 s for them" in text]
+    (lost,) = [i for i, text in enumerate(said) if "1 lost: waiting up to 5 s for them" in text]
     (gone,) = [
         i
         for i, text in enumerate(said)

@@ -379,7 +379,7 @@ def test_wait_for_workers_is_over_when_nobody_has_been_there_for_the_linger():
 
 
 def test_wait_for_workers_counts_a_lost_one_as_there_for_the_grace():
-    with offbeat.ParameterServer(arrays(), linger_s=0.1, rejoin_grace_s=1.5) as server:
+    with offbeat.ParameterServer(arrays(), linger_s=0.1, rejoin_grace_s=5) as server:
         lose_a_worker(server)
         with offbeat.Client(server.address):
             pass  # this one finishes

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from offbeat.errors import AuthenticationError
-from support.command import OFFBEAT, SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
+from support.command import OFFBEAT, SIGNALLED_AT_THE_END, SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -123,14 +124,56 @@ def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told_with_code_13(
         assert list(tmp_path.iterdir()) == [model]
 
 
+SIGNALLED_BEFORE_THE_STOP = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+from offbeat import ParameterServer
+from offbeat.cli import main, server
+
+def stop(*arguments):
+    signal.raise_signal(signal.SIGINT)
+    return stops(*arguments)
+
+stops, server.stop = server.stop, stop
+if sys.argv[1] == "the work":
+    ParameterServer.wait_for_workers = lambda *arguments: True
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+
+
+@pytest.mark.parametrize("ended_by", ["the work", "a signal"])
+def test_a_signal_that_comes_as_the_server_begins_to_end_costs_nothing(tmp_path, model, ended_by):
+    saved = tmp_path / "trained.safetensors"
+    arguments = ["server", "--port", "0", "--model", str(model), "--save", str(saved)]
+    with command(ended_by, *arguments, program=SIGNALLED_BEFORE_THE_STOP) as server:
+        if ended_by == "a signal":
+            joining(server)
+            server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert load_file(saved).keys() == ZEROS.keys()
+
+
+def test_a_signal_that_comes_when_the_command_has_ended_does_not_change_its_code(model):
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with command(*arguments, program=SIGNALLED_AT_THE_END) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    with command("sever", program=SIGNALLED_AT_THE_END) as mistyped:
+        assert mistyped.ends() == 2, mistyped.said
+
+
 def test_a_signal_is_passed_over_where_nobody_reads_what_is_said_of_it(run_python):
     told = run_python(
         "import os, signal\n"
-        "from offbeat.cli.serving import stopping_on_signals\n"
+        "from offbeat.cli.signals import Signals\n"
         "reading, writing = os.pipe()\n"
         "os.close(reading)\n"
         "os.dup2(writing, 2)  # as of a reader that the same Ctrl-C has ended\n"
-        "with stopping_on_signals() as signals, signals.passing_over_one():\n"
+        "with Signals().raised(but_for=1):\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('saved')"
     )
@@ -144,11 +187,28 @@ def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
         assert server.ends() == 13, server.said
 
 
+TELLING_ITS_ADDRESS = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from offbeat.cli import main, server
+
+def join_lines(address, **keywords):
+    print("address", address, file=sys.stderr, flush=True)
+    return words(address, **keywords)
+
+words, server.join_lines = server.join_lines, join_lines
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat server`, which tells its address on stderr before its welcome."""
+
+
 def test_a_server_serves_where_nobody_reads_its_welcome(model):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    arguments = ["server", "--model", str(model), "--port", address.rpartition(":")[2]]
-    with unread() as stdout, command(*arguments, stdout=stdout) as server:
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with unread() as stdout, command(*arguments, program=TELLING_ITS_ADDRESS, stdout=stdout) as server:
+        address = server.line("address").split()[-1]
         with offbeat.Client(address) as client:
             assert client.pull().keys() == ZEROS.keys()
         server.signal(signal.SIGTERM)
@@ -158,6 +218,53 @@ def test_a_server_serves_where_nobody_reads_its_welcome(model):
 def test_an_error_that_nobody_reads_has_its_code_all_the_same():
     with unread() as stderr, command("sever", stderr=stderr) as mistyped:
         assert mistyped.ends() == 2
+
+
+ENDING = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from offbeat.cli import env, main
+env.run = lambda arguments: print("the report") or int(sys.argv[1])
+sys.exit(main.main(["env"]))
+""",
+)
+"""`offbeat env`, but that it ends with the code that the argument says."""
+
+
+@pytest.mark.parametrize(("ended", "code"), [(0, 11), (3, 11), (13, 13), (137, 137)])
+def test_output_that_is_lost_is_told_and_hides_no_failure(ended, code):
+    with Path("/dev/full").open("w") as full, command(str(ended), program=ENDING, stdout=full) as lost:
+        assert lost.ends() == code
+        assert lost.said == "offbeat: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [("--help",), ("server", "--help"), ("env",)])
+def test_output_that_cannot_be_written_is_code_11(words, unbuffered):
+    lossy = {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full, command(*words, stdout=full, **lossy) as lost:
+        assert lost.ends() == 11, lost.said
+        assert "No space left on device" in lost.said
+
+
+@pytest.mark.parametrize("words", [("--help",), ("env",)])
+def test_what_stdout_has_no_letters_for_is_written_all_the_same(words):
+    lacking = {"PYTHONIOENCODING": "ascii", "OFFBEAT_NAME": "caf\udce9"}
+    with command(*words, **lacking) as told:
+        assert told.ends() == 0, told.said
+    assert "\\u" in told.said
+
+
+def test_a_server_ends_by_no_letter_that_stdout_lacks(tmp_path, model):
+    saved = tmp_path / "größe"
+    arguments = ["--model", str(model), "--save", str(saved), "--run-id", "größe"]
+    with serving(*arguments, PYTHONIOENCODING="ascii") as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert saved.exists()
 
 
 @pytest.mark.parametrize(
@@ -176,6 +283,56 @@ def test_a_closed_stream_is_one_that_nobody_reads(tmp_path, words, closed, code)
     with command(*words, program=shell, cwd=tmp_path) as closing:
         assert closing.ends() == code, closing.said
     assert "offbeat:" not in "".join(closing.out), "what is for stderr is on stdout"
+
+
+CHILD_SEES = "import os, sys; sys.exit(any(os.fstat(n).st_rdev != os.stat(os.devnull).st_rdev for n in {}))"
+
+
+@pytest.mark.parametrize(
+    ("closed", "numbers"), [("<&-", "[0]"), (">&-", "[1]"), ("2>&-", "[2]"), ("<&- >&- 2>&-", "[0, 1, 2]")]
+)
+def test_a_stream_that_is_closed_is_the_null_device_in_children_too(closed, numbers):
+    code = (
+        "import subprocess, sys; from offbeat.cli import main; main.main(['--version']); "
+        "sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+    )
+    shell = ("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code)
+    with command(CHILD_SEES.format(numbers), program=shell) as parent:
+        assert parent.ends() == 0, parent.said
+
+
+SLOW_TO_LOG = (
+    sys.executable,
+    "-c",
+    """
+import sys, threading
+from offbeat import process
+from offbeat.cli import main, server
+
+def log_waiting(timeout_s):
+    told.wait()
+    logs(timeout_s)
+
+def join_lines(*arguments, **keywords):
+    told.set()
+    return words(*arguments, **keywords)
+
+told, logs, words = threading.Event(), process._log_waiting, server.join_lines
+process._log_waiting, server.join_lines = log_waiting, join_lines
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat server`, whose log comes when it has begun to tell how workers join."""
+
+
+def test_the_start_is_told_once_however_late_its_log_comes(model):
+    with command("server", "--port", "0", "--model", str(model), program=SLOW_TO_LOG) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert "the model is in place" in server.said
+    assert "listens" not in server.said
+    assert "joins with" not in server.said
 
 
 def test_a_token_made_up_is_printed_in_full_and_opens_the_door(model):

@@ -1,5 +1,6 @@
 """`offbeat launch`: what its workers find in their environment, how their output is shown, how they end."""
 
+import contextlib
 import os
 import pty
 import re
@@ -250,6 +251,66 @@ def test_a_worker_that_does_not_listen_is_killed(script):
         assert launch.ends() == 130
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+SIGNALLED_BEFORE_THE_END = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+from offbeat.cli import main, processes
+
+def end(self):
+    signal.raise_signal(signal.SIGTERM)
+    ends(self)
+
+ends, processes.Processes._end = processes.Processes._end, end
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+
+
+SIGNALLED_AS_IT = (
+    sys.executable,
+    "-c",
+    """
+import signal, subprocess, sys
+from offbeat.cli import main, processes
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        print("pid", self.pid, flush=True)
+        if sys.argv[1] == "starts":
+            signal.raise_signal(signal.SIGTERM)
+
+def end(self):
+    if sys.argv[1] == "ends":
+        signal.raise_signal(signal.SIGTERM)
+    ends(self)
+
+ends, processes.Processes._end = processes.Processes._end, end
+subprocess.Popen = Popen
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+"""`offbeat launch`, to which SIGTERM comes as it starts a worker, or begins to end those that there are."""
+
+
+@pytest.mark.parametrize("when", ["starts", "ends"])
+def test_no_worker_outlives_a_signal_whenever_it_comes(script, when):
+    train = script("__import__('threading').Event().wait()")
+    with command(when, "launch", "--workers", "1", train, program=SIGNALLED_AS_IT) as launch:
+        pid = int(launch.line("pid").split()[-1])
+        if when == "ends":
+            launch.signal(signal.SIGINT)
+        try:
+            assert launch.ends() == 130, launch.said
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_workers_join_a_server_that_is_named(script):

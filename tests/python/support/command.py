@@ -29,6 +29,19 @@ sys.exit(main.main(sys.argv[2:]))
 )
 """`offbeat`, to which as many SIGTERMs as the first argument says come when it begins to save."""
 
+SIGNALLED_AT_THE_END = (
+    sys.executable,
+    "-c",
+    """
+import atexit, signal
+from offbeat.cli import main
+for number in (signal.SIGINT, signal.SIGTERM):
+    atexit.register(signal.raise_signal, number)
+raise SystemExit(main.main())
+""",
+)
+"""`offbeat`, to which SIGTERM and SIGINT come when its command has ended."""
+
 
 class Command:
     """A running `offbeat …`, or another program."""

@@ -95,6 +95,22 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system_and_leaves_nothing(tmp_path, run_python):
+    path = tmp_path / "model.safetensors"
+    code = """
+import resource, sys, numpy as np
+from pathlib import Path
+from offbeat.cli import model_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))  # as of a full disk
+try:
+    model_file.save({"w": np.zeros(1024, np.float32)}, Path(sys.argv[1]))
+except OSError as error:
+    print(error)
+"""
+    assert f"{path} cannot be written: " in run_python(code, str(path))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".PTH", ".bin", ".ckpt"])
 def test_a_name_of_a_torch_file_is_refused_before_anything_is_trained(tmp_path, suffix):
     with pytest.raises(
