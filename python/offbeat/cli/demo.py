@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
+from offbeat.cli.say import flush_output
 from offbeat.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -59,5 +60,6 @@ def run(arguments: Namespace) -> int:
         print(f"the data is {arguments.json}")
     if not result.is_benchmark:
         print("This is not the benchmark: Fashion-MNIST was not found, and scikit-learn's digits stood in.")
+        flush_output()  # a report that is lost is an error, whatever it was of
         return ExitCode.NOT_THE_BENCHMARK
     return ExitCode.OK

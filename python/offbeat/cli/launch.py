@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 from argparse import REMAINDER, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode
@@ -89,20 +89,22 @@ def run(arguments: Namespace) -> int:
                 for local_rank in range(num_workers)
             ]
             workers = Processes(command, variables, signals, first_rank=arguments.first_rank)
+            signals.before_the_last = workers.kill
             with workers as processes, signals.raised():
                 for ended in processes.as_they_end():
                     if ended.code != 0:
                         failed.append(ended)
                         say(_words(ended))
-    except Stopped as signal:
-        say(f"stopped by {signal}")
+    except Stopped as stopped:
+        say(f"stopped by {stopped}")
         if not of_server:
             broken_off(arguments.save)
         return ExitCode.INTERRUPTED
     if not failed:
+        if workers.lost_output is not None:
+            raise workers.lost_output
         return next(iter(of_server), ExitCode.OK)
-    say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}")
-    return exit_code(failed[0].code)
+    return _failure(failed, num_workers, workers.lost_output)
 
 
 def environment(
@@ -163,6 +165,14 @@ def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Ite
             yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
         finally:
             ends.append(stop(server, arguments.save, signals))
+
+
+def _failure(failed: Sequence[Ended], num_workers: int, lost_output: OSError | None) -> int:
+    """Tell what went wrong, in the order of what matters least; give the exit code."""
+    if lost_output is not None:
+        say(str(lost_output))
+    say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}")
+    return exit_code(failed[0].code)
 
 
 def _words(ended: Ended) -> str:

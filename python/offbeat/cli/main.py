@@ -9,12 +9,12 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import Protocol, TextIO, cast
 
 from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
-from offbeat.cli.say import say
+from offbeat.cli.say import flush_output, say
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.naming import unknown
 
@@ -57,16 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _let_everything_be_written()
     try:
         code = _run(given)
-        sys.stdout.flush()
+        flush_output()
     except BrokenPipeError:
         pass  # whoever read our output has gone (`offbeat status … | head`), which does not change the code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
+        signals.Signals()  # one more does not break into what is said of this
         told = _explain(error, debug=debug)
-        if code in (ExitCode.OK, ExitCode.NOT_THE_BENCHMARK):  # a full disk at the flush hides no failure
+        if code == ExitCode.OK:  # a full disk at the flush hides no failure
             code = told
+        if isinstance(error, KeyboardInterrupt):
+            _forget(sys.stdout)  # it may be what nobody takes
     finally:
-        signals.install(signals.ignored() if arguments is None else before)  # the code stands
         _forget_the_unwritten()
+        signals.install(signals.ignored() if arguments is None else before)  # the code stands
     return code
 
 
@@ -103,17 +106,26 @@ def _open_what_is_closed() -> None:
             null = os.open(os.devnull, os.O_RDWR)
             if null == number:
                 os.set_inheritable(null, True)  # noqa: FBT003  it takes no keyword
-            else:
+            elif _is_closed(number):
                 os.dup2(null, number)
                 os.close(null)
+                null = number
             mode = "r" if name == "stdin" else "w"
-            stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            stream = open(null, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return True
+    return False  # somebody in this process has it, as where `main` is called by a program
 
 
 def _let_everything_be_written() -> None:
     """See that no name of a file or a run, in letters that stdout's encoding lacks, ends what tells of it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr is so in any Python
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # stderr never is
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
@@ -123,7 +135,12 @@ def _forget_the_unwritten() -> None:
         try:
             stream.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            _forget(stream)
+
+
+def _forget(stream: TextIO) -> None:
+    with suppress(io.UnsupportedOperation):  # a stand-in of a program that calls `main`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _help() -> str:

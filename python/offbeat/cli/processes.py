@@ -2,13 +2,13 @@
 
 import contextlib
 import fcntl
+import io
 import os
 import queue
 import re
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import threading
 import time
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from offbeat.cli.say import say
 from offbeat.cli.signals import Signals
 
 __all__ = ["Ended", "Output", "Processes"]
@@ -52,17 +51,20 @@ class Output:
     """One stream of ours, shared by several processes: whole lines, each with its rank.
 
     A line that ends in a carriage return is a bar: it stays at the bottom, and other lines go above it.
+
+    Attributes:
+        lost: Why some of it could not be written; not that nobody reads it any more.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO | io.RawIOBase) -> None:
+        self.lost: OSError | None = None
         self._stream = stream
         self._lock = threading.Lock()
         self._bar = b""
 
     def write(self, prefix: bytes, line: bytes) -> None:
         """Write a line with its end, a line feed, or a bar with its start, a carriage return."""
-        # The work goes on without a reader, or with a full disk.
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             is_bar, is_whole = line.startswith(b"\r"), line.endswith(b"\n")
             text = b"\r" + prefix + line[1:] if is_bar else prefix + line
             if is_bar:
@@ -71,16 +73,24 @@ class Output:
                 text, self._bar = line, b""
             elif self._bar:
                 text = CLEAR_LINE + text + self._bar
-            self._stream.write(text)
-            self._stream.flush()
+            self._write(text)
 
     def drop_bar(self) -> None:
         """Leave the bar where it is, and go on below it."""
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             if self._bar:
                 self._bar = b""
-                self._stream.write(b"\n")
-                self._stream.flush()
+                self._write(b"\n")
+
+    def _write(self, text: bytes) -> None:
+        # The work goes on without a reader, or with a full disk.
+        try:
+            while text:
+                text = text[self._stream.write(text) :]
+        except BrokenPipeError:
+            pass
+        except OSError as error:
+            self.lost = error
 
 
 class Processes:
@@ -101,8 +111,9 @@ class Processes:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._followers: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._out = Output(sys.stdout.buffer)
-        self._err = Output(sys.stderr.buffer)
+        # Not by Python's own streams: a write that waits would hold the lock of whatever we say.
+        self._out = Output(open(1, "wb", buffering=0, closefd=False))  # noqa: SIM115  it closes nothing
+        self._err = Output(open(2, "wb", buffering=0, closefd=False))  # noqa: SIM115
         self._width = len(str(first_rank + len(environments) - 1))
 
     def __enter__(self) -> Self:
@@ -119,6 +130,16 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
+
+    @property
+    def lost_output(self) -> OSError | None:
+        """Why some of the workers' output is lost, if it is."""
+        lost = self._out.lost
+        return lost and OSError(lost.errno, lost.strerror, "stdout")
+
+    def kill(self) -> None:
+        """End all that still run at once."""
+        self._signal(signal.SIGKILL)
 
     def as_they_end(self) -> Iterator[Ended]:
         """Give each as it ends, until all have."""
@@ -161,20 +182,20 @@ class Processes:
 
     def _end(self) -> None:
         """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL."""
+        running = self._signal(signal.SIGINT)
+        self._signals.forget()  # of two at once the other one asks for the same
         try:
             with self._signals.raised():  # one more kills at once
-                if running := sum(process.poll() is None for process in self._processes):
-                    workers = "1 worker" if running == 1 else f"{running} workers"
-                    say(f"ending {workers}; Ctrl-C ends them at once")
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    deadline = time.monotonic() + GRACE_S
-                    for process in self._signal(number):
-                        with contextlib.suppress(subprocess.TimeoutExpired):
-                            process.wait(max(0.0, deadline - time.monotonic()))
+                if running:
+                    workers = "1 worker" if len(running) == 1 else f"{len(running)} workers"
+                    self._err.write(b"offbeat: ", f"ending {workers}; Ctrl-C ends them at once\n".encode())
+                _wait(running)
+                _wait(self._signal(signal.SIGTERM))
         finally:
-            for process in self._signal(signal.SIGKILL):
-                process.wait()
-            with self._signals.raised():  # nobody may be reading what they have written
+            killed = self._signal(signal.SIGKILL)
+            with self._signals.raised():  # the system may not let go of one; nobody may read what they wrote
+                for process in killed:
+                    process.wait()
                 for follower in self._followers:
                     follower.join()
 
@@ -185,6 +206,13 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
         return running
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 class _Copy(threading.Thread):

@@ -1,9 +1,11 @@
-"""What a command has to say besides its output: lines on stderr, which somebody may read or nobody."""
+"""What a command says: output, which is to be kept, and lines on stderr, read by somebody or by nobody."""
 
+import io
+import os
 import sys
 from contextlib import suppress
 
-__all__ = ["say"]
+__all__ = ["flush_output", "say"]
 
 
 def say(text: str) -> None:
@@ -12,5 +14,27 @@ def say(text: str) -> None:
     That it cannot be written is no error: Ctrl-C ends the reader of a pipe (`… 2>&1 | tee log`), too, and
     what the command still has to do is to be done all the same.
     """
+    line = f"offbeat: {text}\n"
     with suppress(OSError):
-        print(f"offbeat: {text}", file=sys.stderr, flush=True)
+        try:
+            number = sys.stderr.fileno()
+        except io.UnsupportedOperation:  # a stand-in of a program that calls us
+            sys.stderr.write(line)
+            return
+        # Not by Python's stream: a thread whose write to it waits holds its lock, past every signal.
+        rest = line.encode(sys.stderr.encoding, "backslashreplace")
+        while rest:
+            rest = rest[os.write(number, rest) :]
+
+
+def flush_output() -> None:
+    """See that all output is written.
+
+    Raises:
+        OSError: If it cannot be; it names stdout.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "stdout"
+        raise

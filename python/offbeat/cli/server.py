@@ -19,7 +19,7 @@ from offbeat.cli.serving import (
     stop,
 )
 from offbeat.cli.signals import Signals, Stopped
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatError
 
 __all__ = ["add_arguments", "run"]
 
@@ -84,8 +84,10 @@ def run(arguments: Namespace) -> int:
                     server.wait_for_workers(arguments.workers)
             finally:
                 code = stop(server, arguments.save, signals)
-    except Stopped as signal:
-        _log.info("stopped by %s", signal)
+    except Stopped as stopped:
+        _log.info("stopped by %s", stopped)
+        if isinstance(stopped.__context__, OffbeatError):
+            raise stopped.__context__ from None  # what had failed before the signals is not hidden by them
     return broken_off(arguments.save) if code is None else code
 
 

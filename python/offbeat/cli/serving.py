@@ -179,9 +179,9 @@ def stop(server: ParameterServer, path: Path | None, signals: Signals) -> ExitCo
             say(f"nothing is saved: {error}")
             return ExitCode.NOT_SAVED
         model_file.save(state, path)
-        with suppress(OSError):  # the model is there, whether or not anybody reads where
-            print(f"the model is in {path}", flush=True)
-        return ExitCode.OK
+    with suppress(OSError):  # the model is there, whether or not anybody reads where
+        print(f"the model is in {path}", flush=True)
+    return ExitCode.OK
 
 
 def broken_off(path: Path | None) -> ExitCode:

@@ -1,14 +1,15 @@
 """SIGINT and SIGTERM, for a command that ends in good order: where they break it off, and nowhere else.
 
 A command marks the places that a signal may break off, `with signals.raised()`. There one is raised, as
-`Stopped`; what comes anywhere else is kept for the next such place. So what is to be done to its end needs no
-care, and of two signals at once neither breaks into what the other one has begun.
+`Stopped`; what comes anywhere else is kept for the next such place, so that of two signals at once neither
+breaks into what the other one has begun. Whoever goes on sending them ends the process all the same.
 """
 
 import math
 import os
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -17,6 +18,10 @@ from typing import Any
 __all__ = ["Signals", "Stopped", "handlers", "ignored", "install"]
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+LAST = 3
+"""This one of those that are kept ends the process at once: what it waits for, a terminal that somebody has
+stopped or a pipe that nobody empties, does not come. Two come from launchers that send theirs twice."""
 
 Handlers = Mapping[int, Any]
 """What `signal.getsignal` gives, by the signal's number."""
@@ -27,11 +32,16 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """Takes SIGINT and SIGTERM from here on; `install(handlers())`, with those of before, gives them back."""
+    """Takes SIGINT and SIGTERM from here on; `install(handlers())`, with those of before, gives them back.
+
+    Attributes:
+        before_the_last: Called before the process ends at once.
+    """
 
     def __init__(self) -> None:
-        self._came: list[str] = []  # since the last one that was raised
-        self._to_pass_over = math.inf
+        self._came: list[str] = []  # and were not raised
+        self._to_pass_over = math.inf  # nowhere: all are kept
+        self.before_the_last: Callable[[], object] = lambda: None
         install(dict.fromkeys(NUMBERS, self._take))
 
     def raised(self, *, but_for: int = 0) -> "_Place":
@@ -43,13 +53,27 @@ class Signals:
         """
         return _Place(self, but_for)
 
-    def pass_over(self, number: float) -> None:
-        """Raise only what goes beyond so many, and at once what has gone beyond already.
+    def forget(self) -> None:
+        """Drop what was kept: what it asks for is what is done now."""
+        self._came.clear()
+
+    def enter(self, but_for: int) -> None:
+        """Raise what goes beyond so many, and at once what has gone beyond already.
 
         Raises:
             Stopped: If more have come.
         """
-        self._to_pass_over = number
+        self._to_pass_over = but_for
+        self._raise_beyond()
+
+    def leave(self) -> None:
+        """Keep what comes from here on, and forget what was passed over."""
+        if math.isfinite(self._to_pass_over):  # else one was raised, and what has come since is kept
+            passed_over = len(self._came)
+            self._to_pass_over = math.inf
+            del self._came[:passed_over]
+
+    def _raise_beyond(self) -> None:
         if len(self._came) > self._to_pass_over:
             stopped = Stopped(self._came[-1])
             self._came, self._to_pass_over = [], math.inf
@@ -59,12 +83,17 @@ class Signals:
         del frame
         name = signal.Signals(number).name
         self._came.append(name)
-        self.pass_over(self._to_pass_over)
-        if math.isfinite(self._to_pass_over):
-            # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same.
-            with suppress(OSError):
-                # Not by print, which may be what the signal has interrupted.
-                os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
+        if math.isinf(self._to_pass_over):
+            if len(self._came) >= LAST:
+                self.before_the_last()
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self._raise_beyond()
+        # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same.
+        with suppress(OSError):
+            # Not by print, which may be what the signal has interrupted.
+            os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +103,10 @@ class _Place:
     but_for: int
 
     def __enter__(self) -> None:
-        self.signals.pass_over(self.but_for)
+        self.signals.enter(self.but_for)
 
     def __exit__(self, *_: object) -> None:
-        self.signals.pass_over(math.inf)
+        self.signals.leave()
 
 
 def handlers() -> Handlers:
@@ -91,7 +120,9 @@ def ignored() -> Handlers:
 
 
 def install(wanted: Handlers) -> None:
-    """Let these be the handlers; only the main thread may change one."""
+    """Let these be the handlers. Only the main thread may change one, and none can give back one of C."""
+    if threading.current_thread() is not threading.main_thread():
+        return
     for number, handler in wanted.items():
-        if signal.getsignal(number) is not handler:
+        if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)

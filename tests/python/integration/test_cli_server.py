@@ -17,7 +17,15 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from offbeat.errors import AuthenticationError
-from support.command import OFFBEAT, SIGNALLED_AT_THE_END, SIGNALLED_IN_THE_SAVE, TIMEOUT_S, command, unread
+from support.command import (
+    OFFBEAT,
+    SIGNALLED_AT_THE_END,
+    SIGNALLED_IN_THE_SAVE,
+    TIMEOUT_S,
+    command,
+    stalled,
+    unread,
+)
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -187,6 +195,19 @@ def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
         assert server.ends() == 13, server.said
 
 
+TELLING_ITS_END = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from offbeat.cli import main, server
+begin, server.stop = server.stop, lambda *arguments: print("x" * 100) or begin(*arguments)
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat server`, which has something to say as it ends."""
+
+
 TELLING_ITS_ADDRESS = (
     sys.executable,
     "-c",
@@ -226,18 +247,57 @@ ENDING = (
     """
 import sys
 from offbeat.cli import env, main
-env.run = lambda arguments: print("the report") or int(sys.argv[1])
+env.run = lambda arguments: print("the report") or print("reported", file=sys.stderr) or int(sys.argv[1])
 sys.exit(main.main(["env"]))
 """,
 )
 """`offbeat env`, but that it ends with the code that the argument says."""
 
 
-@pytest.mark.parametrize(("ended", "code"), [(0, 11), (3, 11), (13, 13), (137, 137)])
+@pytest.mark.parametrize(("ended", "code"), [(0, 11), (13, 13), (137, 137)])
 def test_output_that_is_lost_is_told_and_hides_no_failure(ended, code):
     with Path("/dev/full").open("w") as full, command(str(ended), program=ENDING, stdout=full) as lost:
         assert lost.ends() == code
-        assert lost.said == "offbeat: [Errno 28] No space left on device\n"
+        assert lost.said == "reported\noffbeat: [Errno 28] No space left on device: 'stdout'\n"
+
+
+STANDING_IN = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from types import SimpleNamespace
+from offbeat.cli import main
+from offbeat.demo import report, run
+run.run_demo = lambda *arguments: SimpleNamespace(is_benchmark=False)
+report.table = lambda result: "the table"
+report.write_png = lambda *arguments: None
+sys.exit(main.main(["demo"]))
+""",
+)
+"""`offbeat demo`, but that it has nothing to show, and not on the benchmark."""
+
+
+def test_a_report_of_the_demo_that_is_lost_is_an_error_on_the_stand_in_too():
+    with command(program=STANDING_IN) as demo:
+        assert demo.ends() == 3, demo.said
+    with Path("/dev/full").open("w") as full, command(program=STANDING_IN, stdout=full) as demo:
+        assert demo.ends() == 11, demo.said
+
+
+def test_output_that_nobody_takes_is_waited_for_until_a_signal():
+    with stalled() as stdout, command("0", program=ENDING, stdout=stdout) as told:
+        told.line("reported")
+        assert told.ends_by(signal.SIGINT, at_most=1) == 130, told.said
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model, stream):
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with stalled() as full, command(*arguments, program=TELLING_ITS_END, **{stream: full}) as server:
+        if stream == "stderr":
+            server.line("A worker joins")
+        assert server.ends_by(signal.SIGTERM, at_most=5) in (0, -signal.SIGTERM), server.said
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -331,6 +391,7 @@ def test_the_start_is_told_once_however_late_its_log_comes(model):
         server.signal(signal.SIGTERM)
         assert server.ends() == 0, server.said
     assert "the model is in place" in server.said
+    assert "run_id=" not in server.said
     assert "listens" not in server.said
     assert "joins with" not in server.said
 

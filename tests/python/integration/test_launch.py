@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from support.command import SIGNALLED_IN_THE_SAVE, command, unread
+from support.command import SIGNALLED_IN_THE_SAVE, command, stalled, unread
 
 
 @pytest.fixture
@@ -152,8 +152,50 @@ def test_workers_end_in_their_own_way_where_nobody_reads_that_they_are_to(script
     assert cleaned.exists()
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_no_worker_outlives_a_launch_that_nobody_lets_speak(script, tmp_path, stream):
+    told = tmp_path / "pid"
+    os.mkfifo(told)
+    train = script(
+        f"""
+        import os, sys, threading
+        with open({str(told)!r}, "w") as file:
+            file.write(str(os.getpid()))
+        for _ in range(5000):  # more than a pipe holds
+            print("x" * 60, file=sys.{stream})
+        threading.Event().wait()
+        """
+    )
+    with stalled() as full, command("launch", "--workers", "1", train, **{stream: full}) as launch:
+        pid = int(told.read_text())
+        code = launch.ends_by(signal.SIGINT, at_most=6)  # to worker, its end, its output, and three
+        assert code in (130, -signal.SIGINT), launch.said
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_two_signals_at_once_leave_the_workers_time_to_clean_up(script, tmp_path, others):
+    cleaned = tmp_path / "cleaned"
+    train = script(
+        f"""
+        import threading
+        try:
+            print("ready")
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            open({str(cleaned)!r}, "w").close()
+        """
+    )
+    with command(str(others), "launch", "--workers", "1", train, program=SIGNALLED_AT_ONCE) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGINT)
+        assert launch.ends() == 130, launch.said
+    assert cleaned.exists()
+
+
 @pytest.mark.parametrize(
-    ("stream", "worker", "code"), [("stdout", 0, 11), ("stdout", 7, 7), ("stderr", 0, 0)]
+    ("stream", "worker", "code"), [("stdout", 0, 11), ("stdout", 3, 3), ("stdout", 7, 7), ("stderr", 0, 0)]
 )
 def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, stream, worker, code):
     done = tmp_path / "done"
@@ -253,7 +295,7 @@ def test_a_worker_that_does_not_listen_is_killed(script):
         os.kill(pid, 0)
 
 
-SIGNALLED_BEFORE_THE_END = (
+SIGNALLED_AT_ONCE = (
     sys.executable,
     "-c",
     """
@@ -261,13 +303,15 @@ import signal, sys
 from offbeat.cli import main, processes
 
 def end(self):
-    signal.raise_signal(signal.SIGTERM)
+    for _ in range(int(sys.argv[1])):
+        signal.raise_signal(signal.SIGTERM)
     ends(self)
 
 ends, processes.Processes._end = processes.Processes._end, end
-sys.exit(main.main(sys.argv[1:]))
+sys.exit(main.main(sys.argv[2:]))
 """,
 )
+"""`offbeat launch`, to which as many SIGTERMs as the first argument says come with the one that ends it."""
 
 
 SIGNALLED_AS_IT = (

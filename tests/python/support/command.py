@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 TIMEOUT_S = 40
 OFFBEAT = (sys.executable, "-m", "offbeat.cli.main")
@@ -108,6 +108,15 @@ class Command:
             reader.join(TIMEOUT_S)
         return code
 
+    def ends_by(self, number, at_most):
+        """Signal it until it ends, so many times at most; return the exit code."""
+        for _ in range(at_most):
+            self.signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+                return self.ends()
+        raise AssertionError(f"it does not end by {at_most} signals:\n{self.said}")
+
     @property
     def said(self):
         return "".join((*self.out, *self.err))
@@ -137,6 +146,25 @@ def unread():
         yield writing
     finally:
         os.close(writing)
+
+
+@contextmanager
+def stalled():
+    """Give a descriptor to write to that takes no more, as of a pipe whose reader stands still."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x")
+    os.set_blocking(writing, True)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+        os.close(reading)
 
 
 def command(*arguments, **keywords):
