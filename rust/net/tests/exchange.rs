@@ -274,7 +274,7 @@ fn a_sender_that_stops_in_mid_frame_is_cut_off_and_told_why() {
     let server = start(ServerConfig { progress_timeout: Duration::from_secs(1), ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");
     raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
-    raw.write(&[0; 10]).unwrap();
+    raw.write(&Header::new(Kind::Fragment).encode()[..10]).unwrap();
     let refused = raw.refused();
     assert_eq!(refused.code, RefusalCode::Timeout);
     let said = until_state(&server, "a", "lost");

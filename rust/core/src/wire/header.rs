@@ -169,8 +169,9 @@ impl Kind {
 /// A header that is not one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    #[error("this is not an Offbeat connection (the first bytes are {0:#010x})")]
-    Magic(u32),
+    /// Its first bytes, fewer than four where no more had come: those behind are 0.
+    #[error("this is not an Offbeat connection: it begins with \"{}\"", without_padding(.0).escape_ascii())]
+    Magic([u8; 4]),
     #[error("a frame's header is damaged (checksum {found:#010x}, computed {computed:#010x})")]
     Checksum { found: u32, computed: u32 },
     #[error(
@@ -183,6 +184,25 @@ pub enum HeaderError {
     Reserved,
     #[error("a {kind:?} frame of {bytes} bytes; at most {} are allowed", kind.cap())]
     TooLong { kind: Kind, bytes: u32 },
+}
+
+fn without_padding(bytes: &[u8; 4]) -> &[u8] {
+    let len = bytes.iter().rposition(|b| *b != 0).map_or(0, |last| last + 1);
+    &bytes[..len]
+}
+
+/// Whether what has come of a header may still become one; a peer of another protocol may never send as much.
+///
+/// # Errors
+/// [`HeaderError::Magic`].
+pub fn check_beginning(bytes: &[u8]) -> Result<(), HeaderError> {
+    let came = bytes.len().min(4);
+    if bytes[..came] == MAGIC.to_le_bytes()[..came] {
+        return Ok(());
+    }
+    let mut first = [0; 4];
+    first[..came].copy_from_slice(&bytes[..came]);
+    Err(HeaderError::Magic(first))
 }
 
 /// A frame's header, decoded. What a kind does not use is 0.
@@ -262,7 +282,7 @@ impl Header {
         let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
         let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
         if u32_at(0) != MAGIC {
-            return Err(HeaderError::Magic(u32_at(0)));
+            return Err(HeaderError::Magic(u32_at(0).to_le_bytes()));
         }
         let (found, computed) = (u32_at(60), checksum(&b[..60]));
         if found != computed {

@@ -16,6 +16,6 @@ pub mod header;
 pub mod message;
 pub mod push;
 
-pub use header::{HEADER_BYTES, Header, HeaderError, Kind, PROTOCOL, flags};
+pub use header::{HEADER_BYTES, Header, HeaderError, Kind, PROTOCOL, check_beginning, flags};
 pub use message::{MessageError, decode, encode};
 pub use push::{PullRequest, PushRequest, Versions, Want};

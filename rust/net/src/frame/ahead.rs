@@ -1,6 +1,6 @@
 //! Bytes that were read before they were asked for: the next header mostly comes with the payload before it.
 
-use offbeat_core::wire::{HEADER_BYTES, Header, HeaderError};
+use offbeat_core::wire::{HEADER_BYTES, Header, HeaderError, check_beginning};
 
 /// A few headers and a small message. More would only be copied twice.
 pub(crate) const AHEAD_BYTES: usize = 1024;
@@ -59,7 +59,10 @@ impl ReadAhead {
 
     /// Takes a header; `None`: it has not come whole.
     pub(crate) fn take_header(&mut self) -> Option<Result<Header, HeaderError>> {
-        let bytes = self.bytes[self.start..self.end].first_chunk()?;
+        let came = &self.bytes[self.start..self.end];
+        let Some(bytes) = came.first_chunk() else {
+            return check_beginning(came).err().map(Err);
+        };
         self.start += HEADER_BYTES;
         Some(Header::decode(bytes))
     }

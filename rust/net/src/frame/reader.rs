@@ -4,7 +4,7 @@ use super::ahead::{AHEAD_BYTES, ReadAhead};
 use super::error::FrameError;
 use super::socket::Socket;
 use offbeat_core::checksum::checksum;
-use offbeat_core::wire::{HEADER_BYTES, Header};
+use offbeat_core::wire::Header;
 use std::io::IoSliceMut;
 
 /// A message grows by at most this much before its next bytes have arrived.
@@ -30,14 +30,15 @@ impl FrameReader {
     /// # Errors
     /// [`FrameError::Closed`] with `inside: false` if the peer ended between two frames.
     ///
-    /// # Panics
-    /// Never: the header is there when it is decoded.
-    ///
     /// # Cancel safety
     /// Safe: what has arrived is kept.
     pub async fn header(&mut self, socket: &Socket) -> Result<Header, FrameError> {
-        self.fill(socket, HEADER_BYTES).await?;
-        Ok(self.ahead.take_header().expect("fill has put a header there")?)
+        loop {
+            if let Some(header) = self.ahead.take_header() {
+                return Ok(header?);
+            }
+            self.fill(socket, self.ahead.len() + 1).await?;
+        }
     }
 
     /// Fills `target` with the payload's next bytes; what arrives behind them is kept for the next header.
@@ -138,7 +139,7 @@ fn in_payload(error: FrameError) -> FrameError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use offbeat_core::wire::Kind;
+    use offbeat_core::wire::{HEADER_BYTES, Kind};
     use proptest::prelude::*;
     use std::io::{IoSlice, Write};
     use std::net::{TcpListener, TcpStream};

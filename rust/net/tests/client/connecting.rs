@@ -94,18 +94,29 @@ fn what_is_no_address_is_refused_at_once() {
 fn what_does_not_speak_our_language_is_told_apart() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let web = thread::spawn(move || {
-        use std::io::{Read, Write};
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(4)).unwrap();
-        stream.read_to_end(&mut vec![]).ok();
-    });
-    let refused = Client::connect(client_config(address, 1), None, &never);
-    assert!(
-        matches!(&refused, Err(ClientError::Protocol { cause, .. }) if cause.contains("not an Offbeat")),
-        "{refused:?}"
-    );
-    web.join().unwrap();
+    // A long answer; a short one, behind which nothing comes; and one that is all there is before the end.
+    for (answer, begins, waits) in [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n".repeat(4), "HTTP", true),
+        (b"SSH-2.0-OpenSSH_9.2\r\n".to_vec(), "SSH-", true),
+        (b"no\n".to_vec(), "no\\n", false),
+    ] {
+        let listener = listener.try_clone().unwrap();
+        let other = thread::spawn(move || {
+            use std::io::{Read, Write};
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(&answer).unwrap();
+            if waits {
+                stream.read_to_end(&mut vec![]).ok();
+            }
+        });
+        let refused = Client::connect(client_config(address, 1), None, &never);
+        let wanted = format!("not an Offbeat connection: it begins with \"{begins}\"");
+        assert!(
+            matches!(&refused, Err(ClientError::Protocol { cause, .. }) if cause.contains(&wanted)),
+            "{refused:?}"
+        );
+        other.join().unwrap();
+    }
 }
 
 #[test]
