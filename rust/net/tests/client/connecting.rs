@@ -1,6 +1,6 @@
 //! Joining, and everything that can go wrong with it.
 
-use crate::script::serve;
+use crate::script::{attach, join, run, serve};
 use crate::support::{Worker, client_config, config, eventually, filled, never, parameter, sgd, table};
 use offbeat_core::spec::Transaction;
 use offbeat_core::table::TensorTable;
@@ -9,6 +9,7 @@ use offbeat_core::wire::message::{Event, Heartbeat, Parting, RefusalCode};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, fetch_status};
 use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use std::net::{Shutdown, TcpListener};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,26 @@ fn an_address_where_nobody_listens_says_what_was_tried() {
         }
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn who_is_let_in_at_the_last_moment_has_time_for_the_other_connection() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let limit = Duration::from_secs(3);
+    let config = ClientConfig { connect_timeout: limit, ..client_config(listener.local_addr().unwrap(), 1) };
+    let server = thread::spawn(move || {
+        let (_never, clock) = mpsc::channel::<()>();
+        // Both are within the limit, and their sum is not.
+        clock.recv_timeout(Duration::from_secs(2)).ok();
+        let mut data = join(&listener, model(), run(Transaction::Fragment));
+        clock.recv_timeout(Duration::from_millis(1500)).ok();
+        let _control = attach(&listener);
+        data.next(Kind::Call); // the goodbye of a client that is dropped
+    });
+    let joined = Client::connect(config, None, &never);
+    assert!(joined.is_ok(), "{joined:?}");
+    drop(joined);
+    server.join().unwrap();
 }
 
 #[test]
@@ -262,7 +283,7 @@ fn a_replaced_worker_must_stop() {
 
 #[test]
 fn heartbeats_carry_progress_and_events_arrive() {
-    let (address, server) = serve(model(), crate::script::run(Transaction::Fragment), |data, control| {
+    let (address, server) = serve(model(), run(Transaction::Fragment), |data, control| {
         while control.expect::<Heartbeat>(Kind::Heartbeat).progress < 5 {}
         control.send(Kind::Event, 0, &Event::Drain);
         control.send(Kind::Event, 0, &serde_json::json!({"of_tomorrow": {"x": 1}}));
@@ -282,7 +303,7 @@ fn heartbeats_carry_progress_and_events_arrive() {
 
 #[test]
 fn a_server_that_dies_ends_the_session() {
-    let (address, server) = serve(model(), crate::script::run(Transaction::Fragment), |data, _| {
+    let (address, server) = serve(model(), run(Transaction::Fragment), |data, _| {
         drop(data.next(Kind::Call));
     });
     let mut client = Client::connect(client_config(address, 1), None, &never).unwrap();
