@@ -8,6 +8,7 @@ use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
 use offbeat_core::wire::{Kind, decode};
 use socket2::{SockRef, TcpKeepalive};
+use std::collections::HashSet;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
@@ -62,7 +63,8 @@ pub(super) struct Target {
 enum Failure {
     /// Trying again may help.
     Again(String),
-    /// Nothing was heard for so long, and then there was no more time; trying again may help.
+    /// Nothing was heard for so long (of one address; another may have said no), and then there was no more time;
+    /// trying again may help.
     OutOfTime(String, Duration),
     /// The server is there, but said nothing for so long.
     Silent(Duration),
@@ -245,29 +247,36 @@ async fn resolve(
     }
 }
 
-/// Connects to the first address that answers. One that swallows what is sent leaves time for the others.
+/// Connects to the first address that answers. One that swallows what is sent leaves time for the others. Where none
+/// answers, each is told of.
 async fn reach_any(
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> Result<ClosedInChildren<TcpStream>, Failure> {
-    let mut failure = Failure::Again("the name has no address".into());
-    let mut longest = Duration::ZERO;
+    if addresses.is_empty() {
+        return Err(Failure::Again("the name has no address".into()));
+    }
+    let mut tried = HashSet::new();
+    let addresses: Vec<_> = addresses.iter().filter(|address| tried.insert(**address)).collect();
+    let mut causes = Vec::new();
+    let mut longest_silence = None;
     for (address, tries) in addresses.iter().zip((1..=addresses.len()).rev()) {
         let share = time_until(deadline) / u32::try_from(tries).unwrap_or(u32::MAX);
         let limit = share.min(ATTEMPT);
-        failure = match timeout(limit, reach(*address)).await {
+        match timeout(limit, reach(**address)).await {
             Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => Failure::Again(format!("{address}: {error}")),
+            Ok(Err(error)) => causes.push(format!("{address}: {error}")),
             Err(_) => {
-                longest = longest.max(limit);
-                Failure::OutOfTime(
-                    format!("{address}: no answer within {:.1} s", limit.as_secs_f64()),
-                    longest,
-                )
+                causes.push(format!("{address}: no answer within {:.1} s", limit.as_secs_f64()));
+                longest_silence = longest_silence.max(Some(limit));
             }
-        };
+        }
     }
-    Err(failure)
+    let cause = causes.join("; ");
+    Err(match longest_silence {
+        Some(waited) => Failure::OutOfTime(cause, waited),
+        None => Failure::Again(cause),
+    })
 }
 
 /// Connects; closed in children that are forked meanwhile too.
@@ -377,6 +386,35 @@ mod tests {
         assert!(!time_until(deadline).is_zero(), "the first had all of the time");
         let swallowed = runtime.block_on(reach_any(&[swallows], Instant::now() + TELLING));
         assert!(matches!(swallowed, Err(Failure::OutOfTime(..))), "it does not swallow");
+    }
+
+    #[test]
+    fn of_several_addresses_each_is_told_of_once() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        // What is bound and does not listen refuses.
+        let refusing = || {
+            let socket = Socket2::new(Domain::IPV4, Type::STREAM, None).unwrap();
+            socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+            (socket.local_addr().unwrap().as_socket().unwrap(), socket)
+        };
+        let ((a, _a), (b, _b)) = (refusing(), refusing());
+        let told = |addresses: &[SocketAddr], millis| {
+            let deadline = Instant::now() + Duration::from_millis(millis);
+            runtime.block_on(reach_any(addresses, deadline)).map(drop).unwrap_err()
+        };
+        let refused = "Connection refused (os error 111)";
+        match told(&[a, b, a], 20_000) {
+            Failure::Again(cause) => assert_eq!(cause, format!("{a}: {refused}; {b}: {refused}")),
+            other => panic!("{other:?}"),
+        }
+        // The first had less than a second: in the try before it may have said more.
+        let (swallows, _full) = swallowing();
+        let short = told(&[swallows, b], 1600);
+        let cause = short.to_string();
+        assert!(cause.starts_with(&format!("{swallows}: no answer within 0.")), "{cause}");
+        assert!(cause.ends_with(&format!(" s; {b}: {refused}")), "{cause}");
+        assert_eq!(last_words(Some(Failure::Again("before".into())), short).to_string(), "before");
+        assert_eq!(told(&[], 100).to_string(), "the name has no address");
     }
 
     #[test]
