@@ -278,7 +278,7 @@ fn a_sender_that_stops_in_mid_frame_is_cut_off_and_told_why() {
     let refused = raw.refused();
     assert_eq!(refused.code, RefusalCode::Timeout);
     let said = until_state(&server, "a", "lost");
-    assert!(said.contains("no byte for"), "{said}");
+    assert!(said.contains("no byte for 1 s in"), "{said}");
 }
 
 #[test]

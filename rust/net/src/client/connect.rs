@@ -8,6 +8,7 @@ use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
 use offbeat_core::wire::{Kind, decode};
 use socket2::{SockRef, TcpKeepalive};
+use std::collections::HashSet;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
@@ -18,7 +19,7 @@ use tracing::warn;
 
 /// Longest try of one address.
 pub(super) const ATTEMPT: Duration = Duration::from_secs(5);
-/// A try that had less time and heard nothing says nothing of the server: the way to it may take as long.
+/// A silence that was shorter says nothing of the server: the way to it may take as long.
 const TELLING: Duration = Duration::from_secs(1);
 /// Pauses between attempts grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
@@ -62,28 +63,29 @@ pub(super) struct Target {
 enum Failure {
     /// Trying again may help.
     Again(String),
-    /// The time was up before anything was heard; trying again may help.
-    OutOfTime(String),
-    /// The server is there, but said nothing while there was time.
-    Silent,
+    /// Nothing was heard for so long (of one address; another may have said no), and then there was no more time;
+    /// trying again may help.
+    OutOfTime(String, Duration),
+    /// The server is there, but said nothing for so long.
+    Silent(Duration),
     Final(ClientError),
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Again(cause) | Self::OutOfTime(cause) => f.write_str(cause),
-            Self::Silent => f.write_str("something there accepts, and says nothing"),
+            Self::Again(cause) | Self::OutOfTime(cause, _) => f.write_str(cause),
+            Self::Silent(_) => f.write_str("something there accepts, and says nothing"),
             Self::Final(error) => error.fmt(f),
         }
     }
 }
 
-/// What is told when the time is up. The last try had only what was `left` of it: where that was too little to hear
+/// What is told when the time is up. The last try had only what was left of it: where that was too little to hear
 /// anything, the try before knows more.
-fn last_words(before: Option<Failure>, last: Failure, left: Duration) -> Failure {
+fn last_words(before: Option<Failure>, last: Failure) -> Failure {
     match (before, last) {
-        (Some(before), Failure::OutOfTime(_) | Failure::Silent) if left < TELLING => before,
+        (Some(before), Failure::OutOfTime(_, waited) | Failure::Silent(waited)) if waited < TELLING => before,
         (_, last) => last,
     }
 }
@@ -114,9 +116,11 @@ impl Target {
             let waited = begun.elapsed();
             if waited >= limit {
                 let address = self.address.clone();
-                return Err(match last_words(before, failure, left) {
-                    Failure::Silent => ClientError::Timeout { address, what: "its handshake", waited },
-                    Failure::Again(cause) | Failure::OutOfTime(cause) => {
+                return Err(match last_words(before, failure) {
+                    Failure::Silent(waited) => {
+                        ClientError::Timeout { address, what: "its handshake", waited }
+                    }
+                    Failure::Again(cause) | Failure::OutOfTime(cause, _) => {
                         ClientError::Unreachable { address, attempts, waited, cause }
                     }
                     Failure::Final(error) => error,
@@ -152,7 +156,7 @@ impl Target {
                 Err(Failure::Again(error.to_string()))
             }
             Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
-            Err(_) => Err(Failure::Silent),
+            Err(_) => Err(Failure::Silent(limit)),
         }
     }
 
@@ -237,27 +241,42 @@ async fn resolve(
         Ok(Err(_)) => Err(Failure::Again("the name could not be looked up".into())),
         Err(_) => {
             let seconds = limit.as_secs_f64();
-            Err(Failure::OutOfTime(format!("looking up the name gave no answer within {seconds:.1} s")))
+            let cause = format!("looking up the name gave no answer within {seconds:.1} s");
+            Err(Failure::OutOfTime(cause, limit))
         }
     }
 }
 
-/// Connects to the first address that answers. One that swallows what is sent leaves time for the others.
+/// Connects to the first address that answers. One that swallows what is sent leaves time for the others. Where none
+/// answers, each is told of.
 async fn reach_any(
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> Result<ClosedInChildren<TcpStream>, Failure> {
-    let mut failure = Failure::Again("the name has no address".into());
+    if addresses.is_empty() {
+        return Err(Failure::Again("the name has no address".into()));
+    }
+    let mut tried = HashSet::new();
+    let addresses: Vec<_> = addresses.iter().filter(|address| tried.insert(**address)).collect();
+    let mut causes = Vec::new();
+    let mut longest_silence = None;
     for (address, tries) in addresses.iter().zip((1..=addresses.len()).rev()) {
         let share = time_until(deadline) / u32::try_from(tries).unwrap_or(u32::MAX);
         let limit = share.min(ATTEMPT);
-        failure = match timeout(limit, reach(*address)).await {
+        match timeout(limit, reach(**address)).await {
             Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => Failure::Again(format!("{address}: {error}")),
-            Err(_) => Failure::OutOfTime(format!("{address}: no answer within {:.1} s", limit.as_secs_f64())),
-        };
+            Ok(Err(error)) => causes.push(format!("{address}: {error}")),
+            Err(_) => {
+                causes.push(format!("{address}: no answer within {:.1} s", limit.as_secs_f64()));
+                longest_silence = longest_silence.max(Some(limit));
+            }
+        }
     }
-    Err(failure)
+    let cause = causes.join("; ");
+    Err(match longest_silence {
+        Some(waited) => Failure::OutOfTime(cause, waited),
+        None => Failure::Again(cause),
+    })
 }
 
 /// Connects; closed in children that are forked meanwhile too.
@@ -296,6 +315,17 @@ mod tests {
     use socket2::{Domain, Socket as Socket2, Type};
     use std::sync::mpsc;
 
+    /// An address that swallows what is sent to it while the rest is kept: the system drops what comes to a listener
+    /// whose queue is full.
+    fn swallowing() -> (SocketAddr, (Socket2, std::net::TcpStream)) {
+        let full = Socket2::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        full.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        full.listen(0).unwrap();
+        let address = full.local_addr().unwrap().as_socket().unwrap();
+        let queued = std::net::TcpStream::connect(address).unwrap();
+        (address, (full, queued))
+    }
+
     #[test]
     fn what_is_a_url_and_no_address_is_refused_without_looking_it_up() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -305,7 +335,7 @@ mod tests {
                 Err(Failure::Final(error)) => {
                     assert!(error.to_string().contains("give HOST:PORT"), "{error}");
                 }
-                Err(Failure::Silent | Failure::OutOfTime(_) | Failure::Again(_)) | Ok(_) => {
+                Err(Failure::Silent(_) | Failure::OutOfTime(..) | Failure::Again(_)) | Ok(_) => {
                     panic!("{name} was not refused")
                 }
             }
@@ -315,26 +345,39 @@ mod tests {
     #[test]
     fn the_last_words_are_those_of_a_try_that_had_time() {
         let refused = || Failure::Again("refused".into());
-        let late = || Failure::OutOfTime("no answer".into());
-        let told = |before, last, millis| last_words(before, last, Duration::from_millis(millis)).to_string();
-        assert_eq!(told(Some(refused()), late(), 50), "refused");
-        assert_eq!(told(Some(refused()), Failure::Silent, 999), "refused");
-        assert_eq!(told(Some(Failure::Silent), late(), 50), Failure::Silent.to_string());
-        assert_eq!(told(Some(Failure::Silent), refused(), 50), "refused");
-        assert_eq!(told(Some(refused()), late(), 1000), "no answer");
-        assert_eq!(told(Some(refused()), Failure::Silent, 5000), Failure::Silent.to_string());
-        assert_eq!(told(None, late(), 50), "no answer");
+        let late = |millis| Failure::OutOfTime("no answer".into(), Duration::from_millis(millis));
+        let silent = |millis| Failure::Silent(Duration::from_millis(millis));
+        let told = |before, last| last_words(before, last).to_string();
+        assert_eq!(told(Some(refused()), late(50)), "refused");
+        assert_eq!(told(Some(refused()), silent(999)), "refused");
+        assert_eq!(told(Some(silent(5000)), late(50)), silent(0).to_string());
+        assert_eq!(told(Some(silent(5000)), refused()), "refused");
+        assert_eq!(told(Some(refused()), late(1000)), "no answer");
+        assert_eq!(told(Some(refused()), silent(5000)), silent(0).to_string());
+        assert_eq!(told(None, late(50)), "no answer");
+    }
+
+    #[test]
+    fn a_silence_is_as_long_as_its_part_of_the_try() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let ((one, _one), (other, _other)) = (swallowing(), swallowing());
+        let left = Duration::from_millis(400);
+        match runtime.block_on(reach_any(&[one, other], Instant::now() + left)) {
+            Err(Failure::OutOfTime(_, waited)) => assert!(waited <= left / 2, "each had half: {waited:?}"),
+            other => panic!("{other:?}"),
+        }
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap(); // accepts in the kernel
+        let target = Target { address: listener.local_addr().unwrap().to_string(), token: None };
+        match runtime.block_on(target.attempt(&Opening::Status, left)) {
+            Err(Failure::Silent(waited)) => assert!(waited < left, "to connect took some: {waited:?}"),
+            other => panic!("{:?}", other.err()),
+        }
     }
 
     #[test]
     fn an_address_that_swallows_everything_leaves_time_for_the_next() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        // The system drops what comes to a listener whose queue is full.
-        let full = Socket2::new(Domain::IPV4, Type::STREAM, None).unwrap();
-        full.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
-        full.listen(0).unwrap();
-        let swallows = full.local_addr().unwrap().as_socket().unwrap();
-        let _queued = std::net::TcpStream::connect(swallows).unwrap();
+        let (swallows, _full) = swallowing();
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let answers = listener.local_addr().unwrap();
         let deadline = Instant::now() + Duration::from_secs(4);
@@ -342,7 +385,36 @@ mod tests {
         assert_eq!(reached.peer_addr().unwrap(), answers);
         assert!(!time_until(deadline).is_zero(), "the first had all of the time");
         let swallowed = runtime.block_on(reach_any(&[swallows], Instant::now() + TELLING));
-        assert!(matches!(swallowed, Err(Failure::OutOfTime(_))), "it does not swallow");
+        assert!(matches!(swallowed, Err(Failure::OutOfTime(..))), "it does not swallow");
+    }
+
+    #[test]
+    fn of_several_addresses_each_is_told_of_once() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        // What is bound and does not listen refuses.
+        let refusing = || {
+            let socket = Socket2::new(Domain::IPV4, Type::STREAM, None).unwrap();
+            socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+            (socket.local_addr().unwrap().as_socket().unwrap(), socket)
+        };
+        let ((a, _a), (b, _b)) = (refusing(), refusing());
+        let told = |addresses: &[SocketAddr], millis| {
+            let deadline = Instant::now() + Duration::from_millis(millis);
+            runtime.block_on(reach_any(addresses, deadline)).map(drop).unwrap_err()
+        };
+        let refused = "Connection refused (os error 111)";
+        match told(&[a, b, a], 20_000) {
+            Failure::Again(cause) => assert_eq!(cause, format!("{a}: {refused}; {b}: {refused}")),
+            other => panic!("{other:?}"),
+        }
+        // The first had less than a second: in the try before it may have said more.
+        let (swallows, _full) = swallowing();
+        let short = told(&[swallows, b], 1600);
+        let cause = short.to_string();
+        assert!(cause.starts_with(&format!("{swallows}: no answer within 0.")), "{cause}");
+        assert!(cause.ends_with(&format!(" s; {b}: {refused}")), "{cause}");
+        assert_eq!(last_words(Some(Failure::Again("before".into())), short).to_string(), "before");
+        assert_eq!(told(&[], 100).to_string(), "the name has no address");
     }
 
     #[test]
@@ -355,8 +427,10 @@ mod tests {
             Ok(Vec::new())
         };
         match runtime.block_on(resolve("somewhere.invalid:1", limit, look_up)) {
-            Err(Failure::OutOfTime(cause)) => assert!(cause.contains("no answer within 0.1 s"), "{cause}"),
-            Err(Failure::Silent | Failure::Again(_) | Failure::Final(_)) | Ok(_) => {
+            Err(Failure::OutOfTime(cause, waited)) => {
+                assert!(waited == limit && cause.contains("no answer within 0.1 s"), "{cause}");
+            }
+            Err(Failure::Silent(_) | Failure::Again(_) | Failure::Final(_)) | Ok(_) => {
                 panic!("it did not wait for the name")
             }
         }

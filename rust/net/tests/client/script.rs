@@ -114,6 +114,15 @@ pub(crate) fn join(listener: &TcpListener, table: TensorTable, run: RunConfig) -
     data
 }
 
+/// Attaches the worker that joined: gives its control connection.
+pub(crate) fn attach(listener: &TcpListener) -> Peer {
+    let mut control = Peer::greet(listener);
+    let attach: Attach = control.expect(Kind::Attach);
+    assert_eq!((attach.incarnation, attach.secret), (7, [9; 16]));
+    control.frame(Header::new(Kind::Attached), &[]);
+    control
+}
+
 /// Serves one worker: joins and attaches it, then `script` has its data and control connections.
 pub(crate) fn serve(
     table: TensorTable,
@@ -126,10 +135,7 @@ pub(crate) fn serve(
     let address = listener.local_addr().unwrap();
     let thread = std::thread::spawn(move || {
         let mut data = join(&listener, table, run);
-        let mut control = Peer::greet(&listener);
-        let attach: Attach = control.expect(Kind::Attach);
-        assert_eq!((attach.incarnation, attach.secret), (7, [9; 16]));
-        control.frame(Header::new(Kind::Attached), &[]);
+        let mut control = attach(&listener);
         script(&mut data, &mut control);
     });
     (address, thread)
