@@ -1,7 +1,9 @@
 """A model as a .safetensors file, read and written without torch. Loading one runs no code."""
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,15 @@ __all__ = ["check_writable", "load", "save"]
 TORCHS = (b"PK", b"\x80\x02")
 """How a file of `torch.save` begins: today's are zip archives, older ones pickles."""
 TORCHS_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+"""What may be where a file is to be, in words."""
 
 BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
 
@@ -52,10 +63,10 @@ def save(state: Mapping[str, Any], path: Path) -> None:
     Args:
         state: Arrays or tensors by name, as `ParameterServer.state_dict` gives them; what is uint16 there is
             bfloat16 on a machine whose numpy does not know it.
-        path: The file; replaced if it is there.
+        path: The file; replaced if it is there. Of a symbolic link, the file that it leads to.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, or what is there is no file.
     """
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
@@ -70,7 +81,8 @@ def save(state: Mapping[str, Any], path: Path) -> None:
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
         )
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    target = _target(path)
+    handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     try:
         serialize_file(specs, beside, metadata={"format": "pt"})
@@ -79,7 +91,7 @@ def save(state: Mapping[str, Any], path: Path) -> None:
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(beside, 0o666 & ~mask)  # noqa: PTH101  mkstemp's is for its owner alone
-        os.replace(beside, path)  # noqa: PTH105
+        os.replace(beside, target)  # noqa: PTH105
     except SafetensorError as error:  # of a full disk, too
         raise OSError(f"{path} cannot be written: {error}") from error
     finally:
@@ -91,17 +103,38 @@ def check_writable(path: Path) -> None:
     """Refuse, before hours of training, a file that could not be written after them, or read as what it says.
 
     Raises:
-        ConfigError: If its folder is not there or cannot be written to, or its name is one of a torch file.
+        ConfigError: If its folder is not there or cannot be written to, if what is there is no file, or its
+            name is one of a torch file.
     """
     if path.suffix.lower() in TORCHS_SUFFIXES:
         raise ConfigError(
             f"--save: {path} would hold .safetensors, which torch.load does not read: name it "
             f"{path.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file"
         )
-    if not path.parent.is_dir():
-        raise ConfigError(f"--save: there is no folder {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    try:
+        target = _target(path)
+    except OSError as error:
+        raise ConfigError(f"--save: {path} cannot be written: {error.strerror}") from error
+    if not target.parent.is_dir():
+        raise ConfigError(f"--save: there is no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"--save: {path} cannot be written")
+
+
+def _target(path: Path) -> Path:
+    """Follow symbolic links to where a file is to be, which must be a file or nothing: it will be replaced.
+
+    Raises:
+        OSError: If it is something else, or nobody can say.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG  # nothing is there, or the last link leads to nothing: it will be a file
+    if not stat.S_ISREG(mode):
+        what = KINDS.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {what}, and only a file can be replaced by a model", str(path))
+    return Path(os.path.realpath(path))
 
 
 def _register_bfloat16() -> None:

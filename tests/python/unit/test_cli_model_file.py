@@ -1,5 +1,7 @@
 """A model's file: what is written is what is read, by us and by torch's readers."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -118,3 +120,50 @@ def test_a_name_of_a_torch_file_is_refused_before_anything_is_trained(tmp_path, 
     ):
         model_file.check_writable(tmp_path / f"model{suffix}")
     model_file.check_writable(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("make", "what"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a folder")])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_file_is_refused_and_never_replaced(tmp_path, make, what, is_link):
+    path = there = tmp_path / "model.safetensors"
+    make(there)
+    if is_link:
+        path = tmp_path / "link"
+        path.symlink_to(there)
+    with pytest.raises(ConfigError, match=f"--save: {path} cannot be written: it is {what}"):
+        model_file.check_writable(path)
+    before = there.stat()
+    with pytest.raises(OSError, match=f"it is {what}"):
+        model_file.save({"w": np.zeros(2, np.float32)}, path)
+    assert os.path.samestat(there.stat(), before)
+    assert path.is_symlink() == is_link
+
+
+def test_links_that_lead_in_a_circle_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot be written: Too many levels of symbolic links"):
+        model_file.check_writable(path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_stays_and_the_model_is_where_it_leads(tmp_path, is_there):
+    far, near = tmp_path / "far", tmp_path / "near"
+    far.mkdir()
+    near.mkdir()
+    path = near / "model.safetensors"
+    path.symlink_to("../far/real.safetensors")
+    if is_there:
+        path.write_bytes(b"of a run before")
+    model_file.check_writable(path)
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert path.is_symlink()
+    assert model_file.load(far / "real.safetensors")["w"].tolist() == [1, 1]
+    assert [p.name for folder in (far, near) for p in folder.iterdir()] == ["real.safetensors", path.name]
+
+
+def test_a_link_to_a_folder_that_is_not_there_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.symlink_to(tmp_path / "gone" / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"there is no folder {tmp_path / 'gone'}"):
+        model_file.check_writable(path)
