@@ -3,9 +3,10 @@
 import contextlib
 import errno
 import os
+import secrets
+import shutil
 import stat
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +83,18 @@ def save(state: Mapping[str, Any], path: Path) -> None:
             data_len=array.nbytes,
         )
     target = _target(path)
-    handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
-        serialize_file(specs, beside, metadata={"format": "pt"})
-        with open(beside, "rb") as written:  # noqa: PTH123  a descriptor to sync, no path
+    with _folder_beside(target) as folder:
+        whole = folder / "model"
+        try:
+            serialize_file(specs, whole, metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(f"{path} cannot be written: {error}") from error
+        with whole.open("rb") as written:
             os.fsync(written.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(beside, 0o666 & ~mask)  # noqa: PTH101  mkstemp's is for its owner alone
-        os.replace(beside, target)  # noqa: PTH105
-    except SafetensorError as error:  # of a full disk, too
-        raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # it is in its place
-            os.unlink(beside)  # noqa: PTH108
+        whole.chmod(0o666 & ~mask)  # safetensors' is for its owner alone
+        whole.replace(target)
 
 
 def check_writable(path: Path) -> None:
@@ -113,12 +111,14 @@ def check_writable(path: Path) -> None:
         )
     try:
         target = _target(path)
+        if not target.parent.is_dir():
+            raise ConfigError(f"--save: there is no folder {target.parent}")
+        with _folder_beside(target) as folder:  # as `save` will do, but where nobody sees the empty file
+            empty = folder / "model"
+            empty.touch()
+            empty.replace(folder / target.name)
     except OSError as error:
         raise ConfigError(f"--save: {path} cannot be written: {error.strerror}") from error
-    if not target.parent.is_dir():
-        raise ConfigError(f"--save: there is no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"--save: {path} cannot be written")
 
 
 def _target(path: Path) -> Path:
@@ -135,6 +135,20 @@ def _target(path: Path) -> Path:
         what = KINDS.get(stat.S_IFMT(mode), "no file")
         raise OSError(errno.EINVAL, f"it is {what}, and only a file can be replaced by a model", str(path))
     return Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    """Make a folder for a file that will replace another, on its disk; it goes with what is left in it.
+
+    Its name is short, whatever the file's: that may be as long as a name can be.
+    """
+    folder = target.parent / f".offbeat-{secrets.token_hex(4)}"
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _register_bfloat16() -> None:

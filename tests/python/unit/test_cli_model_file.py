@@ -1,5 +1,6 @@
 """A model's file: what is written is what is read, by us and by torch's readers."""
 
+import errno
 import os
 
 import numpy as np
@@ -167,3 +168,27 @@ def test_a_link_to_a_folder_that_is_not_there_is_refused(tmp_path):
     path.symlink_to(tmp_path / "gone" / "model.safetensors")
     with pytest.raises(ConfigError, match=f"there is no folder {tmp_path / 'gone'}"):
         model_file.check_writable(path)
+
+
+def test_a_name_may_be_as_long_as_names_can_be_and_a_longer_one_is_refused_at_the_start(tmp_path):
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    path = tmp_path / ("m" * longest)
+    model_file.check_writable(path)
+    assert not list(tmp_path.iterdir()), "trying leaves nothing"
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert model_file.load(path)["w"].tolist() == [1, 1]
+    with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+        model_file.check_writable(tmp_path / ("m" * (longest + 1)))
+
+
+@pytest.mark.parametrize("refused", ["mkdir", "replace"])
+def test_a_folder_in_which_nothing_can_be_made_or_renamed_is_refused_at_the_start(
+    tmp_path, monkeypatch, refused
+):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, refused, refuse)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be written: Read-only file system"):
+        model_file.check_writable(tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
