@@ -144,8 +144,8 @@ def _folder_beside(target: Path) -> Iterator[Path]:
     Its name is short, whatever the file's: that may be as long as a name can be.
     """
     folder = target.parent / f".offbeat-{secrets.token_hex(4)}"
-    folder.mkdir(mode=0o700)
     try:
+        folder.mkdir(mode=0o700)  # in here: a signal may come when it is made
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -192,3 +192,18 @@ def test_a_folder_in_which_nothing_can_be_made_or_renamed_is_refused_at_the_star
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be written: Read-only file system"):
         model_file.check_writable(tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_when_the_folder_beside_is_made_leaves_nothing(tmp_path, monkeypatch):
+    made = []
+
+    def interrupted(*arguments, mkdir=os.mkdir, **keywords):
+        mkdir(*arguments, **keywords)
+        made.append(arguments[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model_file.save({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert len(made) == 1
+    assert not list(tmp_path.iterdir())
