@@ -91,9 +91,7 @@ def save(state: Mapping[str, Any], path: Path) -> None:
             raise OSError(f"{path} cannot be written: {error}") from error
         with whole.open("rb") as written:
             os.fsync(written.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        whole.chmod(0o666 & ~mask)  # safetensors' is for its owner alone
+        _permit_as(target, whole)
         whole.replace(target)
 
 
@@ -116,6 +114,7 @@ def check_writable(path: Path) -> None:
         with _folder_beside(target) as folder:  # as `save` will do, but where nobody sees the empty file
             empty = folder / "model"
             empty.touch()
+            _permit_as(target, empty)
             empty.replace(folder / target.name)
     except OSError as error:
         raise ConfigError(f"--save: {path} cannot be written: {error.strerror}") from error
@@ -149,6 +148,24 @@ def _folder_beside(target: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _permit_as(target: Path, new: Path) -> None:
+    """Let those use a file, which is its owner's alone as yet, who may use the one that it will replace.
+
+    Where there is none, those whom the umask leaves.
+    """
+    try:
+        before = target.stat()
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        new.chmod(0o666 & ~mask)
+        return
+    for owner, group in ((-1, before.st_gid), (before.st_uid, -1)):
+        with contextlib.suppress(OSError):  # which root may, and of groups their members
+            os.chown(new, owner, group)
+    new.chmod(before.st_mode & 0o777)
 
 
 def _register_bfloat16() -> None:

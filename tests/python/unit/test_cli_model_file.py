@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 
 import numpy as np
 import pytest
@@ -207,3 +208,29 @@ def test_a_signal_when_the_folder_beside_is_made_leaves_nothing(tmp_path, monkey
         model_file.save({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert len(made) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o600, 0o600), (0o664, 0o664), (None, 0o640)])
+def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_what_the_umask_leaves(
+    tmp_path, before, after
+):
+    path = tmp_path / "model.safetensors"
+    if before is not None:
+        path.touch()
+        path.chmod(before)
+    mask = os.umask(0o027)
+    try:
+        model_file.check_writable(path)
+        model_file.save({"w": np.ones(2, np.float32)}, path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == after
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_that_root_replaces_keeps_its_owner(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.touch(0o600)
+    os.chown(path, 12345, 54321)
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
