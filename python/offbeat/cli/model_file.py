@@ -99,8 +99,8 @@ def check_writable(path: Path) -> None:
     """Refuse, before hours of training, a file that could not be written after them, or read as what it says.
 
     Raises:
-        ConfigError: If its folder is not there or cannot be written to, if what is there is no file, or its
-            name is one of a torch file.
+        ConfigError: If its folder is not there, if what is there is no file or may not be written, if nothing
+            can be made there, or its name is one of a torch file.
     """
     if path.suffix.lower() in TORCHS_SUFFIXES:
         raise ConfigError(
@@ -111,6 +111,8 @@ def check_writable(path: Path) -> None:
         target = _target(path)
         if not target.parent.is_dir():
             raise ConfigError(f"--save: there is no folder {target.parent}")
+        if target.exists() and not os.access(target, os.W_OK):  # which replacing it would not ask
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
         with _folder_beside(target) as folder:  # as `save` will do, but where nobody sees the empty file
             empty = folder / "model"
             empty.touch()

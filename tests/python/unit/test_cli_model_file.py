@@ -234,3 +234,17 @@ def test_a_file_that_root_replaces_keeps_its_owner(tmp_path):
     os.chown(path, 12345, 54321)
     model_file.save({"w": np.ones(2, np.float32)}, path)
     assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
+
+
+def test_a_file_that_this_user_may_not_write_is_refused_at_the_start(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.touch(0o444)
+
+    def access(asked, mode):  # as for anybody but root
+        return bool(os.stat(asked).st_mode & 0o200) or mode != os.W_OK  # noqa: PTH116  any kind of path
+
+    monkeypatch.setattr(os, "access", access)
+    with pytest.raises(ConfigError, match=f"--save: {path} cannot be written: Permission denied"):
+        model_file.check_writable(path)
+    path.chmod(0o644)
+    model_file.check_writable(path)
