@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode
-from offbeat.cli.parser import Parser, positive_int
+from offbeat.cli.parser import Parser, count, positive_int
 from offbeat.cli.processes import Ended, Processes
 from offbeat.cli.say import say
 from offbeat.cli.serving import (
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--first-rank",
-        type=int,
+        type=count,
         default=0,
         metavar="K",
         help="RANK of the first worker here; default: %(default)s",
@@ -63,6 +63,13 @@ def run(arguments: Namespace) -> int:
         misplaced = any(word.partition("=")[0] == "--workers" for word in arguments.arguments)
         before = f" before the script: what stands after {arguments.script} is the script's"
         raise ConfigError("how many workers? Give --workers N" + (before if misplaced else ""))
+    num_ranks = arguments.first_rank + arguments.workers
+    if arguments.world_size is not None and arguments.world_size < num_ranks:
+        raise ConfigError(
+            f"the workers here have ranks up to {num_ranks - 1} (--first-rank {arguments.first_rank}, "
+            f"--workers {arguments.workers}), and --world-size is {arguments.world_size}: give {num_ranks} "
+            f"or more there, which counts the workers of all machines, or less for the other two"
+        )
     if arguments.server is not None and (given := run_options_given(arguments)):
         raise ConfigError(
             f"{', '.join(given)}: with --server none is started here that could take it; give it to "
