@@ -37,10 +37,7 @@ class StalenessPolicy:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        faults = self._faults()
-        if not (self.max_staleness is None or is_count(self.max_staleness)):
-            faults.append(f"max_staleness is {self.max_staleness!r}: it is 0 or more updates, or None")
-        if faults:
+        if faults := self._faults() + _no_bound(self.max_staleness):
             raise ConfigError(f"{type(self).__name__}: " + "; ".join(faults))
 
     def weight(self) -> dict[str, Any] | None:
@@ -80,8 +77,7 @@ class AdaptiveLR(StalenessPolicy):
     name = "adaptive_lr"
 
     def _faults(self) -> list[str]:
-        good = is_number(self.factor) and 0 < self.factor <= 1
-        return [] if good else [f"factor is {self.factor!r}: it is a number above 0 and at most 1"]
+        return _no_factor("factor", self.factor)
 
     def _weight(self) -> dict[str, Any]:
         return {"name": self.name, "factor": float(self.factor)}
@@ -207,6 +203,11 @@ def resolve(
         ConfigError: If a name is unknown, or a keyword and an object disagree; it names both values.
     """
     given = policy if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
+    faults = _no_bound(max_staleness)
+    if any(isinstance(p, str) and p == AdaptiveLR.name for p in given):
+        faults += _no_factor("staleness_lr_factor", lr_factor)
+    if faults:
+        raise ConfigError("; ".join(faults))
     policies = [_named(p, lr_factor) for p in given]
     kinds = [type(p) for p in policies]
     twice = [kind.name for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
@@ -230,7 +231,6 @@ def resolve(
         )
     if faults:
         raise ConfigError("; ".join(faults))
-    GradientFiltering(max_staleness=bound)  # the keyword passes the same check
     weights = {p.name: p.weight() for p in policies}
     ordered = [weights[name] for name in _POLICIES if weights.get(name) is not None]
     spec = {
@@ -260,6 +260,16 @@ def _warn_of_unheard_factor(kinds: Sequence[type], lr_factor: float) -> None:
     if AdaptiveLR not in kinds and lr_factor != DEFAULT_LR_FACTOR:
         given = f"staleness_lr_factor={lr_factor!r}"
         warnings.warn(f"{given} has no effect: no staleness policy is 'adaptive_lr'", stacklevel=4)
+
+
+def _no_bound(max_staleness: object) -> list[str]:
+    good = max_staleness is None or is_count(max_staleness)
+    return [] if good else [f"max_staleness is {max_staleness!r}: it is 0 or more updates, or None"]
+
+
+def _no_factor(name: str, value: float) -> list[str]:
+    good = is_number(value) and 0 < value <= 1
+    return [] if good else [f"{name} is {value!r}: it is a number above 0 and at most 1"]
 
 
 def _not_negative(name: str, value: float) -> list[str]:

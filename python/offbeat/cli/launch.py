@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode
-from offbeat.cli.parser import Parser, positive_int
+from offbeat.cli.parser import Parser, count, positive_int
 from offbeat.cli.processes import Ended, Processes
 from offbeat.cli.say import say
 from offbeat.cli.serving import (
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--first-rank",
-        type=int,
+        type=count,
         default=0,
         metavar="K",
         help="RANK of the first worker here; default: %(default)s",
@@ -59,17 +59,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Run the workers until all have ended; the first failure is the exit code."""
-    if arguments.workers is None:
-        misplaced = any(word.partition("=")[0] == "--workers" for word in arguments.arguments)
-        before = f" before the script: what stands after {arguments.script} is the script's"
-        raise ConfigError("how many workers? Give --workers N" + (before if misplaced else ""))
-    if arguments.server is not None and (given := run_options_given(arguments)):
-        raise ConfigError(
-            f"{', '.join(given)}: with --server none is started here that could take it; give it to "
-            f"`offbeat server`, or leave out --server"
-        )
-    if not arguments.script.is_file():
-        raise ConfigError(f"there is no script {arguments.script}")
+    _check(arguments)
     command = [sys.executable, str(arguments.script), *arguments.arguments]
     num_workers = arguments.workers
     failed: list[Ended] = []
@@ -105,6 +95,32 @@ def run(arguments: Namespace) -> int:
             raise workers.lost_output
         return next(iter(of_server), ExitCode.OK)
     return _failure(failed, num_workers, workers.lost_output)
+
+
+def _check(arguments: Namespace) -> None:
+    """Refuse what no run can be, before anything starts.
+
+    Raises:
+        ConfigError: It names the options and the remedy.
+    """
+    if arguments.workers is None:
+        misplaced = any(word.partition("=")[0] == "--workers" for word in arguments.arguments)
+        before = f" before the script: what stands after {arguments.script} is the script's"
+        raise ConfigError("how many workers? Give --workers N" + (before if misplaced else ""))
+    num_ranks = arguments.first_rank + arguments.workers
+    if arguments.world_size is not None and arguments.world_size < num_ranks:
+        raise ConfigError(
+            f"the workers here have ranks up to {num_ranks - 1} (--first-rank {arguments.first_rank}, "
+            f"--workers {arguments.workers}), and --world-size is {arguments.world_size}: give {num_ranks} "
+            f"or more there, which counts the workers of all machines, or less for the other two"
+        )
+    if arguments.server is not None and (given := run_options_given(arguments)):
+        raise ConfigError(
+            f"{', '.join(given)}: with --server none is started here that could take it; give it to "
+            f"`offbeat server`, or leave out --server"
+        )
+    if not arguments.script.is_file():
+        raise ConfigError(f"there is no script {arguments.script}")
 
 
 def environment(

@@ -1,9 +1,12 @@
 """A model as a .safetensors file, read and written without torch. Loading one runs no code."""
 
 import contextlib
+import errno
 import os
-import tempfile
-from collections.abc import Mapping
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,15 @@ __all__ = ["check_writable", "load", "save"]
 TORCHS = (b"PK", b"\x80\x02")
 """How a file of `torch.save` begins: today's are zip archives, older ones pickles."""
 TORCHS_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+"""What may be where a file is to be, in words."""
 
 BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
 
@@ -52,10 +64,10 @@ def save(state: Mapping[str, Any], path: Path) -> None:
     Args:
         state: Arrays or tensors by name, as `ParameterServer.state_dict` gives them; what is uint16 there is
             bfloat16 on a machine whose numpy does not know it.
-        path: The file; replaced if it is there.
+        path: The file; replaced if it is there. Of a symbolic link, the file that it leads to.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, or what is there is no file.
     """
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
@@ -70,38 +82,92 @@ def save(state: Mapping[str, Any], path: Path) -> None:
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
         )
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        serialize_file(specs, beside, metadata={"format": "pt"})
-        with open(beside, "rb") as written:  # noqa: PTH123  a descriptor to sync, no path
+    target = _target(path)
+    with _folder_beside(target) as folder:
+        whole = folder / "model"
+        try:
+            serialize_file(specs, whole, metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(f"{path} cannot be written: {error}") from error
+        with whole.open("rb") as written:
             os.fsync(written.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(beside, 0o666 & ~mask)  # noqa: PTH101  mkstemp's is for its owner alone
-        os.replace(beside, path)  # noqa: PTH105
-    except SafetensorError as error:  # of a full disk, too
-        raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # it is in its place
-            os.unlink(beside)  # noqa: PTH108
+        _permit_as(target, whole)
+        whole.replace(target)
 
 
 def check_writable(path: Path) -> None:
     """Refuse, before hours of training, a file that could not be written after them, or read as what it says.
 
     Raises:
-        ConfigError: If its folder is not there or cannot be written to, or its name is one of a torch file.
+        ConfigError: If its folder is not there, if what is there is no file or may not be written, if nothing
+            can be made there, or its name is one of a torch file.
     """
     if path.suffix.lower() in TORCHS_SUFFIXES:
         raise ConfigError(
             f"--save: {path} would hold .safetensors, which torch.load does not read: name it "
             f"{path.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file"
         )
-    if not path.parent.is_dir():
-        raise ConfigError(f"--save: there is no folder {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--save: {path} cannot be written")
+    try:
+        target = _target(path)
+        if not target.parent.is_dir():
+            raise ConfigError(f"--save: there is no folder {target.parent}")
+        if target.exists() and not os.access(target, os.W_OK):  # which replacing it would not ask
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+        with _folder_beside(target) as folder:  # as `save` will do, but where nobody sees the empty file
+            empty = folder / "model"
+            empty.touch()
+            _permit_as(target, empty)
+            empty.replace(folder / target.name)
+    except OSError as error:
+        raise ConfigError(f"--save: {path} cannot be written: {error.strerror}") from error
+
+
+def _target(path: Path) -> Path:
+    """Follow symbolic links to where a file is to be, which must be a file or nothing: it will be replaced.
+
+    Raises:
+        OSError: If it is something else, or nobody can say.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG  # nothing is there, or the last link leads to nothing: it will be a file
+    if not stat.S_ISREG(mode):
+        what = KINDS.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {what}, and only a file can be replaced by a model", str(path))
+    return Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    """Make a folder for a file that will replace another, on its disk; it goes with what is left in it.
+
+    Its name is short, whatever the file's: that may be as long as a name can be.
+    """
+    folder = target.parent / f".offbeat-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(mode=0o700)  # in here: a signal may come when it is made
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _permit_as(target: Path, new: Path) -> None:
+    """Let those use a file, which is its owner's alone as yet, who may use the one that it will replace.
+
+    Where there is none, those whom the umask leaves.
+    """
+    try:
+        before = target.stat()
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        new.chmod(0o666 & ~mask)
+        return
+    for owner, group in ((-1, before.st_gid), (before.st_uid, -1)):
+        with contextlib.suppress(OSError):  # which root may, and of groups their members
+            os.chown(new, owner, group)
+    new.chmod(before.st_mode & 0o777)
 
 
 def _register_bfloat16() -> None:

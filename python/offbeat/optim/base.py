@@ -114,9 +114,9 @@ class OptimizerSpec:
                 except (TypeError, ValueError, OverflowError, RuntimeError) as error:
                     faults.append(f"{where}{name} is {value!r}: {error}")
             elif name not in IGNORED:
-                faults.append(
-                    unknown(f"keyword of {type(self).__name__}", where + name, [where + d for d in defaults])
-                )
+                # Not with `where` before each name: so much that is the same makes any two near.
+                kind = f"keyword of {type(self).__name__} in {where.rstrip('.')}"
+                faults.append(unknown(kind, name, list(defaults)))
         return values, faults
 
     def _value(self, name: str, value: object, default: object) -> object:

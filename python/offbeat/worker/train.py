@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from offbeat.worker.link import Link
 from offbeat.worker.progress import Progress
 from offbeat.worker.steps import Steps
 
-__all__ = ["LossFunction", "TrainPlan", "run"]
+__all__ = ["LossFunction", "TrainPlan", "run", "stop_noted"]
 
 #: In a row, before `train` gives up: what made so many wrong will not pass by itself.
 MAX_REJECTIONS = 100
@@ -75,18 +75,25 @@ def run(
     """
     loop = _Loop(plan, link=link, steps=steps, device=device, history=history, progress=progress)
     try:
-        with progress:
+        with stop_noted(history), progress:
             loop.run()
+    finally:
+        loop.note_time()
+        link.binding.clear_gradients()  # of a batch that broke off between its backward and its step
+        steps.drop()
+
+
+@contextmanager
+def stop_noted(history: History) -> Iterator[None]:
+    """Write down in `history` why training stopped, where that is an exception."""
+    try:
+        yield
     except KeyboardInterrupt:
         history.stopped = "interrupted"
         raise
     except BaseException:
         history.stopped = "failed"
         raise
-    finally:
-        loop.note_time()
-        link.binding.clear_gradients()  # of a batch that broke off between its backward and its step
-        steps.drop()
 
 
 class _Loop:

@@ -25,7 +25,7 @@ from offbeat.worker.gradients import LossReduction
 from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
-from offbeat.worker.train import LossFunction, TrainPlan, run
+from offbeat.worker.train import LossFunction, TrainPlan, run, stop_noted
 from offbeat.worker.turn import one_thread, whole_turn
 
 if TYPE_CHECKING:
@@ -317,8 +317,9 @@ class AsyncWorker(process.Live):
         )
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
-        steps.flush()
-        self._link.pull()
+        with stop_noted(history):
+            steps.flush()
+            self._link.pull()
         try:
             total = plan.num_batches(1 if steps.live else self.update_frequency)
             shown = progress_for(asked=progress, total=total, name=self.id)

@@ -115,6 +115,14 @@ def test_a_save_that_found_no_model_is_code_13(tmp_path):
         assert "nothing is saved: the server has no model yet" in server.said
 
 
+def test_a_save_to_what_is_no_file_is_code_2_before_the_server_listens(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with serving("--save", str(tmp_path / "fifo")) as server:
+        assert server.ends() == 2, server.said
+    assert "cannot be written: it is a FIFO" in server.said
+    assert "listens" not in server.said
+
+
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told_with_code_13(tmp_path, model, num_signals):
     saved = tmp_path / "trained.safetensors"

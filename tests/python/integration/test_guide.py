@@ -4,12 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 import offbeat
-from offbeat import errors, staleness
+from offbeat import errors, history, staleness
 from offbeat.receipt import Receipt
 
 ROOT = Path(__file__).parents[3]
@@ -107,3 +108,10 @@ def test_every_error_is_explained_with_what_it_also_is():
         if name != "OffbeatError"
     }
     assert table == found
+
+
+def test_the_guide_names_each_way_in_which_train_stops():
+    (listed,) = re.findall(r"`stopped` is\n(.*?)\n\n", GUIDE, re.DOTALL)
+    ways = get_args(history.Stopped)
+    assert len(ways) == 6
+    assert sorted(re.findall(r'`"(\w+)"`', listed)) == sorted(ways)

@@ -526,6 +526,20 @@ def test_a_hundred_rejections_in_a_row_raise_with_the_reasons(serve, join, in_fl
     assert server.status()["version"] == 0
 
 
+@pytest.mark.parametrize(("error", "stopped"), [(OSError, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_a_train_that_ends_before_its_first_batch_has_stopped(serve, join, monkeypatch, error, stopped):
+    worker = join(serve(net()), net())
+
+    def pull():
+        assert worker.history.stopped == "running"
+        raise error
+
+    monkeypatch.setattr(worker._link, "pull", pull)
+    with pytest.raises(error):
+        worker.train(dataset=dataset(), loss_fn=LOSS, optimizer=SPEC, progress=False)
+    assert worker.history.stopped == stopped
+
+
 def warned(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 

@@ -91,6 +91,16 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["launch", "train.py"], "--workers"),
         (["launch", "train.py", "--workers", "2"], "Give --workers N before the script"),
         (["launch", "--workers", "2"], "are required: SCRIPT ("),
+        (
+            ["launch", "--workers", "2", "--first-rank", "3", "--world-size", "2", "train.py"],
+            "have ranks up to 4 (--first-rank 3, --workers 2), and --world-size is 2: give 5 or more",
+        ),
+        (
+            ["launch", "--workers", "2", "--first-rank", "1", "--world-size", "2", "train.py"],
+            "give 3 or more",
+        ),
+        (["launch", "--workers", "3", "--world-size", "2", "train.py"], "give 3 or more"),
+        (["launch", "--workers", "2", "--first-rank", "-1", "train.py"], "'-1' is not a whole number, 0 or"),
         (["status"], "OFFBEAT_SERVER"),
         (["demo", "--json", "no/such/folder/demo.json"], "no/such/folder"),
     ],

@@ -1,5 +1,9 @@
 """A model's file: what is written is what is read, by us and by torch's readers."""
 
+import errno
+import os
+import stat
+
 import numpy as np
 import pytest
 
@@ -118,3 +122,129 @@ def test_a_name_of_a_torch_file_is_refused_before_anything_is_trained(tmp_path, 
     ):
         model_file.check_writable(tmp_path / f"model{suffix}")
     model_file.check_writable(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("make", "what"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a folder")])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_file_is_refused_and_never_replaced(tmp_path, make, what, is_link):
+    path = there = tmp_path / "model.safetensors"
+    make(there)
+    if is_link:
+        path = tmp_path / "link"
+        path.symlink_to(there)
+    with pytest.raises(ConfigError, match=f"--save: {path} cannot be written: it is {what}"):
+        model_file.check_writable(path)
+    before = there.stat()
+    with pytest.raises(OSError, match=f"it is {what}"):
+        model_file.save({"w": np.zeros(2, np.float32)}, path)
+    assert os.path.samestat(there.stat(), before)
+    assert path.is_symlink() == is_link
+
+
+def test_links_that_lead_in_a_circle_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot be written: Too many levels of symbolic links"):
+        model_file.check_writable(path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_stays_and_the_model_is_where_it_leads(tmp_path, is_there):
+    far, near = tmp_path / "far", tmp_path / "near"
+    far.mkdir()
+    near.mkdir()
+    path = near / "model.safetensors"
+    path.symlink_to("../far/real.safetensors")
+    if is_there:
+        path.write_bytes(b"of a run before")
+    model_file.check_writable(path)
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert path.is_symlink()
+    assert model_file.load(far / "real.safetensors")["w"].tolist() == [1, 1]
+    assert [p.name for folder in (far, near) for p in folder.iterdir()] == ["real.safetensors", path.name]
+
+
+def test_a_link_to_a_folder_that_is_not_there_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.symlink_to(tmp_path / "gone" / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"there is no folder {tmp_path / 'gone'}"):
+        model_file.check_writable(path)
+
+
+def test_a_name_may_be_as_long_as_names_can_be_and_a_longer_one_is_refused_at_the_start(tmp_path):
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    path = tmp_path / ("m" * longest)
+    model_file.check_writable(path)
+    assert not list(tmp_path.iterdir()), "trying leaves nothing"
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert model_file.load(path)["w"].tolist() == [1, 1]
+    with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+        model_file.check_writable(tmp_path / ("m" * (longest + 1)))
+
+
+@pytest.mark.parametrize("refused", ["mkdir", "replace"])
+def test_a_folder_in_which_nothing_can_be_made_or_renamed_is_refused_at_the_start(
+    tmp_path, monkeypatch, refused
+):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, refused, refuse)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be written: Read-only file system"):
+        model_file.check_writable(tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_when_the_folder_beside_is_made_leaves_nothing(tmp_path, monkeypatch):
+    made = []
+
+    def interrupted(*arguments, mkdir=os.mkdir, **keywords):
+        mkdir(*arguments, **keywords)
+        made.append(arguments[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model_file.save({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert len(made) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o600, 0o600), (0o664, 0o664), (None, 0o640)])
+def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_what_the_umask_leaves(
+    tmp_path, before, after
+):
+    path = tmp_path / "model.safetensors"
+    if before is not None:
+        path.touch()
+        path.chmod(before)
+    mask = os.umask(0o027)
+    try:
+        model_file.check_writable(path)
+        model_file.save({"w": np.ones(2, np.float32)}, path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == after
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_that_root_replaces_keeps_its_owner(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.touch(0o600)
+    os.chown(path, 12345, 54321)
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
+
+
+def test_a_file_that_this_user_may_not_write_is_refused_at_the_start(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.touch(0o444)
+
+    def access(asked, mode):  # as for anybody but root
+        return bool(os.stat(asked).st_mode & 0o200) or mode != os.W_OK  # noqa: PTH116  any kind of path
+
+    monkeypatch.setattr(os, "access", access)
+    with pytest.raises(ConfigError, match=f"--save: {path} cannot be written: Permission denied"):
+        model_file.check_writable(path)
+    path.chmod(0o644)
+    model_file.check_writable(path)

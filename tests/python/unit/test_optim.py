@@ -126,7 +126,10 @@ def test_partial_that_holds_parameters_is_refused():
         (lambda: optim.SGD(momentm=0.9), "did you mean 'momentum'"),
         (lambda: optim.Adam(beta=(0.9, 0.99)), "did you mean 'betas'"),
         (lambda: optim.AdamW(weightdecay=0.1), "did you mean 'weight_decay'"),
-        (lambda: optim.SGD(groups=[{"pattern": "*", "lrr": 1}]), r"did you mean 'groups\[0\]\.lr'"),
+        (
+            lambda: optim.SGD(groups=[{"pattern": "*", "lrr": 1}]),
+            r"keyword of SGD in groups\[0\] 'lrr'; did you mean 'lr'",
+        ),
         (lambda: optim.as_spec("sdg"), r"did you mean offbeat\.optim\.SGD\("),
         (
             lambda: optim.as_spec("L-BFGS"),
@@ -139,6 +142,15 @@ def test_partial_that_holds_parameters_is_refused():
 def test_near_miss_names_the_nearest(made, said):
     with pytest.raises(ConfigError, match=said):
         made()
+
+
+@pytest.mark.parametrize("name", ["beta", "learning_rate", "zzz"])
+def test_an_unknown_name_in_a_group_is_no_nearer_than_elsewhere(name):
+    known = "Known: lr, momentum, dampening, weight_decay, nesterov, maximize"
+    with pytest.raises(ConfigError, match=f"unknown keyword of SGD '{name}'; {known}, groups$"):
+        optim.SGD(**{name: 1})
+    with pytest.raises(ConfigError, match=rf"unknown keyword of SGD in groups\[0\] '{name}'; {known}$"):
+        optim.SGD(groups=[{"pattern": "*", name: 1}])
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,12 @@ def test_unknown_keyword_names_the_nearest(made, said):
         (lambda: staleness.Hinge(a=-1, b=1.5), "a is -1.*b is 1.5"),
         (lambda: staleness.GradientFiltering(max_staleness=2.5), r"max_staleness is 2\.5"),
         (lambda: staleness.GradientFiltering(max_norm=0), "max_norm is 0"),
-        (lambda: staleness.resolve("inverse", max_staleness=-2), "max_staleness is -2"),
-        (lambda: staleness.resolve("adaptive_lr", lr_factor=0), "factor is 0"),
+        (lambda: staleness.resolve("inverse", max_staleness=-2), "^max_staleness is -2: it is 0 or more"),
+        (lambda: staleness.resolve("adaptive_lr", lr_factor=0), "^staleness_lr_factor is 0: it is"),
+        (
+            lambda: staleness.resolve(staleness.Hinge(), max_staleness=-2),
+            "^max_staleness is -2: it is 0 or more",
+        ),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(made, said):
