@@ -11,7 +11,7 @@ from argparse import REMAINDER, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from offbeat.cli.exit_codes import SIGNALLED, ExitCode
+from offbeat.cli.exit_codes import SIGNALLED, ExitCode, code_of
 from offbeat.cli.parser import Parser, count, positive_int
 from offbeat.cli.processes import Ended, Processes
 from offbeat.cli.say import say
@@ -84,17 +84,13 @@ def run(arguments: Namespace) -> int:
                 for ended in processes.as_they_end():
                     if ended.code != 0:
                         failed.append(ended)
-                        say(_words(ended))
+                        processes.say(_words(ended))
     except Stopped as stopped:
         say(f"stopped by {stopped}")
         if not of_server:
             broken_off(arguments.save)
         return ExitCode.INTERRUPTED
-    if not failed:
-        if workers.lost_output is not None:
-            raise workers.lost_output
-        return next(iter(of_server), ExitCode.OK)
-    return _failure(failed, num_workers, workers.lost_output)
+    return _ending(failed, num_workers, workers.lost_output, next(iter(of_server), ExitCode.OK))
 
 
 def _check(arguments: Namespace) -> None:
@@ -183,12 +179,18 @@ def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Ite
             ends.append(stop(server, arguments.save, signals))
 
 
-def _failure(failed: Sequence[Ended], num_workers: int, lost_output: OSError | None) -> int:
-    """Tell what went wrong, in the order of what matters least; give the exit code."""
+def _ending(
+    failed: Sequence[Ended], num_workers: int, lost_output: OSError | None, of_server: ExitCode
+) -> int:
+    """Tell what went wrong, what matters most last; give the exit code, which is of that."""
+    code: int = of_server
     if lost_output is not None:
         say(str(lost_output))
-    say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}")
-    return exit_code(failed[0].code)
+        code = of_server or code_of(lost_output)
+    if failed:
+        say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}")
+        code = exit_code(failed[0].code)
+    return code
 
 
 def _words(ended: Ended) -> str:

@@ -1,5 +1,6 @@
 """`offbeat`: finds the command, runs it, and turns how it ended into one sentence and an exit code."""
 
+import codecs
 import importlib
 import io
 import logging
@@ -9,12 +10,12 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, TextIO, cast
+from typing import Protocol, cast
 
 from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
-from offbeat.cli.say import flush_output, say
+from offbeat.cli.say import flush_output, forget, say
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.naming import unknown
 
@@ -65,8 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = _explain(error, debug=debug)
         if code == ExitCode.OK:  # a full disk at the flush hides no failure
             code = told
-        if isinstance(error, KeyboardInterrupt):
-            _forget(sys.stdout)  # it may be what nobody takes
     finally:
         _forget_the_unwritten()
         signals.install(signals.ignored() if arguments is None else before)  # the code stands
@@ -125,8 +124,11 @@ def _is_closed(number: int) -> bool:
 
 def _let_everything_be_written() -> None:
     """See that no name of a file or a run, in letters that stdout's encoding lacks, ends what tells of it."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # stderr never is
-        sys.stdout.reconfigure(errors="backslashreplace")
+    out = sys.stdout  # stderr is so in any Python
+    if isinstance(out, io.TextIOWrapper) and (
+        out.errors == "strict" or codecs.lookup(out.encoding).name != "utf-8"
+    ):
+        out.reconfigure(errors="backslashreplace")
 
 
 def _forget_the_unwritten() -> None:
@@ -135,12 +137,7 @@ def _forget_the_unwritten() -> None:
         try:
             stream.flush()
         except OSError:
-            _forget(stream)
-
-
-def _forget(stream: TextIO) -> None:
-    with suppress(io.UnsupportedOperation):  # a stand-in of a program that calls `main`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            forget(stream)
 
 
 def _help() -> str:

@@ -92,7 +92,13 @@ def save(state: Mapping[str, Any], path: Path) -> None:
         with whole.open("rb") as written:
             os.fsync(written.fileno())
         _permit_as(target, whole)
-        whole.replace(target)
+        try:
+            whole.replace(target)
+        except OSError as error:  # such as of a file that is mounted by itself, as containers do
+            kept = target.with_name(f"{folder.name.lstrip('.')}.safetensors")
+            whole.replace(kept)
+            said = f"{error.strerror}; the model is in {kept}, and could not take the place of"
+            raise OSError(error.errno, said, str(target)) from error
 
 
 def check_writable(path: Path) -> None:
@@ -144,7 +150,7 @@ def _folder_beside(target: Path) -> Iterator[Path]:
 
     Its name is short, whatever the file's: that may be as long as a name can be.
     """
-    folder = target.parent / f".offbeat-{secrets.token_hex(4)}"
+    folder = target.parent / f".offbeat-{secrets.token_hex(16)}"
     try:
         folder.mkdir(mode=0o700)  # in here: a signal may come when it is made
         yield folder
@@ -164,10 +170,14 @@ def _permit_as(target: Path, new: Path) -> None:
         os.umask(mask)
         new.chmod(0o666 & ~mask)
         return
-    for owner, group in ((-1, before.st_gid), (before.st_uid, -1)):
-        with contextlib.suppress(OSError):  # which root may, and of groups their members
-            os.chown(new, owner, group)
-    new.chmod(before.st_mode & 0o777)
+    mode = before.st_mode & 0o777
+    try:
+        os.chown(new, -1, before.st_gid)  # which root may, and of groups their members
+    except OSError:
+        mode &= ~0o070  # our group is another
+    with contextlib.suppress(OSError):
+        os.chown(new, before.st_uid, -1)
+    new.chmod(mode)
 
 
 def _register_bfloat16() -> None:

@@ -2,21 +2,23 @@
 
 import contextlib
 import fcntl
-import io
 import os
 import queue
 import re
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
+from offbeat.cli.say import write_all
 from offbeat.cli.signals import Signals
 
 __all__ = ["Ended", "Output", "Processes"]
@@ -25,7 +27,7 @@ GRACE_S = 5.0
 """Time between asking a process to end, and asking less politely."""
 
 LAST_WORDS_S = 2.0
-"""Time for the output of a process that has ended to be read."""
+"""So long without a byte after a process has ended, only its children can hold what it wrote to."""
 
 CHUNK_BYTES = 65_536
 CLEAR_LINE = b"\r\x1b[K"
@@ -56,9 +58,9 @@ class Output:
         lost: Why some of it could not be written; not that nobody reads it any more.
     """
 
-    def __init__(self, stream: BinaryIO | io.RawIOBase) -> None:
+    def __init__(self, write: Callable[[bytes], object]) -> None:
         self.lost: OSError | None = None
-        self._stream = stream
+        self._write_all = write
         self._lock = threading.Lock()
         self._bar = b""
 
@@ -85,8 +87,7 @@ class Output:
     def _write(self, text: bytes) -> None:
         # The work goes on without a reader, or with a full disk.
         try:
-            while text:
-                text = text[self._stream.write(text) :]
+            self._write_all(text)
         except BrokenPipeError:
             pass
         except OSError as error:
@@ -112,8 +113,8 @@ class Processes:
         self._followers: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         # Not by Python's own streams: a write that waits would hold the lock of whatever we say.
-        self._out = Output(open(1, "wb", buffering=0, closefd=False))  # noqa: SIM115  it closes nothing
-        self._err = Output(open(2, "wb", buffering=0, closefd=False))  # noqa: SIM115
+        self._out = Output(partial(write_all, sys.stdout.fileno()))
+        self._err = Output(partial(write_all, sys.stderr.fileno()))
         self._width = len(str(first_rank + len(environments) - 1))
 
     def __enter__(self) -> Self:
@@ -136,6 +137,10 @@ class Processes:
         """Why some of the workers' output is lost, if it is."""
         lost = self._out.lost
         return lost and OSError(lost.errno, lost.strerror, "stdout")
+
+    def say(self, text: str) -> None:
+        """Write a line of our own to stderr, above the bar if there is one."""
+        self._err.write(b"offbeat: ", f"{text}\n".encode())
 
     def kill(self) -> None:
         """End all that still run at once."""
@@ -173,9 +178,8 @@ class Processes:
 
     def _follow(self, rank: int, process: "subprocess.Popen[bytes]", out: "_Copy", errors: "_Copy") -> None:
         code = process.wait()
-        # Children that it left behind may hold the other ends, and are not waited for.
-        out.join(LAST_WORDS_S)
-        errors.join(LAST_WORDS_S)
+        out.finish()
+        errors.finish()
         if rank == self._first_rank:
             self._err.drop_bar()
         self._ended.put(Ended(rank, code, errors.last_line))
@@ -183,12 +187,13 @@ class Processes:
     def _end(self) -> None:
         """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL."""
         running = self._signal(signal.SIGINT)
-        self._signals.forget()  # of two at once the other one asks for the same
+        if running:
+            self._signals.forget()  # of two at once the other one asks for the same
         try:
             with self._signals.raised():  # one more kills at once
                 if running:
                     workers = "1 worker" if len(running) == 1 else f"{len(running)} workers"
-                    self._err.write(b"offbeat: ", f"ending {workers}; Ctrl-C ends them at once\n".encode())
+                    self.say(f"ending {workers}; Ctrl-C ends them at once")
                 _wait(running)
                 _wait(self._signal(signal.SIGTERM))
         finally:
@@ -228,11 +233,32 @@ class _Copy(threading.Thread):
         self._descriptor = descriptor
         self._output = output
         self._prefix = prefix
+        self._num_reads = 0
+        self._is_reading = False
         self.start()
+
+    def finish(self) -> None:
+        """Wait until all is copied that a process which has ended wrote, however slowly it is taken.
+
+        Children that it left behind may hold the other end; what they still write is not waited for.
+        """
+        num_reads = self._num_reads
+        while self.is_alive():
+            self.join(LAST_WORDS_S)
+            if self._is_reading and self._num_reads == num_reads:
+                return
+            num_reads = self._num_reads
+
+    def _next(self) -> bytes:
+        self._is_reading = True
+        chunk = _read(self._descriptor)
+        self._is_reading = False
+        self._num_reads += 1
+        return chunk
 
     def run(self) -> None:
         rest = b""
-        while chunk := _read(self._descriptor):
+        while chunk := self._next():
             *lines, rest = re.split(rb"(?<=\n)|(?=\r(?!\n))", rest + chunk)
             for line in lines:
                 self._write(line)

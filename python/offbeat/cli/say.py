@@ -2,10 +2,12 @@
 
 import io
 import os
+import select
 import sys
 from contextlib import suppress
+from typing import TextIO
 
-__all__ = ["flush_output", "say"]
+__all__ = ["flush_output", "forget", "say", "write_all"]
 
 
 def say(text: str) -> None:
@@ -18,13 +20,24 @@ def say(text: str) -> None:
     with suppress(OSError):
         try:
             number = sys.stderr.fileno()
-        except io.UnsupportedOperation:  # a stand-in of a program that calls us
+        except (AttributeError, io.UnsupportedOperation):  # a stand-in of a program that calls us
             sys.stderr.write(line)
             return
         # Not by Python's stream: a thread whose write to it waits holds its lock, past every signal.
-        rest = line.encode(sys.stderr.encoding, "backslashreplace")
-        while rest:
-            rest = rest[os.write(number, rest) :]
+        write_all(number, line.encode(sys.stderr.encoding, "backslashreplace"))
+
+
+def write_all(number: int, text: bytes) -> None:
+    """Write all of it to a descriptor, also to one that another program has left not blocking.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    while text:
+        try:
+            text = text[os.write(number, text) :]
+        except BlockingIOError:
+            select.select([], [number], [])
 
 
 def flush_output() -> None:
@@ -32,9 +45,19 @@ def flush_output() -> None:
 
     Raises:
         OSError: If it cannot be; it names stdout.
+        KeyboardInterrupt: It is dropped: this is what a signal has broken off, and would again be waited for.
     """
     try:
         sys.stdout.flush()
     except OSError as error:
         error.filename = "stdout"
         raise
+    except KeyboardInterrupt:
+        forget(sys.stdout)
+        raise
+
+
+def forget(stream: TextIO) -> None:
+    """Let what a stream could not be rid of, and all that comes, go nowhere."""
+    with suppress(AttributeError, io.UnsupportedOperation):  # a stand-in, as above
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

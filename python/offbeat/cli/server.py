@@ -72,6 +72,7 @@ def run(arguments: Namespace) -> int:
     )
     log_to_stderr()
     code: int | None = None
+    failed: OffbeatError | None = None
     try:
         signals = Signals()
         with server:
@@ -82,13 +83,18 @@ def run(arguments: Namespace) -> int:
                     if arguments.keep_running:
                         threading.Event().wait()
                     server.wait_for_workers(arguments.workers)
+            except OffbeatError as error:
+                failed = error
+                raise
             finally:
                 code = stop(server, arguments.save, signals)
     except Stopped as stopped:
         _log.info("stopped by %s", stopped)
-        if isinstance(stopped.__context__, OffbeatError):
-            raise stopped.__context__ from None  # what had failed before the signals is not hidden by them
-    return broken_off(arguments.save) if code is None else code
+    if code is None:
+        code = broken_off(arguments.save)
+    if failed is not None:
+        raise failed  # signals do not hide what had failed before them
+    return code
 
 
 def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:

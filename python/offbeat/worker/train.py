@@ -64,7 +64,7 @@ class TrainPlan:
 def run(
     plan: TrainPlan, *, link: Link, steps: Steps, device: torch.device, history: History, progress: Progress
 ) -> None:
-    """Train by the plan and write down in `history` what happened, whatever happens.
+    """Train by the plan and write down in `history` what happened; of an exception, `stop_noted` does.
 
     Receipts of earlier pushes that `steps` has kept are noted with the others. Afterwards nothing is in
     flight, and the module holds the newest model pulled.
@@ -75,7 +75,7 @@ def run(
     """
     loop = _Loop(plan, link=link, steps=steps, device=device, history=history, progress=progress)
     try:
-        with stop_noted(history), progress:
+        with progress:
             loop.run()
     finally:
         loop.note_time()

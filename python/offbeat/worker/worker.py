@@ -320,12 +320,12 @@ class AsyncWorker(process.Live):
         with stop_noted(history):
             steps.flush()
             self._link.pull()
-        try:
-            total = plan.num_batches(1 if steps.live else self.update_frequency)
-            shown = progress_for(asked=progress, total=total, name=self.id)
-            run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
-        finally:
-            self._epochs_begun += history.epochs + (history.stopped != "epochs")
+            try:
+                total = plan.num_batches(1 if steps.live else self.update_frequency)
+                shown = progress_for(asked=progress, total=total, name=self.id)
+                run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
+            finally:
+                self._epochs_begun += history.epochs + (history.stopped != "epochs")
         self._is_broken_off = False
         if not history.samples and history.stopped == "epochs":
             what = "dataset" if dataloader is None else "dataloader"

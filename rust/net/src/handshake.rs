@@ -228,7 +228,7 @@ pub fn refusal(error: &HandshakeError) -> Option<Refused> {
 #[must_use]
 pub fn frame_refusal(error: &FrameError) -> Option<Refused> {
     let code = match error {
-        FrameError::Io(_) | FrameError::Closed { .. } | FrameError::Header(HeaderError::Magic(_)) => {
+        FrameError::Io(_) | FrameError::Closed { .. } | FrameError::Header(HeaderError::Magic { .. }) => {
             return None;
         }
         FrameError::Header(HeaderError::Protocol(_)) => RefusalCode::Protocol,

@@ -172,6 +172,48 @@ def test_a_signal_that_comes_as_the_server_begins_to_end_costs_nothing(tmp_path,
     assert load_file(saved).keys() == ZEROS.keys()
 
 
+SIGNALLED_AS_IT_FAILS = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+from offbeat import ParameterServer
+from offbeat.cli import main, model_file, serving
+from offbeat.errors import ConnectionLostError
+
+def fail(*arguments):
+    raise ConnectionLostError("all workers were lost")
+
+def signalled(*arguments):
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+
+if sys.argv[1] == "of losses":
+    ParameterServer.wait_for_workers = fail
+    model_file.save = signalled
+else:
+    ParameterServer.wait_for_workers = lambda *arguments: True
+    serving.say, told = lambda text: (told(text), signalled()), serving.say
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+"""`offbeat server`, to which two SIGTERMs come as it saves what is left, or says that there is nothing."""
+
+
+@pytest.mark.parametrize(
+    ("why", "code", "said"),
+    [("of losses", 8, "a signal came before"), ("of nothing", 13, "has no model yet")],
+)
+def test_signals_hide_neither_a_failure_nor_that_nothing_is_saved(tmp_path, model, why, code, said):
+    arguments = ["server", "--port", "0", "--save", str(tmp_path / "saved")]
+    if why == "of losses":
+        arguments += ["--model", str(model)]
+    with command(why, *arguments, program=SIGNALLED_AS_IT_FAILS) as server:
+        assert server.ends() == code, server.said
+    assert "nothing is saved: " in server.said
+    assert said in server.said
+
+
 def test_a_signal_that_comes_when_the_command_has_ended_does_not_change_its_code(model):
     arguments = ["server", "--port", "0", "--model", str(model)]
     with command(*arguments, program=SIGNALLED_AT_THE_END) as server:
@@ -203,19 +245,6 @@ def test_a_save_that_found_no_model_is_code_13_where_nobody_reads_it(tmp_path):
         assert server.ends() == 13, server.said
 
 
-TELLING_ITS_END = (
-    sys.executable,
-    "-c",
-    """
-import sys
-from offbeat.cli import main, server
-begin, server.stop = server.stop, lambda *arguments: print("x" * 100) or begin(*arguments)
-sys.exit(main.main(sys.argv[1:]))
-""",
-)
-"""`offbeat server`, which has something to say as it ends."""
-
-
 TELLING_ITS_ADDRESS = (
     sys.executable,
     "-c",
@@ -232,6 +261,15 @@ sys.exit(main.main(sys.argv[1:]))
 """,
 )
 """`offbeat server`, which tells its address on stderr before its welcome."""
+
+
+TELLING_ITS_END = (
+    *TELLING_ITS_ADDRESS[:2],
+    "from offbeat.cli import server\n"
+    "begin, server.stop = server.stop, lambda *arguments: print('x' * 100) or begin(*arguments)\n"
+    + TELLING_ITS_ADDRESS[2],
+)
+"""The same, which has something to say as it ends, too."""
 
 
 def test_a_server_serves_where_nobody_reads_its_welcome(model):
@@ -302,9 +340,9 @@ def test_output_that_nobody_takes_is_waited_for_until_a_signal():
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model, stream):
     arguments = ["server", "--port", "0", "--model", str(model)]
-    with stalled() as full, command(*arguments, program=TELLING_ITS_END, **{stream: full}) as server:
-        if stream == "stderr":
-            server.line("A worker joins")
+    program, told = (TELLING_ITS_END, "address") if stream == "stdout" else (OFFBEAT, "A worker joins")
+    with stalled() as full, command(*arguments, program=program, **{stream: full}) as server:
+        server.line(told)
         assert server.ends_by(signal.SIGTERM, at_most=5) in (0, -signal.SIGTERM), server.said
 
 

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
+from offbeat.cli.processes import LAST_WORDS_S
 from support.command import SIGNALLED_IN_THE_SAVE, command, stalled, unread
 
 
@@ -172,6 +174,24 @@ def test_no_worker_outlives_a_launch_that_nobody_lets_speak(script, tmp_path, st
         assert code in (130, -signal.SIGINT), launch.said
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script):
+    train = script(
+        """
+        for n in range(1700):  # more than one pipe holds, and less than the two, so that it ends
+            print(n, "x" * 60)
+        """
+    )
+    reading, writing = os.pipe()
+    with command("launch", "--workers", "1", train, stdout=writing) as launch:
+        os.close(writing)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launch.process.wait(2 * LAST_WORDS_S)  # it is a reader that it waits for
+        with os.fdopen(reading) as output:
+            lines = output.read().splitlines()
+        assert launch.ends() == 0, launch.said
+    assert [line.split()[1] for line in lines] == [str(n) for n in range(1700)]
 
 
 @pytest.mark.parametrize("others", [1, 2])

@@ -110,10 +110,10 @@ class Command:
 
     def ends_by(self, number, at_most):
         """Signal it until it ends, so many times at most; return the exit code."""
-        for _ in range(at_most):
+        for sent in range(1, at_most + 1):
             self.signal(number)
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(2)
+                self.process.wait(2 if sent < at_most else TIMEOUT_S)
                 return self.ends()
         raise AssertionError(f"it does not end by {at_most} signals:\n{self.said}")
 

@@ -3,9 +3,11 @@
 import errno
 import os
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from offbeat.cli import model_file
 from offbeat.errors import ConfigError
@@ -97,6 +99,25 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
         model_file.save({"w": np.array(["no", "tensor"])}, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_model_that_cannot_take_its_files_place_is_kept_and_named(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"old")
+    replace = Path.replace
+
+    def busy(self, target):  # as of a file that is mounted by itself
+        if target == path:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self), None, str(target))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", busy)
+    with pytest.raises(OSError, match="the model is in") as told:
+        model_file.save({"w": np.ones(2, np.float32)}, path)
+    (kept,) = set(tmp_path.iterdir()) - {path}
+    assert str(kept) in str(told.value)
+    assert load_file(kept)["w"].tolist() == [1, 1]
+    assert path.read_bytes() == b"old"
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_the_system_and_leaves_nothing(tmp_path, run_python):

@@ -13,7 +13,7 @@ def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
     """Send chunks through a pipe, and give what was written and what was said last."""
     stream = io.BytesIO()
     ours, theirs = os.pipe()
-    copy = _Copy(ours, Output(stream), rank)
+    copy = _Copy(ours, Output(stream.write), rank)
     for chunk in chunks:
         os.write(theirs, chunk)
     os.close(theirs)
@@ -39,7 +39,7 @@ def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
 def test_a_line_in_two_pieces_is_one_line():
     stream = io.BytesIO()
     ours, theirs = os.pipe()
-    copy = _Copy(ours, Output(stream), b"[1] ")
+    copy = _Copy(ours, Output(stream.write), b"[1] ")
     os.write(theirs, b"one ")
     os.write(theirs, b"line\n")
     os.close(theirs)
@@ -49,7 +49,7 @@ def test_a_line_in_two_pieces_is_one_line():
 
 def test_other_lines_go_above_a_bar():
     stream = io.BytesIO()
-    output = Output(stream)
+    output = Output(stream.write)
     output.write(b"[0] ", b"\r 10%")
     output.write(b"[1] ", b"hello\n")
     output.write(b"[0] ", b"\r 20%")
@@ -62,7 +62,7 @@ def test_other_lines_go_above_a_bar():
 
 def test_a_bar_that_its_process_left_behind_is_left_where_it_is():
     stream = io.BytesIO()
-    output = Output(stream)
+    output = Output(stream.write)
     output.write(b"[0] ", b"\r 10%")
     output.drop_bar()
     output.drop_bar()

@@ -169,9 +169,9 @@ impl Kind {
 /// A header that is not one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    /// Its first bytes, fewer than four where no more had come: those behind are 0.
-    #[error("this is not an Offbeat connection: it begins with \"{}\"", without_padding(.0).escape_ascii())]
-    Magic([u8; 4]),
+    /// What came where a frame was due, its first bytes: four, or as many as had come.
+    #[error("what came is no Offbeat frame: it begins with \"{}\"", first[..*came].escape_ascii())]
+    Magic { first: [u8; 4], came: usize },
     #[error("a frame's header is damaged (checksum {found:#010x}, computed {computed:#010x})")]
     Checksum { found: u32, computed: u32 },
     #[error(
@@ -186,11 +186,6 @@ pub enum HeaderError {
     TooLong { kind: Kind, bytes: u32 },
 }
 
-fn without_padding(bytes: &[u8; 4]) -> &[u8] {
-    let len = bytes.iter().rposition(|b| *b != 0).map_or(0, |last| last + 1);
-    &bytes[..len]
-}
-
 /// Whether what has come of a header may still become one; a peer of another protocol may never send as much.
 ///
 /// # Errors
@@ -202,7 +197,7 @@ pub fn check_beginning(bytes: &[u8]) -> Result<(), HeaderError> {
     }
     let mut first = [0; 4];
     first[..came].copy_from_slice(&bytes[..came]);
-    Err(HeaderError::Magic(first))
+    Err(HeaderError::Magic { first, came })
 }
 
 /// A frame's header, decoded. What a kind does not use is 0.
@@ -281,9 +276,7 @@ impl Header {
         let u16_at = |i: usize| u16::from_le_bytes([b[i], b[i + 1]]);
         let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
         let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
-        if u32_at(0) != MAGIC {
-            return Err(HeaderError::Magic(u32_at(0).to_le_bytes()));
-        }
+        check_beginning(b)?;
         let (found, computed) = (u32_at(60), checksum(&b[..60]));
         if found != computed {
             return Err(HeaderError::Checksum { found, computed });

@@ -117,9 +117,7 @@ impl Target {
             if waited >= limit {
                 let address = self.address.clone();
                 return Err(match last_words(before, failure) {
-                    Failure::Silent(waited) => {
-                        ClientError::Timeout { address, what: "its handshake", waited }
-                    }
+                    Failure::Silent(_) => ClientError::Timeout { address, what: "its handshake", waited },
                     Failure::Again(cause) | Failure::OutOfTime(cause, _) => {
                         ClientError::Unreachable { address, attempts, waited, cause }
                     }

@@ -76,14 +76,14 @@ fn an_address_where_nobody_listens_says_what_was_tried() {
 #[test]
 fn who_is_let_in_at_the_last_moment_has_time_for_the_other_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let limit = Duration::from_secs(3);
+    let limit = Duration::from_secs(5);
     let config = ClientConfig { connect_timeout: limit, ..client_config(listener.local_addr().unwrap(), 1) };
     let server = thread::spawn(move || {
         let (_never, clock) = mpsc::channel::<()>();
         // Both are within the limit, and their sum is not.
-        clock.recv_timeout(Duration::from_secs(2)).ok();
+        clock.recv_timeout(Duration::from_secs(3)).ok();
         let mut data = join(&listener, model(), run(Transaction::Fragment));
-        clock.recv_timeout(Duration::from_millis(1500)).ok();
+        clock.recv_timeout(Duration::from_millis(2500)).ok();
         let _control = attach(&listener);
         data.next(Kind::Call); // the goodbye of a client that is dropped
     });
@@ -131,7 +131,7 @@ fn what_does_not_speak_our_language_is_told_apart() {
             }
         });
         let refused = Client::connect(client_config(address, 1), None, &never);
-        let wanted = format!("not an Offbeat connection: it begins with \"{begins}\"");
+        let wanted = format!("no Offbeat frame: it begins with \"{begins}\"");
         assert!(
             matches!(&refused, Err(ClientError::Protocol { cause, .. }) if cause.contains(&wanted)),
             "{refused:?}"
