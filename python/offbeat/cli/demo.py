@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     logging.getLogger("offbeat").addHandler(logging.NullHandler())  # the bar is enough
     config = DemoConfig(seed=arguments.seed, data_dir=arguments.data_dir, quick=arguments.quick)
     result = run_demo(config, progress.choose())
-    print(report.table(result), flush=True)  # what follows may be broken off
+    print(report.table(result))
     report.write_png(result, arguments.png)
     print(f"the picture is {arguments.png}")
     if arguments.json is not None:

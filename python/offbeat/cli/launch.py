@@ -85,11 +85,14 @@ def run(arguments: Namespace) -> int:
                     if ended.code != 0:
                         failed.append(ended)
                         processes.say(_words(ended))
+        with signals.raised():
+            workers.finish_output()
     except Stopped as stopped:
         say(f"stopped by {stopped}")
         if not of_server:
             broken_off(arguments.save)
         return ExitCode.INTERRUPTED
+    failed.sort(key=lambda ended: ended.order)
     return _ending(failed, num_workers, workers.lost_output, next(iter(of_server), ExitCode.OK))
 
 

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
-from offbeat.cli.say import flush_output, forget, say
+from offbeat.cli.say import flush_output, forget, say, takes_more
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.naming import unknown
 
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = _explain(error, debug=debug)
         if code == ExitCode.OK:  # a full disk at the flush hides no failure
             code = told
+        if isinstance(error, KeyboardInterrupt) and not takes_more(sys.stdout):
+            forget(sys.stdout)  # it has broken off the wait for that
     finally:
         _forget_the_unwritten()
         signals.install(signals.ignored() if arguments is None else before)  # the code stands

@@ -32,6 +32,10 @@ KINDS = {
 BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
 
 
+class ModelLeftError(OSError):
+    """A model that is written and could not take its file's place stays where it is."""
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read the tensors of a file, in its order.
 
@@ -84,7 +88,7 @@ def save(state: Mapping[str, Any], path: Path) -> None:
         )
     target = _target(path)
     with _folder_beside(target) as folder:
-        whole = folder / "model"
+        whole = folder / "model.safetensors"
         try:
             serialize_file(specs, whole, metadata={"format": "pt"})
         except SafetensorError as error:  # of a full disk, too
@@ -95,10 +99,9 @@ def save(state: Mapping[str, Any], path: Path) -> None:
         try:
             whole.replace(target)
         except OSError as error:  # such as of a file that is mounted by itself, as containers do
-            kept = target.with_name(f"{folder.name.lstrip('.')}.safetensors")
-            whole.replace(kept)
-            said = f"{error.strerror}; the model is in {kept}, and could not take the place of"
-            raise OSError(error.errno, said, str(target)) from error
+            raise ModelLeftError(
+                error.errno, f"{error.strerror}; it is left in {whole}, not in", str(target)
+            ) from error
 
 
 def check_writable(path: Path) -> None:
@@ -154,8 +157,12 @@ def _folder_beside(target: Path) -> Iterator[Path]:
     try:
         folder.mkdir(mode=0o700)  # in here: a signal may come when it is made
         yield folder
-    finally:
+    except ModelLeftError:
+        raise
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _permit_as(target: Path, new: Path) -> None:
@@ -174,7 +181,7 @@ def _permit_as(target: Path, new: Path) -> None:
     try:
         os.chown(new, -1, before.st_gid)  # which root may, and of groups their members
     except OSError:
-        mode &= ~0o070  # our group is another
+        mode = mode & ~0o070 | (mode & 0o007) << 3  # our group is another: it is among the others there
     with contextlib.suppress(OSError):
         os.chown(new, before.st_uid, -1)
     new.chmod(mode)

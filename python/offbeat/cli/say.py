@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
-__all__ = ["flush_output", "forget", "say", "write_all"]
+__all__ = ["descriptor", "flush_output", "forget", "say", "takes_more", "write_all"]
 
 
 def say(text: str) -> None:
@@ -17,14 +17,13 @@ def say(text: str) -> None:
     what the command still has to do is to be done all the same.
     """
     line = f"offbeat: {text}\n"
+    number = descriptor(sys.stderr)
     with suppress(OSError):
-        try:
-            number = sys.stderr.fileno()
-        except (AttributeError, io.UnsupportedOperation):  # a stand-in of a program that calls us
+        if number is None:
             sys.stderr.write(line)
-            return
-        # Not by Python's stream: a thread whose write to it waits holds its lock, past every signal.
-        write_all(number, line.encode(sys.stderr.encoding, "backslashreplace"))
+        else:
+            # Not by Python's stream: a thread whose write to it waits holds its lock, past every signal.
+            write_all(number, line.encode(sys.stderr.encoding, "backslashreplace"))
 
 
 def write_all(number: int, text: bytes) -> None:
@@ -37,7 +36,7 @@ def write_all(number: int, text: bytes) -> None:
         try:
             text = text[os.write(number, text) :]
         except BlockingIOError:
-            select.select([], [number], [])
+            _poll(number, None)
 
 
 def flush_output() -> None:
@@ -45,19 +44,37 @@ def flush_output() -> None:
 
     Raises:
         OSError: If it cannot be; it names stdout.
-        KeyboardInterrupt: It is dropped: this is what a signal has broken off, and would again be waited for.
     """
     try:
         sys.stdout.flush()
     except OSError as error:
         error.filename = "stdout"
         raise
-    except KeyboardInterrupt:
-        forget(sys.stdout)
-        raise
+
+
+def takes_more(stream: TextIO) -> bool:
+    """Whether something can be written to it at once, as to any file, but not to a full pipe."""
+    number = descriptor(stream)
+    return number is None or _poll(number, 0)
+
+
+def descriptor(stream: TextIO) -> int | None:
+    """Give a stream's descriptor, if it has one: it may be a stand-in of a program that calls us."""
+    try:
+        return stream.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        return None
 
 
 def forget(stream: TextIO) -> None:
     """Let what a stream could not be rid of, and all that comes, go nowhere."""
-    with suppress(AttributeError, io.UnsupportedOperation):  # a stand-in, as above
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if (number := descriptor(stream)) is not None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
+
+
+def _poll(number: int, timeout_ms: int | None) -> bool:
+    room = select.poll()
+    room.register(number, select.POLLOUT)
+    return bool(room.poll(timeout_ms))

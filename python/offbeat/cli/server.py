@@ -19,7 +19,7 @@ from offbeat.cli.serving import (
     stop,
 )
 from offbeat.cli.signals import Signals, Stopped
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,7 +72,7 @@ def run(arguments: Namespace) -> int:
     )
     log_to_stderr()
     code: int | None = None
-    failed: OffbeatError | None = None
+    failed: Exception | None = None
     try:
         signals = Signals()
         with server:
@@ -83,7 +83,7 @@ def run(arguments: Namespace) -> int:
                     if arguments.keep_running:
                         threading.Event().wait()
                     server.wait_for_workers(arguments.workers)
-            except OffbeatError as error:
+            except Exception as error:
                 failed = error
                 raise
             finally:

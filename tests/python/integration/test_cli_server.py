@@ -293,7 +293,12 @@ ENDING = (
     """
 import sys
 from offbeat.cli import env, main
-env.run = lambda arguments: print("the report") or print("reported", file=sys.stderr) or int(sys.argv[1])
+def run(arguments):
+    print("the report")
+    print("reported", file=sys.stderr)
+    print("its end", flush=len(sys.argv) > 2)
+    return int(sys.argv[1])
+env.run = run
 sys.exit(main.main(["env"]))
 """,
 )
@@ -317,22 +322,31 @@ from offbeat.cli import main
 from offbeat.demo import report, run
 run.run_demo = lambda *arguments: SimpleNamespace(is_benchmark=False)
 report.table = lambda result: "the table"
-report.write_png = lambda *arguments: None
-sys.exit(main.main(["demo"]))
+report.write_png = lambda result, path: path.write_bytes(b"a picture")
+sys.exit(main.main(["demo", *sys.argv[1:]]))
 """,
 )
 """`offbeat demo`, but that it has nothing to show, and not on the benchmark."""
 
 
-def test_a_report_of_the_demo_that_is_lost_is_an_error_on_the_stand_in_too():
-    with command(program=STANDING_IN) as demo:
+def test_a_report_of_the_demo_that_is_lost_is_an_error_on_the_stand_in_too(tmp_path):
+    asked = ["--png", str(tmp_path / "loss.png")]
+    with command(*asked, program=STANDING_IN) as demo:
         assert demo.ends() == 3, demo.said
-    with Path("/dev/full").open("w") as full, command(program=STANDING_IN, stdout=full) as demo:
+    with Path("/dev/full").open("w") as full, command(*asked, program=STANDING_IN, stdout=full) as demo:
         assert demo.ends() == 11, demo.said
 
 
-def test_output_that_nobody_takes_is_waited_for_until_a_signal():
-    with stalled() as stdout, command("0", program=ENDING, stdout=stdout) as told:
+def test_the_demo_writes_its_files_where_nobody_reads_its_report(tmp_path):
+    asked = ["--png", str(tmp_path / "loss.png")]
+    with unread() as nobody, command(*asked, program=STANDING_IN, stdout=nobody) as demo:
+        demo.ends()
+    assert (tmp_path / "loss.png").exists(), demo.said
+
+
+@pytest.mark.parametrize("where", [(), ("in a print",)], ids=["at the end", "in a print"])
+def test_output_that_nobody_takes_is_waited_for_until_a_signal(where):
+    with stalled() as stdout, command("0", *where, program=ENDING, stdout=stdout) as told:
         told.line("reported")
         assert told.ends_by(signal.SIGINT, at_most=1) == 130, told.said
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from offbeat.cli.processes import LAST_WORDS_S
+from offbeat.cli.copying import LAST_WORDS_S
 from support.command import SIGNALLED_IN_THE_SAVE, command, stalled, unread
 
 

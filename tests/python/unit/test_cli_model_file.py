@@ -112,9 +112,9 @@ def test_a_model_that_cannot_take_its_files_place_is_kept_and_named(tmp_path, mo
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", busy)
-    with pytest.raises(OSError, match="the model is in") as told:
+    with pytest.raises(OSError, match="it is left in") as told:
         model_file.save({"w": np.ones(2, np.float32)}, path)
-    (kept,) = set(tmp_path.iterdir()) - {path}
+    (kept,) = tmp_path.glob(".offbeat-*/*")
     assert str(kept) in str(told.value)
     assert load_file(kept)["w"].tolist() == [1, 1]
     assert path.read_bytes() == b"old"
@@ -249,6 +249,20 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_what_the_umask
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("mode", "left"), [(0o644, 0o644), (0o640, 0o600), (0o664, 0o644)])
+def test_of_a_group_that_we_may_not_give_no_other_gets_its_rights(tmp_path, monkeypatch, mode, left):
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    path.chmod(mode)
+
+    def refused(*arguments):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", refused)
+    model_file.save({"w": np.ones(2, np.float32)}, path)
+    assert path.stat().st_mode & 0o777 == left
+
+
 def test_a_file_that_root_replaces_keeps_its_owner(tmp_path):
     path = tmp_path / "model.safetensors"
     path.touch(0o600)

@@ -2,18 +2,19 @@
 
 import io
 import os
+import threading
 
 import pytest
 
+from offbeat.cli.copying import LAST_WORDS_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
-from offbeat.cli.processes import Output, _Copy
 
 
 def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
     """Send chunks through a pipe, and give what was written and what was said last."""
     stream = io.BytesIO()
     ours, theirs = os.pipe()
-    copy = _Copy(ours, Output(stream.write), rank)
+    copy = Copy(ours, Output(stream.write), rank)
     for chunk in chunks:
         os.write(theirs, chunk)
     os.close(theirs)
@@ -39,12 +40,51 @@ def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
 def test_a_line_in_two_pieces_is_one_line():
     stream = io.BytesIO()
     ours, theirs = os.pipe()
-    copy = _Copy(ours, Output(stream.write), b"[1] ")
+    copy = Copy(ours, Output(stream.write), b"[1] ")
     os.write(theirs, b"one ")
     os.write(theirs, b"line\n")
     os.close(theirs)
     copy.join(20)
     assert stream.getvalue() == b"[1] one line\n"
+
+
+@pytest.mark.parametrize("said_later", [b"", b"tick\n"])
+def test_a_child_that_holds_the_pipe_is_not_waited_for(said_later):
+    stream = io.BytesIO()
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(stream.write), b"[1] ")
+    os.write(theirs, b"one\nno end")
+    copy.process_has_ended()
+    while not copy.is_done.wait(0.1):
+        os.write(theirs, said_later)
+    os.write(theirs, b"the child's\n")
+    os.close(theirs)
+    copy.join(20)
+    assert stream.getvalue().startswith(b"[1] one\n[1] no end")
+    assert stream.getvalue().endswith(b"[1] the child's\n")
+
+
+def test_what_a_process_wrote_is_copied_however_slowly_it_is_read():
+    begun, goes_on = threading.Event(), threading.Event()
+    written = []
+
+    def write(text):
+        begun.set()
+        goes_on.wait()
+        written.append(text)
+
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(write), b"[1] ")
+    os.write(theirs, b"one\n")
+    assert begun.wait(20)
+    os.write(theirs, b"two\n")
+    copy.process_has_ended()
+    assert not copy.is_done.wait(LAST_WORDS_S + 1)
+    goes_on.set()
+    assert copy.is_done.wait(20)
+    assert written == [b"[1] one\n", b"[1] two\n"]
+    os.close(theirs)
+    copy.join(20)
 
 
 def test_other_lines_go_above_a_bar():
