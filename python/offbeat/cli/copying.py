@@ -94,8 +94,10 @@ class Copy(threading.Thread):
 
     def run(self) -> None:
         """Copy; the thread's work."""
-        self._copy_all_of(self._chunks_of_process())
-        self.is_done.set()
+        try:
+            self._copy_all_of(self._chunks_of_process())
+        finally:
+            self.is_done.set()
         self._copy_all_of(iter(partial(_read, self._descriptor), b""))
         for number in (self._descriptor, self._hears):
             os.close(number)
@@ -105,19 +107,22 @@ class Copy(threading.Thread):
         watched = select.poll()
         for number in (self._descriptor, self._hears):
             watched.register(number, select.POLLIN)
-        deadline = math.inf
-        num_due = 0  # bytes that were there when it had ended, however long they take to be copied
-        while num_due > 0 or (now := time.monotonic()) < deadline:
-            timeout_s = None if num_due > 0 or math.isinf(deadline) else deadline - now
-            ready = dict(watched.poll(timeout_s and 1000 * timeout_s))
+        quiet_s = math.inf  # as soon as it has ended: how long nothing may come
+        num_left = (
+            math.inf
+        )  # and how many bytes may come: those that were there, and what a terminal keeps back
+        while quiet_s > 0 and num_left > 0:
+            begun = time.monotonic()
+            ready = dict(watched.poll(None if math.isinf(quiet_s) else 1000 * quiet_s))
+            quiet_s -= time.monotonic() - begun
             if self._hears in ready:
                 watched.unregister(self._hears)
-                num_due = _num_readable(self._descriptor)
-                deadline = time.monotonic() + LAST_WORDS_S
+                quiet_s = LAST_WORDS_S
+                num_left = _num_readable(self._descriptor) + CHUNK_BYTES
             elif self._descriptor in ready:
                 if not (chunk := _read(self._descriptor)):
                     return
-                num_due -= len(chunk)
+                num_left -= len(chunk)
                 yield chunk
 
     def _copy_all_of(self, chunks: Iterator[bytes]) -> None:

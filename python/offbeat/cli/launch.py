@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> int:
     of_server: list[ExitCode] = []
     signals = Signals()
     try:
-        with _server(arguments, signals, of_server) as joining:
+        with contextlib.ExitStack() as at_last, _server(arguments, signals, of_server) as joining:
             variables = [
                 environment(
                     os.environ,
@@ -80,13 +80,12 @@ def run(arguments: Namespace) -> int:
             ]
             workers = Processes(command, variables, signals, first_rank=arguments.first_rank)
             signals.before_the_last = workers.kill
+            at_last.callback(workers.finish_output)
             with workers as processes, signals.raised():
                 for ended in processes.as_they_end():
                     if ended.code != 0:
                         failed.append(ended)
                         processes.say(_words(ended))
-        with signals.raised():
-            workers.finish_output()
     except Stopped as stopped:
         say(f"stopped by {stopped}")
         if not of_server:

@@ -20,7 +20,7 @@ from typing import Self
 
 from offbeat.cli.copying import LAST_WORDS_S, Copy, Output
 from offbeat.cli.say import descriptor, write_all
-from offbeat.cli.signals import Signals
+from offbeat.cli.signals import Signals, Stopped
 
 __all__ = ["Ended", "Processes"]
 
@@ -36,13 +36,17 @@ class Ended:
         rank: Which one.
         order: How many ended before it.
         code: Its exit code; -n if signal n ended it.
-        last_line: The last it wrote to stderr, which of an exception is what happened.
     """
 
     rank: int
     order: int
     code: int
-    last_line: str
+    errors: Copy
+
+    @property
+    def last_line(self) -> str:
+        """The last it wrote to stderr, which of an exception is what happened; if that is known yet."""
+        return self.errors.last_line if self.errors.is_done.is_set() else ""
 
 
 class Processes:
@@ -93,9 +97,12 @@ class Processes:
         return lost and OSError(lost.errno, lost.strerror, "stdout")
 
     def finish_output(self) -> None:
-        """Wait until all is copied that they wrote, however slowly somebody reads it."""
-        for copy in self._copies:
-            copy.is_done.wait()
+        """Wait until all is copied that they wrote, however slowly somebody reads it, or until a signal."""
+        self._signals.forget()  # one that came before this was for work that has ended
+        with contextlib.suppress(Stopped), self._signals.raised():
+            for copy in self._copies:
+                copy.is_done.wait()
+            self._err.drop_bar()
 
     def say(self, text: str) -> None:
         """Write a line of our own to stderr, above the bar if there is one."""
@@ -144,9 +151,9 @@ class Processes:
         deadline = time.monotonic() + LAST_WORDS_S + 1
         for copy in (out, errors):  # whoever reads more slowly than that is waited for at the end
             copy.is_done.wait(max(0.0, deadline - time.monotonic()))
+        self._ended.put(Ended(rank, order, code, errors))
         if rank == self._first_rank:
             self._err.drop_bar()
-        self._ended.put(Ended(rank, order, code, errors.last_line))
 
     def _end(self) -> None:
         """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL."""

@@ -1,6 +1,5 @@
 """What a command says: output, which is to be kept, and lines on stderr, read by somebody or by nobody."""
 
-import io
 import os
 import select
 import sys
@@ -62,7 +61,7 @@ def descriptor(stream: TextIO) -> int | None:
     """Give a stream's descriptor, if it has one: it may be a stand-in of a program that calls us."""
     try:
         return stream.fileno()
-    except (AttributeError, io.UnsupportedOperation):
+    except (AttributeError, ValueError):  # io.UnsupportedOperation is one, and so is that it is closed
         return None
 
 

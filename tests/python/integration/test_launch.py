@@ -170,27 +170,35 @@ def test_no_worker_outlives_a_launch_that_nobody_lets_speak(script, tmp_path, st
     )
     with stalled() as full, command("launch", "--workers", "1", train, **{stream: full}) as launch:
         pid = int(told.read_text())
-        code = launch.ends_by(signal.SIGINT, at_most=6)  # to worker, its end, its output, and three
+        code = launch.ends_by(signal.SIGINT, at_most=8)  # one for each thing that waits for the reader
         assert code in (130, -signal.SIGINT), launch.said
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script):
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["done", "stopped"])
+def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script, is_stopped):
     train = script(
         """
+        import sys, threading
         for n in range(1700):  # more than one pipe holds, and less than the two, so that it ends
             print(n, "x" * 60)
+        sys.stdout.flush()
+        print("written", file=sys.stderr)
+        sys.argv[1] == "True" and threading.Event().wait()
         """
     )
     reading, writing = os.pipe()
-    with command("launch", "--workers", "1", train, stdout=writing) as launch:
+    with command("launch", "--workers", "1", train, str(is_stopped), stdout=writing) as launch:
         os.close(writing)
+        launch.line("written")
+        if is_stopped:
+            launch.signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             launch.process.wait(2 * LAST_WORDS_S)  # it is a reader that it waits for
         with os.fdopen(reading) as output:
             lines = output.read().splitlines()
-        assert launch.ends() == 0, launch.said
+        assert launch.ends() == (130 if is_stopped else 0), launch.said
     assert [line.split()[1] for line in lines] == [str(n) for n in range(1700)]
 
 

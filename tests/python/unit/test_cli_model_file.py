@@ -248,7 +248,6 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_what_the_umask
     assert stat.S_IMODE(path.stat().st_mode) == after
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize(("mode", "left"), [(0o644, 0o644), (0o640, 0o600), (0o664, 0o644)])
 def test_of_a_group_that_we_may_not_give_no_other_gets_its_rights(tmp_path, monkeypatch, mode, left):
     path = tmp_path / "model.safetensors"
@@ -263,6 +262,7 @@ def test_of_a_group_that_we_may_not_give_no_other_gets_its_rights(tmp_path, monk
     assert path.stat().st_mode & 0o777 == left
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_file_that_root_replaces_keeps_its_owner(tmp_path):
     path = tmp_path / "model.safetensors"
     path.touch(0o600)
