@@ -74,7 +74,7 @@ class Copy(threading.Thread):
     """Copies what a process writes, by lines, until nobody can write any more; then closes the descriptor.
 
     Attributes:
-        last_line: The last line that said something.
+        last_line: The process's own last line that said something.
         is_done: Set when all is copied that the process itself wrote.
     """
 
@@ -138,7 +138,8 @@ class Copy(threading.Thread):
             self._write(rest + b"\n")
 
     def _write(self, line: bytes) -> None:
-        if said := CONTROL.sub(b"", line).strip():
+        said = CONTROL.sub(b"", line).strip()
+        if said and not self.is_done.is_set():
             self.last_line = said.decode(errors="replace")
         if line:
             self._output.write(self._prefix, line)

@@ -57,9 +57,11 @@ def test_a_child_that_holds_the_pipe_is_not_waited_for(said_later):
     copy.process_has_ended()
     while not copy.is_done.wait(0.1):
         os.write(theirs, said_later)
+    said = copy.last_line
     os.write(theirs, b"the child's\n")
     os.close(theirs)
     copy.join(20)
+    assert copy.last_line == said
     assert stream.getvalue().startswith(b"[1] one\n[1] no end")
     assert stream.getvalue().endswith(b"[1] the child's\n")
 
