@@ -107,10 +107,9 @@ class Copy(threading.Thread):
         watched = select.poll()
         for number in (self._descriptor, self._hears):
             watched.register(number, select.POLLIN)
-        quiet_s = math.inf  # as soon as it has ended: how long nothing may come
-        num_left = (
-            math.inf
-        )  # and how many bytes may come: those that were there, and what a terminal keeps back
+        # Once it has ended: how long nothing may come, and how many bytes may, which are those that were
+        # there and as many as a terminal keeps back.
+        quiet_s = num_left = math.inf
         while quiet_s > 0 and num_left > 0:
             begun = time.monotonic()
             ready = dict(watched.poll(None if math.isinf(quiet_s) else 1000 * quiet_s))

@@ -135,19 +135,24 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
     assert "Traceback" not in launch.said
 
 
+CLEANING_UP = """
+    import sys, threading
+    try:
+        print("ready")
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        open(sys.argv[1], "w").close()
+    """
+"""A worker that makes the file that its argument names when Ctrl-C ends it."""
+
+
 def test_workers_end_in_their_own_way_where_nobody_reads_that_they_are_to(script, tmp_path):
     cleaned = tmp_path / "cleaned"
-    train = script(
-        f"""
-        import threading
-        try:
-            print("ready")
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            open({str(cleaned)!r}, "w").close()
-        """
-    )
-    with unread() as stderr, command("launch", "--workers", "1", train, stderr=stderr) as launch:
+    train = script(CLEANING_UP)
+    with (
+        unread() as stderr,
+        command("launch", "--workers", "1", train, str(cleaned), stderr=stderr) as launch,
+    ):
         launch.line("ready")
         launch.signal(signal.SIGINT)
         assert launch.ends() == 130
@@ -205,17 +210,9 @@ def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script, is_stoppe
 @pytest.mark.parametrize("others", [1, 2])
 def test_two_signals_at_once_leave_the_workers_time_to_clean_up(script, tmp_path, others):
     cleaned = tmp_path / "cleaned"
-    train = script(
-        f"""
-        import threading
-        try:
-            print("ready")
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            open({str(cleaned)!r}, "w").close()
-        """
-    )
-    with command(str(others), "launch", "--workers", "1", train, program=SIGNALLED_AT_ONCE) as launch:
+    train = script(CLEANING_UP)
+    arguments = ["launch", "--workers", "1", train, str(cleaned)]
+    with command(str(others), *arguments, program=SIGNALLED_AT_ONCE) as launch:
         launch.line("ready")
         launch.signal(signal.SIGINT)
         assert launch.ends() == 130, launch.said
