@@ -34,6 +34,9 @@ pub enum HandshakeError {
     /// The other side said no; or, on the server, what it was told.
     #[error("{0}")]
     Refused(Refused),
+    /// A frame that may not come now.
+    #[error("{0}")]
+    OutOfPlace(String),
 }
 
 impl From<io::Error> for HandshakeError {
@@ -80,21 +83,35 @@ pub async fn expect<T: DeserializeOwned>(
     cap: u32,
 ) -> Result<T, HandshakeError> {
     let header = reader.header(socket).await?;
-    if header.kind == Kind::Refused && header.payload_len <= cap {
-        let refused = decode(reader.message(socket, &header).await?).map_err(FrameError::from)?;
-        return Err(HandshakeError::Refused(refused));
+    if header.kind == kind && header.payload_len <= cap {
+        return Ok(decode(reader.message(socket, &header).await?).map_err(FrameError::from)?);
     }
-    if header.kind != kind || header.payload_len > cap {
-        return Err(HandshakeError::Refused(Refused {
-            code: RefusalCode::State,
-            message: format!(
-                "a {kind:?} frame was due, a {:?} frame of {} bytes came",
-                header.kind, header.payload_len
-            ),
-            fatal: true,
-        }));
+    Err(match refused(socket, reader, &header, cap).await? {
+        Some(refused) => HandshakeError::Refused(refused),
+        None => HandshakeError::OutOfPlace(format!(
+            "a {kind:?} frame was due, a {:?} frame of {} bytes came",
+            header.kind, header.payload_len
+        )),
+    })
+}
+
+/// The refusal that `header` announces, if it announces one, at most `cap` long.
+///
+/// # Errors
+/// [`FrameError`].
+///
+/// # Cancel safety
+/// Not safe: a message half read is lost.
+pub async fn refused(
+    socket: &Socket,
+    reader: &mut FrameReader,
+    header: &Header,
+    cap: u32,
+) -> Result<Option<Refused>, FrameError> {
+    if header.kind != Kind::Refused || header.payload_len > cap {
+        return Ok(None);
     }
-    Ok(decode(reader.message(socket, &header).await?).map_err(FrameError::from)?)
+    Ok(Some(decode(reader.message(socket, header).await?)?))
 }
 
 /// Opens a connection as a worker.
@@ -167,7 +184,8 @@ async fn challenge(
     reader: &mut FrameReader,
     token: Option<&str>,
 ) -> Result<Purpose, HandshakeError> {
-    let hello: Hello = expect(socket, reader, Kind::Hello, MAX_HANDSHAKE_BYTES).await?;
+    let hello = expect(socket, reader, Kind::Hello, MAX_HANDSHAKE_BYTES).await;
+    let hello: Hello = hello.map_err(in_our_words)?;
     if !(hello.protocol_min..=hello.protocol_max).contains(&PROTOCOL) {
         return Err(HandshakeError::Refused(Refused {
             code: RefusalCode::Protocol,
@@ -183,7 +201,6 @@ async fn challenge(
     let challenge = Challenge { protocol: PROTOCOL, nonce, token_required: token.is_some(), proof };
     send(socket, Kind::Challenge, 0, &challenge).await?;
     let answer: Authenticate = match expect(socket, reader, Kind::Authenticate, MAX_HANDSHAKE_BYTES).await {
-        // In our own words: nobody has to prove anything to say it.
         Err(HandshakeError::Refused(Refused { code: RefusalCode::Authentication, .. })) => {
             return Err(HandshakeError::Authentication(match token {
                 Some(_) => {
@@ -194,7 +211,7 @@ async fn challenge(
                 }
             }));
         }
-        answer => answer?,
+        answer => answer.map_err(in_our_words)?,
     };
     if let Some(token) = token {
         let message = match answer.proof {
@@ -213,12 +230,23 @@ async fn challenge(
     Ok(hello.purpose)
 }
 
+/// Nobody has to prove anything to refuse, and what fails here goes to the log.
+fn in_our_words(error: HandshakeError) -> HandshakeError {
+    match error {
+        HandshakeError::Refused(Refused { code, .. }) => {
+            HandshakeError::OutOfPlace(format!("the peer refused ({code:?})"))
+        }
+        error => error,
+    }
+}
+
 /// What to tell the peer about a connection that failed; nothing if it is gone or does not speak our language.
 #[must_use]
 pub fn refusal(error: &HandshakeError) -> Option<Refused> {
     let code = match error {
         HandshakeError::Refused(refused) => return Some(refused.clone()),
         HandshakeError::Authentication(_) => RefusalCode::Authentication,
+        HandshakeError::OutOfPlace(_) => RefusalCode::State,
         HandshakeError::Frame(error) => return frame_refusal(error),
     };
     Some(Refused { code, message: error.to_string(), fatal: true })

@@ -5,7 +5,9 @@ mod common;
 
 use common::{Raw, client, config, join, start, status, table, tensor, try_client};
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{Authenticate, Challenge, Hello, Join, Purpose, RefusalCode, Welcome};
+use offbeat_core::wire::message::{
+    Authenticate, Challenge, Hello, Join, Purpose, RefusalCode, Refused, Welcome,
+};
 use offbeat_core::wire::{Header, Kind, PROTOCOL};
 use offbeat_net::client::{ClientError, fetch_status};
 use offbeat_net::server::{ServerConfig, ServerError};
@@ -25,6 +27,37 @@ fn a_wrong_token_is_found_by_the_worker_before_it_proves_anything() {
     let server = start(with_token());
     let refused = try_client(&server, "a", Some("guess"), None).unwrap_err();
     assert!(matches!(refused, ClientError::Authentication { .. }), "{refused}");
+}
+
+#[test]
+fn the_words_of_a_peer_that_has_proved_nothing_are_not_repeated() {
+    let server = start(with_token());
+    let message = "a line\nof its own".to_owned();
+    let refused = Refused { code: RefusalCode::State, message, fatal: true };
+    let mut first = Raw::connect(server.address());
+    first.send(Kind::Refused, 0, &refused);
+    let mut second = Raw::connect(server.address());
+    let hello =
+        Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [5; 32], purpose: Purpose::Data };
+    second.send(Kind::Hello, 0, &hello);
+    let _: Challenge = second.expect(Kind::Challenge);
+    second.send(Kind::Refused, 0, &refused);
+    for mut raw in [first, second] {
+        let answer = raw.refused();
+        assert_eq!((answer.code, answer.message.as_str()), (RefusalCode::State, "the peer refused (State)"));
+    }
+}
+
+#[test]
+fn a_host_that_could_forge_a_line_of_a_table_is_refused() {
+    let server = start(config());
+    let mut raw = Raw::connect(server.address());
+    raw.greet(None, Purpose::Data);
+    let _: Welcome = raw.expect(Kind::Welcome);
+    raw.send(Kind::Join, 0, &Join { host: "here\nworker-1".into(), ..join("a") });
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::Malformed);
+    assert!(refused.message.starts_with("host \"here\\nworker-1\" is not"), "{refused}");
 }
 
 #[test]

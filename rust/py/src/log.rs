@@ -49,7 +49,8 @@ impl Subscriber for Forward {
         let mut text = Text::default();
         event.record(&mut text);
         let metadata = event.metadata();
-        put((python_level(*metadata.level()), metadata.target().to_owned(), text.message + &text.fields));
+        let line = on_one_line(text.message + &text.fields);
+        put((python_level(*metadata.level()), metadata.target().to_owned(), line));
     }
 
     fn new_span(&self, _: &Attributes<'_>) -> Id {
@@ -79,6 +80,15 @@ impl Visit for Text {
         };
         debug_assert!(written.is_ok(), "a String takes everything");
     }
+}
+
+/// What happened may be told in a peer's words: they make no line of their own, and move no cursor.
+fn on_one_line(text: String) -> String {
+    if !text.contains(char::is_control) {
+        return text;
+    }
+    let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(shown).collect()
 }
 
 const fn python_level(level: Level) -> u8 {

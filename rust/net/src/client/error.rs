@@ -94,6 +94,7 @@ impl ClientError {
                 Self::Authentication { address: address.to_owned(), message: message.to_owned() }
             }
             HandshakeError::Refused(refused) => Self::from_refused(address, refused),
+            HandshakeError::OutOfPlace(cause) => Self::Protocol { address: address.to_owned(), cause },
         }
     }
 }

@@ -101,8 +101,10 @@ fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
             format!("worker_id {id:?} is not 1 to {MAX_ID_BYTES} bytes of printable text"),
         );
     }
-    if join.host.len() > MAX_ID_BYTES {
-        return refuse(RefusalCode::Malformed, format!("a host name of {} bytes", join.host.len()));
+    if join.host.len() > MAX_ID_BYTES || join.host.chars().any(char::is_control) {
+        let host = cut(&join.host, MAX_ID_BYTES);
+        let message = format!("host {host:?} is not at most {MAX_ID_BYTES} bytes of printable text");
+        return refuse(RefusalCode::Malformed, message);
     }
     if let (Some(model), Some(table)) = (shared.model.get(), &join.table)
         && let Some(difference) = model.store.table().first_difference(table)
