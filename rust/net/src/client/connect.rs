@@ -3,10 +3,10 @@
 use super::error::ClientError;
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
-use crate::handshake::{HandshakeError, expect, greet, random, send};
-use offbeat_core::wire::header::MAX_TABLE_BYTES;
-use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Refused, Reply};
-use offbeat_core::wire::{Kind, decode};
+use crate::handshake::{HandshakeError, expect, greet, random, refused, send};
+use offbeat_core::wire::Kind;
+use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
+use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Reply};
 use socket2::{SockRef, TcpKeepalive};
 use std::collections::HashSet;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -17,7 +17,9 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tracing::warn;
 
-/// Longest try of one address.
+/// As long as can be; a time that far ahead is still a time.
+const ENDLESS: Duration = Duration::from_secs(1 << 30);
+/// Longest wait for an answer before the next address, or the next try.
 pub(super) const ATTEMPT: Duration = Duration::from_secs(5);
 /// A silence that was shorter says nothing of the server: the way to it may take as long.
 const TELLING: Duration = Duration::from_secs(1);
@@ -71,6 +73,16 @@ enum Failure {
     Final(ClientError),
 }
 
+impl Failure {
+    /// How long nothing was heard.
+    const fn silence(&self) -> Option<Duration> {
+        match self {
+            Self::OutOfTime(_, waited) | Self::Silent(waited) => Some(*waited),
+            Self::Again(_) | Self::Final(_) => None,
+        }
+    }
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -81,12 +93,12 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What is told when the time is up. The last try had only what was left of it: where that was too little to hear
-/// anything, the try before knows more.
+/// What is told of the tries so far. The last one may have had only what was left of the time: where that was too
+/// little to hear anything, one before knows more.
 fn last_words(before: Option<Failure>, last: Failure) -> Failure {
-    match (before, last) {
-        (Some(before), Failure::OutOfTime(_, waited) | Failure::Silent(waited)) if waited < TELLING => before,
-        (_, last) => last,
+    match before {
+        Some(before) if last.silence().is_some_and(|waited| waited < TELLING) => before,
+        _ => last,
     }
 }
 
@@ -101,33 +113,46 @@ impl Target {
         limit: Duration,
     ) -> Result<(Socket, FrameReader, Opened), ClientError> {
         let begun = Instant::now();
+        let limit = limit.min(ENDLESS);
         let mut pause = PAUSES.0;
         let mut attempts = 0;
-        let mut is_told = false;
-        let mut before = None;
+        let mut is_warned = false;
+        let mut told = None;
+        let mut silent_since = None;
         loop {
             attempts += 1;
+            let tried_at = Instant::now();
             let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
             let failure = match self.attempt(opening, left).await {
                 Ok(opened) => return Ok(opened),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(failure) => failure,
+                Err(failure) => last_words(told, failure),
             };
+            let silent_from = *silent_since.get_or_insert(tried_at);
+            if !matches!(failure, Failure::Silent(_)) {
+                silent_since = None;
+            }
             let waited = begun.elapsed();
             if waited >= limit {
                 let address = self.address.clone();
-                return Err(match last_words(before, failure) {
-                    Failure::Silent(_) => ClientError::Timeout { address, what: "its handshake", waited },
-                    Failure::Again(cause) | Failure::OutOfTime(cause, _) => {
-                        ClientError::Unreachable { address, attempts, waited, cause }
+                return Err(match failure {
+                    Failure::Silent(_) => {
+                        let waited = silent_from.elapsed();
+                        ClientError::Timeout { address, what: "its handshake", waited }
                     }
-                    Failure::Final(error) => error,
+                    failure => {
+                        ClientError::Unreachable { address, attempts, waited, cause: failure.to_string() }
+                    }
                 });
             }
-            if waited >= SILENT && !is_told {
-                is_told = true;
-                let (address, limit) = (&self.address, limit.as_secs_f64());
-                warn!("no server at {address} yet ({failure}); trying for up to {limit:.0} s");
+            if waited >= SILENT && !is_warned {
+                is_warned = true;
+                let address = &self.address;
+                let until = match limit {
+                    ENDLESS => "until there is one".to_owned(),
+                    _ => format!("for up to {:.0} s", limit.as_secs_f64()),
+                };
+                warn!("no server at {address} yet ({failure}); trying {until}");
             }
             // Workers that lost one server must not come back in step.
             let jitter = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 255.0);
@@ -135,7 +160,7 @@ impl Target {
             let nap = pause.mul_f64(0.75 + jitter / 2.0).min(limit.saturating_sub(waited));
             tokio::time::sleep(nap).await;
             pause = (pause * 2).min(PAUSES.1);
-            before = Some(failure);
+            told = Some(failure);
         }
     }
 
@@ -146,16 +171,21 @@ impl Target {
     ) -> Result<(Socket, FrameReader, Opened), Failure> {
         let deadline = Instant::now() + left;
         let addresses = resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?;
-        let stream = reach_any(&addresses, deadline).await?;
-        let limit = time_until(deadline).min(ATTEMPT);
-        match timeout(limit, self.greet(stream, opening)).await {
-            Ok(Ok(opened)) => Ok(opened),
-            Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
-                Err(Failure::Again(error.to_string()))
+        any_of(&addresses, deadline, async |address, deadline| {
+            let stream = reach(address, deadline).await?;
+            let left = time_until(deadline);
+            // A server that has heard an Attach takes the end of its connection for the worker's.
+            let limit = if matches!(opening, Opening::Control(_)) { left } else { left.min(ATTEMPT) };
+            match timeout(limit, self.greet(stream, opening)).await {
+                Ok(Ok(opened)) => Ok(opened),
+                Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
+                    Err(Failure::Again(error.to_string()))
+                }
+                Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
+                Err(_) => Err(Failure::Silent(limit)),
             }
-            Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
-            Err(_) => Err(Failure::Silent(limit)),
-        }
+        })
+        .await
     }
 
     async fn greet(
@@ -184,18 +214,22 @@ impl Target {
             Opening::Control(attach) => {
                 send(&socket, Kind::Attach, 0, attach).await?;
                 let header = reader.header(&socket).await?;
-                match header.kind {
-                    Kind::Attached => Opened::Control,
-                    _ => return Err(unexpected(&socket, &mut reader, header).await?),
+                if let Some(refused) = refused(&socket, &mut reader, &header, MAX_HANDSHAKE_BYTES).await? {
+                    return Err(HandshakeError::Refused(refused));
                 }
+                if header.kind != Kind::Attached {
+                    let cause = format!("Attached was due, a {:?} frame came", header.kind);
+                    return Err(HandshakeError::OutOfPlace(cause));
+                }
+                Opened::Control
             }
             Opening::Status => {
                 send(&socket, Kind::Call, 1, &Call::Status).await?;
                 match expect(&socket, &mut reader, Kind::Reply, MAX_TABLE_BYTES).await? {
                     Reply::Status { json } => Opened::Status(json),
                     other => {
-                        let message = format!("a status was due, {other:?} came");
-                        return Err(HandshakeError::Refused(refused(message)));
+                        let cause = format!("a status was due, {other:?} came");
+                        return Err(HandshakeError::OutOfPlace(cause));
                     }
                 }
             }
@@ -245,59 +279,62 @@ async fn resolve(
     }
 }
 
-/// Connects to the first address that answers. One that swallows what is sent leaves time for the others. Where none
-/// answers, each is told of.
-async fn reach_any(
+/// What the first address gives that gives something. One that swallows what is sent, or says nothing, leaves time
+/// for the others. Where none gives anything, each is told of.
+async fn any_of<T>(
     addresses: &[SocketAddr],
     deadline: Instant,
-) -> Result<ClosedInChildren<TcpStream>, Failure> {
-    if addresses.is_empty() {
-        return Err(Failure::Again("the name has no address".into()));
-    }
+    try_one: impl AsyncFn(SocketAddr, Instant) -> Result<T, Failure>,
+) -> Result<T, Failure> {
     let mut tried = HashSet::new();
     let addresses: Vec<_> = addresses.iter().filter(|address| tried.insert(**address)).collect();
-    let mut causes = Vec::new();
-    let mut longest_silence = None;
+    let mut failures = Vec::new();
     for (address, tries) in addresses.iter().zip((1..=addresses.len()).rev()) {
         let share = time_until(deadline) / u32::try_from(tries).unwrap_or(u32::MAX);
-        let limit = share.min(ATTEMPT);
-        match timeout(limit, reach(**address)).await {
-            Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => causes.push(format!("{address}: {error}")),
-            Err(_) => {
-                causes.push(format!("{address}: no answer within {:.1} s", limit.as_secs_f64()));
-                longest_silence = longest_silence.max(Some(limit));
-            }
+        match try_one(**address, Instant::now() + share).await {
+            // What is no server of ours says nothing of the next address.
+            Err(failure @ Failure::Final(ClientError::Protocol { .. })) => failures.push(failure),
+            Err(Failure::Final(error)) => return Err(Failure::Final(error)),
+            Err(failure) => failures.push(failure),
+            Ok(given) => return Ok(given),
         }
     }
-    let cause = causes.join("; ");
-    Err(match longest_silence {
-        Some(waited) => Failure::OutOfTime(cause, waited),
+    let told = addresses.iter().zip(&failures).map(|(address, failure)| format!("{address}: {failure}"));
+    let cause = told.collect::<Vec<_>>().join("; ");
+    let all = |is: fn(&Failure) -> bool| failures.iter().all(is);
+    Err(match failures.iter().filter_map(Failure::silence).max() {
+        _ if failures.is_empty() => Failure::Again("the name has no address".into()),
+        None if all(|failure| matches!(failure, Failure::Final(_))) => failures.swap_remove(0),
         None => Failure::Again(cause),
+        Some(waited) if all(|failure| matches!(failure, Failure::Silent(_))) => Failure::Silent(waited),
+        Some(waited) => Failure::OutOfTime(cause, waited),
     })
 }
 
-/// Connects; closed in children that are forked meanwhile too.
-async fn reach(address: SocketAddr) -> io::Result<ClosedInChildren<TcpStream>> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    ClosedInChildren::new(socket).try_map_async(|socket| socket.connect(address)).await
-}
-
-/// What a frame says that is not the one that was due.
-async fn unexpected(
-    socket: &Socket,
-    reader: &mut FrameReader,
-    header: offbeat_core::wire::Header,
-) -> Result<HandshakeError, HandshakeError> {
-    if header.kind == Kind::Refused {
-        let refused = decode(reader.message(socket, &header).await?).map_err(FrameError::from)?;
-        return Ok(HandshakeError::Refused(refused));
+/// Connects to an address.
+async fn reach(address: SocketAddr, deadline: Instant) -> Result<ClosedInChildren<TcpStream>, Failure> {
+    let connecting = async {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        connect(ClosedInChildren::new(socket), address).await
+    };
+    let limit = time_until(deadline).min(ATTEMPT);
+    match timeout(limit, connecting).await {
+        Ok(reached) => reached.map_err(|error| Failure::Again(error.to_string())),
+        Err(_) => Err(Failure::OutOfTime(format!("no answer within {:.1} s", limit.as_secs_f64()), limit)),
     }
-    Ok(HandshakeError::Refused(refused(format!("a {:?} frame came unasked", header.kind))))
 }
 
-fn refused(message: String) -> Refused {
-    Refused { code: offbeat_core::wire::message::RefusalCode::State, message, fatal: true }
+/// Connects; closed in children that are forked meanwhile too.
+async fn connect(
+    socket: ClosedInChildren<TcpSocket>,
+    address: SocketAddr,
+) -> io::Result<ClosedInChildren<TcpStream>> {
+    let stream = socket.try_map_async(|socket| socket.connect(address)).await?;
+    if stream.local_addr()? == stream.peer_addr()? {
+        // Where nobody listens, a port of those that the system hands out may come to meet itself.
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    Ok(stream)
 }
 
 /// This machine's name, for the server's status; empty where the system does not tell.
@@ -311,6 +348,7 @@ pub(super) fn host() -> String {
 mod tests {
     use super::*;
     use socket2::{Domain, Socket as Socket2, Type};
+    use std::io::Write;
     use std::sync::mpsc;
 
     /// An address that swallows what is sent to it while the rest is kept: the system drops what comes to a listener
@@ -360,7 +398,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let ((one, _one), (other, _other)) = (swallowing(), swallowing());
         let left = Duration::from_millis(400);
-        match runtime.block_on(reach_any(&[one, other], Instant::now() + left)) {
+        match runtime.block_on(any_of(&[one, other], Instant::now() + left, reach)) {
             Err(Failure::OutOfTime(_, waited)) => assert!(waited <= left / 2, "each had half: {waited:?}"),
             other => panic!("{other:?}"),
         }
@@ -379,10 +417,10 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let answers = listener.local_addr().unwrap();
         let deadline = Instant::now() + Duration::from_secs(4);
-        let reached = runtime.block_on(reach_any(&[swallows, answers], deadline)).unwrap();
+        let reached = runtime.block_on(any_of(&[swallows, answers], deadline, reach)).unwrap();
         assert_eq!(reached.peer_addr().unwrap(), answers);
         assert!(!time_until(deadline).is_zero(), "the first had all of the time");
-        let swallowed = runtime.block_on(reach_any(&[swallows], Instant::now() + TELLING));
+        let swallowed = runtime.block_on(any_of(&[swallows], Instant::now() + TELLING, reach));
         assert!(matches!(swallowed, Err(Failure::OutOfTime(..))), "it does not swallow");
     }
 
@@ -398,7 +436,7 @@ mod tests {
         let ((a, _a), (b, _b)) = (refusing(), refusing());
         let told = |addresses: &[SocketAddr], millis| {
             let deadline = Instant::now() + Duration::from_millis(millis);
-            runtime.block_on(reach_any(addresses, deadline)).map(drop).unwrap_err()
+            runtime.block_on(any_of(addresses, deadline, reach)).map(drop).unwrap_err()
         };
         let refused = "Connection refused (os error 111)";
         match told(&[a, b, a], 20_000) {
@@ -413,6 +451,77 @@ mod tests {
         assert!(cause.ends_with(&format!(" s; {b}: {refused}")), "{cause}");
         assert_eq!(last_words(Some(Failure::Again("before".into())), short).to_string(), "before");
         assert_eq!(told(&[], 100).to_string(), "the name has no address");
+    }
+
+    #[test]
+    fn what_is_no_server_of_ours_leaves_the_next_address_to_be_tried() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let [one, other] = [1, 2].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+        let stranger = || {
+            let (address, cause) = ("there".into(), "no Offbeat frame".into());
+            Failure::Final(ClientError::Protocol { address, cause })
+        };
+        let failures = |first: fn() -> Failure, second: fn() -> Failure| {
+            let try_one = async |address, _| Err::<(), _>(if address == one { first() } else { second() });
+            let deadline = Instant::now() + Duration::from_secs(60);
+            runtime.block_on(any_of(&[one, other], deadline, try_one)).unwrap_err()
+        };
+        let cause = "127.0.0.1:1: the server at there broke the protocol: no Offbeat frame; 127.0.0.1:2: ";
+        match failures(stranger, || Failure::Again("refused".into())) {
+            Failure::Again(told) => assert_eq!(told, format!("{cause}refused")),
+            other => panic!("{other:?}"),
+        }
+        match failures(stranger, || Failure::Silent(Duration::from_secs(5))) {
+            Failure::OutOfTime(told, waited) => {
+                assert_eq!((told.starts_with(cause), waited), (true, Duration::from_secs(5)));
+            }
+            other => panic!("{other:?}"),
+        }
+        let settled = [
+            failures(stranger, stranger),
+            failures(|| Failure::Final(ClientError::Closed), || panic!("it was settled before")),
+            failures(stranger, || Failure::Final(ClientError::Closed)),
+        ];
+        assert!(matches!(&settled[0], Failure::Final(ClientError::Protocol { .. })), "{settled:?}");
+        assert!(settled[1..].iter().all(|f| matches!(f, Failure::Final(ClientError::Closed))), "{settled:?}");
+    }
+
+    #[test]
+    fn an_address_that_accepts_and_hangs_up_leaves_the_next_to_be_tried() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let [one, other] = [1, 2].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+        for failure in [|| Failure::Again("it hung up".into()), || Failure::Silent(ATTEMPT)] {
+            let try_one = async |address, _| if address == one { Err(failure()) } else { Ok(address) };
+            let deadline = Instant::now() + Duration::from_secs(60);
+            assert_eq!(runtime.block_on(any_of(&[one, other], deadline, try_one)).unwrap(), other);
+        }
+    }
+
+    #[test]
+    fn a_connection_to_itself_is_no_connection() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        // From its own port: what the system does by chance where nobody listens.
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        drop(listener);
+        let met = runtime.block_on(async {
+            let socket = TcpSocket::new_v4().unwrap();
+            socket.bind(address).unwrap();
+            connect(ClosedInChildren::new(socket), address).await
+        });
+        assert_eq!(met.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    #[test]
+    fn a_limit_without_end_is_no_time_to_add() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let answering = std::thread::spawn(move || listener.accept().unwrap().0.write_all(b"SSH-2.0-x\r\n"));
+        let target = Target { address, token: None };
+        let refused = runtime.block_on(target.open(&Opening::Status, Duration::MAX)).unwrap_err();
+        assert!(matches!(refused, ClientError::Protocol { .. }), "{refused}");
+        answering.join().unwrap().unwrap();
     }
 
     #[test]
