@@ -8,16 +8,19 @@ use super::error::ClientError;
 use super::momentum::Keep;
 use super::session::{Inner, check_size};
 use super::stream::{LOOK, Stream};
-use crate::frame::FrameError;
+use crate::frame::{FrameError, FrameReader, Socket};
+use crate::handshake::{FAREWELL, refused};
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Attach, Join, Joined, Parting};
+use offbeat_core::wire::header::MAX_TABLE_BYTES;
+use offbeat_core::wire::message::{Attach, Join, Joined, Parting, RefusalCode};
 use offbeat_core::wire::{Kind, encode};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
+use tokio::time::timeout;
 
 /// Waits for `future` and looks up every now and then.
 pub(super) async fn unless_interrupted<T>(
@@ -63,18 +66,10 @@ impl Inner {
         encode(&join, &mut payload);
         check_size(Kind::Join, &payload)?;
         let begun = Instant::now();
-        let (mut connection, joined) = runtime.block_on(unless_interrupted(interrupt, async {
+        let (socket, mut reader, joined) = runtime.block_on(unless_interrupted(interrupt, async {
             let (socket, reader, opened) = target.open(&Opening::Data(&join), connect_timeout).await?;
             let Opened::Data(joined) = opened else { unreachable!("data was asked for") };
-            if reader.buffered() > 0 {
-                let cause = "it spoke before it was asked".to_owned();
-                return Err(ClientError::Protocol { address: address.clone(), cause });
-            }
-            let in_flight = wanted.min(joined.in_flight).max(1) as usize;
-            let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
-            let stream = Stream::new(socket);
-            let stream = stream.map_err(|e| ClientError::from_frame(&address, &FrameError::Io(e)))?;
-            Ok((Connection::new(address.clone(), stream, keep), joined))
+            Ok((socket, reader, joined))
         }))?;
         let attach = Opening::Control(Attach { incarnation: joined.incarnation, secret: joined.secret });
         // A server that let us in at the last moment has time for the other half.
@@ -85,7 +80,29 @@ impl Inner {
             let (socket, reader, _) = target.open(&attach, left).await?;
             Control::start(socket, reader, heartbeat, &address)
         });
-        let control = runtime.block_on(unless_interrupted(interrupt, attaching.as_mut()));
+        let control = runtime.block_on(unless_interrupted(interrupt, async {
+            let unread = reader.buffered() as u64;
+            let due = socket.received() - unread;
+            let mut over = pin!(over(&address, &socket, &mut reader));
+            let attached = tokio::select! {
+                biased;
+                error = &mut over => return Err(error),
+                attached = &mut attaching => attached,
+            };
+            match attached {
+                // Why there is none is told on the other connection.
+                Err(error @ ClientError::Refused { code: RefusalCode::State, .. }) => {
+                    Err(timeout(FAREWELL, over).await.unwrap_or(error))
+                }
+                Ok(_) if socket.received() > due => Err(over.await), // the rest of it is on its way
+                attached => attached,
+            }
+        }));
+        let in_flight = wanted.min(joined.in_flight).max(1) as usize;
+        let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
+        let stream = Stream::new(socket);
+        let stream = stream.map_err(|e| ClientError::from_frame(&address, &FrameError::Io(e)))?;
+        let mut connection = Connection::new(address.clone(), stream, keep);
         let control = control.inspect_err(|error| {
             let cause = match error {
                 ClientError::Interrupted => "interrupted while it joined".to_owned(),
@@ -109,5 +126,22 @@ impl Inner {
             inner.adopt(model)?;
         }
         Ok(inner)
+    }
+}
+
+/// Waits for what ends a session that has not begun: a refusal, or the connection's own end. Anything else was not asked
+/// for.
+async fn over(address: &str, socket: &Socket, reader: &mut FrameReader) -> ClientError {
+    let heard = async {
+        let header = reader.header(socket).await?;
+        refused(socket, reader, &header, MAX_TABLE_BYTES).await
+    };
+    match heard.await {
+        Ok(Some(refused)) => ClientError::from_refused(address, refused),
+        Ok(None) => {
+            let cause = "it spoke before it was asked".to_owned();
+            ClientError::Protocol { address: address.to_owned(), cause }
+        }
+        Err(error) => ClientError::from_frame(address, &error),
     }
 }

@@ -1,11 +1,11 @@
 //! Joining, and everything that can go wrong with it.
 
-use crate::script::{attach, join, run, serve};
+use crate::script::{Peer, attach, join, run, serve};
 use crate::support::{Worker, client_config, config, eventually, filled, never, parameter, sgd, table};
 use offbeat_core::spec::Transaction;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::Kind;
-use offbeat_core::wire::message::{Event, Heartbeat, Parting, RefusalCode};
+use offbeat_core::wire::message::{Attach, Event, Heartbeat, Parting, RefusalCode, Refused};
+use offbeat_core::wire::{Header, Kind};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, fetch_status};
 use offbeat_net::server::{Server, ServerConfig, Snapshot};
 use std::net::{Shutdown, TcpListener};
@@ -91,6 +91,65 @@ fn who_is_let_in_at_the_last_moment_has_time_for_the_other_connection() {
     assert!(joined.is_ok(), "{joined:?}");
     drop(joined);
     server.join().unwrap();
+}
+
+#[test]
+fn a_server_that_takes_its_time_for_the_other_connection_is_waited_for() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let config = client_config(listener.local_addr().unwrap(), 1);
+    let server = thread::spawn(move || {
+        let mut data = join(&listener, model(), run(Transaction::Fragment));
+        let mut control = Peer::greet(&listener);
+        let _: Attach = control.expect(Kind::Attach);
+        // Longer than a try of an address: to hang up now would be to leave.
+        let (_never, clock) = mpsc::channel::<()>();
+        clock.recv_timeout(Duration::from_millis(5500)).ok();
+        control.frame(Header::new(Kind::Attached), &[]);
+        data.next(Kind::Call);
+    });
+    let joined = Client::connect(config, None, &never);
+    assert!(joined.is_ok(), "{joined:?}");
+    drop(joined);
+    server.join().unwrap();
+}
+
+#[test]
+fn what_ends_a_session_before_its_other_connection_stands_is_told() {
+    let fenced = Refused { code: RefusalCode::Fenced, message: "a newer process".into(), fatal: true };
+    // At once with the news that it is in; while the other connection is opened; and where that was refused first.
+    for (said, attaches) in [
+        (Some(&fenced), None),
+        (Some(&fenced), Some(false)),
+        (Some(&fenced), Some(true)),
+        (None, Some(false)),
+    ] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let config = client_config(listener.local_addr().unwrap(), 1);
+        let said = said.cloned();
+        let is_said = said.is_some();
+        let server = thread::spawn(move || {
+            let mut data = join(&listener, model(), run(Transaction::Fragment));
+            let mut control = attaches.map(|_| Peer::greet(&listener));
+            if let (Some(control), Some(is_refused)) = (&mut control, attaches) {
+                let _: Attach = control.expect(Kind::Attach);
+                if is_refused {
+                    let (code, message) = (RefusalCode::State, "there is no such session (any more)".into());
+                    control.send(Kind::Refused, 0, &Refused { code, message, fatal: true });
+                }
+            }
+            if let Some(said) = said {
+                data.send(Kind::Refused, 0, &said);
+            }
+            drop(data);
+            control
+        });
+        match Client::connect(config, None, &never) {
+            Err(ClientError::Fenced { message }) => assert!(is_said && message == "a newer process"),
+            Err(ClientError::Lost { .. }) => assert!(!is_said),
+            other => panic!("{other:?}"),
+        }
+        drop(server.join().unwrap());
+    }
 }
 
 #[test]

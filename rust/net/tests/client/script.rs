@@ -62,7 +62,7 @@ impl Peer {
         self.send(Kind::Reply, header.request, &offbeat_core::wire::message::Reply::Goodbye);
     }
 
-    fn greet(listener: &TcpListener) -> Self {
+    pub(crate) fn greet(listener: &TcpListener) -> Self {
         let (stream, _) = listener.accept().unwrap();
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
