@@ -1,7 +1,7 @@
 //! The control thread: it takes connections, opens the door for those that prove themselves, hears the workers'
 //! heartbeats, answers status, and looks at the clock for everybody.
 
-use super::connection::{Answer, Connection, Watch};
+use super::connection::{Answer, Connection, Phase, Watch};
 use super::end::End;
 use super::membership::{Forgotten, Ticked};
 use super::poll;
@@ -207,7 +207,15 @@ async fn status(
     let socket = &connection.socket;
     loop {
         connection.idle(reader.buffered());
-        let header = reader.header(socket).await?;
+        let header = tokio::select! {
+            biased;
+            () = is_true(&shared.stopping) => {
+                let message = format!("the server is {FINISHED_STOPPED}");
+                let refused = Refused { code: RefusalCode::Finished, message, fatal: true };
+                return Err(End::Refused { request: 0, refused });
+            }
+            header = reader.header(socket) => header?,
+        };
         if header.kind != Kind::Call || header.payload_len > MAX_HANDSHAKE_BYTES {
             return Err(End::out_of_place(&header, "a Call for status"));
         }
@@ -217,6 +225,7 @@ async fn status(
             return Err(End::refused(&header, RefusalCode::State, "this connection may ask for status only"));
         }
         let reply = Reply::Status { json: super::status::json(shared) };
+        connection.enter(Phase::Sending);
         handshake::send(socket, Kind::Reply, header.request, &reply).await?;
     }
 }
