@@ -275,7 +275,8 @@ fn what_came_with_the_handshake_is_still_a_debt_after_the_move_to_a_data_thread(
     bytes.extend_from_slice(&Header::new(Kind::Pull).encode()[..10]);
     raw.write(&bytes).unwrap();
     let _: Welcome = raw.expect(Kind::Welcome);
-    let _: Joined = raw.expect(Kind::Joined);
+    let joined: Joined = raw.expect(Kind::Joined);
+    let _control = Raw::attached(&server, &joined);
     assert_eq!(raw.refused().code, RefusalCode::Timeout);
     assert!(until_state(&server, "a", "lost").contains("no byte for 0.2 s"));
 }

@@ -15,7 +15,7 @@ use offbeat_core::wire::message::{
     Call, Event, FINISHED_STOPPED, Parting, Purpose, RefusalCode, Refused, Reply, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, Want};
-use offbeat_net::client::ClientError;
+use offbeat_net::client::{Client, ClientConfig, ClientError};
 use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -32,7 +32,8 @@ fn goodbye(raw: &mut Raw, parting: Parting) {
 #[test]
 fn a_connection_that_ends_without_a_goodbye_is_a_loss_at_once() {
     let server = start(config());
-    let (raw, _) = Raw::joined(&server, "a");
+    let (raw, joined) = Raw::joined(&server, "a");
+    let _control = Raw::attached(&server, &joined);
     drop(raw);
     assert_eq!(until_state(&server, "a", "lost"), "the peer closed the connection");
     let status = status(&server);
@@ -151,7 +152,9 @@ fn waiting_for_workers_ends_with_their_goodbyes() {
 #[test]
 fn all_lost_and_none_finished_is_an_error_that_says_why() {
     let server = start(quick());
-    drop(Raw::joined(&server, "a"));
+    let (raw, joined) = Raw::joined(&server, "a");
+    let _control = Raw::attached(&server, &joined);
+    drop(raw);
     let failed = server.wait_for_workers(1, Some(DEADLINE), NEVER).unwrap_err();
     let ServerError::NoneFinished { causes } = failed else { panic!("{failed}") };
     assert_eq!(causes, [("a".to_owned(), "the peer closed the connection".to_owned())]);
@@ -165,6 +168,18 @@ fn a_wait_is_interrupted_and_ends_with_the_server() {
         let waiting = scope.spawn(|| server.wait_for_workers(1, None, NEVER));
         server.stop();
         assert!(matches!(waiting.join().unwrap(), Err(ServerError::Stopped)));
+    });
+}
+
+#[test]
+fn a_stopped_server_waits_for_nobody_who_only_asks_how_it_is() {
+    let server = start(config());
+    let mut raw = Raw::connect(server.address());
+    raw.greet(None, Purpose::Status);
+    let _: Welcome = raw.expect(Kind::Welcome);
+    std::thread::scope(|scope| {
+        scope.spawn(|| server.stop());
+        assert_eq!(raw.refused().code, RefusalCode::Finished);
     });
 }
 
@@ -305,6 +320,36 @@ fn who_goes_while_it_waits_for_the_model_could_not_begin() {
         "nobody has come who could lose anything"
     );
     assert_eq!(until_withdrawn(&server, "a"), "could not begin: the peer closed the connection");
+}
+
+#[test]
+fn who_goes_before_it_has_heard_that_it_was_in_comes_again_as_the_same_worker() {
+    let server = start(config());
+    drop(Raw::joined(&server, "worker-0"));
+    assert_eq!(until_withdrawn(&server, "worker-0"), "could not begin: the peer closed the connection");
+    let config = ClientConfig {
+        address: server.address().to_string(),
+        worker_id: None,
+        token: None,
+        run_id: None,
+        in_flight: 1,
+        connect_timeout: DEADLINE,
+    };
+    let again = Client::connect(config, None, &NEVER).unwrap();
+    assert_eq!(again.session().unwrap().worker_id, "worker-0");
+    assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap(), "there is one worker");
+}
+
+#[test]
+fn a_goodbye_behind_a_wait_for_the_model_is_heard_when_the_worker_has_gone() {
+    let server = Server::start(quick()).unwrap();
+    let (mut a, joined) = Raw::joined(&server, "a");
+    let _control = Raw::attached(&server, &joined);
+    a.call(1, &Call::WaitModel);
+    a.call(2, &Call::Goodbye { parting: Parting::Withdrawn { cause: Some("given up".into()) } });
+    drop(a);
+    assert_eq!(until_withdrawn(&server, "a"), "could not begin: given up");
+    eventually(&server, "no connection is left", |s| s["connections"] == 0);
 }
 
 #[test]

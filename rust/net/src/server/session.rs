@@ -33,6 +33,8 @@ pub(super) struct Session {
     init: Option<Init>,
     /// The newest version that holds a push of ours.
     pub(super) own_version: u64,
+    /// A frame has come since it joined.
+    has_answered: bool,
     /// It has brought the model, pushed or pulled: if it ends now, a worker of the run does.
     has_begun: bool,
     goodbye: bool,
@@ -71,6 +73,7 @@ pub(super) async fn serve(
         place: None,
         init: None,
         own_version: 0,
+        has_answered: false,
         has_begun: false,
         goodbye: false,
         shared,
@@ -118,6 +121,10 @@ impl Session {
             connection.idle(self.reader.buffered());
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
+            if !self.has_answered {
+                self.has_answered = true;
+                self.shared.members().answered(self.incarnation);
+            }
             connection.answers(match header.kind {
                 Kind::Push | Kind::Pull => {
                     self.has_begun = true;
@@ -168,6 +175,8 @@ impl Session {
                 connection.enter(Phase::Sending);
                 handshake::send(&connection.socket, Kind::Refused, request, &refused).await?;
             }
+            // It went while it waited. What it had sent before that is still read: it may be a goodbye.
+            Err(End::Frame(FrameError::Closed { inside: false })) => {}
             Err(end) => return Err(end),
         }
         Ok(())

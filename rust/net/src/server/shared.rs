@@ -263,7 +263,7 @@ impl Shared {
 
     fn clean_up(&self, ended: &Ended, cause: &str, ended_one: &Arc<Connection>) {
         if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
-            model.store.lost(key);
+            if ended.withdrawn { model.store.depart(key) } else { model.store.lost(key) }
         }
         // The one that has ended is told why by its own task.
         ended.connections.close(RefusalCode::Lost, cause, Some(ended_one));

@@ -136,6 +136,7 @@ mod tests {
             let mut members = server.shared.members();
             let joined = members.join(Some("a".into()), String::new(), [7; 16], connection, Instant::now());
             members.register::<()>(joined.incarnation, |_| Ok(WorkerKey { slot: 0, incarnation: 1 }));
+            members.answered(joined.incarnation);
             members.lost(joined.incarnation, "killed", Instant::now());
         }
         let wait = |timeout| server.wait_for_workers(1, Some(timeout), &|| false);

@@ -72,6 +72,8 @@ pub(crate) struct Member {
     pub(super) forgotten: bool,
     /// One of its connections has ended: what is still heard was sent before.
     pub(super) is_cut_off: bool,
+    /// Something has come since it was told that it is in: it has heard that.
+    pub(super) has_answered: bool,
 }
 
 impl Member {
@@ -102,6 +104,7 @@ impl Member {
             key: None,
             forgotten: false,
             is_cut_off: false,
+            has_answered: false,
         }
     }
 
@@ -124,9 +127,15 @@ impl Member {
         }
     }
 
-    /// Whether it never had a place in the store, and has not said goodbye: nothing is missed when it goes.
+    /// Whether it never had a place in the store, or never heard of it, and has not said goodbye: nothing is missed
+    /// when it goes. One that heard nothing may come again, without a name as another one.
     pub(super) const fn has_not_begun(&self) -> bool {
-        self.key.is_none() && !matches!(self.state, State::Left | State::Finished)
+        (self.key.is_none() || !self.has_answered) && !matches!(self.state, State::Left | State::Finished)
+    }
+
+    /// Whether it is lost by its silence alone, and its place in the store is still its own.
+    pub(super) fn may_come_back(&self) -> bool {
+        self.state == State::Lost && !self.is_cut_off && !self.forgotten
     }
 
     /// What its name goes back to if the newer process that takes it cannot begin. One that was there is lost: it was

@@ -177,12 +177,22 @@ impl Members {
         let (id, member) = self.find(incarnation)?;
         // Every byte is looked at, so that the time says nothing about the first that differs.
         let differs = member.secret.iter().zip(secret).fold(0, |sum, (a, b)| sum | (a ^ b));
-        if differs != 0 || !member.state.is_present() {
+        if differs != 0 || !(member.state.is_present() || member.may_come_back()) {
             return None;
         }
+        if member.state == State::Lost {
+            member.enter(State::Joined, None, now); // it had nowhere to be heard until now
+        }
         member.control = Some((control.0, Arc::downgrade(&control.1)));
-        member.heard = now;
+        (member.heard, member.has_answered) = (now, true);
         Some(id)
+    }
+
+    /// A worker's first frame since it was let in.
+    pub(super) fn answered(&mut self, incarnation: u32) {
+        if let Some((_, member)) = self.find(incarnation) {
+            member.has_answered = true;
+        }
     }
 
     fn find(&mut self, incarnation: u32) -> Option<(String, &mut Member)> {
@@ -216,7 +226,10 @@ impl Members {
 
     /// A heartbeat. The worker's name, if it had been given up and is back.
     pub(super) fn heard(&mut self, incarnation: u32, progress: u64, now: Instant) -> Option<String> {
-        let (id, member) = self.find(incarnation).filter(|(_, member)| !member.is_cut_off)?;
+        let (id, member) = self.find(incarnation)?;
+        if !member.state.is_present() && !member.may_come_back() {
+            return None;
+        }
         member.heard = now;
         if progress != member.progress {
             (member.progress, member.moved) = (progress, now);
@@ -381,8 +394,12 @@ impl Members {
         if self.num_joined() < n.max(1) || self.by_id.values().any(there) {
             return Outcome::Waiting;
         }
+        if over {
+            return Outcome::Done;
+        }
         let all_lost =
             self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
+        // That of the lost has passed, or they would be there: the sum is a time.
         let gone =
             |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
         // Where all are lost, their grace was the wait for one that comes in their place.
@@ -391,9 +408,7 @@ impl Members {
         } else {
             self.by_id.values().map(gone).chain(self.last_withdrawn).max()
         };
-        if over {
-            Outcome::Done
-        } else if alone.is_some_and(|alone| now.saturating_duration_since(alone) < patience.linger) {
+        if alone.is_some_and(|alone| now.saturating_duration_since(alone) < patience.linger) {
             Outcome::Waiting
         } else if self.bygone.num_finished > 0 || self.by_id.values().any(|m| m.state == State::Finished) {
             Outcome::Done

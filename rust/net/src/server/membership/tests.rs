@@ -25,6 +25,7 @@ fn join(members: &mut Members, id: &str, now: Instant) -> u32 {
 
 fn begin(members: &mut Members, incarnation: u32) -> u32 {
     members.register::<()>(incarnation, |_| Ok(key(incarnation))).unwrap().unwrap();
+    members.answered(incarnation);
     incarnation
 }
 
@@ -51,6 +52,53 @@ async fn silence_for_the_lease_is_a_loss_and_a_heartbeat_undoes_it() {
     assert_eq!(members.heard(a, 1, start + seconds(11)).as_deref(), Some("a"));
     assert_eq!(state(&members, "a"), State::Joined);
     assert_eq!(members.departures().count(), 1);
+}
+
+#[tokio::test]
+async fn who_never_heard_that_it_was_in_could_not_begin_and_leaves_its_name() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let a = come(&mut members, "worker-0", start);
+    members.register::<()>(a, |_| Ok(key(a))).unwrap().unwrap();
+    let ended = members.lost(a, "the line broke", start).unwrap();
+    assert!(ended.withdrawn && ended.key == Some(key(a)));
+    assert_eq!(members.num_joined(), 0);
+    let again = members.join(None, String::new(), [7; 16], connection(), start);
+    assert_eq!(again.id, "worker-0", "it is the same worker");
+}
+
+#[tokio::test]
+async fn who_was_lost_before_it_could_speak_is_back_when_it_attaches() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let (a, b) = (come(&mut members, "a", start), come(&mut members, "b", start));
+    let late = start + seconds(11);
+    assert_eq!(members.tick(LEASE, seconds(60), late).lost.len(), 2);
+    let control = || (tokio::sync::mpsc::unbounded_channel().0, connection());
+    assert_eq!(members.attach(a, &[7; 16], control(), late).as_deref(), Some("a"));
+    assert_eq!((state(&members, "a"), state(&members, "b")), (State::Joined, State::Lost));
+    assert!(members.tick(LEASE, seconds(60), late + seconds(9)).lost.is_empty());
+    members.lost(b, "its connection ended", late);
+    assert_eq!(members.attach(b, &[7; 16], control(), late), None);
+}
+
+#[tokio::test]
+async fn who_was_forgotten_is_not_brought_back_by_what_was_under_way() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let a = join(&mut members, "a", start);
+    members.tick(LEASE, seconds(60), start + seconds(10));
+    assert_eq!(members.tick(LEASE, seconds(60), start + seconds(70)).forgotten.len(), 1);
+    assert_eq!(members.heard(a, 1, start + seconds(71)), None);
+    assert_eq!(state(&members, "a"), State::Lost);
+}
+
+#[tokio::test]
+async fn a_grace_without_end_is_no_time_to_add() {
+    let (mut members, start) = (Members::new(), Instant::now());
+    let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+    members.goodbye(a, &Parting::Finished, start);
+    members.lost(b, "killed", start);
+    let patience = Patience { rejoin_grace: Duration::MAX, ..PATIENCE };
+    assert_eq!(members.outcome(2, patience, false, start + seconds(1_000_000)), Outcome::Waiting);
+    assert_eq!(members.outcome(2, patience, true, start), Outcome::Done);
 }
 
 #[tokio::test]
