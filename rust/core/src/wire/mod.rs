@@ -12,10 +12,12 @@
 //!   ([`Kind::cap`]).
 
 pub mod auth;
+mod cursor;
 pub mod header;
 pub mod message;
 pub mod push;
 
+pub use cursor::MessageError;
 pub use header::{HEADER_BYTES, Header, HeaderError, Kind, PROTOCOL, check_beginning, flags};
-pub use message::{MessageError, decode, encode};
+pub use message::{decode, encode};
 pub use push::{PullRequest, PushRequest, Versions, Want};

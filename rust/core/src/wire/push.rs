@@ -8,8 +8,8 @@
 //!       then, where its flag is set: have
 //! ```
 
+use super::cursor::{Cursor, MessageError};
 use super::header::MAX_HEAD_BYTES;
-use super::message::MessageError;
 use crate::layout::{MAX_FRAGMENTS, Presence};
 use crate::table::MAX_TENSORS;
 
@@ -197,30 +197,8 @@ fn put_versions(out: &mut Vec<u8>, versions: Option<Versions<'_>>) {
     }
 }
 
-/// What is left to read; every step is checked.
-pub(super) struct Cursor<'a>(pub(super) &'a [u8]);
-
+/// What requests begin with.
 impl<'a> Cursor<'a> {
-    pub(super) fn take(&mut self, n: usize) -> Result<&'a [u8], MessageError> {
-        let (head, tail) = self.0.split_at_checked(n).ok_or(MessageError::Form("it ends too early"))?;
-        self.0 = tail;
-        Ok(head)
-    }
-
-    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], MessageError> {
-        let (head, tail) = self.0.split_first_chunk().ok_or(MessageError::Form("it ends too early"))?;
-        self.0 = tail;
-        Ok(*head)
-    }
-
-    pub(super) fn u64(&mut self) -> Result<u64, MessageError> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    fn len(&mut self) -> Result<usize, MessageError> {
-        self.array().map(|b| u32::from_le_bytes(b) as usize)
-    }
-
     /// Form, flags and two reserved bytes; returns the flags.
     fn open(&mut self, known: u8) -> Result<u8, MessageError> {
         let [form, flags, reserved @ ..] = self.array::<4>()?;
@@ -239,10 +217,6 @@ impl<'a> Cursor<'a> {
         }
         let bytes = self.len()?.checked_mul(8).ok_or(MessageError::Form("it ends too early"))?;
         Ok(Some(Versions::Wire(self.take(bytes)?)))
-    }
-
-    pub(super) fn end(&self) -> Result<(), MessageError> {
-        if self.0.is_empty() { Ok(()) } else { Err(MessageError::Form("bytes follow its end")) }
     }
 }
 

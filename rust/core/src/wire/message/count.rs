@@ -1,8 +1,7 @@
 //! How many values a message holds, counted before it is decoded: one byte on the wire may be an empty string or a
 //! number of unknown use, which are 24 and 32 bytes in memory.
 
-use super::MessageError;
-use crate::wire::push::Cursor;
+use crate::wire::cursor::{Cursor, MessageError};
 
 /// Shorter messages may hold what they will.
 const SMALL_BYTES: usize = 4 << 10;

@@ -18,20 +18,12 @@ pub use membership::{
 };
 pub use refusal::{RefusalCode, Refused, cut};
 
+use super::cursor::MessageError;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// Most bytes of a decoder's words, which quote what it could not read.
 const MAX_WORDS_BYTES: usize = 512;
-
-/// A payload that does not say what its kind should.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MessageError {
-    #[error("a message cannot be read: {0}")]
-    Decode(String),
-    #[error("a message cannot be read: {0}")]
-    Form(&'static str),
-}
 
 /// Appends a message's wire form.
 ///
