@@ -165,8 +165,9 @@ class ParameterServer(process.Live):
         """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
 
         A worker that was lost counts as there for `rejoin_grace_s`, since it may come back. One that could
-        not begin, refused or gone before there was a model, is none of the n: another is waited for. SIGTERM
-        stops the server in good order and ends the process with exit code 0, if nobody else handles it.
+        not begin, refused or gone before there was a model or before it had heard that it was in, is none
+        of the n: another is waited for. SIGTERM stops the server in good order and ends the process with
+        exit code 0, if nobody else handles it.
 
         Args:
             n: Least number of workers that must have joined; None means 1.

@@ -3,7 +3,10 @@
 
 mod common;
 
-use common::{FRAGMENTS, Raw, client, config, eventually, floats, parameters, start, status, until_state};
+use common::{
+    FRAGMENTS, Raw, client, config, eventually, floats, parameters, start, status, until_state,
+    until_withdrawn,
+};
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
 use offbeat_core::wire::message::{Authenticate, Challenge, Hello, Joined, Purpose, RefusalCode, Welcome};
 use offbeat_core::wire::{Header, Kind, PROTOCOL, Want, encode};
@@ -275,8 +278,7 @@ fn what_came_with_the_handshake_is_still_a_debt_after_the_move_to_a_data_thread(
     bytes.extend_from_slice(&Header::new(Kind::Pull).encode()[..10]);
     raw.write(&bytes).unwrap();
     let _: Welcome = raw.expect(Kind::Welcome);
-    let joined: Joined = raw.expect(Kind::Joined);
-    let _control = Raw::attached(&server, &joined);
+    let _: Joined = raw.expect(Kind::Joined);
     assert_eq!(raw.refused().code, RefusalCode::Timeout);
-    assert!(until_state(&server, "a", "lost").contains("no byte for 0.2 s"));
+    assert!(until_withdrawn(&server, "a").contains("no byte for 0.2 s"));
 }

@@ -5,7 +5,7 @@ mod common;
 
 use common::{
     DEADLINE, NEVER, Raw, W, client, config, eventually, parameters, plain_sgd, start, status, table,
-    try_client, until_state, values,
+    try_client, until_state, until_withdrawn, values,
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
@@ -249,19 +249,6 @@ fn a_worker_that_dies_while_it_brings_the_model_leaves_none() {
     b.call(2, &Call::InitCommit);
     assert_eq!(b.reply(), Reply::Init { taken: true });
     assert!(parameters(&server).iter().all(|&p| p == 2.0));
-}
-
-/// Waits for the departure of a worker that is no member, and returns its cause.
-fn until_withdrawn(server: &Server, id: &str) -> String {
-    let status = eventually(server, &format!("{id} gone"), |s| {
-        let gone = |departure: &serde_json::Value| departure["worker"] == id;
-        s["departures"].as_array().unwrap().iter().any(gone)
-    });
-    assert!(status["workers"].as_array().unwrap().iter().all(|w| w["id"] != id), "{status:#}");
-    let departures = status["departures"].as_array().unwrap();
-    let [departure] = departures.as_slice() else { panic!("{departures:?}") };
-    assert_eq!(departure["state"], "left");
-    departure["cause"].as_str().unwrap().to_owned()
 }
 
 #[test]

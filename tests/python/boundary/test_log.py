@@ -160,6 +160,16 @@ def test_a_short_token_is_warned_of_and_never_shown(caplog, length, warnings):
     assert "OFFBEAT_TOKEN=<the server's token>" in caplog.text
 
 
+def test_words_that_come_from_elsewhere_make_no_line_of_their_own_in_the_log(caplog):
+    spec = optim.SGD(lr=0.1, groups=[{"pattern": "a\nb\x1b[31m\x85c", "lr": 0.2}])
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, optimizer=spec),
+    ):
+        wait_for(lambda: any("pattern=" in r.getMessage() for r in list(caplog.records)))
+    assert r"pattern=a\nb\u{1b}[31m\u{85}c" in caplog.text
+
+
 def test_a_group_of_the_optimizer_that_no_tensor_is_in_is_warned_of_once(caplog):
     def warnings():
         return [

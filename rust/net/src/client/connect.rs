@@ -19,7 +19,7 @@ use tracing::warn;
 
 /// As long as can be; a time that far ahead is still a time.
 const ENDLESS: Duration = Duration::from_secs(1 << 30);
-/// Longest wait for an answer before the next address, or the next try.
+/// Longest wait for an address to accept, and then to prove itself, before the next address or the next try.
 pub(super) const ATTEMPT: Duration = Duration::from_secs(5);
 /// A silence that was shorter says nothing of the server: the way to it may take as long.
 const TELLING: Duration = Duration::from_secs(1);
@@ -173,26 +173,37 @@ impl Target {
         let addresses = resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?;
         any_of(&addresses, deadline, async |address, deadline| {
             let stream = reach(address, deadline).await?;
-            let left = time_until(deadline);
-            // A server that has heard an Attach takes the end of its connection for the worker's.
-            let limit = if matches!(opening, Opening::Control(_)) { left } else { left.min(ATTEMPT) };
-            match timeout(limit, self.greet(stream, opening)).await {
-                Ok(Ok(opened)) => Ok(opened),
-                Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
-                    Err(Failure::Again(error.to_string()))
-                }
-                Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
-                Err(_) => Err(Failure::Silent(limit)),
-            }
+            let limit = time_until(deadline).min(ATTEMPT);
+            let (socket, mut reader) = self.within(limit, self.greet(stream, opening)).await?;
+            // A server of ours has answered. To try again what it may have heard already helps nobody.
+            let limit = time_until(deadline);
+            let opened = self.within(limit, say_who_we_are(&socket, &mut reader, opening)).await?;
+            Ok((socket, reader, opened))
         })
         .await
+    }
+
+    /// Waits for a part of the handshake, for so long.
+    async fn within<T>(
+        &self,
+        limit: Duration,
+        part: impl Future<Output = Result<T, HandshakeError>>,
+    ) -> Result<T, Failure> {
+        match timeout(limit, part).await {
+            Ok(Ok(done)) => Ok(done),
+            Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
+                Err(Failure::Again(error.to_string()))
+            }
+            Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
+            Err(_) => Err(Failure::Silent(limit)),
+        }
     }
 
     async fn greet(
         &self,
         stream: ClosedInChildren<TcpStream>,
         opening: &Opening<'_>,
-    ) -> Result<(Socket, FrameReader, Opened), HandshakeError> {
+    ) -> Result<(Socket, FrameReader), HandshakeError> {
         SockRef::from(&*stream).set_tcp_keepalive(&KEEPALIVE)?;
         if matches!(opening, Opening::Control(_)) {
             SockRef::from(&*stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
@@ -205,36 +216,44 @@ impl Target {
             Opening::Status => Purpose::Status,
         };
         greet(&socket, &mut reader, self.token.as_deref(), purpose).await?;
-        let opened = match opening {
-            Opening::Data(join) => {
-                send(&socket, Kind::Join, 0, join).await?;
-                let joined = expect(&socket, &mut reader, Kind::Joined, MAX_TABLE_BYTES).await?;
-                Opened::Data(Box::new(joined))
+        Ok((socket, reader))
+    }
+}
+
+/// Says what the connection is for, and who is at this end.
+async fn say_who_we_are(
+    socket: &Socket,
+    reader: &mut FrameReader,
+    opening: &Opening<'_>,
+) -> Result<Opened, HandshakeError> {
+    match opening {
+        Opening::Data(join) => {
+            send(socket, Kind::Join, 0, join).await?;
+            let joined = expect(socket, reader, Kind::Joined, MAX_TABLE_BYTES).await?;
+            Ok(Opened::Data(Box::new(joined)))
+        }
+        Opening::Control(attach) => {
+            send(socket, Kind::Attach, 0, attach).await?;
+            let header = reader.header(socket).await?;
+            if let Some(refused) = refused(socket, reader, &header, MAX_HANDSHAKE_BYTES).await? {
+                return Err(HandshakeError::Refused(refused));
             }
-            Opening::Control(attach) => {
-                send(&socket, Kind::Attach, 0, attach).await?;
-                let header = reader.header(&socket).await?;
-                if let Some(refused) = refused(&socket, &mut reader, &header, MAX_HANDSHAKE_BYTES).await? {
-                    return Err(HandshakeError::Refused(refused));
-                }
-                if header.kind != Kind::Attached {
-                    let cause = format!("Attached was due, a {:?} frame came", header.kind);
-                    return Err(HandshakeError::OutOfPlace(cause));
-                }
-                Opened::Control
+            if header.kind != Kind::Attached {
+                let cause = format!("Attached was due, a {:?} frame came", header.kind);
+                return Err(HandshakeError::OutOfPlace(cause));
             }
-            Opening::Status => {
-                send(&socket, Kind::Call, 1, &Call::Status).await?;
-                match expect(&socket, &mut reader, Kind::Reply, MAX_TABLE_BYTES).await? {
-                    Reply::Status { json } => Opened::Status(json),
-                    other => {
-                        let cause = format!("a status was due, {other:?} came");
-                        return Err(HandshakeError::OutOfPlace(cause));
-                    }
+            Ok(Opened::Control)
+        }
+        Opening::Status => {
+            send(socket, Kind::Call, 1, &Call::Status).await?;
+            match expect(socket, reader, Kind::Reply, MAX_TABLE_BYTES).await? {
+                Reply::Status { json } => Ok(Opened::Status(json)),
+                other => {
+                    let cause = format!("a status was due, {other:?} came");
+                    Err(HandshakeError::OutOfPlace(cause))
                 }
             }
-        };
-        Ok((socket, reader, opened))
+        }
     }
 }
 
@@ -279,8 +298,8 @@ async fn resolve(
     }
 }
 
-/// What the first address gives that gives something. One that swallows what is sent, or says nothing, leaves time
-/// for the others. Where none gives anything, each is told of.
+/// What the first address gives that gives something. One that swallows what is sent, says nothing or is no server of
+/// ours leaves time for the others. Where none gives anything, each is told of, or the first that is no server of ours.
 async fn any_of<T>(
     addresses: &[SocketAddr],
     deadline: Instant,
@@ -301,13 +320,14 @@ async fn any_of<T>(
     }
     let told = addresses.iter().zip(&failures).map(|(address, failure)| format!("{address}: {failure}"));
     let cause = told.collect::<Vec<_>>().join("; ");
-    let all = |is: fn(&Failure) -> bool| failures.iter().all(is);
-    Err(match failures.iter().filter_map(Failure::silence).max() {
+    let settled = failures.iter().position(|failure| matches!(failure, Failure::Final(_)));
+    Err(match (failures.iter().filter_map(Failure::silence).max(), settled) {
         _ if failures.is_empty() => Failure::Again("the name has no address".into()),
-        None if all(|failure| matches!(failure, Failure::Final(_))) => failures.swap_remove(0),
-        None => Failure::Again(cause),
-        Some(waited) if all(|failure| matches!(failure, Failure::Silent(_))) => Failure::Silent(waited),
-        Some(waited) => Failure::OutOfTime(cause, waited),
+        // Nobody has been silent who may still be a server of ours.
+        (None, Some(first)) => failures.swap_remove(first),
+        (None, None) => Failure::Again(cause),
+        (Some(waited), _) if matches!(failures[..], [Failure::Silent(_)]) => Failure::Silent(waited),
+        (Some(waited), _) => Failure::OutOfTime(cause, waited),
     })
 }
 
@@ -467,10 +487,6 @@ mod tests {
             runtime.block_on(any_of(&[one, other], deadline, try_one)).unwrap_err()
         };
         let cause = "127.0.0.1:1: the server at there broke the protocol: no Offbeat frame; 127.0.0.1:2: ";
-        match failures(stranger, || Failure::Again("refused".into())) {
-            Failure::Again(told) => assert_eq!(told, format!("{cause}refused")),
-            other => panic!("{other:?}"),
-        }
         match failures(stranger, || Failure::Silent(Duration::from_secs(5))) {
             Failure::OutOfTime(told, waited) => {
                 assert_eq!((told.starts_with(cause), waited), (true, Duration::from_secs(5)));
@@ -479,11 +495,13 @@ mod tests {
         }
         let settled = [
             failures(stranger, stranger),
+            failures(stranger, || Failure::Again("refused".into())),
             failures(|| Failure::Final(ClientError::Closed), || panic!("it was settled before")),
             failures(stranger, || Failure::Final(ClientError::Closed)),
         ];
-        assert!(matches!(&settled[0], Failure::Final(ClientError::Protocol { .. })), "{settled:?}");
-        assert!(settled[1..].iter().all(|f| matches!(f, Failure::Final(ClientError::Closed))), "{settled:?}");
+        let is_stranger = |f: &Failure| matches!(f, Failure::Final(ClientError::Protocol { .. }));
+        assert!(settled[..2].iter().all(is_stranger), "{settled:?}");
+        assert!(settled[2..].iter().all(|f| matches!(f, Failure::Final(ClientError::Closed))), "{settled:?}");
     }
 
     #[test]

@@ -75,9 +75,11 @@ impl Inner {
         // A server that let us in at the last moment has time for the other half.
         let left = connect_timeout.saturating_sub(begun.elapsed()).max(connect_timeout.min(ATTEMPT));
         let heartbeat = Duration::from_millis(joined.heartbeat_ms);
+        // A name may stand for several servers, and not all of its addresses need answer.
+        let found = Target { address: socket.peer().to_string(), token: target.token.clone() };
         // Kept until the last word is said: the end of a control connection would be taken for a loss.
         let mut attaching = pin!(async {
-            let (socket, reader, _) = target.open(&attach, left).await?;
+            let (socket, reader, _) = found.open(&attach, left).await?;
             Control::start(socket, reader, heartbeat, &address)
         });
         let control = runtime.block_on(unless_interrupted(interrupt, async {
@@ -94,7 +96,12 @@ impl Inner {
                 Err(error @ ClientError::Refused { code: RefusalCode::State, .. }) => {
                     Err(timeout(FAREWELL, over).await.unwrap_or(error))
                 }
-                Ok(_) if socket.received() > due => Err(over.await), // the rest of it is on its way
+                Ok(_) if socket.received() > due => {
+                    let waited = FAREWELL; // for the rest of it
+                    let address = address.clone();
+                    let late = |_| ClientError::Timeout { address, what: "the rest of a frame", waited };
+                    Err(timeout(waited, over).await.unwrap_or_else(late))
+                }
                 attached => attached,
             }
         }));

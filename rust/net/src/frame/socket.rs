@@ -159,7 +159,8 @@ impl Socket {
         Ok(())
     }
 
-    /// Resolves when the peer has closed its side, or ours has been closed for reading, whatever was sent before that.
+    /// Resolves when the peer has closed its side, or ours has been closed for reading, whatever was sent before that
+    /// (as much as the kernel takes unread; the end does not arrive behind more).
     ///
     /// # Errors
     /// What the operating system says.

@@ -3,7 +3,7 @@
 
 use super::connection::{Answer, Connection, Phase, Watch};
 use super::end::End;
-use super::membership::{Forgotten, Ticked};
+use super::membership::{Attached, Forgotten, Ticked};
 use super::poll;
 use super::session;
 use super::shared::{Meter, Shared, is_true};
@@ -146,8 +146,12 @@ async fn control(
     }
     let control = (tell, Arc::clone(connection));
     let attached = shared.members().attach(attach.incarnation, &attach.secret, control, Instant::now());
-    if attached.is_none() {
+    let Some(Attached { id: worker, back }) = attached else {
         return Err(End::refused(&header, RefusalCode::State, "there is no such session (any more)"));
+    };
+    if back {
+        tracing::info!(worker, incarnation = attach.incarnation, "a worker that was lost is heard again");
+        shared.notify();
     }
     socket.write_frame(&Header { request: header.request, ..Header::new(Kind::Attached) }, &[]).await?;
     let ended = converse(shared, connection, reader, &mut told, attach.incarnation).await;

@@ -96,6 +96,19 @@ pub fn until_state(server: &Server, id: &str, state: &str) -> String {
     worker(&status, id)["cause"].as_str().unwrap_or_default().to_owned()
 }
 
+/// Waits for the departure of a worker that is no member, and returns its cause.
+pub fn until_withdrawn(server: &Server, id: &str) -> String {
+    let status = eventually(server, &format!("{id} gone"), |s| {
+        let gone = |departure: &Value| departure["worker"] == id;
+        s["departures"].as_array().unwrap().iter().any(gone)
+    });
+    assert!(status["workers"].as_array().unwrap().iter().all(|w| w["id"] != id), "{status:#}");
+    let departures = status["departures"].as_array().unwrap();
+    let [departure] = departures.as_slice() else { panic!("{departures:?}") };
+    assert_eq!(departure["state"], "left");
+    departure["cause"].as_str().unwrap().to_owned()
+}
+
 /// All parameters of the server.
 pub fn parameters(server: &Server) -> Vec<f32> {
     let (_, tensors) = server.tensors().unwrap().unwrap();

@@ -1,8 +1,8 @@
 //! Who is in the run: a plain state machine over joins, heartbeats and departures. Time comes in as an argument.
 //!
 //! Lost is not gone: a lost worker whose connections stand goes on as soon as it is heard again. What ends a
-//! membership is a goodbye, or a newer process with the same name; of a worker that has no place in the store yet, the
-//! end of a connection or of its grace, too.
+//! membership is a goodbye, or a newer process with the same name; of a worker that has no place in the store yet, or has
+//! not been heard since it was given one, the end of a connection or of its grace, too.
 
 mod connections;
 mod departures;
@@ -38,6 +38,14 @@ pub(super) struct Admitted {
     pub(super) traffic: Arc<Traffic>,
     /// The process that had the name, if it is still connected: to be fenced.
     pub(super) replaced: Option<Ended>,
+}
+
+/// Whose control connection it is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Attached {
+    pub(super) id: String,
+    /// Whether it had been given up.
+    pub(super) back: bool,
 }
 
 /// A member that is out, with what is left to do about it.
@@ -173,19 +181,20 @@ impl Members {
         secret: &[u8; 16],
         control: (UnboundedSender<Event>, Arc<Connection>),
         now: Instant,
-    ) -> Option<String> {
+    ) -> Option<Attached> {
         let (id, member) = self.find(incarnation)?;
         // Every byte is looked at, so that the time says nothing about the first that differs.
         let differs = member.secret.iter().zip(secret).fold(0, |sum, (a, b)| sum | (a ^ b));
         if differs != 0 || !(member.state.is_present() || member.may_come_back()) {
             return None;
         }
-        if member.state == State::Lost {
+        let back = member.state == State::Lost;
+        if back {
             member.enter(State::Joined, None, now); // it had nowhere to be heard until now
         }
         member.control = Some((control.0, Arc::downgrade(&control.1)));
-        (member.heard, member.has_answered) = (now, true);
-        Some(id)
+        (member.heard, member.moved, member.has_answered) = (now, now, true);
+        Some(Attached { id, back })
     }
 
     /// A worker's first frame since it was let in.
