@@ -268,6 +268,10 @@ async fn resolve(
     limit: Duration,
     look_up: impl FnOnce(&str) -> io::Result<Vec<SocketAddr>> + Send + 'static,
 ) -> Result<Vec<SocketAddr>, Failure> {
+    if name.ends_with(":0") {
+        let message = format!("{name:?} is not an address: no server listens at port 0");
+        return Err(Failure::Final(ClientError::bad_input(message)));
+    }
     if let Ok(address) = name.parse() {
         return Ok(vec![address]);
     }
@@ -383,13 +387,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_a_url_and_no_address_is_refused_without_looking_it_up() {
+    fn what_is_no_address_is_refused_without_looking_it_up() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        for name in ["http://localhost:5000", "localhost:5000/run", "local host:5000"] {
+        for (name, told) in [
+            ("http://localhost:5000", "give HOST:PORT"),
+            ("localhost:5000/run", "give HOST:PORT"),
+            ("local host:5000", "give HOST:PORT"),
+            ("localhost:0", "no server listens at port 0"),
+            ("127.0.0.1:0", "no server listens at port 0"),
+        ] {
             let look_up = |_: &str| -> io::Result<Vec<SocketAddr>> { panic!("it was looked up") };
             match runtime.block_on(resolve(name, Duration::from_secs(60), look_up)) {
                 Err(Failure::Final(error)) => {
-                    assert!(error.to_string().contains("give HOST:PORT"), "{error}");
+                    assert!(error.to_string().contains(told), "{error}");
                 }
                 Err(Failure::Silent(_) | Failure::OutOfTime(..) | Failure::Again(_)) | Ok(_) => {
                     panic!("{name} was not refused")
