@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from offbeat.cli.say import output
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
@@ -32,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         """Print it as any output: argparse's own says nothing where it cannot be written."""
-        print(self.format_help(), end="", file=file)
+        del file  # argparse gives none
+        output(self.format_help(), end="")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Read a command line; what is not known is refused with the nearest known name.

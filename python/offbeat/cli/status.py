@@ -11,6 +11,7 @@ from offbeat.address import EVERY_INTERFACE, THIS_MACHINE, reachable
 from offbeat.checks import refuse, seconds
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
+from offbeat.cli.say import output
 from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
 
 __all__ = ["add_arguments", "columns", "report", "run"]
@@ -67,9 +68,9 @@ def run(arguments: Namespace) -> int:
             ) from error
         raise
     if arguments.format == "json":
-        print(text)
+        output(text)
     else:
-        print(report(json.loads(text), asked=address))
+        output(report(json.loads(text), asked=address))
     return ExitCode.OK
 
 

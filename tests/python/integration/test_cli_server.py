@@ -323,6 +323,7 @@ from offbeat.demo import report, run
 run.run_demo = lambda *arguments: SimpleNamespace(is_benchmark=False)
 report.table = lambda result: "the table"
 report.write_png = lambda result, path: path.write_bytes(b"a picture")
+report.write_json = lambda result, path: path.write_bytes(b"the data")
 sys.exit(main.main(["demo", *sys.argv[1:]]))
 """,
 )
@@ -337,11 +338,44 @@ def test_a_report_of_the_demo_that_is_lost_is_an_error_on_the_stand_in_too(tmp_p
         assert demo.ends() == 11, demo.said
 
 
-def test_the_demo_writes_its_files_where_nobody_reads_its_report(tmp_path):
-    asked = ["--png", str(tmp_path / "loss.png")]
-    with unread() as nobody, command(*asked, program=STANDING_IN, stdout=nobody) as demo:
-        demo.ends()
-    assert (tmp_path / "loss.png").exists(), demo.said
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_demo_writes_its_files_and_has_its_code_where_nobody_reads_its_report(tmp_path, unbuffered):
+    asked = ["--png", str(tmp_path / "loss.png"), "--json", str(tmp_path / "demo.json")]
+    with (
+        unread() as nobody,
+        command(*asked, program=STANDING_IN, stdout=nobody, PYTHONUNBUFFERED=unbuffered) as demo,
+    ):
+        assert demo.ends() == 3, demo.said
+    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "demo.json").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("env",), 0), (("--version",), 0)])
+def test_a_reader_that_has_gone_does_not_change_the_code(words, code, unbuffered):
+    with unread() as nobody, command(*words, stdout=nobody, PYTHONUNBUFFERED=unbuffered) as unheard:
+        assert (unheard.ends(), unheard.said) == (code, "")
+
+
+BREAKING = (
+    sys.executable,
+    "-c",
+    """
+import os, sys
+from offbeat.cli import env, main
+reading, writing = os.pipe()
+os.close(reading)
+env.run = lambda arguments: os.write(writing, b"x")
+sys.exit(main.main(["env"]))
+""",
+)
+"""`offbeat env`, but that it writes to a pipe of its own whose other end is closed."""
+
+
+def test_a_pipe_of_the_command_s_own_that_breaks_is_an_error():
+    with command(program=BREAKING) as broken:
+        assert broken.ends() == 11, broken.said
+    assert "Broken pipe" in broken.said
 
 
 @pytest.mark.parametrize("where", [(), ("in a print",)], ids=["at the end", "in a print"])
