@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser
+from offbeat.cli.parser import Parser, file
 from offbeat.cli.say import flush_output, output
 from offbeat.errors import ConfigError
 
@@ -17,12 +17,12 @@ NEEDED = ("torch", "matplotlib")
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there")
+    parser.add_argument("--json", type=file, metavar="FILE", help="write everything that was found there")
     parser.add_argument(
         "--png",
-        type=Path,
+        type=file,
         metavar="FILE",
-        default=Path("offbeat-demo.png"),
+        default="offbeat-demo.png",
         help="the picture; default: %(default)s",
     )
     parser.add_argument(

@@ -11,6 +11,7 @@ from argparse import REMAINDER, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from offbeat.address import is_address
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode, code_of
 from offbeat.cli.parser import Parser, count, positive_int
 from offbeat.cli.processes import Ended, Processes
@@ -117,8 +118,12 @@ def _check(arguments: Namespace) -> None:
             f"{', '.join(given)}: with --server none is started here that could take it; give it to "
             f"`offbeat server`, or leave out --server"
         )
+    if arguments.server is not None and not is_address(arguments.server):
+        raise ConfigError(f"--server: {arguments.server!r} is not an address; give HOST:PORT")
     if not arguments.script.is_file():
         raise ConfigError(f"there is no script {arguments.script}")
+    if arguments.save is not None and arguments.save.exists() and arguments.save.samefile(arguments.script):
+        raise ConfigError(f"--save: the model would replace the script, {arguments.script}")
 
 
 def environment(

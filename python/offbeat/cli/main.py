@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = command
         else:
             run, parsed = command
+            debug = parsed.debug  # another one is a script's
             code = run(parsed)
         flush_output()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here

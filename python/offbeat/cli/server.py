@@ -8,8 +8,8 @@ from argparse import Namespace
 from contextlib import suppress
 
 from offbeat import ParameterServer
-from offbeat.address import THIS_MACHINE
-from offbeat.cli.parser import Parser, positive_int
+from offbeat.address import THIS_MACHINE, is_local
+from offbeat.cli.parser import Parser, positive_int, secret
 from offbeat.cli.serving import (
     add_run_options,
     broken_off,
@@ -41,7 +41,9 @@ def add_arguments(parser: Parser) -> None:
     door.add_argument(
         "--port", type=int, default=DEFAULT_PORT, metavar="N", help="default: %(default)s; 0 takes a free one"
     )
-    door.add_argument("--token", metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN")
+    door.add_argument(
+        "--token", type=secret, metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN"
+    )
     door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
     door.add_argument("--insecure", action="store_true", help="listen beyond this machine without a token")
     end = parser.add_argument_group("the end")
@@ -100,9 +102,9 @@ def run(arguments: Namespace) -> int:
 def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:
     address = server.address
     lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
-    if address.rpartition(":")[0] in THIS_MACHINE:
+    if is_local(address):
         opener = "--host 0.0.0.0" if has_token else "--new-token, or set OFFBEAT_TOKEN here and there"
         lines.append(f"Only this machine can reach it; for others give {opener}.")
-    if not has_token and address.rpartition(":")[0] not in THIS_MACHINE:
+    elif not has_token:
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token)])

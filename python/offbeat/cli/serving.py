@@ -9,7 +9,7 @@ from pathlib import Path
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import count, positive_int
+from offbeat.cli.parser import count, file, positive_int
 from offbeat.cli.say import say
 from offbeat.cli.signals import Signals
 from offbeat.errors import ConfigError, StateError
@@ -55,10 +55,10 @@ def add_run_options(parser: ArgumentParser) -> None:
         "the run", "objects are written as in Python: 'SGD(lr=0.1, momentum=0.9)'"
     )
     run.add_argument(
-        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
+        "--model", type=file, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
     )
     run.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the model there at the end, .safetensors"
+        "--save", type=file, metavar="FILE", help="write the model there at the end, .safetensors"
     )
     run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; default: the first worker's")
     run.add_argument(

@@ -394,6 +394,24 @@ def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model, stream):
         assert server.ends_by(signal.SIGTERM, at_most=5) in (0, -signal.SIGTERM), server.said
 
 
+def _has_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="there is no IPv6 here")
+def test_a_server_on_this_machine_s_ipv6_address_says_that_only_this_machine_reaches_it(model):
+    with serving("--model", str(model), "--host", "::1") as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert "Only this machine can reach it" in server.said
+    assert "Whoever" not in server.said
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [("--help",), ("server", "--help"), ("env",)])
 def test_output_that_cannot_be_written_is_code_11(words, unbuffered):
