@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from offbeat.cli.copying import LAST_WORDS_S, Copy, Output
+from offbeat.cli.copying import READER_S, Copy, Output
 from offbeat.cli.say import descriptor, write_all
 from offbeat.cli.signals import Signals, Stopped
 
@@ -148,7 +148,7 @@ class Processes:
         order = next(self._order)
         for copy in (out, errors):
             copy.process_has_ended()
-        deadline = time.monotonic() + LAST_WORDS_S + 1
+        deadline = time.monotonic() + READER_S
         for copy in (out, errors):  # whoever reads more slowly than that is waited for at the end
             copy.is_done.wait(max(0.0, deadline - time.monotonic()))
         self._ended.put(Ended(rank, order, code, errors))

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from offbeat.cli.copying import LAST_WORDS_S
+from offbeat.cli.copying import READER_S
 from support.command import SIGNALLED_IN_THE_SAVE, command, stalled, unread
 
 
@@ -200,7 +200,7 @@ def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script, is_stoppe
         if is_stopped:
             launch.signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
-            launch.process.wait(2 * LAST_WORDS_S)  # it is a reader that it waits for
+            launch.process.wait(2 * READER_S)  # it is a reader that it waits for
         with os.fdopen(reading) as output:
             lines = output.read().splitlines()
         assert launch.ends() == (130 if is_stopped else 0), launch.said

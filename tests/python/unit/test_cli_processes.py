@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from offbeat.cli.copying import LAST_WORDS_S, Copy, Output
+from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
 
 
@@ -48,22 +48,75 @@ def test_a_line_in_two_pieces_is_one_line():
     assert stream.getvalue() == b"[1] one line\n"
 
 
-@pytest.mark.parametrize("said_later", [b"", b"tick\n"])
-def test_a_child_that_holds_the_pipe_is_not_waited_for(said_later):
+def test_a_child_that_holds_the_pipe_is_not_waited_for_and_what_it_says_is_not_the_process_s():
     stream = io.BytesIO()
     ours, theirs = os.pipe()
     copy = Copy(ours, Output(stream.write), b"[1] ")
     os.write(theirs, b"one\nno end")
     copy.process_has_ended()
-    while not copy.is_done.wait(0.1):
-        os.write(theirs, said_later)
-    said = copy.last_line
     os.write(theirs, b"the child's\n")
+    assert copy.is_done.wait(20)
+    assert copy.last_line == "no end"
+    os.write(theirs, b"its last\n")
     os.close(theirs)
     copy.join(20)
-    assert copy.last_line == said
-    assert stream.getvalue().startswith(b"[1] one\n[1] no end")
-    assert stream.getvalue().endswith(b"[1] the child's\n")
+    assert copy.last_line == "no end"
+    assert stream.getvalue() == b"[1] one\n[1] no end\n[1] the child's\n[1] its last\n"
+
+
+def test_a_process_s_last_line_is_told_from_its_child_s_where_its_reader_is_slow():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def write(text):
+        begun.set()
+        goes_on.wait()
+
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(write), b"")
+    os.write(theirs, b"one\n")
+    assert begun.wait(20)
+    os.write(theirs, b"the last\n")
+    copy.process_has_ended()
+    os.write(theirs, b"the child's\n")
+    goes_on.set()
+    assert copy.is_done.wait(20)
+    assert copy.last_line == "the last"
+    os.close(theirs)
+    copy.join(20)
+
+
+def test_a_child_that_holds_the_terminal_is_not_waited_for_for_ever():
+    ours, theirs = os.openpty()
+    copy = Copy(ours, Output(io.BytesIO().write), b"")
+    os.write(theirs, b"no end")
+    copy.process_has_ended()
+    assert copy.is_done.wait(20)
+    assert copy.last_line == "no end"
+    os.close(theirs)
+    copy.join(20)
+
+
+def test_a_process_that_had_closed_its_output_ends_as_any():
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(io.BytesIO().write), b"")
+    os.close(theirs)
+    copy.join(20)
+    copy.process_has_ended()
+    assert copy.is_done.is_set()
+
+
+@pytest.mark.timeout(20)
+def test_a_line_of_any_length_is_passed_on_in_pieces():
+    written = []
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(written.append), b"")
+    for _ in range(64):
+        os.write(theirs, bytes(2**20))
+    copy.process_has_ended()
+    os.close(theirs)
+    copy.join()
+    assert sum(text.count(b"\0") for text in written) == 64 * 2**20
+    assert max(map(len, written)) < 2 * LONGEST_LINE_BYTES
 
 
 def test_what_a_process_wrote_is_copied_however_slowly_it_is_read():
@@ -81,7 +134,7 @@ def test_what_a_process_wrote_is_copied_however_slowly_it_is_read():
     assert begun.wait(20)
     os.write(theirs, b"two\n")
     copy.process_has_ended()
-    assert not copy.is_done.wait(LAST_WORDS_S + 1)
+    assert not copy.is_done.wait(READER_S)
     goes_on.set()
     assert copy.is_done.wait(20)
     assert written == [b"[1] one\n", b"[1] two\n"]
