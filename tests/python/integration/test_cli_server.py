@@ -394,6 +394,27 @@ def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model, stream):
         assert server.ends_by(signal.SIGTERM, at_most=5) in (0, -signal.SIGTERM), server.said
 
 
+def test_a_closed_terminal_stops_a_server_as_sigterm_does(tmp_path, model):
+    saved = tmp_path / "saved"
+    with serving("--model", str(model), "--save", str(saved)) as server:
+        joining(server)
+        server.signal(signal.SIGHUP)
+        assert server.ends() == 0, server.said
+    assert saved.exists()
+
+
+def test_a_closed_terminal_does_not_stop_a_server_under_nohup(model):
+    shell = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh", *OFFBEAT)
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with command(*arguments, program=shell) as server:
+        variables, _ = joining(server)
+        server.signal(signal.SIGHUP)
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            assert client.pull().keys() == ZEROS.keys()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+
+
 def _has_ipv6():
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):

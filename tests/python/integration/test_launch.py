@@ -241,6 +241,24 @@ def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, st
     assert done.exists()
 
 
+INITIALIZING = """
+    import os, sys, numpy as np, offbeat
+    with offbeat.Client() as client:
+        client.init({"w": np.zeros(2, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0))
+"""
+"""A worker that gives the server a model."""
+
+
+def test_a_closed_terminal_ends_the_workers_and_saves_the_model(script, tmp_path):
+    train = script(INITIALIZING + "    print('ready'); import threading; threading.Event().wait()\n")
+    saved = tmp_path / "model.safetensors"
+    with command("launch", "--workers", "1", "--save", str(saved), train) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGHUP)
+        assert launch.ends() == 130, launch.said
+    assert load_file(saved)["w"].tolist() == [0, 0]
+
+
 def test_a_failure_that_nobody_reads_is_the_exit_code_all_the_same(script, tmp_path):
     saved = tmp_path / "model.safetensors"
     train = script(
