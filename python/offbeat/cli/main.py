@@ -1,5 +1,6 @@
 """`offbeat`: finds the command, runs it, and turns how it ended into one sentence and an exit code."""
 
+import atexit
 import codecs
 import importlib
 import io
@@ -74,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             forget(sys.stdout)  # it has broken off the wait for that
     finally:
         _forget_the_unwritten()
-        signals.install(signals.ignored() if arguments is None else before)  # the code stands
+        if arguments is None:
+            signals.Signals()  # for a thread that Python waits for, and that waits itself
+            atexit.register(signals.install, signals.ignored())  # the code stands
+        else:
+            signals.install(before)
     return code
 
 

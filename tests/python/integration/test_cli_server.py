@@ -394,6 +394,27 @@ def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model, stream):
         assert server.ends_by(signal.SIGTERM, at_most=5) in (0, -signal.SIGTERM), server.said
 
 
+WAITING_AT_THE_END = (
+    sys.executable,
+    "-c",
+    """
+import sys, threading
+from offbeat.cli import main
+code = main.main()
+threading.Thread(target=threading.Event().wait).start()
+print("ended", flush=True)
+sys.exit(code)
+""",
+)
+"""`offbeat`, in whose process something is at work when the command has ended, and does not end."""
+
+
+def test_a_process_that_does_not_end_when_its_command_has_ends_by_a_few_signals():
+    with command("env", program=WAITING_AT_THE_END) as waiting:
+        waiting.line("ended")
+        assert waiting.ends_by(signal.SIGTERM, at_most=3) == -signal.SIGTERM, waiting.said
+
+
 def test_a_closed_terminal_stops_a_server_as_sigterm_does(tmp_path, model):
     saved = tmp_path / "saved"
     with serving("--model", str(model), "--save", str(saved)) as server:
