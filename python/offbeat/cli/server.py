@@ -3,19 +3,23 @@
 import logging
 import os
 import secrets
+import sys
 import threading
 from argparse import Namespace
 from contextlib import suppress
 
 from offbeat import ParameterServer
 from offbeat.address import THIS_MACHINE, is_local
+from offbeat.cli.background import Background
+from offbeat.cli.copying import Output
+from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, positive_int, secret
 from offbeat.cli.serving import (
     add_run_options,
-    broken_off,
     join_lines,
-    log_to_stderr,
+    log_to,
     make_server,
+    not_saved,
     stop,
 )
 from offbeat.cli.signals import Signals, Stopped
@@ -69,14 +73,26 @@ def run(arguments: Namespace) -> int:
             f"--host {arguments.host} without a token would let anyone in who reaches the port: give "
             "--new-token, set OFFBEAT_TOKEN here and on the workers, or say --insecure"
         )
-    server = make_server(
-        arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
-    )
-    log_to_stderr()
-    code: int | None = None
-    failed: Exception | None = None
+    background = Background(Output.to(sys.stderr, 2))
     try:
-        signals = Signals()
+        return _serve(arguments, token, made_up, background)
+    finally:
+        background.flush()
+
+
+def _serve(arguments: Namespace, token: str | None, made_up: str | None, background: Background) -> ExitCode:
+    signals = Signals()
+    try:
+        with signals.raised():
+            server = make_server(
+                arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
+            )
+    except Stopped as stopped:
+        background.say(f"stopped by {stopped}")
+        return not_saved(arguments.save, "a signal came before there was a server", background)
+    log_to(background)
+    code = ExitCode.OK
+    try:
         with server:
             try:
                 with signals.raised():
@@ -85,17 +101,10 @@ def run(arguments: Namespace) -> int:
                     if arguments.keep_running:
                         threading.Event().wait()
                     server.wait_for_workers(arguments.workers)
-            except Exception as error:
-                failed = error
-                raise
             finally:
-                code = stop(server, arguments.save, signals)
+                code = stop(server, arguments.save, signals, background)
     except Stopped as stopped:
         _log.info("stopped by %s", stopped)
-    if code is None:
-        code = broken_off(arguments.save)
-    if failed is not None:
-        raise failed  # signals do not hide what had failed before them
     return code
 
 

@@ -8,12 +8,15 @@ breaks into what the other one has begun. Whoever goes on sending them ends the 
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from offbeat.cli.say import takes_more
 
 __all__ = ["Signals", "Stopped", "handlers", "ignored", "install"]
 
@@ -96,8 +99,9 @@ class Signals:
         self._raise_beyond()
         # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same.
         with suppress(OSError):
-            # Not by print, which may be what the signal has interrupted.
-            os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
+            # Not by print, which may be what the signal has interrupted; and without waiting for a reader.
+            if takes_more(sys.stderr):
+                os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
 
 
 @dataclass(frozen=True, slots=True)

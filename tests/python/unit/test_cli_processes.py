@@ -1,13 +1,23 @@
 """Output of several processes on one terminal: whole lines, by rank, with one bar below them."""
 
+import fcntl
 import io
 import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
 import threading
+from pathlib import Path
 
 import pytest
 
+from offbeat.cli.background import MOST_WAITING, Background
 from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
+from offbeat.cli.processes import Processes
+from offbeat.cli.signals import Signals, handlers, install
 
 
 def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
@@ -163,6 +173,68 @@ def test_a_bar_that_its_process_left_behind_is_left_where_it_is():
     output.drop_bar()
     output.write(b"[1] ", b"hello\n")
     assert stream.getvalue() == b"\r[0]  10%\n[1] hello\n"
+
+
+def test_what_is_said_in_the_background_goes_above_a_bar():
+    stream = io.BytesIO()
+    background = Background(Output(stream.write))
+    background.output.write(b"[0] ", b"\r 10%")
+    background.say("hello")
+    background.flush()
+    assert stream.getvalue() == b"\r[0]  10%" + b"\r\x1b[Koffbeat: hello\n\r[0]  10%"
+
+
+def test_who_says_something_in_the_background_waits_for_no_reader():
+    goes_on = threading.Event()
+    background = Background(Output(lambda text: goes_on.wait()))
+    for n in range(2 * MOST_WAITING):
+        background.say(str(n))
+    background.flush()
+    assert background._waiting.qsize() <= MOST_WAITING + 1
+    goes_on.set()
+
+
+@pytest.fixture
+def signals():
+    before = handlers()
+    yield Signals()
+    install(before)
+
+
+def test_a_signal_does_not_hide_why_no_process_could_be_started(signals):
+    signal.raise_signal(signal.SIGTERM)
+    processes = Processes(["/no/such/program"], [{}], signals, Background(Output(io.BytesIO().write)))
+    with pytest.raises(FileNotFoundError), processes:
+        pytest.fail("started")
+
+
+def test_a_process_that_could_not_be_started_leaves_no_descriptor_behind(signals):
+    processes = Processes(["/no/such/program"], [{}], signals, Background(Output(io.BytesIO().write)))
+    before = {thread for thread in threading.enumerate() if isinstance(thread, Copy)}
+    open_before = set(Path("/dev/fd").iterdir())
+    with pytest.raises(FileNotFoundError), processes:
+        pytest.fail("started")
+    for thread in threading.enumerate():
+        if isinstance(thread, Copy) and thread not in before:
+            thread.join(20)
+    assert set(Path("/dev/fd").iterdir()) == open_before
+
+
+@pytest.mark.parametrize(("columns", "left"), [(0, 0), (3, 1), (80, 76)])
+def test_a_workers_terminal_is_as_wide_as_ours_less_its_prefix(columns, left):
+    code = (
+        "import os\n"
+        "from offbeat.cli.processes import _terminal\n"
+        "print(os.get_terminal_size(_terminal(reserve=4)[1]).columns)\n"
+    )
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, check=True, timeout=50
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert int(done.stdout) == left
 
 
 def test_a_workers_environment():
