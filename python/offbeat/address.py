@@ -2,9 +2,18 @@
 
 import socket
 
-__all__ = ["EVERY_INTERFACE", "THIS_MACHINE", "reachable", "start_line"]
+__all__ = [
+    "EVERY_INTERFACE",
+    "LARGEST_PORT",
+    "THIS_MACHINE",
+    "is_address",
+    "is_local",
+    "reachable",
+    "start_line",
+]
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+LARGEST_PORT = 65_535
 EVERY_INTERFACE = ("0.0.0.0", "[::]")  # noqa: S104  compared with, not bound to
 
 
@@ -16,7 +25,7 @@ def start_line(address: str, *, token: str | None, in_environment: bool) -> str:
         token: The server's; it is not shown.
         in_environment: Whether this process's OFFBEAT_TOKEN is the token, so that a shell here knows it, too.
     """
-    local = address.rpartition(":")[0].strip("[]") in THIS_MACHINE
+    local = is_local(address)
     where = f"{address} (this machine only)" if local else address
     word = "$OFFBEAT_TOKEN" if in_environment else "<the server's token>"
     secret = f"OFFBEAT_TOKEN={word} " if token else ""
@@ -27,6 +36,18 @@ def start_line(address: str, *, token: str | None, in_environment: bool) -> str:
     if local:
         return line + "; for other machines set OFFBEAT_TOKEN to the same secret here and there"
     return line
+
+
+def is_address(text: str) -> bool:
+    """Whether a text can be "HOST:PORT"; a client, which looks it up, refuses the same."""
+    host, _, port = text.rpartition(":")
+    has_host = bool(host) and "/" not in host and not any(c.isspace() for c in host)
+    return has_host and port.isascii() and port.isdigit() and int(port) <= LARGEST_PORT
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach "HOST:PORT"; an IPv6 host stands in brackets there."""
+    return address.rpartition(":")[0].strip("[]") in THIS_MACHINE
 
 
 def reachable(address: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat import schedule, staleness
-from offbeat.address import THIS_MACHINE
+from offbeat.address import LARGEST_PORT, THIS_MACHINE
 from offbeat.checks import Faults, is_count, refuse, seconds, strings
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
@@ -14,7 +14,6 @@ __all__ = ["Settings"]
 
 UPDATE_RULES = ("async_sgd",)
 TRANSACTIONS = ("fragment", "model")
-LARGEST_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Self, TextIO
 
-__all__ = ["LAST_WORDS_S", "Copy", "Output"]
+from offbeat.cli.say import descriptor, write_all
 
-LAST_WORDS_S = 2.0
-"""Time after a process has ended for its children to speak, and for what it wrote last to come."""
+__all__ = ["READER_S", "Copy", "Output"]
+
+READER_S = 2.0
+"""How long it is waited for who reads our output where something else has to go on."""
+
+TERMINAL_S = 1.0
+"""How long a terminal may keep back what a process wrote before its end, which a pipe never does."""
 
 CHUNK_BYTES = 65_536
+LONGEST_LINE_BYTES = 2**20
+"""A longer line is passed on in pieces, each as a line."""
+
 CLEAR_LINE = b"\r\x1b[K"
 CONTROL = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+LINE_ENDS = re.compile(rb"(?<=\n)|(?=\r(?!\n))")
 
 
 class Output:
@@ -37,6 +47,15 @@ class Output:
         self._lock = threading.Lock()
         self._bar = b""
 
+    @classmethod
+    def to(cls, stream: TextIO, number: int) -> Self:
+        """Make one of a stream's descriptor; of a number where a stand-in of the stream has none.
+
+        Not of Python's own stream: a write that waits would hold the lock of whatever we say.
+        """
+        own = descriptor(stream)
+        return cls(partial(write_all, number if own is None else own))
+
     def write(self, prefix: bytes, line: bytes) -> None:
         """Write a line with its end, a line feed, or a bar with its start, a carriage return."""
         with self._lock:
@@ -52,7 +71,7 @@ class Output:
 
     def drop_bar(self) -> None:
         """Leave the bar where it is, and go on below it."""
-        if self._lock.acquire(timeout=LAST_WORDS_S):  # somebody waits for whoever reads it
+        if self._lock.acquire(timeout=READER_S):  # somebody waits for whoever reads it
             try:
                 if self._bar:
                     self._bar = b""
@@ -86,10 +105,16 @@ class Copy(threading.Thread):
         self._output = output
         self._prefix = prefix
         self._hears, self._tells = os.pipe()
+        self._reading = threading.Lock()
+        self._num_read = 0
+        self._num_of_process = math.inf
         self.start()
 
     def process_has_ended(self) -> None:
         """Tell it so: its children may hold the other end, and are not waited for."""
+        with self._reading:
+            if not self.is_done.is_set():  # else its descriptor may be closed
+                self._num_of_process = self._num_read + _num_readable(self._descriptor)
         os.close(self._tells)
 
     def run(self) -> None:
@@ -97,44 +122,54 @@ class Copy(threading.Thread):
         try:
             self._copy_all_of(self._chunks_of_process())
         finally:
-            self.is_done.set()
-        self._copy_all_of(iter(partial(_read, self._descriptor), b""))
+            with self._reading:
+                self.is_done.set()
+        self._copy_all_of(iter(partial(_read, self._descriptor, CHUNK_BYTES), b""))
         for number in (self._descriptor, self._hears):
             os.close(number)
 
     def _chunks_of_process(self) -> Iterator[bytes]:
-        """Give all that the process wrote: what is there when it has ended, and what comes a little later."""
+        """Give all that the process wrote; of a terminal also what comes a little later."""
         watched = select.poll()
         for number in (self._descriptor, self._hears):
             watched.register(number, select.POLLIN)
-        # Once it has ended: how long nothing may come, and how many bytes may, which are those that were
-        # there and as many as a terminal keeps back.
-        quiet_s = num_left = math.inf
-        while quiet_s > 0 and num_left > 0:
+        later_bytes = CHUNK_BYTES if os.isatty(self._descriptor) else 0
+        left_s = math.inf  # to wait, in all, once it has ended
+        while left_s > 0 and self._num_read < self._num_of_process + later_bytes:
             begun = time.monotonic()
-            ready = dict(watched.poll(None if math.isinf(quiet_s) else 1000 * quiet_s))
-            quiet_s -= time.monotonic() - begun
+            ready = dict(watched.poll(None if math.isinf(left_s) else 1000 * left_s))
+            left_s -= time.monotonic() - begun
             if self._hears in ready:
                 watched.unregister(self._hears)
-                quiet_s = LAST_WORDS_S
-                num_left = _num_readable(self._descriptor) + CHUNK_BYTES
+                left_s = TERMINAL_S
             elif self._descriptor in ready:
-                if not (chunk := _read(self._descriptor)):
+                if not (chunk := self._next(later_bytes)):
                     return
-                num_left -= len(chunk)
                 yield chunk
 
+    def _next(self, later_bytes: int) -> bytes:
+        with self._reading:  # else what is on its way is counted twice, or not at all
+            num_left = self._num_of_process + later_bytes - self._num_read
+            chunk = _read(self._descriptor, int(min(num_left, CHUNK_BYTES)))
+            self._num_read += len(chunk)
+            return chunk
+
     def _copy_all_of(self, chunks: Iterator[bytes]) -> None:
-        rest = b""
+        rest = bytearray()
         for chunk in chunks:
-            *lines, rest = re.split(rb"(?<=\n)|(?=\r(?!\n))", rest + chunk)
+            *lines, last = LINE_ENDS.split(chunk)
             for line in lines:
-                self._write(line)
+                self._write(bytes(rest) + line)
+                rest.clear()
+            rest += last
             if rest.startswith(b"\r"):  # a bar as it is now, which the next carriage return replaces
-                self._write(rest)
-                rest = b""
+                self._write(bytes(rest))
+                rest.clear()
+            elif len(rest) > LONGEST_LINE_BYTES:
+                self._write(bytes(rest) + b"\n")
+                rest.clear()
         if rest:
-            self._write(rest + b"\n")
+            self._write(bytes(rest) + b"\n")
 
     def _write(self, line: bytes) -> None:
         said = CONTROL.sub(b"", line).strip()
@@ -144,13 +179,13 @@ class Copy(threading.Thread):
             self._output.write(self._prefix, line)
 
 
-def _num_readable(descriptor: int) -> int:
-    number: int = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
-    return number
+def _num_readable(number: int) -> int:
+    readable: int = struct.unpack("i", fcntl.ioctl(number, termios.FIONREAD, bytes(4)))[0]
+    return readable
 
 
-def _read(descriptor: int) -> bytes:
+def _read(number: int, most_bytes: int) -> bytes:
     try:
-        return os.read(descriptor, CHUNK_BYTES)
+        return os.read(number, most_bytes)
     except OSError:  # how Linux says that a terminal's other side is closed
         return b""

@@ -6,8 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser
-from offbeat.cli.say import flush_output
+from offbeat.cli.parser import Parser, file
+from offbeat.cli.say import flush_output, output
 from offbeat.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -17,12 +17,12 @@ NEEDED = ("torch", "matplotlib")
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there")
+    parser.add_argument("--json", type=file, metavar="FILE", help="write everything that was found there")
     parser.add_argument(
         "--png",
-        type=Path,
+        type=file,
         metavar="FILE",
-        default=Path("offbeat-demo.png"),
+        default="offbeat-demo.png",
         help="the picture; default: %(default)s",
     )
     parser.add_argument(
@@ -52,14 +52,16 @@ def run(arguments: Namespace) -> int:
     logging.getLogger("offbeat").addHandler(logging.NullHandler())  # the bar is enough
     config = DemoConfig(seed=arguments.seed, data_dir=arguments.data_dir, quick=arguments.quick)
     result = run_demo(config, progress.choose())
-    print(report.table(result))
+    # The files first: what is printed may find no room.
     report.write_png(result, arguments.png)
-    print(f"the picture is {arguments.png}")
     if arguments.json is not None:
         report.write_json(result, arguments.json)
-        print(f"the data is {arguments.json}")
+    output(report.table(result))
+    output(f"the picture is {arguments.png}")
+    if arguments.json is not None:
+        output(f"the data is {arguments.json}")
     if not result.is_benchmark:
-        print("This is not the benchmark: Fashion-MNIST was not found, and scikit-learn's digits stood in.")
+        output("This is not the benchmark: Fashion-MNIST was not found, and scikit-learn's digits stood in.")
         flush_output()  # a report that is lost is an error, whatever it was of
         return ExitCode.NOT_THE_BENCHMARK
     return ExitCode.OK

@@ -14,6 +14,7 @@ from typing import Any
 
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
+from offbeat.cli.say import output
 
 __all__ = ["add_arguments", "describe", "run"]
 
@@ -62,12 +63,12 @@ def run(arguments: Namespace) -> int:
     """Print it."""
     facts = describe()
     if arguments.format == "json":
-        print(json.dumps(facts, indent=2))
+        output(json.dumps(facts, indent=2))
         return ExitCode.OK
     for section, values in facts.items():
-        print(section)
+        output(section)
         for name, value in values.items():
-            print(f"  {name:22} {value}")
+            output(f"  {name:22} {value}")
     return ExitCode.OK
 
 

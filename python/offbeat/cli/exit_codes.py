@@ -16,7 +16,7 @@ from offbeat.errors import (
     UnsupportedTensorError,
 )
 
-__all__ = ["SIGNALLED", "ExitCode", "code_of"]
+__all__ = ["SIGNALLED", "ExitCode", "code_of", "first_failure"]
 
 SIGNALLED = 128
 """A process that signal n ended counts as exit code 128 + n, as in a shell."""
@@ -61,3 +61,8 @@ _CODES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], ExitC
 def code_of(error: BaseException) -> ExitCode:
     """Give the exit code of an error; 1 for what nobody foresaw."""
     return next((code for kinds, code in _CODES if isinstance(error, kinds)), ExitCode.UNEXPECTED)
+
+
+def first_failure(*codes: int) -> int:
+    """Give the code of a command of what its parts ended with, what matters most first."""
+    return next((code for code in codes if code != ExitCode.OK), ExitCode.OK)

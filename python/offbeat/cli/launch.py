@@ -3,23 +3,26 @@
 The workers are not a gang: one that fails does not end the others, and its exit code is told at the end.
 """
 
-import contextlib
 import os
 import secrets
 import sys
 from argparse import REMAINDER, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from offbeat.cli.exit_codes import SIGNALLED, ExitCode, code_of
+from offbeat import ParameterServer
+from offbeat.address import is_address
+from offbeat.cli.background import Background
+from offbeat.cli.copying import Output
+from offbeat.cli.exit_codes import SIGNALLED, ExitCode, code_of, first_failure
 from offbeat.cli.parser import Parser, count, positive_int
 from offbeat.cli.processes import Ended, Processes
-from offbeat.cli.say import say
+from offbeat.cli.say import forget, say
 from offbeat.cli.serving import (
     add_run_options,
-    broken_off,
-    log_to_stderr,
+    log_to,
     make_server,
+    not_saved,
     run_options_given,
     stop,
 )
@@ -60,39 +63,34 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Run the workers until all have ended; the first failure is the exit code."""
     _check(arguments)
-    command = [sys.executable, str(arguments.script), *arguments.arguments]
-    num_workers = arguments.workers
-    failed: list[Ended] = []
-    of_server: list[ExitCode] = []
     signals = Signals()
+    background = Background(Output.to(sys.stderr, 2))
     try:
-        with contextlib.ExitStack() as at_last, _server(arguments, signals, of_server) as joining:
-            variables = [
-                environment(
-                    os.environ,
-                    rank=arguments.first_rank + local_rank,
-                    local_rank=local_rank,
-                    world_size=arguments.world_size or arguments.first_rank + num_workers,
-                    num_workers=num_workers,
-                )
-                | joining
-                for local_rank in range(num_workers)
-            ]
-            workers = Processes(command, variables, signals, first_rank=arguments.first_rank)
-            signals.before_the_last = workers.kill
-            at_last.callback(workers.finish_output)
-            with workers as processes, signals.raised():
-                for ended in processes.as_they_end():
-                    if ended.code != 0:
-                        failed.append(ended)
-                        processes.say(_words(ended))
+        with signals.raised():
+            server, joining = _server(arguments, background)
     except Stopped as stopped:
-        say(f"stopped by {stopped}")
-        if not of_server:
-            broken_off(arguments.save)
+        background.say(f"stopped by {stopped}")
+        not_saved(arguments.save, "a signal came before there was a server", background)
+        background.flush()
         return ExitCode.INTERRUPTED
-    failed.sort(key=lambda ended: ended.order)
-    return _ending(failed, num_workers, workers.lost_output, next(iter(of_server), ExitCode.OK))
+    workers = _workers(arguments, joining, signals, background)
+    signals.before_the_last = workers.kill
+    failed: list[Ended] = []
+    of_run = of_save = of_output = ExitCode.OK
+    try:
+        with workers, signals.raised():
+            for ended in workers.as_they_end():
+                if ended.code != 0:
+                    failed.append(ended)
+                    background.say(_words(ended))
+    except Stopped as stopped:
+        background.say(f"stopped by {stopped}")
+        of_run = ExitCode.INTERRUPTED
+    finally:
+        if server is not None:
+            of_save = stop(server, arguments.save, signals, background)
+        of_output = _finish_output(workers, background)
+    return first_failure(_tell_failures(failed, arguments.workers), of_run, of_save, of_output)
 
 
 def _check(arguments: Namespace) -> None:
@@ -117,8 +115,12 @@ def _check(arguments: Namespace) -> None:
             f"{', '.join(given)}: with --server none is started here that could take it; give it to "
             f"`offbeat server`, or leave out --server"
         )
+    if arguments.server is not None and not is_address(arguments.server):
+        raise ConfigError(f"--server: {arguments.server!r} is not an address; give HOST:PORT")
     if not arguments.script.is_file():
         raise ConfigError(f"there is no script {arguments.script}")
+    if arguments.save is not None and arguments.save.exists() and arguments.save.samefile(arguments.script):
+        raise ConfigError(f"--save: the model would replace the script, {arguments.script}")
 
 
 def environment(
@@ -153,48 +155,66 @@ def exit_code(of_worker: int) -> int:
     return of_worker if of_worker >= 0 else SIGNALLED - of_worker
 
 
-@contextlib.contextmanager
-def _server(arguments: Namespace, signals: Signals, ends: list[ExitCode]) -> Iterator[dict[str, str]]:
-    """Run a server for the workers, if none is named; gives the variables by which they find it.
-
-    Args:
-        arguments: The command line.
-        signals: Those that may come meanwhile.
-        ends: Gets how the server ended.
-    """
+def _server(arguments: Namespace, background: Background) -> tuple[ParameterServer | None, dict[str, str]]:
+    """Start a server for the workers, if none is named; give the variables, too, by which they find it."""
     if arguments.server is not None:
-        yield {"OFFBEAT_SERVER": arguments.server}
-        return
+        return None, {"OFFBEAT_SERVER": arguments.server}
     # This machine only, and even so with a token: other users of the machine can reach the port too.
     given = os.environ.get("OFFBEAT_TOKEN")
     token = given or secrets.token_hex(TOKEN_BYTES)
     # With our token a server of the script's own would listen on every interface, which nobody has asked for.
     ours = not given and not os.environ.get("OFFBEAT_HOST")
     host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
-    with signals.raised():
-        server = make_server(arguments, host="127.0.0.1", port=0, token=token)
-    log_to_stderr("[server] ")
-    with server:
-        try:
-            yield {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
-        finally:
-            ends.append(stop(server, arguments.save, signals))
+    server = make_server(arguments, host="127.0.0.1", port=0, token=token)
+    log_to(background, "[server] ")
+    server.start()
+    return server, {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
 
 
-def _ending(
-    failed: Sequence[Ended], num_workers: int, lost_output: OSError | None, of_server: ExitCode
-) -> int:
-    """Tell what went wrong, what matters most last; give the exit code, which is of that."""
-    code: int = of_server
-    if lost_output is not None:
-        say(str(lost_output))
-        code = of_server or code_of(lost_output)
-    if failed:
-        say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(failed[0])}")
-        code = exit_code(failed[0].code)
+def _workers(
+    arguments: Namespace, joining: dict[str, str], signals: Signals, background: Background
+) -> Processes:
+    variables = [
+        environment(
+            os.environ,
+            rank=arguments.first_rank + local_rank,
+            local_rank=local_rank,
+            world_size=arguments.world_size or arguments.first_rank + arguments.workers,
+            num_workers=arguments.workers,
+        )
+        | joining
+        for local_rank in range(arguments.workers)
+    ]
+    command = [sys.executable, str(arguments.script), *arguments.arguments]
+    return Processes(command, variables, signals, background, first_rank=arguments.first_rank)
+
+
+def _finish_output(workers: Processes, background: Background) -> ExitCode:
+    """Wait until all is written; say if it is not, and give the exit code of that."""
+    code = ExitCode.OK
+    try:
+        workers.finish_output()
+    except Stopped as stopped:
+        background.say(f"stopped by {stopped} before all was written that the workers had to say")
+        code = ExitCode.INTERRUPTED
+    if (lost := workers.lost_output) is not None:
+        background.say(str(lost))
+        forget(sys.stdout)  # it is told once
+        code = code_of(lost)
+    background.flush()
     return code
+
+
+def _tell_failures(failed: Sequence[Ended], num_workers: int) -> int:
+    """Tell of the workers that failed, and give the exit code of the one that did first."""
+    if not failed:
+        return ExitCode.OK
+    first = min(failed, key=lambda ended: ended.order)
+    say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(first)}")
+    return exit_code(first.code)
 
 
 def _words(ended: Ended) -> str:
     how = f"was ended by signal {-ended.code}" if ended.code < 0 else f"failed with exit code {ended.code}"
-    return f"worker {ended.rank} {how}" + (f": {ended.last_line}" if ended.last_line else "")
+    line = ended.last_line_if_known()
+    return f"worker {ended.rank} {how}" + (f": {line}" if line else "")

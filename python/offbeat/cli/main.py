@@ -1,5 +1,6 @@
 """`offbeat`: finds the command, runs it, and turns how it ended into one sentence and an exit code."""
 
+import atexit
 import codecs
 import importlib
 import io
@@ -8,14 +9,14 @@ import os
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, cast
 
 from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
-from offbeat.cli.say import flush_output, forget, say, takes_more
+from offbeat.cli.say import flush_output, forget, output, say, takes_more
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.naming import unknown
 
@@ -57,10 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_what_is_closed()
     _let_everything_be_written()
     try:
-        code = _run(given)
+        command = _parse(given)
+        if isinstance(command, ExitCode):
+            code = command
+        else:
+            run, parsed = command
+            debug = parsed.debug  # another one is a script's
+            code = run(parsed)
         flush_output()
-    except BrokenPipeError:
-        pass  # whoever read our output has gone (`offbeat status … | head`), which does not change the code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last place: every error ends here
         signals.Signals()  # one more does not break into what is said of this
         told = _explain(error, debug=debug)
@@ -70,16 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             forget(sys.stdout)  # it has broken off the wait for that
     finally:
         _forget_the_unwritten()
-        signals.install(signals.ignored() if arguments is None else before)  # the code stands
+        if arguments is None:
+            signals.Signals()  # for a thread that Python waits for, and that waits itself
+            atexit.register(signals.install, signals.ignored())  # the code stands
+        else:
+            signals.install(before)
     return code
 
 
-def _run(given: list[str]) -> int:
+def _parse(given: list[str]) -> tuple[Callable[[Namespace], int], Namespace] | ExitCode:
+    """Read a command line: what to run, with what; or how it ends already, with what it has printed."""
     if not given or given[0] in ("-h", "--help", "help"):
-        print(_help())
+        output(_help())
         return ExitCode.OK if given else ExitCode.USAGE
     if given[0] in ("-V", "--version", "version"):
-        print(f"offbeat {_version()}")
+        output(f"offbeat {_version()}")
         return ExitCode.OK
     name = given[0]
     if name not in COMMANDS:
@@ -94,7 +104,7 @@ def _run(given: list[str]) -> int:
         return ExitCode.OK
     if parsed.debug:
         logging.getLogger("offbeat").setLevel(logging.DEBUG)
-    return command.run(parsed)
+    return command.run, parsed
 
 
 def _open_what_is_closed() -> None:

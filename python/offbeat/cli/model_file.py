@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,21 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--model: {path} cannot be read as .safetensors: {error}") from error
 
 
-def save(state: Mapping[str, Any], path: Path) -> None:
+def save(
+    state: Mapping[str, Any], path: Path, *, before_replacing: Callable[[], object] = lambda: None
+) -> None:
     """Write tensors to a file, beside it first, so that a reader never finds half of it.
 
     Args:
         state: Arrays or tensors by name, as `ParameterServer.state_dict` gives them; what is uint16 there is
             bfloat16 on a machine whose numpy does not know it.
-        path: The file; replaced if it is there. Of a symbolic link, the file that it leads to.
+        path: The file; replaced if it is there. Of a symbolic link, the file that it leads to. Its folder is
+            made again if it is gone.
+        before_replacing: Called when nothing is left to do but that.
 
     Raises:
-        OSError: If it cannot be written, or what is there is no file.
+        ModelLeftError: If it is written and cannot be put there, as where there is no file by now.
+        OSError: If it cannot be written.
     """
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
@@ -87,21 +92,30 @@ def save(state: Mapping[str, Any], path: Path) -> None:
             data_len=array.nbytes,
         )
     target = _target(path)
-    with _folder_beside(target) as folder:
-        whole = folder / "model.safetensors"
-        try:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _folder_beside(target) as folder:
+            whole = folder / "model.safetensors"
             serialize_file(specs, whole, metadata={"format": "pt"})
-        except SafetensorError as error:  # of a full disk, too
-            raise OSError(f"{path} cannot be written: {error}") from error
-        with whole.open("rb") as written:
-            os.fsync(written.fileno())
-        _permit_as(target, whole)
-        try:
-            whole.replace(target)
-        except OSError as error:  # such as of a file that is mounted by itself, as containers do
-            raise ModelLeftError(
-                error.errno, f"{error.strerror}; it is left in {whole}, not in", str(target)
-            ) from error
+            with whole.open("rb") as written:
+                os.fsync(written.fileno())
+            _permit_as(target, whole)
+            before_replacing()
+            _replace(target, whole)
+    except ModelLeftError:
+        raise
+    except (OSError, SafetensorError) as error:  # the latter of a full disk, too
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _replace(target: Path, new: Path) -> None:
+    try:
+        _refuse_what_is_no_file(target)
+        new.replace(target)
+    except OSError as error:  # such as of a file that is mounted by itself, as containers do
+        raise ModelLeftError(
+            error.errno, f"{error.strerror}; it is left in {new}, not in", str(target)
+        ) from error
 
 
 def check_writable(path: Path) -> None:
@@ -117,6 +131,7 @@ def check_writable(path: Path) -> None:
             f"{path.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file"
         )
     try:
+        _refuse_what_is_no_file(path)
         target = _target(path)
         if not target.parent.is_dir():
             raise ConfigError(f"--save: there is no folder {target.parent}")
@@ -132,7 +147,12 @@ def check_writable(path: Path) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Follow symbolic links to where a file is to be, which must be a file or nothing: it will be replaced.
+    """Follow symbolic links to where a file is to be."""
+    return Path(os.path.realpath(path))
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    """Let there be a file or nothing: it will be replaced.
 
     Raises:
         OSError: If it is something else, or nobody can say.
@@ -140,11 +160,10 @@ def _target(path: Path) -> Path:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        mode = stat.S_IFREG  # nothing is there, or the last link leads to nothing: it will be a file
+        return  # nothing is there, or the last link leads to nothing: it will be a file
     if not stat.S_ISREG(mode):
         what = KINDS.get(stat.S_IFMT(mode), "no file")
         raise OSError(errno.EINVAL, f"it is {what}, and only a file can be replaced by a model", str(path))
-    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
@@ -170,13 +189,12 @@ def _permit_as(target: Path, new: Path) -> None:
 
     Where there is none, those whom the umask leaves.
     """
-    try:
-        before = target.stat()
-    except FileNotFoundError:
+    if not target.is_file():
         mask = os.umask(0)
         os.umask(mask)
         new.chmod(0o666 & ~mask)
         return
+    before = target.stat()
     mode = before.st_mode & 0o777
     try:
         os.chown(new, -1, before.st_gid)  # which root may, and of groups their members

@@ -2,15 +2,17 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from offbeat.cli.say import output
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-__all__ = ["Parser", "count", "positive_int"]
+__all__ = ["Parser", "count", "file", "positive_int", "secret"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +34,8 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         """Print it as any output: argparse's own says nothing where it cannot be written."""
-        print(self.format_help(), end="", file=file)
+        del file  # argparse gives none
+        output(self.format_help(), end="")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Read a command line; what is not known is refused with the nearest known name.
@@ -58,6 +61,20 @@ def positive_int(text: str) -> int:
 def count(text: str) -> int:
     """Read a whole number, 0 or more; underscores are allowed, as in Python."""
     return _whole(text, least=0)
+
+
+def file(text: str) -> Path:
+    """Read the name of a file; the working directory may be another, or gone, when it is used."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text names no file")
+    return Path(text).absolute()
+
+
+def secret(text: str) -> str:
+    """Read a token."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty token is none; leave the option out")
+    return text
 
 
 def _whole(text: str, *, least: int) -> int:

@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-from offbeat.cli.copying import LAST_WORDS_S, Copy, Output
-from offbeat.cli.say import descriptor, write_all
+from offbeat.cli.background import Background
+from offbeat.cli.copying import READER_S, Copy, Output
 from offbeat.cli.signals import Signals, Stopped
 
 __all__ = ["Ended", "Processes"]
@@ -36,6 +35,7 @@ class Ended:
         rank: Which one.
         order: How many ended before it.
         code: Its exit code; -n if signal n ended it.
+        errors: What copies its stderr.
     """
 
     rank: int
@@ -43,9 +43,8 @@ class Ended:
     code: int
     errors: Copy
 
-    @property
-    def last_line(self) -> str:
-        """The last it wrote to stderr, which of an exception is what happened; if that is known yet."""
+    def last_line_if_known(self) -> str:
+        """The last it wrote to stderr, which of an exception is what happened; a slow reader holds it up."""
         return self.errors.last_line if self.errors.is_done.is_set() else ""
 
 
@@ -57,6 +56,7 @@ class Processes:
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         signals: Signals,
+        background: Background,
         *,
         first_rank: int = 0,
     ) -> None:
@@ -64,14 +64,15 @@ class Processes:
         self._environments = environments
         self._signals = signals
         self._first_rank = first_rank
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_ending = False
+        self._ends = threading.Condition()  # by its RLock, since a signal's handler kills, too
         self._followers: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        # Not by Python's own streams: a write that waits would hold the lock of whatever we say.
         self._copies: list[Copy] = []
-        out, err = descriptor(sys.stdout), descriptor(sys.stderr)
-        self._out = Output(partial(write_all, 1 if out is None else out))
-        self._err = Output(partial(write_all, 2 if err is None else err))
+        self._out = Output.to(sys.stdout, 1)
+        self._err = background.output
+        self._background = background
         self._order = itertools.count()
         self._width = len(str(first_rank + len(environments) - 1))
 
@@ -81,7 +82,8 @@ class Processes:
             for index, environment in enumerate(self._environments):
                 self._start(index, environment)
         except BaseException:
-            self._end()
+            with contextlib.suppress(Stopped):  # it hides no error
+                self._end()
             raise
         return self
 
@@ -97,16 +99,16 @@ class Processes:
         return lost and OSError(lost.errno, lost.strerror, "stdout")
 
     def finish_output(self) -> None:
-        """Wait until all is copied that they wrote, however slowly somebody reads it, or until a signal."""
+        """Wait until all is copied that they wrote, however slowly somebody reads it.
+
+        Raises:
+            Stopped: At a signal.
+        """
         self._signals.forget()  # one that came before this was for work that has ended
-        with contextlib.suppress(Stopped), self._signals.raised():
+        with self._signals.raised():
             for copy in self._copies:
                 copy.is_done.wait()
             self._err.drop_bar()
-
-    def say(self, text: str) -> None:
-        """Write a line of our own to stderr, above the bar if there is one."""
-        self._err.write(b"offbeat: ", f"{text}\n".encode())
 
     def kill(self) -> None:
         """End all that still run at once."""
@@ -114,7 +116,7 @@ class Processes:
 
     def as_they_end(self) -> Iterator[Ended]:
         """Give each as it ends, until all have."""
-        for _ in self._processes:
+        for _ in self._followers:
             yield self._ended.get()
 
     def _start(self, index: int, environment: Mapping[str, str]) -> None:
@@ -134,21 +136,30 @@ class Processes:
                 stderr=errors_to,
                 process_group=0,  # a process of its own and its data loaders: signals come from us, once
             )
+        except BaseException:
+            for copy in copies:
+                copy.process_has_ended()
+            raise
         finally:
             os.close(out_to)
             os.close(errors_to)
-        self._processes.append(process)
+        self._running.add(process)
         self._copies += copies
         follower = threading.Thread(target=self._follow, args=(rank, process, *copies), daemon=True)
         follower.start()
         self._followers.append(follower)
 
     def _follow(self, rank: int, process: "subprocess.Popen[bytes]", out: "Copy", errors: "Copy") -> None:
-        code = process.wait()
-        order = next(self._order)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         for copy in (out, errors):
             copy.process_has_ended()
-        deadline = time.monotonic() + LAST_WORDS_S + 1
+        with self._ends:  # its number is its group's, and no other's, until it is waited for
+            if self._is_ending:
+                _signal_group(process, signal.SIGKILL)
+            code, order = process.wait(), next(self._order)
+            self._running.remove(process)
+            self._ends.notify_all()
+        deadline = time.monotonic() + READER_S
         for copy in (out, errors):  # whoever reads more slowly than that is waited for at the end
             copy.is_done.wait(max(0.0, deadline - time.monotonic()))
         self._ended.put(Ended(rank, order, code, errors))
@@ -156,48 +167,51 @@ class Processes:
             self._err.drop_bar()
 
     def _end(self) -> None:
-        """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL."""
+        """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL.
+
+        Of one that has ended by then, what it has left in its group is killed.
+        """
+        self._is_ending = True
         running = self._signal(signal.SIGINT)
         if running:
             self._signals.forget()  # of two at once the other one asks for the same
         try:
             with self._signals.raised():  # one more kills at once
                 if running:
-                    workers = "1 worker" if len(running) == 1 else f"{len(running)} workers"
-                    self.say(f"ending {workers}; Ctrl-C ends them at once")
-                _wait(running)
-                _wait(self._signal(signal.SIGTERM))
+                    workers = "1 worker" if running == 1 else f"{running} workers"
+                    self._background.say(f"ending {workers}; Ctrl-C ends them at once")
+                    self._wait()
+                    self._signal(signal.SIGTERM)
+                    self._wait()
         finally:
-            killed = self._signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             with self._signals.raised():  # the system may not let go of one; nobody may read what they wrote
-                for process in killed:
-                    process.wait()
                 for follower in self._followers:
                     follower.join()
 
-    def _signal(self, number: signal.Signals) -> list["subprocess.Popen[bytes]"]:
-        """Signal those that still run, with all that belongs to them, and list them."""
-        running = [process for process in self._processes if process.poll() is None]
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        return running
+    def _signal(self, number: signal.Signals) -> int:
+        """Signal those that still run, with all that belongs to them, and count them."""
+        with self._ends:
+            for process in self._running:
+                _signal_group(process, number)
+            return len(self._running)
+
+    def _wait(self) -> None:
+        with self._ends:
+            self._ends.wait_for(lambda: not self._running, GRACE_S)
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    deadline = time.monotonic() + GRACE_S
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
+def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _terminal(*, reserve: int) -> tuple[int, int]:
     """Open a terminal as wide as ours, less what the prefix takes."""
     ours, theirs = os.openpty()
     size = os.get_terminal_size(2)
-    fcntl.ioctl(
-        theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, max(1, size.columns - reserve), 0, 0)
-    )
+    columns = size.columns and max(1, size.columns - reserve)  # 0 is a size that nobody knows
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, columns, 0, 0))
     attributes = termios.tcgetattr(theirs)
     attributes[1] &= ~termios.OPOST  # bytes as they are: no carriage return before each line feed
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)

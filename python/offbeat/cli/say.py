@@ -3,10 +3,11 @@
 import os
 import select
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-__all__ = ["descriptor", "flush_output", "forget", "say", "takes_more", "write_all"]
+__all__ = ["descriptor", "flush_output", "forget", "output", "say", "takes_more", "write_all"]
 
 
 def say(text: str) -> None:
@@ -38,14 +39,27 @@ def write_all(number: int, text: bytes) -> None:
             _poll(number, None)
 
 
-def flush_output() -> None:
-    """See that all output is written.
+def output(text: str, end: str = "\n") -> None:
+    """Print what the command was asked for.
+
+    A reader that has gone (`offbeat status … | head`) is no error, and does not change how the command ends.
 
     Raises:
-        OSError: If it cannot be; it names stdout.
+        OSError: If it cannot be written; it names stdout.
     """
+    _to_stdout(lambda: print(text, end=end))
+
+
+def flush_output() -> None:
+    """See that all output is written; the rest as in `output`."""
+    _to_stdout(sys.stdout.flush)
+
+
+def _to_stdout(do: Callable[[], object]) -> None:
     try:
-        sys.stdout.flush()
+        do()
+    except BrokenPipeError:
+        forget(sys.stdout)
     except OSError as error:
         error.filename = "stdout"
         raise

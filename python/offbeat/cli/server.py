@@ -3,19 +3,23 @@
 import logging
 import os
 import secrets
+import sys
 import threading
 from argparse import Namespace
 from contextlib import suppress
 
 from offbeat import ParameterServer
-from offbeat.address import THIS_MACHINE
-from offbeat.cli.parser import Parser, positive_int
+from offbeat.address import THIS_MACHINE, is_local
+from offbeat.cli.background import Background
+from offbeat.cli.copying import Output
+from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.parser import Parser, positive_int, secret
 from offbeat.cli.serving import (
     add_run_options,
-    broken_off,
     join_lines,
-    log_to_stderr,
+    log_to,
     make_server,
+    not_saved,
     stop,
 )
 from offbeat.cli.signals import Signals, Stopped
@@ -41,7 +45,9 @@ def add_arguments(parser: Parser) -> None:
     door.add_argument(
         "--port", type=int, default=DEFAULT_PORT, metavar="N", help="default: %(default)s; 0 takes a free one"
     )
-    door.add_argument("--token", metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN")
+    door.add_argument(
+        "--token", type=secret, metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN"
+    )
     door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
     door.add_argument("--insecure", action="store_true", help="listen beyond this machine without a token")
     end = parser.add_argument_group("the end")
@@ -67,14 +73,26 @@ def run(arguments: Namespace) -> int:
             f"--host {arguments.host} without a token would let anyone in who reaches the port: give "
             "--new-token, set OFFBEAT_TOKEN here and on the workers, or say --insecure"
         )
-    server = make_server(
-        arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
-    )
-    log_to_stderr()
-    code: int | None = None
-    failed: Exception | None = None
+    background = Background(Output.to(sys.stderr, 2))
     try:
-        signals = Signals()
+        return _serve(arguments, token, made_up, background)
+    finally:
+        background.flush()
+
+
+def _serve(arguments: Namespace, token: str | None, made_up: str | None, background: Background) -> ExitCode:
+    signals = Signals()
+    try:
+        with signals.raised():
+            server = make_server(
+                arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
+            )
+    except Stopped as stopped:
+        background.say(f"stopped by {stopped}")
+        return not_saved(arguments.save, "a signal came before there was a server", background)
+    log_to(background)
+    code = ExitCode.OK
+    try:
         with server:
             try:
                 with signals.raised():
@@ -83,26 +101,19 @@ def run(arguments: Namespace) -> int:
                     if arguments.keep_running:
                         threading.Event().wait()
                     server.wait_for_workers(arguments.workers)
-            except Exception as error:
-                failed = error
-                raise
             finally:
-                code = stop(server, arguments.save, signals)
+                code = stop(server, arguments.save, signals, background)
     except Stopped as stopped:
         _log.info("stopped by %s", stopped)
-    if code is None:
-        code = broken_off(arguments.save)
-    if failed is not None:
-        raise failed  # signals do not hide what had failed before them
     return code
 
 
 def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:
     address = server.address
     lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
-    if address.rpartition(":")[0] in THIS_MACHINE:
+    if is_local(address):
         opener = "--host 0.0.0.0" if has_token else "--new-token, or set OFFBEAT_TOKEN here and there"
         lines.append(f"Only this machine can reach it; for others give {opener}.")
-    if not has_token and address.rpartition(":")[0] not in THIS_MACHINE:
+    elif not has_token:
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token)])

@@ -8,26 +8,23 @@ from pathlib import Path
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
-from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import count, positive_int
-from offbeat.cli.say import say
-from offbeat.cli.signals import Signals
+from offbeat.cli.background import Background, LogHandler
+from offbeat.cli.exit_codes import ExitCode, code_of
+from offbeat.cli.parser import count, file, positive_int
+from offbeat.cli.signals import Signals, Stopped
 from offbeat.errors import ConfigError, StateError
 
 __all__ = [
     "add_run_options",
-    "broken_off",
     "join_lines",
-    "log_to_stderr",
+    "log_to",
     "make_server",
+    "not_saved",
     "run_options_given",
     "stop",
 ]
 
 _log = logging.getLogger("offbeat")
-
-START = ("the server listens ", "parameter server on ")
-"""How the lines begin by which a server's start is logged: the extension's and `ParameterServer`'s."""
 
 OPTIMIZERS: Mapping[str, type[optim.OptimizerSpec]] = {
     cls.__name__: cls for cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
@@ -55,10 +52,10 @@ def add_run_options(parser: ArgumentParser) -> None:
         "the run", "objects are written as in Python: 'SGD(lr=0.1, momentum=0.9)'"
     )
     run.add_argument(
-        "--model", type=Path, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
+        "--model", type=file, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
     )
     run.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the model there at the end, .safetensors"
+        "--save", type=file, metavar="FILE", help="write the model there at the end, .safetensors"
     )
     run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; default: the first worker's")
     run.add_argument(
@@ -160,39 +157,46 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)", or_else=alone)
 
 
-def stop(server: ParameterServer, path: Path | None, signals: Signals) -> ExitCode:
+def stop(server: ParameterServer, path: Path | None, signals: Signals, background: Background) -> ExitCode:
     """Stop a server, then write its model to a file, if one was asked for and there is a model.
+
+    The second signal that comes meanwhile breaks that off. What goes wrong is said and not raised: it hides
+    nothing that has gone wrong before.
 
     Returns:
         How the command ends if nothing else has failed.
-
-    Raises:
-        Stopped: At the second signal that comes meanwhile.
     """
-    with signals.raised(but_for=1):
-        server.stop()
-        if path is None:
-            return ExitCode.OK
-        try:
+    try:
+        with signals.raised(but_for=1):
+            server.stop()
+            if path is None:
+                return ExitCode.OK
             state = server.state_dict()  # as it is now: every push that was acknowledged is in it
-        except StateError as error:
-            say(f"nothing is saved: {error}")
-            return ExitCode.NOT_SAVED
-        model_file.save(state, path)
+            model_file.save(state, path, before_replacing=signals.leave)
+    except StateError as error:
+        return not_saved(path, str(error), background)
+    except Stopped:
+        return not_saved(path, f"a signal came before the model was in {path}", background)
+    except model_file.ModelLeftError as error:
+        background.say(str(error))
+        return code_of(error)
+    except OSError as error:
+        background.say(f"the model is lost: {error}")
+        return code_of(error)
     with suppress(OSError):  # the model is there, whether or not anybody reads where
         print(f"the model is in {path}", flush=True)
     return ExitCode.OK
 
 
-def broken_off(path: Path | None) -> ExitCode:
-    """Say so where a signal broke `stop` off before a model that was to be saved was in its file.
+def not_saved(path: Path | None, why: str, background: Background) -> ExitCode:
+    """Say why there is no file, if one was asked for.
 
     Returns:
         How the command ends if nothing else has failed.
     """
     if path is None:
         return ExitCode.OK
-    say(f"nothing is saved: a signal came before the model was in {path}")
+    background.say(f"nothing is saved: {why}")
     return ExitCode.NOT_SAVED
 
 
@@ -213,12 +217,8 @@ def join_lines(address: str, *, token: str | None, has_token: bool) -> str:
     return f"A worker joins from a shell with\n    {shell}\nor in Python with\n    {python})"
 
 
-def log_to_stderr(prefix: str = "") -> None:
-    """Show what the server has to log, but for its start, which the commands tell in their own way or not."""
-    handler = logging.StreamHandler()
-    # Not by a level for that while: the extension's records come from another thread, and later.
-    handler.addFilter(lambda record: not record.getMessage().startswith(START))
-    handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    _log.addHandler(handler)
+def log_to(background: Background, prefix: str = "") -> None:
+    """Show what the server has to log."""
+    _log.addHandler(LogHandler(background, prefix))
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)

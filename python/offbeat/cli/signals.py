@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, for a command that ends in good order: where they break it off, and nowhere else.
+"""SIGINT, SIGTERM, SIGHUP, for a command that ends in good order: where they break it off, and nowhere else.
 
 A command marks the places that a signal may break off, `with signals.raised()`. There one is raised, as
 `Stopped`; what comes anywhere else is kept for the next such place, so that of two signals at once neither
@@ -8,6 +8,7 @@ breaks into what the other one has begun. Whoever goes on sending them ends the 
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,9 +16,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from offbeat.cli.say import takes_more
+
 __all__ = ["Signals", "Stopped", "handlers", "ignored", "install"]
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The last is of a terminal that is closed, or an ssh that has lost its connection."""
 
 LAST = 3
 """This one of those that are kept ends the process at once: what it waits for, a terminal that somebody has
@@ -28,11 +32,13 @@ Handlers = Mapping[int, Any]
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM asked for an end in good order. No error, so no `except Exception` may take it."""
+    """A signal asked for an end in good order. No error, so no `except Exception` may take it."""
 
 
 class Signals:
-    """Takes SIGINT and SIGTERM from here on; `install(handlers())`, with those of before, gives them back.
+    """Takes the signals from here on; `install(handlers())`, with those of before, gives them back.
+
+    A SIGHUP that is ignored, as by nohup, stays so; SIGINT a shell ignores for all that it starts with `&`.
 
     Attributes:
         before_the_last: Called before the process ends at once.
@@ -42,7 +48,8 @@ class Signals:
         self._came: list[str] = []  # and were not raised
         self._to_pass_over = math.inf  # nowhere: all are kept
         self.before_the_last: Callable[[], object] = lambda: None
-        install(dict.fromkeys(NUMBERS, self._take))
+        kept = [n for n in NUMBERS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        install(dict.fromkeys(kept, self._take))
 
     def raised(self, *, but_for: int = 0) -> "_Place":
         """Mark a place that a signal may break off.
@@ -92,8 +99,9 @@ class Signals:
         self._raise_beyond()
         # Ctrl-C ends the reader of a pipe, too, and the model is to be saved all the same.
         with suppress(OSError):
-            # Not by print, which may be what the signal has interrupted.
-            os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
+            # Not by print, which may be what the signal has interrupted; and without waiting for a reader.
+            if takes_more(sys.stderr):
+                os.write(2, f"offbeat: {name}, and this ends already; one more breaks that off\n".encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offbeat.address import EVERY_INTERFACE, THIS_MACHINE, reachable
+from offbeat.address import EVERY_INTERFACE, is_local, reachable
 from offbeat.checks import refuse, seconds
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser
+from offbeat.cli.parser import Parser, secret
+from offbeat.cli.say import output
 from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
 
 __all__ = ["add_arguments", "columns", "report", "run"]
@@ -41,7 +42,9 @@ def add_arguments(parser: Parser) -> None:
     parser.epilog = GLOSSARY
     parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="the server; default: OFFBEAT_SERVER")
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.add_argument("--token", metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN")
+    parser.add_argument(
+        "--token", type=secret, metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN"
+    )
     parser.add_argument(
         "--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS", dest="timeout_s"
     )
@@ -67,9 +70,9 @@ def run(arguments: Namespace) -> int:
             ) from error
         raise
     if arguments.format == "json":
-        print(text)
+        output(text)
     else:
-        print(report(json.loads(text), asked=address))
+        output(report(json.loads(text), asked=address))
     return ExitCode.OK
 
 
@@ -105,8 +108,7 @@ def _address(told: str, asked: str) -> str:
     """Give an address to join with, where a server listens on every interface."""
     if told.rpartition(":")[0] not in EVERY_INTERFACE:
         return told
-    local = asked.rpartition(":")[0].strip("[]") in THIS_MACHINE
-    return f"{reachable(told) if local else asked} (every interface)"
+    return f"{reachable(told) if is_local(asked) else asked} (every interface)"
 
 
 def _optimizer(status: Status) -> str:

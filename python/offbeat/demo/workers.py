@@ -129,14 +129,14 @@ class Crew:
 
     def give(self, jobs: Sequence[Job]) -> None:
         """Give each its job, and wait until all have joined their server."""
-        for pipe, job in zip(self._pipes, jobs, strict=True):
-            pipe.send(job)
+        for index, job in enumerate(jobs):
+            self._send(index, job)
         self.ready()
 
     def go(self, *, tick_s: float) -> Iterator[Finished | None]:
         """Let all train; gives each result as it comes, and None whenever `tick_s` went by without one."""
-        for pipe in self._pipes:
-            pipe.send(None)
+        for index in range(len(self._pipes)):
+            self._send(index, None)
         for answer in self._answers(tick_s):
             if answer is not None and not isinstance(answer, Finished):
                 raise StateError(f"a worker answered {answer!r} where its result was due")
@@ -154,13 +154,21 @@ class Crew:
                     del waited_for[index]
                     yield self._receive(index, pipe)
 
+    def _send(self, index: int, what: Job | None) -> None:
+        try:
+            self._pipes[index].send(what)
+        except ConnectionError as error:
+            raise self._gone(index) from error
+
+    def _gone(self, index: int) -> StateError:
+        self._processes[index].join(END_S)
+        return StateError(f"worker process {index} is gone, with exit code {self._processes[index].exitcode}")
+
     def _receive(self, index: int, pipe: Connection) -> Any:  # noqa: ANN401  whatever was sent
         try:
             answer = pipe.recv()
-        except EOFError as error:
-            self._processes[index].join(END_S)
-            code = self._processes[index].exitcode
-            raise StateError(f"worker process {index} is gone, with exit code {code}") from error
+        except (EOFError, ConnectionError) as error:
+            raise self._gone(index) from error
         if isinstance(answer, _Failed):
             failure = StateError(f"{answer.worker_id} failed: {answer.summary}")
             failure.add_note(answer.trace)

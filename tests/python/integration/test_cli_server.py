@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -80,10 +81,11 @@ def test_every_push_that_was_acknowledged_before_the_end_is_in_the_file(tmp_path
         variables, _ = joining(server)
         with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
             client.pull()
-            server.signal(signal.SIGTERM)
             while (receipt := _push_or_none(client)) is not None:
                 assert receipt.applied
                 acknowledged += 1
+                if acknowledged == 1:
+                    server.signal(signal.SIGTERM)
         assert server.ends() == 0, server.said
     in_file = -load_file(saved)["w"].max()
     assert acknowledged > 0
@@ -184,7 +186,7 @@ from offbeat.errors import ConnectionLostError
 def fail(*arguments):
     raise ConnectionLostError("all workers were lost")
 
-def signalled(*arguments):
+def signalled(*arguments, **keywords):
     for _ in range(2):
         signal.raise_signal(signal.SIGTERM)
 
@@ -193,7 +195,7 @@ if sys.argv[1] == "of losses":
     model_file.save = signalled
 else:
     ParameterServer.wait_for_workers = lambda *arguments: True
-    serving.say, told = lambda text: (told(text), signalled()), serving.say
+    serving.not_saved, told = lambda *arguments: (told(*arguments), signalled())[0], serving.not_saved
 sys.exit(main.main(sys.argv[2:]))
 """,
 )
@@ -323,6 +325,7 @@ from offbeat.demo import report, run
 run.run_demo = lambda *arguments: SimpleNamespace(is_benchmark=False)
 report.table = lambda result: "the table"
 report.write_png = lambda result, path: path.write_bytes(b"a picture")
+report.write_json = lambda result, path: path.write_bytes(b"the data")
 sys.exit(main.main(["demo", *sys.argv[1:]]))
 """,
 )
@@ -337,11 +340,44 @@ def test_a_report_of_the_demo_that_is_lost_is_an_error_on_the_stand_in_too(tmp_p
         assert demo.ends() == 11, demo.said
 
 
-def test_the_demo_writes_its_files_where_nobody_reads_its_report(tmp_path):
-    asked = ["--png", str(tmp_path / "loss.png")]
-    with unread() as nobody, command(*asked, program=STANDING_IN, stdout=nobody) as demo:
-        demo.ends()
-    assert (tmp_path / "loss.png").exists(), demo.said
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_demo_writes_its_files_and_has_its_code_where_nobody_reads_its_report(tmp_path, unbuffered):
+    asked = ["--png", str(tmp_path / "loss.png"), "--json", str(tmp_path / "demo.json")]
+    with (
+        unread() as nobody,
+        command(*asked, program=STANDING_IN, stdout=nobody, PYTHONUNBUFFERED=unbuffered) as demo,
+    ):
+        assert demo.ends() == 3, demo.said
+    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "demo.json").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("env",), 0), (("--version",), 0)])
+def test_a_reader_that_has_gone_does_not_change_the_code(words, code, unbuffered):
+    with unread() as nobody, command(*words, stdout=nobody, PYTHONUNBUFFERED=unbuffered) as unheard:
+        assert (unheard.ends(), unheard.said) == (code, "")
+
+
+BREAKING = (
+    sys.executable,
+    "-c",
+    """
+import os, sys
+from offbeat.cli import env, main
+reading, writing = os.pipe()
+os.close(reading)
+env.run = lambda arguments: os.write(writing, b"x")
+sys.exit(main.main(["env"]))
+""",
+)
+"""`offbeat env`, but that it writes to a pipe of its own whose other end is closed."""
+
+
+def test_a_pipe_of_the_command_s_own_that_breaks_is_an_error():
+    with command(program=BREAKING) as broken:
+        assert broken.ends() == 11, broken.said
+    assert "Broken pipe" in broken.said
 
 
 @pytest.mark.parametrize("where", [(), ("in a print",)], ids=["at the end", "in a print"])
@@ -351,13 +387,205 @@ def test_output_that_nobody_takes_is_waited_for_until_a_signal(where):
         assert told.ends_by(signal.SIGINT, at_most=1) == 130, told.said
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model, stream):
+def test_a_server_that_nobody_lets_speak_ends_by_a_few_signals(model):
     arguments = ["server", "--port", "0", "--model", str(model)]
-    program, told = (TELLING_ITS_END, "address") if stream == "stdout" else (OFFBEAT, "A worker joins")
-    with stalled() as full, command(*arguments, program=program, **{stream: full}) as server:
-        server.line(told)
+    with stalled() as full, command(*arguments, program=TELLING_ITS_END, stdout=full) as server:
+        server.line("address")
         assert server.ends_by(signal.SIGTERM, at_most=5) in (0, -signal.SIGTERM), server.said
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_server_whose_log_nobody_reads_saves_its_model_and_ends(tmp_path, model, num_signals):
+    saved = tmp_path / "trained.safetensors"
+    asked = [str(num_signals - 1), "server", "--port", "0", "--model", str(model), "--save", str(saved)]
+    with stalled() as full, command(*asked, program=SIGNALLED_IN_THE_SAVE, stderr=full) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert load_file(saved).keys() == ZEROS.keys()
+
+
+WAITING_AT_THE_END = (
+    sys.executable,
+    "-c",
+    """
+import sys, threading
+from offbeat.cli import main
+code = main.main()
+threading.Thread(target=threading.Event().wait).start()
+print("ended", flush=True)
+sys.exit(code)
+""",
+)
+"""`offbeat`, in whose process something is at work when the command has ended, and does not end."""
+
+
+def test_a_process_that_does_not_end_when_its_command_has_ends_by_a_few_signals():
+    with command("env", program=WAITING_AT_THE_END) as waiting:
+        waiting.line("ended")
+        assert waiting.ends_by(signal.SIGTERM, at_most=3) == -signal.SIGTERM, waiting.said
+
+
+SIGNALLED_IN_THE_MODEL = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+from offbeat.cli import main, model_file
+
+def load(path):
+    for _ in range(int(sys.argv[1])):
+        signal.raise_signal(signal.SIGTERM)
+    return loads(path)
+
+loads, model_file.load = model_file.load, load
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+"""`offbeat server`, to which as many SIGTERMs as the first argument says come as it loads its model."""
+
+
+@pytest.mark.parametrize(("save", "code"), [(False, 0), (True, 13)])
+def test_a_signal_as_the_model_is_loaded_stops_the_server_in_good_order(tmp_path, model, save, code):
+    saved = ["--save", str(tmp_path / "saved")] if save else []
+    arguments = ["1", "server", "--port", "0", "--model", str(model), *saved]
+    with command(*arguments, program=SIGNALLED_IN_THE_MODEL) as server:
+        assert server.ends() == code, server.said
+    assert "stopped by SIGTERM" in server.said
+    assert ("nothing is saved: a signal came" in server.said) == save
+
+
+SIGNALLED_AFTER_THE_SAVE = (
+    sys.executable,
+    "-c",
+    """
+import shutil, signal, sys
+from offbeat.cli import main
+
+def rmtree(*arguments, **keywords):
+    removes(*arguments, **keywords)
+    if saving:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+
+from offbeat import ParameterServer
+saving = []
+state_dict = ParameterServer.state_dict
+ParameterServer.state_dict = lambda self: saving.append(self) or state_dict(self)
+removes, shutil.rmtree = shutil.rmtree, rmtree
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat server`, to which two SIGTERMs come when the model is in its file."""
+
+
+def test_signals_that_come_when_the_model_is_in_its_file_do_not_say_that_it_is_not(tmp_path, model):
+    saved = tmp_path / "saved"
+    arguments = ["server", "--port", "0", "--model", str(model), "--save", str(saved)]
+    with command(*arguments, program=SIGNALLED_AFTER_THE_SAVE) as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert f"the model is in {saved}" in server.said
+    assert "nothing is saved" not in server.said
+    assert load_file(saved).keys() == ZEROS.keys()
+
+
+def test_a_closed_terminal_stops_a_server_as_sigterm_does(tmp_path, model):
+    saved = tmp_path / "saved"
+    with serving("--model", str(model), "--save", str(saved)) as server:
+        joining(server)
+        server.signal(signal.SIGHUP)
+        assert server.ends() == 0, server.said
+    assert saved.exists()
+
+
+def test_a_closed_terminal_does_not_stop_a_server_under_nohup(model):
+    shell = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh", *OFFBEAT)
+    arguments = ["server", "--port", "0", "--model", str(model)]
+    with command(*arguments, program=shell) as server:
+        variables, _ = joining(server)
+        server.signal(signal.SIGHUP)
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            assert client.pull().keys() == ZEROS.keys()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+
+
+def test_the_model_is_saved_where_its_folder_was_removed_meanwhile(tmp_path, model):
+    away = tmp_path / "away" / "down"
+    away.mkdir(parents=True)
+    with serving("--model", str(model), "--save", "../saved/m", cwd=away) as server:
+        server.ends()
+    assert "there is no folder" in server.said
+    (tmp_path / "away" / "saved").mkdir()
+    with serving("--model", str(model), "--save", "../saved/m", cwd=away) as server:
+        joining(server)
+        shutil.rmtree(tmp_path / "away")
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert load_file(tmp_path / "away" / "saved" / "m").keys() == ZEROS.keys()
+
+
+def test_a_model_that_is_lost_is_said_to_be_with_its_file(tmp_path, model):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with serving("--model", str(model), "--save", str(folder / "m")) as server:
+        joining(server)
+        folder.rmdir()
+        folder.touch()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 11, server.said
+    assert f"the model is lost: {folder / 'm'} cannot be written: " in server.said
+
+
+def test_a_server_that_fails_says_so_although_its_model_cannot_be_saved(tmp_path, model):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    arguments = ["server", "--port", "0", "--model", str(model), "--save", str(folder / "m")]
+    with command(str(folder), *arguments, program=FAILING) as server:
+        assert server.ends() == 8, server.said
+    assert "all workers were lost" in server.said
+    assert "the model is lost" in server.said
+
+
+FAILING = (
+    sys.executable,
+    "-c",
+    """
+import os, sys
+from offbeat import ParameterServer
+from offbeat.cli import main
+from offbeat.errors import ConnectionLostError
+
+def fail(*arguments):
+    os.rmdir(sys.argv[1])
+    open(sys.argv[1], "w").close()
+    raise ConnectionLostError("all workers were lost")
+
+ParameterServer.wait_for_workers = fail
+sys.exit(main.main(sys.argv[2:]))
+""",
+)
+"""`offbeat server` that fails, and that finds a file where the folder was that its first argument names."""
+
+
+def _has_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="there is no IPv6 here")
+def test_a_server_on_this_machine_s_ipv6_address_says_that_only_this_machine_reaches_it(model):
+    with serving("--model", str(model), "--host", "::1") as server:
+        joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    assert "Only this machine can reach it" in server.said
+    assert "Whoever" not in server.said
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -148,3 +148,15 @@ def test_a_worker_process_that_dies_is_noticed():
         crew._processes[0].kill()
         with pytest.raises(StateError, match="exit code -9"):
             crew.ready()
+
+
+def test_a_worker_process_that_died_is_noticed_where_it_is_given_something():
+    from offbeat.demo import workers
+    from offbeat.demo.samples import Samples
+
+    with workers.crew(1, Samples.of(data.load_digits())) as crew:
+        crew.ready()
+        crew._processes[0].kill()
+        crew._processes[0].join()
+        with pytest.raises(StateError, match="exit code -9"):
+            list(crew.go(tick_s=1))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import offbeat
-from offbeat.cli.copying import LAST_WORDS_S
+from offbeat.cli.copying import READER_S
 from support.command import SIGNALLED_IN_THE_SAVE, command, stalled, unread
 
 
@@ -200,7 +201,7 @@ def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script, is_stoppe
         if is_stopped:
             launch.signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
-            launch.process.wait(2 * LAST_WORDS_S)  # it is a reader that it waits for
+            launch.process.wait(2 * READER_S)  # it is a reader that it waits for
         with os.fdopen(reading) as output:
             lines = output.read().splitlines()
         assert launch.ends() == (130 if is_stopped else 0), launch.said
@@ -239,6 +240,136 @@ def test_workers_go_on_where_what_they_write_cannot_be_kept(script, tmp_path, st
     ):
         assert launch.ends() == code  # that the output itself is lost is an error, as of any program
     assert done.exists()
+
+
+def test_output_that_is_lost_is_told_once(script, tmp_path):
+    arguments = ["--workers", "1", "--save", str(tmp_path / "m"), script(INITIALIZING + "    print('x')\n")]
+    with Path("/dev/full").open("w") as full, command("launch", *arguments, stdout=full) as launch:
+        assert launch.ends() == 11, launch.said
+    assert launch.said.count("No space left on device") == 1, launch.said
+
+
+INITIALIZING = """
+    import os, sys, numpy as np, offbeat
+    with offbeat.Client() as client:
+        client.init({"w": np.zeros(2, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0))
+"""
+"""A worker that gives the server a model."""
+
+
+def test_a_save_that_fails_does_not_hide_that_a_worker_has_failed(script, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    train = script(
+        INITIALIZING
+        + """
+    os.rmdir(sys.argv[1])
+    open(sys.argv[1], "w").close()
+    sys.exit(7)
+    """
+    )
+    saved = folder / "model.safetensors"
+    with command("launch", "--workers", "1", "--save", str(saved), train, str(folder)) as launch:
+        assert launch.ends() == 7, launch.said
+    assert f"the model is lost: {saved} cannot be written" in launch.said
+    assert "1 of 1 workers failed" in launch.said
+
+
+def test_a_worker_that_has_failed_before_a_signal_is_the_exit_code(script):
+    train = script(
+        """
+        import os, sys, threading
+        if os.environ["RANK"] == "0":
+            sys.exit(7)
+        print("ready")
+        threading.Event().wait()
+        """
+    )
+    with command("launch", "--workers", "2", train) as launch:
+        launch.line("ready")
+        if "worker 0 failed" not in launch.said:
+            launch.line("worker 0 failed")
+        launch.signal(signal.SIGTERM)
+        assert launch.ends() == 7, launch.said
+    assert "1 of 2 workers failed; the first: worker 0" in launch.said
+
+
+def test_output_that_a_signal_cuts_off_is_said_to_be(script):
+    train = script("print('x')")
+    with (
+        stalled() as full,
+        command("launch", "--workers", "1", train, program=FINISHING, stdout=full) as launch,
+    ):
+        launch.line("finishing")
+        assert launch.ends_by(signal.SIGINT, at_most=2) == 130, launch.said
+    assert "stopped by SIGINT before all was written" in launch.said
+
+
+FINISHING = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from offbeat.cli import main, processes
+
+def finish_output(self):
+    print("finishing", file=sys.stderr, flush=True)
+    finishes(self)
+
+finishes, processes.Processes.finish_output = processes.Processes.finish_output, finish_output
+sys.exit(main.main(sys.argv[1:]))
+""",
+)
+"""`offbeat launch`, which says on stderr when only the workers' output is left to write."""
+
+
+def test_the_model_is_saved_where_nobody_reads_what_launch_says(script, tmp_path):
+    train = script(INITIALIZING + "    print('ready'); import threading; threading.Event().wait()\n")
+    saved = tmp_path / "model.safetensors"
+    arguments = ["launch", "--workers", "1", "--save", str(saved), train]
+    with stalled() as full, command(*arguments, stderr=full) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGTERM)
+        launch.line(f"the model is in {saved}")
+        assert launch.ends_by(signal.SIGTERM, at_most=3) in (130, -signal.SIGTERM)
+    assert load_file(saved)["w"].tolist() == [0, 0]
+
+
+def test_a_closed_terminal_ends_the_workers_and_saves_the_model(script, tmp_path):
+    train = script(INITIALIZING + "    print('ready'); import threading; threading.Event().wait()\n")
+    saved = tmp_path / "model.safetensors"
+    with command("launch", "--workers", "1", "--save", str(saved), train) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGHUP)
+        assert launch.ends() == 130, launch.said
+    assert load_file(saved)["w"].tolist() == [0, 0]
+
+
+def test_no_child_of_a_worker_outlives_the_end_that_was_asked_for(script, tmp_path):
+    held = tmp_path / "fifo"
+    os.mkfifo(held)
+    child = (
+        "import os, signal, sys, threading; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "fifo = open(sys.argv[1], 'w'); print(os.getpid(), file=fifo, flush=True); threading.Event().wait()"
+    )
+    train = script(
+        f"""
+        import subprocess, sys, threading
+        subprocess.Popen([sys.executable, "-c", {child!r}, {str(held)!r}])
+        threading.Event().wait()
+        """
+    )
+    with command("launch", "--workers", "1", train) as launch, held.open() as fifo:
+        pid = int(fifo.readline())
+        try:
+            launch.signal(signal.SIGINT)
+            assert launch.ends() == 130, launch.said
+            gone = select.poll()
+            gone.register(fifo, select.POLLHUP)
+            assert gone.poll(20_000), "the child has it open"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_failure_that_nobody_reads_is_the_exit_code_all_the_same(script, tmp_path):
@@ -294,7 +425,7 @@ def test_one_signal_in_the_save_costs_nothing_and_a_second_is_told(script, tmp_p
     arguments = ["launch", "--workers", "1", "--save", str(saved), train]
     with command(str(num_signals), *arguments, program=SIGNALLED_IN_THE_SAVE) as launch:
         code = launch.ends()
-    assert code == (0 if num_signals == 1 else 130), launch.said
+    assert code == (0 if num_signals == 1 else 13), launch.said
     assert saved.exists() == (num_signals == 1)
     assert ("nothing is saved: a signal came" in launch.said) == (num_signals == 2)
 
@@ -425,6 +556,24 @@ def test_only_the_first_worker_has_a_terminal_and_its_bar_stays_below_the_lines_
     assert "[0] 0 True" in said
     assert "[1] 1 False" in said
     assert re.search(r"\r\[0\]  50%.*\r\x1b\[K\[1\] hello from one\r?\n\r\[0\]  50%", said, re.DOTALL)
+
+
+def test_what_the_server_logs_goes_above_the_bar(script, tmp_path):
+    logged = tmp_path / "logged"
+    os.mkfifo(logged)
+    train = script(
+        f"""
+        import sys, offbeat
+        sys.stderr.write("\\r 50%")
+        sys.stderr.flush()
+        with offbeat.Client(worker_id="amy"):
+            open({str(logged)!r}).close()
+        print(file=sys.stderr)
+        """
+    )
+    launch = [sys.executable, "-m", "offbeat.cli.main", "launch", "--workers", "1", train]
+    said = _in_a_terminal(*launch, steps=[(b"amy", logged)])
+    assert re.search(r"\r\[0\]  50%\r\x1b\[K\[server\] [^\r\n]*amy[^\r\n]*\r?\n\r\[0\]  50%", said), said
 
 
 def _in_a_terminal(*arguments, steps):

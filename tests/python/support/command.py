@@ -18,10 +18,10 @@ SIGNALLED_IN_THE_SAVE = (
 import signal, sys
 from offbeat.cli import main, model_file
 
-def save(state, path):
+def save(*arguments, **keywords):
     for _ in range(int(sys.argv[1])):
         signal.raise_signal(signal.SIGTERM)
-    written(state, path)
+    written(*arguments, **keywords)
 
 written, model_file.save = model_file.save, save
 sys.exit(main.main(sys.argv[2:]))

@@ -103,6 +103,11 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["launch", "--workers", "2", "--first-rank", "-1", "train.py"], "'-1' is not a whole number, 0 or"),
         (["status"], "OFFBEAT_SERVER"),
         (["demo", "--json", "no/such/folder/demo.json"], "no/such/folder"),
+        (["server", "--save", ""], "--save: an empty text names no file"),
+        (["server", "--model", ""], "--model: an empty text names no file"),
+        (["server", "--token", ""], "--token: an empty token is none"),
+        (["status", "--token", "", "localhost:1"], "--token: an empty token is none"),
+        (["launch", "--workers", "1", "--save", __file__, __file__], "the model would replace the script"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_sentence(capsys, given, said):
@@ -117,6 +122,33 @@ def test_debug_shows_the_traceback(capsys):
     assert code == ExitCode.USAGE
     assert "Traceback" in err
     assert "ConfigError" in err
+
+
+def test_debug_after_a_script_is_the_scripts(capsys):
+    code, _, err = run(capsys, "launch", "--workers", "1", "nowhere.py", "--debug")
+    assert code == ExitCode.USAGE
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:99999",
+        "localhost",
+        ":5000",
+        "localhost:",
+        "local host:1",
+        "http://localhost:1",
+        "a:1/b",
+        "a:²",
+    ],
+)
+def test_what_is_no_address_is_refused_before_a_worker_starts_as_by_its_client(capsys, address):
+    code, out, err = run(capsys, "launch", "--workers", "1", "--server", address, __file__)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert f"--server: {address!r} is not an address; give HOST:PORT" in err
+    code, _, _ = run(capsys, "status", address, "--timeout", "1")
+    assert code == ExitCode.USAGE
 
 
 def test_version_is_the_packages(capsys):

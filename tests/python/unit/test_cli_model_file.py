@@ -156,8 +156,11 @@ def test_what_is_no_file_is_refused_and_never_replaced(tmp_path, make, what, is_
     with pytest.raises(ConfigError, match=f"--save: {path} cannot be written: it is {what}"):
         model_file.check_writable(path)
     before = there.stat()
-    with pytest.raises(OSError, match=f"it is {what}"):
+    with pytest.raises(OSError, match=f"it is {what}.*; it is left in "):
         model_file.save({"w": np.zeros(2, np.float32)}, path)
+    (kept,) = tmp_path.glob(".offbeat-*/*")
+    assert load_file(kept)["w"].tolist() == [0, 0]
+    assert stat.S_IMODE(kept.stat().st_mode) & 0o111 == 0
     assert os.path.samestat(there.stat(), before)
     assert path.is_symlink() == is_link
 

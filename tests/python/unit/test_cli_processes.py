@@ -1,13 +1,23 @@
 """Output of several processes on one terminal: whole lines, by rank, with one bar below them."""
 
+import fcntl
 import io
 import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
 import threading
+from pathlib import Path
 
 import pytest
 
-from offbeat.cli.copying import LAST_WORDS_S, Copy, Output
+from offbeat.cli.background import MOST_WAITING, Background
+from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
+from offbeat.cli.processes import Processes
+from offbeat.cli.signals import Signals, handlers, install
 
 
 def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
@@ -48,22 +58,75 @@ def test_a_line_in_two_pieces_is_one_line():
     assert stream.getvalue() == b"[1] one line\n"
 
 
-@pytest.mark.parametrize("said_later", [b"", b"tick\n"])
-def test_a_child_that_holds_the_pipe_is_not_waited_for(said_later):
+def test_a_child_that_holds_the_pipe_is_not_waited_for_and_what_it_says_is_not_the_process_s():
     stream = io.BytesIO()
     ours, theirs = os.pipe()
     copy = Copy(ours, Output(stream.write), b"[1] ")
     os.write(theirs, b"one\nno end")
     copy.process_has_ended()
-    while not copy.is_done.wait(0.1):
-        os.write(theirs, said_later)
-    said = copy.last_line
     os.write(theirs, b"the child's\n")
+    assert copy.is_done.wait(20)
+    assert copy.last_line == "no end"
+    os.write(theirs, b"its last\n")
     os.close(theirs)
     copy.join(20)
-    assert copy.last_line == said
-    assert stream.getvalue().startswith(b"[1] one\n[1] no end")
-    assert stream.getvalue().endswith(b"[1] the child's\n")
+    assert copy.last_line == "no end"
+    assert stream.getvalue() == b"[1] one\n[1] no end\n[1] the child's\n[1] its last\n"
+
+
+def test_a_process_s_last_line_is_told_from_its_child_s_where_its_reader_is_slow():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def write(text):
+        begun.set()
+        goes_on.wait()
+
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(write), b"")
+    os.write(theirs, b"one\n")
+    assert begun.wait(20)
+    os.write(theirs, b"the last\n")
+    copy.process_has_ended()
+    os.write(theirs, b"the child's\n")
+    goes_on.set()
+    assert copy.is_done.wait(20)
+    assert copy.last_line == "the last"
+    os.close(theirs)
+    copy.join(20)
+
+
+def test_a_child_that_holds_the_terminal_is_not_waited_for_for_ever():
+    ours, theirs = os.openpty()
+    copy = Copy(ours, Output(io.BytesIO().write), b"")
+    os.write(theirs, b"no end")
+    copy.process_has_ended()
+    assert copy.is_done.wait(20)
+    assert copy.last_line == "no end"
+    os.close(theirs)
+    copy.join(20)
+
+
+def test_a_process_that_had_closed_its_output_ends_as_any():
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(io.BytesIO().write), b"")
+    os.close(theirs)
+    copy.join(20)
+    copy.process_has_ended()
+    assert copy.is_done.is_set()
+
+
+@pytest.mark.timeout(20)
+def test_a_line_of_any_length_is_passed_on_in_pieces():
+    written = []
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(written.append), b"")
+    for _ in range(64):
+        os.write(theirs, bytes(2**20))
+    copy.process_has_ended()
+    os.close(theirs)
+    copy.join()
+    assert sum(text.count(b"\0") for text in written) == 64 * 2**20
+    assert max(map(len, written)) < 2 * LONGEST_LINE_BYTES
 
 
 def test_what_a_process_wrote_is_copied_however_slowly_it_is_read():
@@ -81,7 +144,7 @@ def test_what_a_process_wrote_is_copied_however_slowly_it_is_read():
     assert begun.wait(20)
     os.write(theirs, b"two\n")
     copy.process_has_ended()
-    assert not copy.is_done.wait(LAST_WORDS_S + 1)
+    assert not copy.is_done.wait(READER_S)
     goes_on.set()
     assert copy.is_done.wait(20)
     assert written == [b"[1] one\n", b"[1] two\n"]
@@ -110,6 +173,68 @@ def test_a_bar_that_its_process_left_behind_is_left_where_it_is():
     output.drop_bar()
     output.write(b"[1] ", b"hello\n")
     assert stream.getvalue() == b"\r[0]  10%\n[1] hello\n"
+
+
+def test_what_is_said_in_the_background_goes_above_a_bar():
+    stream = io.BytesIO()
+    background = Background(Output(stream.write))
+    background.output.write(b"[0] ", b"\r 10%")
+    background.say("hello")
+    background.flush()
+    assert stream.getvalue() == b"\r[0]  10%" + b"\r\x1b[Koffbeat: hello\n\r[0]  10%"
+
+
+def test_who_says_something_in_the_background_waits_for_no_reader():
+    goes_on = threading.Event()
+    background = Background(Output(lambda text: goes_on.wait()))
+    for n in range(2 * MOST_WAITING):
+        background.say(str(n))
+    background.flush()
+    assert background._waiting.qsize() <= MOST_WAITING + 1
+    goes_on.set()
+
+
+@pytest.fixture
+def signals():
+    before = handlers()
+    yield Signals()
+    install(before)
+
+
+def test_a_signal_does_not_hide_why_no_process_could_be_started(signals):
+    signal.raise_signal(signal.SIGTERM)
+    processes = Processes(["/no/such/program"], [{}], signals, Background(Output(io.BytesIO().write)))
+    with pytest.raises(FileNotFoundError), processes:
+        pytest.fail("started")
+
+
+def test_a_process_that_could_not_be_started_leaves_no_descriptor_behind(signals):
+    processes = Processes(["/no/such/program"], [{}], signals, Background(Output(io.BytesIO().write)))
+    before = {thread for thread in threading.enumerate() if isinstance(thread, Copy)}
+    open_before = set(Path("/dev/fd").iterdir())
+    with pytest.raises(FileNotFoundError), processes:
+        pytest.fail("started")
+    for thread in threading.enumerate():
+        if isinstance(thread, Copy) and thread not in before:
+            thread.join(20)
+    assert set(Path("/dev/fd").iterdir()) == open_before
+
+
+@pytest.mark.parametrize(("columns", "left"), [(0, 0), (3, 1), (80, 76)])
+def test_a_workers_terminal_is_as_wide_as_ours_less_its_prefix(columns, left):
+    code = (
+        "import os\n"
+        "from offbeat.cli.processes import _terminal\n"
+        "print(os.get_terminal_size(_terminal(reserve=4)[1]).columns)\n"
+    )
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, check=True, timeout=50
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert int(done.stdout) == left
 
 
 def test_a_workers_environment():

@@ -70,7 +70,7 @@ def test_what_is_forgotten_is_not_raised(signals):
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_third_that_is_kept_ends_the_process(number):
     code = (
         "import signal, sys\n"
