@@ -10,6 +10,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TextIO
 
@@ -32,52 +33,78 @@ CONTROL = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 LINE_ENDS = re.compile(rb"(?<=\n)|(?=\r(?!\n))")
 
 
+@dataclass(slots=True)
+class Bottom:
+    """What stands at the bottom of a terminal or a file: nothing, or the bar of one of its outputs."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    bar: bytes = b""
+    write: Callable[[bytes], object] = field(default=lambda _: None)  # of the output whose bar it is
+
+
 class Output:
     """One stream of ours, shared by several processes: whole lines, each with its rank.
 
-    A line that ends in a carriage return is a bar: it stays at the bottom, and other lines go above it.
+    A line that ends in a carriage return is a bar: it stays at the bottom, and other lines go above it, also
+    those of another output on the same terminal.
 
     Attributes:
+        bottom: Of where it writes; outputs on one terminal share it.
         lost: Why some of it could not be written; not that nobody reads it any more.
     """
 
-    def __init__(self, write: Callable[[bytes], object]) -> None:
+    def __init__(self, write: Callable[[bytes], object], bottom: Bottom | None = None) -> None:
+        self.bottom = bottom or Bottom()
         self.lost: OSError | None = None
         self._write_all = write
-        self._lock = threading.Lock()
-        self._bar = b""
 
     @classmethod
-    def to(cls, stream: TextIO, number: int) -> Self:
+    def to(cls, stream: TextIO, number: int, *, beside: tuple[TextIO, "Output"] | None = None) -> Self:
         """Make one of a stream's descriptor; of a number where a stand-in of the stream has none.
 
         Not of Python's own stream: a write that waits would hold the lock of whatever we say.
+
+        Args:
+            stream: The stream.
+            number: The descriptor that it should have.
+            beside: Another stream with its output, which may go to the same terminal.
         """
         own = descriptor(stream)
-        return cls(partial(write_all, number if own is None else own))
+        bottom = None
+        if beside is not None and (terminal := _terminal(stream)) and terminal == _terminal(beside[0]):
+            bottom = beside[1].bottom
+        return cls(partial(write_all, number if own is None else own), bottom)
 
     def write(self, prefix: bytes, line: bytes) -> None:
         """Write a line with its end, a line feed, or a bar with its start, a carriage return."""
-        with self._lock:
+        bottom = self.bottom
+        with bottom.lock:
             is_bar, is_whole = line.startswith(b"\r"), line.endswith(b"\n")
             text = b"\r" + prefix + line[1:] if is_bar else prefix + line
+            is_own = bottom.write == self._write
             if is_bar:
-                self._bar = b"" if is_whole else text
-            elif self._bar and line == b"\n":  # the bar's own end
-                text, self._bar = line, b""
-            elif self._bar:
-                text = CLEAR_LINE + text + self._bar
+                bottom.bar, bottom.write = b"" if is_whole else text, self._write
+            elif bottom.bar and is_own and line == b"\n":  # the bar's own end
+                text, bottom.bar = line, b""
+            elif bottom.bar and is_own:
+                text = CLEAR_LINE + text + bottom.bar
+            elif bottom.bar:
+                bottom.write(CLEAR_LINE)
+                self._write(text)
+                bottom.write(bottom.bar)
+                return
             self._write(text)
 
     def drop_bar(self) -> None:
         """Leave the bar where it is, and go on below it."""
-        if self._lock.acquire(timeout=READER_S):  # somebody waits for whoever reads it
+        bottom = self.bottom
+        if bottom.lock.acquire(timeout=READER_S):  # somebody waits for whoever reads it
             try:
-                if self._bar:
-                    self._bar = b""
-                    self._write(b"\n")
+                if bottom.bar:
+                    bottom.bar = b""
+                    bottom.write(b"\n")
             finally:
-                self._lock.release()
+                bottom.lock.release()
 
     def _write(self, text: bytes) -> None:
         # The work goes on without a reader, or with a full disk.
@@ -177,6 +204,15 @@ class Copy(threading.Thread):
             self.last_line = said.decode(errors="replace")
         if line:
             self._output.write(self._prefix, line)
+
+
+def _terminal(stream: TextIO) -> str | None:
+    """Name the terminal that a stream goes to, if it goes to one."""
+    number = descriptor(stream)
+    try:
+        return None if number is None else os.ttyname(number)
+    except OSError:
+        return None
 
 
 def _num_readable(number: int) -> int:

@@ -70,7 +70,7 @@ class Processes:
         self._followers: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._copies: list[Copy] = []
-        self._out = Output.to(sys.stdout, 1)
+        self._out = Output.to(sys.stdout, 1, beside=(sys.stderr, background.output))
         self._err = background.output
         self._background = background
         self._order = itertools.count()

@@ -558,6 +558,26 @@ def test_only_the_first_worker_has_a_terminal_and_its_bar_stays_below_the_lines_
     assert re.search(r"\r\[0\]  50%.*\r\x1b\[K\[1\] hello from one\r?\n\r\[0\]  50%", said, re.DOTALL)
 
 
+def test_what_workers_print_goes_above_the_bar_on_the_same_terminal(script, tmp_path):
+    drawn, printed = tmp_path / "drawn", tmp_path / "printed"
+    os.mkfifo(drawn)
+    os.mkfifo(printed)
+    train = script(
+        f"""
+        import sys
+        sys.stderr.write("\\r 50%")
+        sys.stderr.flush()
+        open({str(drawn)!r}).close()
+        print("epoch 1 of 2")
+        open({str(printed)!r}).close()
+        print(file=sys.stderr)
+        """
+    )
+    launch = [sys.executable, "-m", "offbeat.cli.main", "launch", "--workers", "1", train]
+    said = _in_a_terminal(*launch, steps=[(b"50%", drawn), (b"epoch 1 of 2", printed)])
+    assert re.search(r"\r\[0\]  50%\r\x1b\[K\[0\] epoch 1 of 2\r?\n\r\[0\]  50%", said), said
+
+
 def test_what_the_server_logs_goes_above_the_bar(script, tmp_path):
     logged = tmp_path / "logged"
     os.mkfifo(logged)

@@ -32,6 +32,22 @@ def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
     return stream.getvalue(), copy.last_line
 
 
+def test_two_outputs_on_one_terminal_have_one_bar():
+    terminal = bytearray()
+    errors = Output(terminal.extend)
+    out = Output(terminal.extend, errors.bottom)
+    elsewhere = Output(terminal.extend)
+    errors.write(b"[0] ", b"\r 10%")
+    out.write(b"[1] ", b"a line\n")
+    out.write(b"[1] ", b"\n")
+    elsewhere.write(b"", b"not its affair\n")
+    out.drop_bar()
+    errors.write(b"[0] ", b"the last\n")
+    clear, bar = b"\r\x1b[K", b"\r[0]  10%"
+    above = bar + clear + b"[1] a line\n" + bar + clear + b"[1] \n" + bar
+    assert terminal == above + b"not its affair\n" + b"\n[0] the last\n"
+
+
 @pytest.mark.parametrize(
     ("chunks", "written", "last"),
     [
