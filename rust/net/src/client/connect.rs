@@ -21,6 +21,8 @@ use tracing::warn;
 const ENDLESS: Duration = Duration::from_secs(1 << 30);
 /// Longest wait for an address to accept, and then to prove itself, before the next address or the next try.
 pub(super) const ATTEMPT: Duration = Duration::from_secs(5);
+/// Longest wait for the answer of a server that has proved itself; a model's table on a slow line takes a while.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// A silence that was shorter says nothing of the server: the way to it may take as long.
 const TELLING: Duration = Duration::from_secs(1);
 /// Pauses between attempts grow from the first to the second.
@@ -56,7 +58,10 @@ pub(super) enum Opened {
 /// Where to and with what.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
+    /// As it was given, and as errors name it.
     pub(super) address: String,
+    /// What it stands for, if that is known.
+    pub(super) at: Option<SocketAddr>,
     pub(super) token: Option<String>,
 }
 
@@ -65,6 +70,8 @@ pub(super) struct Target {
 enum Failure {
     /// Trying again may help.
     Again(String),
+    /// Somebody accepted, and broke it off; trying again may help.
+    Broken(String),
     /// Nothing was heard for so long (of one address; another may have said no), and then there was no more time;
     /// trying again may help.
     OutOfTime(String, Duration),
@@ -78,7 +85,7 @@ impl Failure {
     const fn silence(&self) -> Option<Duration> {
         match self {
             Self::OutOfTime(_, waited) | Self::Silent(waited) => Some(*waited),
-            Self::Again(_) | Self::Final(_) => None,
+            Self::Again(_) | Self::Broken(_) | Self::Final(_) => None,
         }
     }
 }
@@ -86,7 +93,10 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Again(cause) | Self::OutOfTime(cause, _) => f.write_str(cause),
+            Self::Again(cause)
+            | Self::Broken(cause)
+            | Self::OutOfTime(cause, _)
+            | Self::Final(ClientError::Protocol { cause, .. }) => f.write_str(cause),
             Self::Silent(_) => f.write_str("something there accepts, and says nothing"),
             Self::Final(error) => error.fmt(f),
         }
@@ -170,13 +180,18 @@ impl Target {
         left: Duration,
     ) -> Result<(Socket, FrameReader, Opened), Failure> {
         let deadline = Instant::now() + left;
-        let addresses = resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?;
-        any_of(&addresses, deadline, async |address, deadline| {
+        let addresses = match self.at {
+            Some(known) => vec![known],
+            None => resolve(&self.address, left, |name| Ok(name.to_socket_addrs()?.collect())).await?,
+        };
+        any_of(&self.address, &addresses, deadline, async |address, deadline| {
             let stream = reach(address, deadline).await?;
             let limit = time_until(deadline).min(ATTEMPT);
             let (socket, mut reader) = self.within(limit, self.greet(stream, opening)).await?;
-            // A server of ours has answered. To try again what it may have heard already helps nobody.
-            let limit = time_until(deadline);
+            // A server of ours has answered, and may take its time; of an Attach that it may have heard, all there is: to
+            // hang up after that is to leave.
+            let left = time_until(deadline);
+            let limit = if matches!(opening, Opening::Control(_)) { left } else { left.min(PATIENCE) };
             let opened = self.within(limit, say_who_we_are(&socket, &mut reader, opening)).await?;
             Ok((socket, reader, opened))
         })
@@ -192,7 +207,7 @@ impl Target {
         match timeout(limit, part).await {
             Ok(Ok(done)) => Ok(done),
             Ok(Err(HandshakeError::Frame(error @ (FrameError::Io(_) | FrameError::Closed { .. })))) => {
-                Err(Failure::Again(error.to_string()))
+                Err(Failure::Broken(error.to_string()))
             }
             Ok(Err(error)) => Err(Failure::Final(ClientError::from_handshake(&self.address, error))),
             Err(_) => Err(Failure::Silent(limit)),
@@ -268,7 +283,10 @@ async fn resolve(
     limit: Duration,
     look_up: impl FnOnce(&str) -> io::Result<Vec<SocketAddr>> + Send + 'static,
 ) -> Result<Vec<SocketAddr>, Failure> {
-    if name.ends_with(":0") {
+    let port = name
+        .rsplit_once(':')
+        .filter(|(host, _)| !host.is_empty() && (host.ends_with(']') || !host.contains(':')));
+    if port.is_some_and(|(_, port)| port.parse() == Ok(0_u16)) {
         let message = format!("{name:?} is not an address: no server listens at port 0");
         return Err(Failure::Final(ClientError::bad_input(message)));
     }
@@ -303,8 +321,9 @@ async fn resolve(
 }
 
 /// What the first address gives that gives something. One that swallows what is sent, says nothing or is no server of
-/// ours leaves time for the others. Where none gives anything, each is told of, or the first that is no server of ours.
+/// ours leaves time for the others. Where none gives anything, each is told of.
 async fn any_of<T>(
+    name: &str,
     addresses: &[SocketAddr],
     deadline: Instant,
     try_one: impl AsyncFn(SocketAddr, Instant) -> Result<T, Failure>,
@@ -324,14 +343,19 @@ async fn any_of<T>(
     }
     let told = addresses.iter().zip(&failures).map(|(address, failure)| format!("{address}: {failure}"));
     let cause = told.collect::<Vec<_>>().join("; ");
-    let settled = failures.iter().position(|failure| matches!(failure, Failure::Final(_)));
-    Err(match (failures.iter().filter_map(Failure::silence).max(), settled) {
+    let all = |is: fn(&Failure) -> bool| failures.iter().all(is);
+    let silence = failures.iter().filter_map(Failure::silence).max();
+    let is_settled = failures.iter().any(|failure| matches!(failure, Failure::Final(_)));
+    Err(match silence {
         _ if failures.is_empty() => Failure::Again("the name has no address".into()),
-        // Nobody has been silent who may still be a server of ours.
-        (None, Some(first)) => failures.swap_remove(first),
-        (None, None) => Failure::Again(cause),
-        (Some(waited), _) if matches!(failures[..], [Failure::Silent(_)]) => Failure::Silent(waited),
-        (Some(waited), _) => Failure::OutOfTime(cause, waited),
+        _ if failures.len() == 1 && is_settled => failures.remove(0),
+        // Nobody else has accepted who may be a server of ours.
+        None if is_settled && all(|failure| matches!(failure, Failure::Final(_) | Failure::Again(_))) => {
+            Failure::Final(ClientError::Protocol { address: name.to_owned(), cause })
+        }
+        None => Failure::Again(cause),
+        Some(waited) if all(|failure| matches!(failure, Failure::Silent(_))) => Failure::Silent(waited),
+        Some(waited) => Failure::OutOfTime(cause, waited),
     })
 }
 
@@ -395,13 +419,15 @@ mod tests {
             ("local host:5000", "give HOST:PORT"),
             ("localhost:0", "no server listens at port 0"),
             ("127.0.0.1:0", "no server listens at port 0"),
+            ("[::1]:00", "no server listens at port 0"),
         ] {
             let look_up = |_: &str| -> io::Result<Vec<SocketAddr>> { panic!("it was looked up") };
             match runtime.block_on(resolve(name, Duration::from_secs(60), look_up)) {
                 Err(Failure::Final(error)) => {
                     assert!(error.to_string().contains(told), "{error}");
                 }
-                Err(Failure::Silent(_) | Failure::OutOfTime(..) | Failure::Again(_)) | Ok(_) => {
+                Err(Failure::Silent(_) | Failure::OutOfTime(..) | Failure::Again(_) | Failure::Broken(_))
+                | Ok(_) => {
                     panic!("{name} was not refused")
                 }
             }
@@ -428,12 +454,12 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let ((one, _one), (other, _other)) = (swallowing(), swallowing());
         let left = Duration::from_millis(400);
-        match runtime.block_on(any_of(&[one, other], Instant::now() + left, reach)) {
+        match runtime.block_on(any_of("two", &[one, other], Instant::now() + left, reach)) {
             Err(Failure::OutOfTime(_, waited)) => assert!(waited <= left / 2, "each had half: {waited:?}"),
             other => panic!("{other:?}"),
         }
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap(); // accepts in the kernel
-        let target = Target { address: listener.local_addr().unwrap().to_string(), token: None };
+        let target = Target { address: listener.local_addr().unwrap().to_string(), at: None, token: None };
         match runtime.block_on(target.attempt(&Opening::Status, left)) {
             Err(Failure::Silent(waited)) => assert!(waited < left, "to connect took some: {waited:?}"),
             other => panic!("{:?}", other.err()),
@@ -447,10 +473,10 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let answers = listener.local_addr().unwrap();
         let deadline = Instant::now() + Duration::from_secs(4);
-        let reached = runtime.block_on(any_of(&[swallows, answers], deadline, reach)).unwrap();
+        let reached = runtime.block_on(any_of("two", &[swallows, answers], deadline, reach)).unwrap();
         assert_eq!(reached.peer_addr().unwrap(), answers);
         assert!(!time_until(deadline).is_zero(), "the first had all of the time");
-        let swallowed = runtime.block_on(any_of(&[swallows], Instant::now() + TELLING, reach));
+        let swallowed = runtime.block_on(any_of("one", &[swallows], Instant::now() + TELLING, reach));
         assert!(matches!(swallowed, Err(Failure::OutOfTime(..))), "it does not swallow");
     }
 
@@ -466,7 +492,7 @@ mod tests {
         let ((a, _a), (b, _b)) = (refusing(), refusing());
         let told = |addresses: &[SocketAddr], millis| {
             let deadline = Instant::now() + Duration::from_millis(millis);
-            runtime.block_on(any_of(addresses, deadline, reach)).map(drop).unwrap_err()
+            runtime.block_on(any_of("several", addresses, deadline, reach)).map(drop).unwrap_err()
         };
         let refused = "Connection refused (os error 111)";
         match told(&[a, b, a], 20_000) {
@@ -494,24 +520,40 @@ mod tests {
         let failures = |first: fn() -> Failure, second: fn() -> Failure| {
             let try_one = async |address, _| Err::<(), _>(if address == one { first() } else { second() });
             let deadline = Instant::now() + Duration::from_secs(60);
-            runtime.block_on(any_of(&[one, other], deadline, try_one)).unwrap_err()
+            runtime.block_on(any_of("two", &[one, other], deadline, try_one)).unwrap_err()
         };
-        let cause = "127.0.0.1:1: the server at there broke the protocol: no Offbeat frame; 127.0.0.1:2: ";
+        let both = |second: &str| format!("127.0.0.1:1: no Offbeat frame; 127.0.0.1:2: {second}");
+        // Somebody was there who may be a server of ours.
+        match failures(stranger, || Failure::Broken("it hung up".into())) {
+            Failure::Again(told) => assert_eq!(told, both("it hung up")),
+            other => panic!("{other:?}"),
+        }
         match failures(stranger, || Failure::Silent(Duration::from_secs(5))) {
             Failure::OutOfTime(told, waited) => {
-                assert_eq!((told.starts_with(cause), waited), (true, Duration::from_secs(5)));
+                assert_eq!(told, both("something there accepts, and says nothing"));
+                assert_eq!(waited, Duration::from_secs(5));
             }
             other => panic!("{other:?}"),
         }
-        let settled = [
-            failures(stranger, stranger),
-            failures(stranger, || Failure::Again("refused".into())),
+        for (second, told) in [
+            (stranger as fn() -> Failure, "no Offbeat frame"),
+            (|| Failure::Again("refused".into()), "refused"),
+        ] {
+            match failures(stranger, second) {
+                Failure::Final(ClientError::Protocol { address, cause }) => {
+                    assert_eq!((address.as_str(), cause), ("two", both(told)));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        for failure in [
             failures(|| Failure::Final(ClientError::Closed), || panic!("it was settled before")),
             failures(stranger, || Failure::Final(ClientError::Closed)),
-        ];
-        let is_stranger = |f: &Failure| matches!(f, Failure::Final(ClientError::Protocol { .. }));
-        assert!(settled[..2].iter().all(is_stranger), "{settled:?}");
-        assert!(settled[2..].iter().all(|f| matches!(f, Failure::Final(ClientError::Closed))), "{settled:?}");
+        ] {
+            assert!(matches!(failure, Failure::Final(ClientError::Closed)), "{failure:?}");
+        }
+        let silent = || Failure::Silent(Duration::from_secs(5));
+        assert!(matches!(failures(silent, silent), Failure::Silent(_)));
     }
 
     #[test]
@@ -521,7 +563,7 @@ mod tests {
         for failure in [|| Failure::Again("it hung up".into()), || Failure::Silent(ATTEMPT)] {
             let try_one = async |address, _| if address == one { Err(failure()) } else { Ok(address) };
             let deadline = Instant::now() + Duration::from_secs(60);
-            assert_eq!(runtime.block_on(any_of(&[one, other], deadline, try_one)).unwrap(), other);
+            assert_eq!(runtime.block_on(any_of("two", &[one, other], deadline, try_one)).unwrap(), other);
         }
     }
 
@@ -546,7 +588,7 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let answering = std::thread::spawn(move || listener.accept().unwrap().0.write_all(b"SSH-2.0-x\r\n"));
-        let target = Target { address, token: None };
+        let target = Target { address, at: None, token: None };
         let refused = runtime.block_on(target.open(&Opening::Status, Duration::MAX)).unwrap_err();
         assert!(matches!(refused, ClientError::Protocol { .. }), "{refused}");
         answering.join().unwrap().unwrap();
@@ -565,7 +607,7 @@ mod tests {
             Err(Failure::OutOfTime(cause, waited)) => {
                 assert!(waited == limit && cause.contains("no answer within 0.1 s"), "{cause}");
             }
-            Err(Failure::Silent(_) | Failure::Again(_) | Failure::Final(_)) | Ok(_) => {
+            Err(Failure::Silent(_) | Failure::Again(_) | Failure::Broken(_) | Failure::Final(_)) | Ok(_) => {
                 panic!("it did not wait for the name")
             }
         }

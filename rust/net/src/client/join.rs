@@ -60,7 +60,7 @@ impl Inner {
             return Err(ClientError::bad_input(format!("in_flight is {in_flight}: it is 1 or 2")));
         };
         let runtime = runtime(&address)?;
-        let target = Target { address: address.clone(), token };
+        let target = Target { address: address.clone(), at: None, token };
         let join = Join { worker_id, run_id, table: table.cloned(), host: host(), in_flight: wanted };
         let mut payload = Vec::new();
         encode(&join, &mut payload);
@@ -76,7 +76,7 @@ impl Inner {
         let left = connect_timeout.saturating_sub(begun.elapsed()).max(connect_timeout.min(ATTEMPT));
         let heartbeat = Duration::from_millis(joined.heartbeat_ms);
         // A name may stand for several servers, and not all of its addresses need answer.
-        let found = Target { address: socket.peer().to_string(), token: target.token.clone() };
+        let found = Target { at: Some(socket.peer()), ..target.clone() };
         // Kept until the last word is said: the end of a control connection would be taken for a loss.
         let mut attaching = pin!(async {
             let (socket, reader, _) = found.open(&attach, left).await?;

@@ -300,7 +300,7 @@ pub fn fetch_status(
     limit: Duration,
     interrupt: &dyn Interrupt,
 ) -> Result<String, ClientError> {
-    let target = Target { address: address.to_owned(), token: token.map(str::to_owned) };
+    let target = Target { address: address.to_owned(), at: None, token: token.map(str::to_owned) };
     let runtime = join::runtime(address)?;
     let opened = join::unless_interrupted(interrupt, target.open(&Opening::Status, limit));
     match runtime.block_on(opened)?.2 {

@@ -140,12 +140,15 @@ async fn control(
     let attach: Attach =
         decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
     let (tell, mut told) = mpsc::unbounded_channel();
-    if shared.is_over() {
-        // The receiver is in our hands.
-        tell.send(Event::Finished { reason: FINISHED_BUDGET.to_owned() }).ok();
-    }
-    let control = (tell, Arc::clone(connection));
-    let attached = shared.members().attach(attach.incarnation, &attach.secret, control, Instant::now());
+    let attached = {
+        let mut members = shared.members(); // who is told of the run's end is in it, or looks for it after that
+        if shared.is_over() {
+            // The receiver is in our hands.
+            tell.send(Event::Finished { reason: FINISHED_BUDGET.to_owned() }).ok();
+        }
+        let control = (tell, Arc::clone(connection));
+        members.attach(attach.incarnation, &attach.secret, control, Instant::now())
+    };
     let Some(Attached { id: worker, back }) = attached else {
         return Err(End::refused(&header, RefusalCode::State, "there is no such session (any more)"));
     };
