@@ -3,13 +3,17 @@
 import logging
 import queue
 import threading
+from typing import TYPE_CHECKING
 
 from offbeat.cli.copying import READER_S, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Background", "LogHandler"]
 
 MOST_WAITING = 10_000
-"""Where nobody reads them, later lines are dropped."""
+"""Where nobody reads them, later lines of the log are dropped."""
 
 START = ("the server listens ", "parameter server on ")
 """How the lines begin by which a server's start is logged: the extension's and `ParameterServer`'s."""
@@ -25,7 +29,8 @@ class Background(threading.Thread):
     def __init__(self, output: Output) -> None:
         super().__init__(name="offbeat-say", daemon=True)
         self.output = output
-        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._is_read = True
         self.start()
 
     def say(self, text: str) -> None:
@@ -34,23 +39,27 @@ class Background(threading.Thread):
 
     def write(self, line: str) -> None:
         """Write a line, later."""
-        if self._waiting.qsize() < MOST_WAITING:
-            self._waiting.put(line)
+        text = f"{line}\n".encode(errors="backslashreplace")
+        self._waiting.put(lambda: self.output.write(b"", text))
+
+    def drop_bar(self) -> None:
+        """Leave the bar where it is, and go on below it, later."""
+        self._waiting.put(self.output.drop_bar)
+
+    def has_room(self) -> bool:
+        """Whether few enough lines wait for their reader."""
+        return self._waiting.qsize() < MOST_WAITING
 
     def flush(self) -> None:
-        """Leave what was said before this some time to be written."""
+        """Leave what was said before this some time to be written, once where nobody reads it."""
         written = threading.Event()
-        self._waiting.put(written)
-        written.wait(READER_S)
+        self._waiting.put(written.set)
+        self._is_read = written.wait(READER_S if self._is_read else 0)
 
     def run(self) -> None:
         """Write; the thread's work, until the process ends."""
         while True:
-            item = self._waiting.get()
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                self.output.write(b"", f"{item}\n".encode(errors="backslashreplace"))
+            self._waiting.get()()
 
 
 class LogHandler(logging.Handler):
@@ -69,7 +78,8 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Pass a record on."""
         try:
-            self._background.write(self.format(record))
+            if self._background.has_room():
+                self._background.write(self.format(record))
         except Exception:  # noqa: BLE001  as every handler does
             self.handleError(record)
 

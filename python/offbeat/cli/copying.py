@@ -45,8 +45,8 @@ class Bottom:
 class Output:
     """One stream of ours, shared by several processes: whole lines, each with its rank.
 
-    A line that ends in a carriage return is a bar: it stays at the bottom, and other lines go above it, also
-    those of another output on the same terminal.
+    A line that begins with a carriage return is a bar: it stays at the bottom, and other lines go above it,
+    also those of another output on the same terminal.
 
     Attributes:
         bottom: Of where it writes; outputs on one terminal share it.
@@ -83,8 +83,10 @@ class Output:
             text = b"\r" + prefix + line[1:] if is_bar else prefix + line
             is_own = bottom.write == self._write
             if is_bar:
+                if bottom.bar and not is_own:
+                    bottom.write(CLEAR_LINE)
                 bottom.bar, bottom.write = b"" if is_whole else text, self._write
-            elif bottom.bar and is_own and line == b"\n":  # the bar's own end
+            elif bottom.bar and is_own and line == b"\n" and bottom.bar[1:].startswith(prefix):  # its own end
                 text, bottom.bar = line, b""
             elif bottom.bar and is_own:
                 text = CLEAR_LINE + text + bottom.bar

@@ -3,6 +3,7 @@
 The workers are not a gang: one that fails does not end the others, and its exit code is told at the end.
 """
 
+import contextlib
 import os
 import secrets
 import sys
@@ -86,6 +87,8 @@ def run(arguments: Namespace) -> int:
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")
         of_run = ExitCode.INTERRUPTED
+        # Those that had failed by themselves, and whose last words were still on their way.
+        failed += [ended for ended in workers.left_over() if ended.code != 0 and not ended.was_asked]
     finally:
         if server is not None:
             of_save = stop(server, arguments.save, signals, background)
@@ -119,8 +122,9 @@ def _check(arguments: Namespace) -> None:
         raise ConfigError(f"--server: {arguments.server!r} is not an address; give HOST:PORT")
     if not arguments.script.is_file():
         raise ConfigError(f"there is no script {arguments.script}")
-    if arguments.save is not None and arguments.save.exists() and arguments.save.samefile(arguments.script):
-        raise ConfigError(f"--save: the model would replace the script, {arguments.script}")
+    with contextlib.suppress(OSError):  # there may be none; what is wrong with it is told later
+        if arguments.save is not None and arguments.save.path().samefile(arguments.script):
+            raise ConfigError(f"--save: the model would replace the script, {arguments.script}")
 
 
 def environment(
@@ -200,7 +204,7 @@ def _finish_output(workers: Processes, background: Background) -> ExitCode:
     if (lost := workers.lost_output) is not None:
         background.say(str(lost))
         forget(sys.stdout)  # it is told once
-        code = code_of(lost)
+        code = ExitCode(first_failure(code, code_of(lost)))
     background.flush()
     return code
 

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows `offbeat`; None means this process's own, which ends with the command: SIGINT
-            and SIGTERM are ignored from then on. Otherwise their handlers are as before.
+        arguments: What follows `offbeat`; None means this process's own, which ends with the command: SIGINT,
+            SIGTERM and SIGHUP are ignored once its threads have ended. Otherwise handlers are as before.
 
     Returns:
         The exit code: docs/cli.md.

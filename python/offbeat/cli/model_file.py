@@ -7,6 +7,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from offbeat.arrays import as_array, contiguous
 from offbeat.dtypes import NAMES
 from offbeat.errors import ConfigError
 
-__all__ = ["check_writable", "load", "save"]
+__all__ = ["ModelLeftError", "Place", "check_writable", "load", "save"]
 
 TORCHS = (b"PK", b"\x80\x02")
 """How a file of `torch.save` begins: today's are zip archives, older ones pickles."""
@@ -34,6 +35,26 @@ BFLOAT16, PLAIN_UINT16 = "bf16", "u16"  # as `offbeat.arrays` calls them
 
 class ModelLeftError(OSError):
     """A model that is written and could not take its file's place stays where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model is to be at the end, when the working directory may have another name, or be gone.
+
+    Raises:
+        OSError: If it has gone already.
+    """
+
+    given: Path
+    begun_in: Path = field(default_factory=Path.cwd)
+
+    def path(self) -> Path:
+        """Give it as it is now."""
+        try:
+            Path.cwd()
+        except OSError:
+            return self.begun_in / self.given
+        return self.given
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -64,10 +64,10 @@ def count(text: str) -> int:
 
 
 def file(text: str) -> Path:
-    """Read the name of a file; the working directory may be another, or gone, when it is used."""
+    """Read the name of a file."""
     if not text:
         raise argparse.ArgumentTypeError("an empty text names no file")
-    return Path(text).absolute()
+    return Path(text)
 
 
 def secret(text: str) -> str:

@@ -35,12 +35,14 @@ class Ended:
         rank: Which one.
         order: How many ended before it.
         code: Its exit code; -n if signal n ended it.
+        was_asked: Whether it had been asked to end by then.
         errors: What copies its stderr.
     """
 
     rank: int
     order: int
     code: int
+    was_asked: bool
     errors: Copy
 
     def last_line_if_known(self) -> str:
@@ -78,6 +80,9 @@ class Processes:
 
     def __enter__(self) -> Self:
         """Start them all."""
+        if threading.current_thread() is threading.main_thread():
+            # Ignored, as some daemons leave it to what they start, the system forgets their exit codes.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             for index, environment in enumerate(self._environments):
                 self._start(index, environment)
@@ -119,6 +124,11 @@ class Processes:
         for _ in self._followers:
             yield self._ended.get()
 
+    def left_over(self) -> Iterator[Ended]:
+        """Give those that had ended already and were not given, once all have."""
+        while not self._ended.empty():
+            yield self._ended.get()
+
     def _start(self, index: int, environment: Mapping[str, str]) -> None:
         # Only the first gets a terminal, so that it alone shows a bar.
         has_terminal = index == 0 and os.isatty(2)
@@ -150,21 +160,22 @@ class Processes:
         self._followers.append(follower)
 
     def _follow(self, rank: int, process: "subprocess.Popen[bytes]", out: "Copy", errors: "Copy") -> None:
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # somebody else in this process has waited for it
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         for copy in (out, errors):
             copy.process_has_ended()
         with self._ends:  # its number is its group's, and no other's, until it is waited for
             if self._is_ending:
                 _signal_group(process, signal.SIGKILL)
-            code, order = process.wait(), next(self._order)
+            code, order, was_asked = process.wait(), next(self._order), self._is_ending
             self._running.remove(process)
             self._ends.notify_all()
         deadline = time.monotonic() + READER_S
         for copy in (out, errors):  # whoever reads more slowly than that is waited for at the end
             copy.is_done.wait(max(0.0, deadline - time.monotonic()))
-        self._ended.put(Ended(rank, order, code, errors))
         if rank == self._first_rank:
-            self._err.drop_bar()
+            self._background.drop_bar()
+        self._ended.put(Ended(rank, order, code, was_asked, errors))
 
     def _end(self) -> None:
         """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL.

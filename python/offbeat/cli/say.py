@@ -1,7 +1,9 @@
 """What a command says: output, which is to be kept, and lines on stderr, read by somebody or by nobody."""
 
+import errno
 import os
 import select
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +32,7 @@ def write_all(number: int, text: bytes) -> None:
     """Write all of it to a descriptor, also to one that another program has left not blocking.
 
     Raises:
+        BrokenPipeError: If whoever read it has gone, a terminal too.
         OSError: If it cannot be written.
     """
     while text:
@@ -37,6 +40,17 @@ def write_all(number: int, text: bytes) -> None:
             text = text[os.write(number, text) :]
         except BlockingIOError:
             _poll(number, None)
+        except OSError as error:
+            if _has_gone(number, error):
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+            raise
+
+
+def _has_gone(number: int | None, error: OSError) -> bool:
+    """Whether an error says that nobody is there to read: a pipe broken, a terminal closed."""
+    if isinstance(error, BrokenPipeError):
+        return True
+    return error.errno == errno.EIO and number is not None and stat.S_ISCHR(os.fstat(number).st_mode)
 
 
 def output(text: str, end: str = "\n") -> None:
@@ -47,7 +61,7 @@ def output(text: str, end: str = "\n") -> None:
     Raises:
         OSError: If it cannot be written; it names stdout.
     """
-    _to_stdout(lambda: print(text, end=end))
+    _to_stdout(lambda: print(text + end, end=""))  # at once: the log writes to the same terminal
 
 
 def flush_output() -> None:
@@ -58,9 +72,10 @@ def flush_output() -> None:
 def _to_stdout(do: Callable[[], object]) -> None:
     try:
         do()
-    except BrokenPipeError:
-        forget(sys.stdout)
     except OSError as error:
+        if _has_gone(descriptor(sys.stdout), error):
+            forget(sys.stdout)
+            return
         error.filename = "stdout"
         raise
 

@@ -63,7 +63,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Serve until all workers have come and gone, or until SIGINT or SIGTERM."""
+    """Serve until all workers have come and gone, or until SIGINT, SIGTERM or SIGHUP."""
     if arguments.new_token and arguments.token is not None:
         raise ConfigError("--token gives a token and --new-token makes one up: say one of the two")
     made_up = secrets.token_hex(TOKEN_BYTES) if arguments.new_token else None
@@ -97,7 +97,7 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
             try:
                 with signals.raised():
                     with suppress(OSError):  # workers come, whether or not anybody reads how
-                        print(_welcome(server, has_token=bool(token), made_up=made_up), flush=True)
+                        print(_welcome(server, has_token=bool(token), made_up=made_up), end="", flush=True)
                     if arguments.keep_running:
                         threading.Event().wait()
                     server.wait_for_workers(arguments.workers)
@@ -116,4 +116,5 @@ def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -
         lines.append(f"Only this machine can reach it; for others give {opener}.")
     elif not has_token:
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
-    return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token)])
+    # With its end, in one piece: the log writes to the same terminal.
+    return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token), ""])

@@ -1,10 +1,9 @@
 """What `server` and `launch` share: the run's options, the server they make, and how a worker joins."""
 
 import logging
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
@@ -55,7 +54,7 @@ def add_run_options(parser: ArgumentParser) -> None:
         "--model", type=file, metavar="FILE", help="initial values, .safetensors; default: the first worker's"
     )
     run.add_argument(
-        "--save", type=file, metavar="FILE", help="write the model there at the end, .safetensors"
+        "--save", type=_place, metavar="FILE", help="write the model there at the end, .safetensors"
     )
     run.add_argument("--optimizer", metavar="SPEC", help="runs on the server; default: the first worker's")
     run.add_argument(
@@ -82,6 +81,13 @@ def add_run_options(parser: ArgumentParser) -> None:
         "--transaction", default="fragment", metavar="KIND", help="'fragment' (default) or 'model'"
     )
     run.add_argument("--run-id", metavar="NAME", help="name of the run; default: a random one")
+
+
+def _place(text: str) -> model_file.Place:
+    try:
+        return model_file.Place(file(text))
+    except OSError as error:
+        raise ArgumentTypeError("the working directory is gone; go to one that is there") from error
 
 
 def run_options_given(arguments: Namespace) -> list[str]:
@@ -111,7 +117,7 @@ def make_server(
         OSError: If the model's file cannot be read.
     """
     if arguments.save is not None:
-        model_file.check_writable(arguments.save)
+        model_file.check_writable(arguments.save.path())
     return ParameterServer(
         None if arguments.model is None else model_file.load(arguments.model),
         optimizer=_optimizer(arguments.optimizer),
@@ -157,7 +163,9 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
     return notation.read(text, "--lr-schedule", SCHEDULES, "Cosine(total=10000, warmup=100)", or_else=alone)
 
 
-def stop(server: ParameterServer, path: Path | None, signals: Signals, background: Background) -> ExitCode:
+def stop(
+    server: ParameterServer, place: model_file.Place | None, signals: Signals, background: Background
+) -> ExitCode:
     """Stop a server, then write its model to a file, if one was asked for and there is a model.
 
     The second signal that comes meanwhile breaks that off. What goes wrong is said and not raised: it hides
@@ -166,17 +174,20 @@ def stop(server: ParameterServer, path: Path | None, signals: Signals, backgroun
     Returns:
         How the command ends if nothing else has failed.
     """
+    path, again = None if place is None else place.path(), ""
     try:
         with signals.raised(but_for=1):
             server.stop()
             if path is None:
                 return ExitCode.OK
+            if not path.parent.is_dir():
+                again = "; its folder had gone, and is made again"
             state = server.state_dict()  # as it is now: every push that was acknowledged is in it
             model_file.save(state, path, before_replacing=signals.leave)
     except StateError as error:
-        return not_saved(path, str(error), background)
+        return not_saved(place, str(error), background)
     except Stopped:
-        return not_saved(path, f"a signal came before the model was in {path}", background)
+        return not_saved(place, f"a signal came before the model was in {path}", background)
     except model_file.ModelLeftError as error:
         background.say(str(error))
         return code_of(error)
@@ -184,17 +195,17 @@ def stop(server: ParameterServer, path: Path | None, signals: Signals, backgroun
         background.say(f"the model is lost: {error}")
         return code_of(error)
     with suppress(OSError):  # the model is there, whether or not anybody reads where
-        print(f"the model is in {path}", flush=True)
+        print(f"the model is in {path}{again}\n", end="", flush=True)
     return ExitCode.OK
 
 
-def not_saved(path: Path | None, why: str, background: Background) -> ExitCode:
+def not_saved(place: model_file.Place | None, why: str, background: Background) -> ExitCode:
     """Say why there is no file, if one was asked for.
 
     Returns:
         How the command ends if nothing else has failed.
     """
-    if path is None:
+    if place is None:
         return ExitCode.OK
     background.say(f"nothing is saved: {why}")
     return ExitCode.NOT_SAVED

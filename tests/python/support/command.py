@@ -35,7 +35,7 @@ SIGNALLED_AT_THE_END = (
     """
 import atexit, signal
 from offbeat.cli import main
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     atexit.register(signal.raise_signal, number)
 raise SystemExit(main.main())
 """,

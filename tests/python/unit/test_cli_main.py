@@ -134,6 +134,8 @@ def test_debug_after_a_script_is_the_scripts(capsys):
     "address",
     [
         "localhost:99999",
+        "localhost:0",
+        "localhost:" + "1" * 5000,
         "localhost",
         ":5000",
         "localhost:",

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -286,3 +287,15 @@ def test_a_file_that_this_user_may_not_write_is_refused_at_the_start(tmp_path, m
         model_file.check_writable(path)
     path.chmod(0o644)
     model_file.check_writable(path)
+
+
+def test_a_relative_place_moves_with_the_working_directory_and_outlives_it(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    monkeypatch.chdir(begun)
+    place = model_file.Place(Path("out.safetensors"))
+    begun.rename(tmp_path / "moved")
+    model_file.save({"w": np.ones(2, np.float32)}, place.path())
+    assert (tmp_path / "moved" / "out.safetensors").is_file()
+    shutil.rmtree(tmp_path / "moved")
+    assert place.path() == begun / "out.safetensors"

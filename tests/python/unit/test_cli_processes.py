@@ -2,22 +2,26 @@
 
 import fcntl
 import io
+import logging
 import os
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import textwrap
 import threading
 from pathlib import Path
 
 import pytest
 
-from offbeat.cli.background import MOST_WAITING, Background
+from offbeat.cli.background import MOST_WAITING, Background, LogHandler
 from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
 from offbeat.cli.processes import Processes
+from offbeat.cli.say import write_all
 from offbeat.cli.signals import Signals, handlers, install
+from support.waiting import wait_for
 
 
 def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
@@ -41,11 +45,14 @@ def test_two_outputs_on_one_terminal_have_one_bar():
     out.write(b"[1] ", b"a line\n")
     out.write(b"[1] ", b"\n")
     elsewhere.write(b"", b"not its affair\n")
+    errors.write(b"[1] ", b"\n")
+    out.write(b"[1] ", b"\r 20%")
     out.drop_bar()
     errors.write(b"[0] ", b"the last\n")
     clear, bar = b"\r\x1b[K", b"\r[0]  10%"
     above = bar + clear + b"[1] a line\n" + bar + clear + b"[1] \n" + bar
-    assert terminal == above + b"not its affair\n" + b"\n[0] the last\n"
+    blank = clear + b"[1] \n" + bar
+    assert terminal == above + b"not its affair\n" + blank + clear + b"\r[1]  20%\n[0] the last\n"
 
 
 @pytest.mark.parametrize(
@@ -203,10 +210,14 @@ def test_what_is_said_in_the_background_goes_above_a_bar():
 def test_who_says_something_in_the_background_waits_for_no_reader():
     goes_on = threading.Event()
     background = Background(Output(lambda text: goes_on.wait()))
+    handler = LogHandler(background, "")
     for n in range(2 * MOST_WAITING):
-        background.say(str(n))
+        handler.handle(logging.makeLogRecord({"msg": str(n)}))
     background.flush()
     assert background._waiting.qsize() <= MOST_WAITING + 1
+    said = background._waiting.qsize()
+    background.say("nothing is saved")
+    assert background._waiting.qsize() == said + 1, "what matters is never dropped"
     goes_on.set()
 
 
@@ -215,6 +226,64 @@ def signals():
     before = handlers()
     yield Signals()
     install(before)
+
+
+def test_a_process_that_failed_before_all_were_ended_is_told_of_however_slowly_its_words_are_read(signals):
+    goes_on = threading.Event()
+    background = Background(Output(lambda text: goes_on.wait()))
+    fails = "import sys; print('why', file=sys.stderr); sys.exit(7)"
+    processes = Processes([sys.executable, "-c", fails], [os.environ], signals, background)
+    with processes:
+        wait_for(lambda: not processes._running)
+    goes_on.set()
+    assert [(ended.code, ended.was_asked) for ended in processes.left_over()] == [(7, False)]
+
+
+def test_a_process_that_is_ended_was_asked_to(signals):
+    background = Background(Output(io.BytesIO().write))
+    waits = "import threading; threading.Event().wait()"
+    with Processes([sys.executable, "-c", waits], [os.environ], signals, background) as processes:
+        pass
+    assert [ended.was_asked for ended in processes.left_over()] == [True]
+
+
+def test_a_bar_that_nobody_sees_holds_no_end_up(signals):
+    goes_on = threading.Event()
+    background = Background(Output(lambda text: None if text.startswith(b"\r") else goes_on.wait()))
+    background.output.write(b"[0] ", b"\r 10%")
+    with Processes([sys.executable, "-c", ""], [os.environ], signals, background) as processes:
+        assert [ended.code for ended in processes.as_they_end()] == [0]
+    assert not goes_on.is_set()
+    goes_on.set()
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_exit_codes_are_known_where_the_system_would_forget_them(run_python, by_us):
+    """As where a daemon leaves SIGCHLD ignored to what it starts; or where a program waits for them."""
+    waits = "" if by_us else "for process in processes._running.copy(): process.wait()"
+    told = run_python(
+        textwrap.dedent(f"""
+        import io, signal, sys
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        from offbeat.cli.background import Background
+        from offbeat.cli.copying import Output
+        from offbeat.cli.processes import Processes
+        from offbeat.cli.signals import Signals
+        background = Background(Output(io.BytesIO().write))
+        with Processes([sys.executable, "-c", "exit(7)"], [{{}}], Signals(), background) as processes:
+            {waits}
+            print([ended.code for ended in processes.as_they_end()])
+        """)
+    )
+    assert told.strip() == "[7]"
+
+
+def test_a_terminal_that_was_closed_is_a_reader_that_has_gone():
+    ours, theirs = os.openpty()
+    os.close(ours)
+    with pytest.raises(BrokenPipeError):
+        write_all(theirs, b"hello")
+    os.close(theirs)
 
 
 def test_a_signal_does_not_hide_why_no_process_could_be_started(signals):
