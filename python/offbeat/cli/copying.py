@@ -121,18 +121,25 @@ class Output:
 class Copy(threading.Thread):
     """Copies what a process writes, by lines, until nobody can write any more; then closes the descriptor.
 
+    Args:
+        descriptor: To read from.
+        output: To write to.
+        prefix: What each line begins with.
+        has_bar: Whether a bar is shown as it moves; else as it was when its line ended.
+
     Attributes:
         last_line: The process's own last line that said something.
         is_done: Set when all is copied that the process itself wrote.
     """
 
-    def __init__(self, descriptor: int, output: Output, prefix: bytes) -> None:
+    def __init__(self, descriptor: int, output: Output, prefix: bytes, *, has_bar: bool = True) -> None:
         super().__init__(daemon=True)
         self.last_line = ""
         self.is_done = threading.Event()
         self._descriptor = descriptor
         self._output = output
         self._prefix = prefix
+        self._has_bar = has_bar
         self._hears, self._tells = os.pipe()
         self._reading = threading.Lock()
         self._num_read = 0
@@ -191,7 +198,7 @@ class Copy(threading.Thread):
                 self._write(bytes(rest) + line)
                 rest.clear()
             rest += last
-            if rest.startswith(b"\r"):  # a bar as it is now, which the next carriage return replaces
+            if rest.startswith(b"\r") and self._has_bar:  # a bar as it is now, which the next one replaces
                 self._write(bytes(rest))
                 rest.clear()
             elif len(rest) > LONGEST_LINE_BYTES:
@@ -204,6 +211,8 @@ class Copy(threading.Thread):
         said = CONTROL.sub(b"", line).strip()
         if said and not self.is_done.is_set():
             self.last_line = said.decode(errors="replace")
+        if not self._has_bar and line.startswith(b"\r"):
+            line = line.lstrip(b"\r") if line.endswith(b"\n") else b""
         if line:
             self._output.write(self._prefix, line)
 

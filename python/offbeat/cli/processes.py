@@ -136,7 +136,11 @@ class Processes:
         out, out_to = os.pipe()
         rank = self._first_rank + index
         prefix = f"[{rank:{self._width}}] ".encode()
-        copies = Copy(out, self._out, prefix), Copy(errors, self._err, prefix)
+        has_bar = index == 0  # there is one line at the bottom
+        copies = [
+            Copy(number, output, prefix, has_bar=has_bar)
+            for number, output in ((out, self._out), (errors, self._err))
+        ]
         try:
             process = subprocess.Popen(  # noqa: S603  the user's own script
                 self._command,

@@ -70,6 +70,18 @@ def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
     assert copied(*chunks) == (written, last)
 
 
+def test_a_bar_that_has_no_place_is_a_line_when_it_ends():
+    stream = io.BytesIO()
+    ours, theirs = os.pipe()
+    copy = Copy(ours, Output(stream.write), b"[1] ", has_bar=False)
+    for chunk in (b"\r 10%", b"\r 20%\r 30%", b"\r100%", b"\n", b"done\n\r 5%", b"\r 7%"):
+        os.write(theirs, chunk)
+    os.close(theirs)
+    copy.join(20)
+    assert stream.getvalue() == b"[1] 100%\n[1] done\n[1]  7%\n"
+    assert copy.last_line == "7%"
+
+
 def test_a_line_in_two_pieces_is_one_line():
     stream = io.BytesIO()
     ours, theirs = os.pipe()
