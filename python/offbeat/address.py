@@ -42,7 +42,7 @@ def is_address(text: str) -> bool:
     """Whether a text can be "HOST:PORT"; a client, which looks it up, refuses the same."""
     host, _, port = text.rpartition(":")
     has_host = bool(host) and "/" not in host and not any(c.isspace() for c in host)
-    is_number = port.isascii() and port.isdigit() and len(port) <= len(str(LARGEST_PORT))
+    is_number = port.isascii() and port.isdigit() and len(port.lstrip("0")) <= len(str(LARGEST_PORT))
     return has_host and is_number and 0 < int(port) <= LARGEST_PORT
 
 

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,17 @@ class ModelLeftError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model is to be at the end, when the working directory may have another name, or be gone.
-
-    Raises:
-        OSError: If it has gone already.
-    """
+    """Where a model is to be at the end, when the working directory may have another name, or be gone."""
 
     given: Path
-    begun_in: Path = field(default_factory=Path.cwd)
+    begun_in: Path
 
     def path(self) -> Path:
         """Give it as it is now."""
         try:
             Path.cwd()
         except OSError:
-            return self.begun_in / self.given
+            return Path(os.path.normpath(self.begun_in / self.given))
         return self.given
 
 

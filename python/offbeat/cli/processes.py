@@ -23,6 +23,9 @@ from offbeat.cli.signals import Signals, Stopped
 
 __all__ = ["Ended", "Processes"]
 
+UNKNOWN = 1
+"""An exit code that nobody knows: that such a process has not failed would be the worse guess."""
+
 GRACE_S = 5.0
 """Time between asking a process to end, and asking less politely."""
 
@@ -34,7 +37,7 @@ class Ended:
     Attributes:
         rank: Which one.
         order: How many ended before it.
-        code: Its exit code; -n if signal n ended it.
+        code: Its exit code; -n if signal n ended it; `UNKNOWN` if something else here has taken it.
         was_asked: Whether it had been asked to end by then.
         errors: What copies its stderr.
     """
@@ -68,6 +71,7 @@ class Processes:
         self._first_rank = first_rank
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_ending = False
+        self._at_last = contextlib.ExitStack()
         self._ends = threading.Condition()  # by its RLock, since a signal's handler kills, too
         self._followers: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
@@ -80,14 +84,16 @@ class Processes:
 
     def __enter__(self) -> Self:
         """Start them all."""
-        if threading.current_thread() is threading.main_thread():
-            # Ignored, as some daemons leave it to what they start, the system forgets their exit codes.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # As some daemons leave it to what they start: the system forgets exit codes.
+            self._at_last.callback(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             for index, environment in enumerate(self._environments):
                 self._start(index, environment)
         except BaseException:
-            with contextlib.suppress(Stopped):  # it hides no error
+            with self._at_last, contextlib.suppress(Stopped):  # it hides no error
                 self._end()
             raise
         return self
@@ -95,7 +101,8 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        with self._at_last:
+            self._end()
 
     @property
     def lost_output(self) -> OSError | None:
@@ -125,7 +132,7 @@ class Processes:
             yield self._ended.get()
 
     def left_over(self) -> Iterator[Ended]:
-        """Give those that had ended already and were not given, once all have."""
+        """Give those that have ended and were not given."""
         while not self._ended.empty():
             yield self._ended.get()
 
@@ -164,14 +171,19 @@ class Processes:
         self._followers.append(follower)
 
     def _follow(self, rank: int, process: "subprocess.Popen[bytes]", out: "Copy", errors: "Copy") -> None:
-        with contextlib.suppress(ChildProcessError):  # somebody else in this process has waited for it
+        is_ours = True
+        try:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            is_ours = False  # something else has waited for it: its number may be another's
         for copy in (out, errors):
             copy.process_has_ended()
         with self._ends:  # its number is its group's, and no other's, until it is waited for
-            if self._is_ending:
+            if self._is_ending and is_ours:
                 _signal_group(process, signal.SIGKILL)
-            code, order, was_asked = process.wait(), next(self._order), self._is_ending
+            is_known = is_ours or process.returncode is not None
+            code = process.wait()  # 0 where it is not known
+            order, was_asked = next(self._order), self._is_ending
             self._running.remove(process)
             self._ends.notify_all()
         deadline = time.monotonic() + READER_S
@@ -179,7 +191,7 @@ class Processes:
             copy.is_done.wait(max(0.0, deadline - time.monotonic()))
         if rank == self._first_rank:
             self._background.drop_bar()
-        self._ended.put(Ended(rank, order, code, was_asked, errors))
+        self._ended.put(Ended(rank, order, code if is_known else UNKNOWN, was_asked, errors))
 
     def _end(self) -> None:
         """End what still runs: SIGINT, so that Python code cleans up; then SIGTERM; then SIGKILL.

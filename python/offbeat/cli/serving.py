@@ -4,6 +4,7 @@ import logging
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
@@ -84,8 +85,9 @@ def add_run_options(parser: ArgumentParser) -> None:
 
 
 def _place(text: str) -> model_file.Place:
+    given = file(text)
     try:
-        return model_file.Place(file(text))
+        return model_file.Place(given, given.parent if given.is_absolute() else Path.cwd())
     except OSError as error:
         raise ArgumentTypeError("the working directory is gone; go to one that is there") from error
 
@@ -174,20 +176,22 @@ def stop(
     Returns:
         How the command ends if nothing else has failed.
     """
-    path, again = None if place is None else place.path(), ""
+    again = ""
     try:
         with signals.raised(but_for=1):
             server.stop()
-            if path is None:
+            if place is None:
                 return ExitCode.OK
-            if not path.parent.is_dir():
-                again = "; its folder had gone, and is made again"
             state = server.state_dict()  # as it is now: every push that was acknowledged is in it
+            path = place.path()
+            if not path.resolve().parent.is_dir():
+                again = "; its folder had gone, and is made again"
             model_file.save(state, path, before_replacing=signals.leave)
     except StateError as error:
         return not_saved(place, str(error), background)
     except Stopped:
-        return not_saved(place, f"a signal came before the model was in {path}", background)
+        where = place and place.given
+        return not_saved(place, f"a signal came before the model was in {where}", background)
     except model_file.ModelLeftError as error:
         background.say(str(error))
         return code_of(error)

@@ -135,7 +135,7 @@ def test_debug_after_a_script_is_the_scripts(capsys):
     [
         "localhost:99999",
         "localhost:0",
-        "localhost:" + "1" * 5000,
+        pytest.param("localhost:" + "1" * 5000, id="a number of 5000 digits"),
         "localhost",
         ":5000",
         "localhost:",

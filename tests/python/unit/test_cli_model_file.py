@@ -293,7 +293,7 @@ def test_a_relative_place_moves_with_the_working_directory_and_outlives_it(tmp_p
     begun = tmp_path / "begun"
     begun.mkdir()
     monkeypatch.chdir(begun)
-    place = model_file.Place(Path("out.safetensors"))
+    place = model_file.Place(Path("out.safetensors"), begun)
     begun.rename(tmp_path / "moved")
     model_file.save({"w": np.ones(2, np.float32)}, place.path())
     assert (tmp_path / "moved" / "out.safetensors").is_file()

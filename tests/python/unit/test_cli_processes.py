@@ -18,7 +18,7 @@ import pytest
 from offbeat.cli.background import MOST_WAITING, Background, LogHandler
 from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
-from offbeat.cli.processes import Processes
+from offbeat.cli.processes import UNKNOWN, Processes
 from offbeat.cli.say import write_all
 from offbeat.cli.signals import Signals, handlers, install
 from support.waiting import wait_for
@@ -265,29 +265,45 @@ def test_a_bar_that_nobody_sees_holds_no_end_up(signals):
     background.output.write(b"[0] ", b"\r 10%")
     with Processes([sys.executable, "-c", ""], [os.environ], signals, background) as processes:
         assert [ended.code for ended in processes.as_they_end()] == [0]
-    assert not goes_on.is_set()
-    goes_on.set()
+    goes_on.set()  # without the claim, it does not come to this
 
 
-@pytest.mark.parametrize("by_us", [True, False])
-def test_exit_codes_are_known_where_the_system_would_forget_them(run_python, by_us):
-    """As where a daemon leaves SIGCHLD ignored to what it starts; or where a program waits for them."""
-    waits = "" if by_us else "for process in processes._running.copy(): process.wait()"
+def test_exit_codes_are_known_where_sigchld_is_ignored(run_python):
+    """As daemons leave it to what they start: the system then forgets them."""
     told = run_python(
-        textwrap.dedent(f"""
+        textwrap.dedent("""
         import io, signal, sys
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         from offbeat.cli.background import Background
         from offbeat.cli.copying import Output
-        from offbeat.cli.processes import Processes
+        from offbeat.cli.processes import UNKNOWN, Processes
         from offbeat.cli.signals import Signals
         background = Background(Output(io.BytesIO().write))
-        with Processes([sys.executable, "-c", "exit(7)"], [{{}}], Signals(), background) as processes:
-            {waits}
+        with Processes([sys.executable, "-c", "exit(7)"], [{}], Signals(), background) as processes:
             print([ended.code for ended in processes.as_they_end()])
+        print(signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN)
         """)
     )
-    assert told.strip() == "[7]"
+    assert told.split() == ["[7]", "True"]
+
+
+@pytest.mark.parametrize("by_popen", [True, False])
+def test_a_process_that_something_else_has_waited_for_is_no_success(signals, monkeypatch, by_popen):
+    waitid = os.waitid
+
+    def after_another(kind, number, options):
+        if by_popen:
+            for process in processes._running:
+                process.wait()
+        else:
+            waitid(kind, number, os.WEXITED)
+        return waitid(kind, number, options)
+
+    monkeypatch.setattr(os, "waitid", after_another)
+    background = Background(Output(io.BytesIO().write))
+    processes = Processes([sys.executable, "-c", "exit(7)"], [os.environ], signals, background)
+    with processes:
+        assert [ended.code for ended in processes.as_they_end()] == [7 if by_popen else UNKNOWN]
 
 
 def test_a_terminal_that_was_closed_is_a_reader_that_has_gone():

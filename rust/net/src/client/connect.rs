@@ -21,7 +21,8 @@ use tracing::warn;
 const ENDLESS: Duration = Duration::from_secs(1 << 30);
 /// Longest wait for an address to accept, and then to prove itself, before the next address or the next try.
 pub(super) const ATTEMPT: Duration = Duration::from_secs(5);
-/// Longest wait for the answer of a server that has proved itself; a model's table on a slow line takes a while.
+/// Longest time for a server that has proved itself to hear who we are and to answer; on a slow line a model's table
+/// takes a while, both ways.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// A silence that was shorter says nothing of the server: the way to it may take as long.
 const TELLING: Duration = Duration::from_secs(1);
@@ -77,6 +78,8 @@ enum Failure {
     OutOfTime(String, Duration),
     /// The server is there, but said nothing for so long.
     Silent(Duration),
+    /// What answered is no server of ours, and nobody else accepted: final, unless somebody else has been there before.
+    Stranger(ClientError),
     Final(ClientError),
 }
 
@@ -85,7 +88,7 @@ impl Failure {
     const fn silence(&self) -> Option<Duration> {
         match self {
             Self::OutOfTime(_, waited) | Self::Silent(waited) => Some(*waited),
-            Self::Again(_) | Self::Broken(_) | Self::Final(_) => None,
+            Self::Again(_) | Self::Broken(_) | Self::Stranger(_) | Self::Final(_) => None,
         }
     }
 }
@@ -96,9 +99,10 @@ impl fmt::Display for Failure {
             Self::Again(cause)
             | Self::Broken(cause)
             | Self::OutOfTime(cause, _)
+            | Self::Stranger(ClientError::Protocol { cause, .. })
             | Self::Final(ClientError::Protocol { cause, .. }) => f.write_str(cause),
             Self::Silent(_) => f.write_str("something there accepts, and says nothing"),
-            Self::Final(error) => error.fmt(f),
+            Self::Stranger(error) | Self::Final(error) => error.fmt(f),
         }
     }
 }
@@ -129,6 +133,7 @@ impl Target {
         let mut is_warned = false;
         let mut told = None;
         let mut silent_since = None;
+        let mut was_there = false;
         loop {
             attempts += 1;
             let tried_at = Instant::now();
@@ -136,7 +141,12 @@ impl Target {
             let failure = match self.attempt(opening, left).await {
                 Ok(opened) => return Ok(opened),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(failure) => last_words(told, failure),
+                Err(Failure::Stranger(error)) if !was_there => return Err(error),
+                Err(failure) => {
+                    // It may be one of ours, which is being started again.
+                    was_there |= matches!(failure, Failure::Broken(_) | Failure::Silent(_));
+                    last_words(told, failure)
+                }
             };
             let silent_from = *silent_since.get_or_insert(tried_at);
             if !matches!(failure, Failure::Silent(_)) {
@@ -283,9 +293,7 @@ async fn resolve(
     limit: Duration,
     look_up: impl FnOnce(&str) -> io::Result<Vec<SocketAddr>> + Send + 'static,
 ) -> Result<Vec<SocketAddr>, Failure> {
-    let port = name
-        .rsplit_once(':')
-        .filter(|(host, _)| !host.is_empty() && (host.ends_with(']') || !host.contains(':')));
+    let port = name.rsplit_once(':').filter(|(host, _)| !host.is_empty());
     if port.is_some_and(|(_, port)| port.parse() == Ok(0_u16)) {
         let message = format!("{name:?} is not an address: no server listens at port 0");
         return Err(Failure::Final(ClientError::bad_input(message)));
@@ -351,9 +359,10 @@ async fn any_of<T>(
         _ if failures.len() == 1 && is_settled => failures.remove(0),
         // Nobody else has accepted who may be a server of ours.
         None if is_settled && all(|failure| matches!(failure, Failure::Final(_) | Failure::Again(_))) => {
-            Failure::Final(ClientError::Protocol { address: name.to_owned(), cause })
+            Failure::Stranger(ClientError::Protocol { address: name.to_owned(), cause })
         }
-        None => Failure::Again(cause),
+        None if all(|failure| matches!(failure, Failure::Again(_))) => Failure::Again(cause),
+        None => Failure::Broken(cause),
         Some(waited) if all(|failure| matches!(failure, Failure::Silent(_))) => Failure::Silent(waited),
         Some(waited) => Failure::OutOfTime(cause, waited),
     })
@@ -420,16 +429,14 @@ mod tests {
             ("localhost:0", "no server listens at port 0"),
             ("127.0.0.1:0", "no server listens at port 0"),
             ("[::1]:00", "no server listens at port 0"),
+            ("::1:0", "no server listens at port 0"),
         ] {
             let look_up = |_: &str| -> io::Result<Vec<SocketAddr>> { panic!("it was looked up") };
             match runtime.block_on(resolve(name, Duration::from_secs(60), look_up)) {
                 Err(Failure::Final(error)) => {
                     assert!(error.to_string().contains(told), "{error}");
                 }
-                Err(Failure::Silent(_) | Failure::OutOfTime(..) | Failure::Again(_) | Failure::Broken(_))
-                | Ok(_) => {
-                    panic!("{name} was not refused")
-                }
+                other => panic!("{name} was not refused: {other:?}"),
             }
         }
     }
@@ -525,7 +532,7 @@ mod tests {
         let both = |second: &str| format!("127.0.0.1:1: no Offbeat frame; 127.0.0.1:2: {second}");
         // Somebody was there who may be a server of ours.
         match failures(stranger, || Failure::Broken("it hung up".into())) {
-            Failure::Again(told) => assert_eq!(told, both("it hung up")),
+            Failure::Broken(told) => assert_eq!(told, both("it hung up")),
             other => panic!("{other:?}"),
         }
         match failures(stranger, || Failure::Silent(Duration::from_secs(5))) {
@@ -540,7 +547,7 @@ mod tests {
             (|| Failure::Again("refused".into()), "refused"),
         ] {
             match failures(stranger, second) {
-                Failure::Final(ClientError::Protocol { address, cause }) => {
+                Failure::Stranger(ClientError::Protocol { address, cause }) => {
                     assert_eq!((address.as_str(), cause), ("two", both(told)));
                 }
                 other => panic!("{other:?}"),
@@ -607,9 +614,7 @@ mod tests {
             Err(Failure::OutOfTime(cause, waited)) => {
                 assert!(waited == limit && cause.contains("no answer within 0.1 s"), "{cause}");
             }
-            Err(Failure::Silent(_) | Failure::Again(_) | Failure::Broken(_) | Failure::Final(_)) | Ok(_) => {
-                panic!("it did not wait for the name")
-            }
+            other => panic!("it did not wait for the name: {other:?}"),
         }
         drop(answer);
     }
