@@ -14,9 +14,11 @@ import pytest
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_variable] = "1"
 
-# A shell's background job begins with Ctrl-C ignored, and so would every process that a test starts.
+# A background job begins with SIGINT ignored, one under nohup with SIGHUP; what tests start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A deadline per example measures the machine, not the code; the limit per test is pytest's.
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
