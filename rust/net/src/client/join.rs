@@ -1,7 +1,8 @@
 //! Joining: the data connection first, then the control connection that belongs to it.
 
+use super::address::ATTEMPT;
 use super::config::{ClientConfig, Interrupt, Session};
-use super::connect::{ATTEMPT, Opened, Opening, Target, host};
+use super::connect::{Opened, Opening, Target, host};
 use super::connection::Connection;
 use super::control::Control;
 use super::error::ClientError;

@@ -4,7 +4,7 @@
 //! for, and answers Ctrl-C. Only opening a connection, and the control thread, run an event loop. One idea a file:
 //!
 //! - [`memory`](Memory): tensors that belong to the caller, sent and received in place
-//! - `connect`, `join`: address, handshake, who we are; `control`: heartbeats and what the server has to say
+//! - `address`, `connect`, `join`: who answers, handshake, who we are; `control`: heartbeats and what the server has to say
 //! - `stream`: the data connection's descriptor, and the wait for it; `outgoing` with `payload`, `inbound`: its two
 //!   directions, with their half-done frames
 //! - `connection`: one call's turn on both at once; `deliver`: where what arrives goes; `flight`: what was asked for
@@ -26,6 +26,7 @@
 //!
 //! A connection that is lost ends the session: every later call says so.
 
+mod address;
 mod bring;
 mod config;
 mod connect;
