@@ -42,8 +42,9 @@ def is_address(text: str) -> bool:
     """Whether a text can be "HOST:PORT"; a client, which looks it up, refuses the same."""
     host, _, port = text.rpartition(":")
     has_host = bool(host) and "/" not in host and not any(c.isspace() for c in host)
-    is_number = port.isascii() and port.isdigit() and len(port.lstrip("0")) <= len(str(LARGEST_PORT))
-    return has_host and is_number and 0 < int(port) <= LARGEST_PORT
+    digits = port.lstrip("0")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(LARGEST_PORT))
+    return has_host and is_number and int(digits) <= LARGEST_PORT
 
 
 def is_local(address: str) -> bool:

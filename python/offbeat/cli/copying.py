@@ -125,7 +125,7 @@ class Copy(threading.Thread):
         descriptor: To read from.
         output: To write to.
         prefix: What each line begins with.
-        has_bar: Whether a bar is shown as it moves; else as it was when its line ended.
+        has_bar: Whether a bar is shown as it moves; else as it is when its line ends.
 
     Attributes:
         last_line: The process's own last line that said something.
@@ -140,6 +140,7 @@ class Copy(threading.Thread):
         self._output = output
         self._prefix = prefix
         self._has_bar = has_bar
+        self._state = b""
         self._hears, self._tells = os.pipe()
         self._reading = threading.Lock()
         self._num_read = 0
@@ -211,10 +212,27 @@ class Copy(threading.Thread):
         said = CONTROL.sub(b"", line).strip()
         if said and not self.is_done.is_set():
             self.last_line = said.decode(errors="replace")
-        if not self._has_bar and line.startswith(b"\r"):
-            line = line.lstrip(b"\r") if line.endswith(b"\n") else b""
+        if not self._has_bar:
+            line = self._at_its_end(line)
         if line:
             self._output.write(self._prefix, line)
+
+    def _at_its_end(self, line: bytes) -> bytes:
+        """Keep what a carriage return may begin anew until its line ends, and give what it is then."""
+        is_begun_anew = line.startswith(b"\r")
+        text = line.lstrip(b"\r")
+        body = text.rstrip(b"\r\n")
+        is_cleared = bool(body) and not CONTROL.sub(b"", body).strip()
+        if not line.endswith(b"\n"):
+            if body:
+                self._state = b"" if is_cleared else body
+            return b""
+        state, self._state = self._state, b""
+        if is_begun_anew and is_cleared:
+            return b""
+        if not body and (is_begun_anew or state):
+            return state and state + b"\n"
+        return body + b"\n" if is_begun_anew else text
 
 
 def _terminal(stream: TextIO) -> str | None:

@@ -49,7 +49,7 @@ class Place:
         try:
             Path.cwd()
         except OSError:
-            return Path(os.path.normpath(self.begun_in / self.given))
+            return Path(os.path.realpath(self.begun_in / self.given))
         return self.given
 
 

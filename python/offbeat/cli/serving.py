@@ -1,6 +1,7 @@
 """What `server` and `launch` share: the run's options, the server they make, and how a worker joins."""
 
 import logging
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
@@ -184,7 +185,7 @@ def stop(
                 return ExitCode.OK
             state = server.state_dict()  # as it is now: every push that was acknowledged is in it
             path = place.path()
-            if not path.resolve().parent.is_dir():
+            if not Path(os.path.realpath(path)).parent.is_dir():
                 again = "; its folder had gone, and is made again"
             model_file.save(state, path, before_replacing=signals.leave)
     except StateError as error:

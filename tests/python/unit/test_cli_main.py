@@ -136,6 +136,7 @@ def test_debug_after_a_script_is_the_scripts(capsys):
         "localhost:99999",
         "localhost:0",
         pytest.param("localhost:" + "1" * 5000, id="a number of 5000 digits"),
+        pytest.param("localhost:" + "0" * 5000, id="5000 zeros"),
         "localhost",
         ":5000",
         "localhost:",

@@ -297,5 +297,9 @@ def test_a_relative_place_moves_with_the_working_directory_and_outlives_it(tmp_p
     begun.rename(tmp_path / "moved")
     model_file.save({"w": np.ones(2, np.float32)}, place.path())
     assert (tmp_path / "moved" / "out.safetensors").is_file()
+    (tmp_path / "far" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "run")
+    through = model_file.Place(Path("../link/../out.safetensors"), begun)
     shutil.rmtree(tmp_path / "moved")
     assert place.path() == begun / "out.safetensors"
+    assert through.path() == tmp_path / "far" / "out.safetensors", "as it was where it was checked"

@@ -70,16 +70,31 @@ def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
     assert copied(*chunks) == (written, last)
 
 
-def test_a_bar_that_has_no_place_is_a_line_when_it_ends():
+@pytest.mark.parametrize(
+    ("chunks", "written"),
+    [
+        (
+            [b"\r 10%", b"\r 20%\r 30%", b"\r100%", b"\n", b"done\n\r 5%", b"\r 7%"],
+            [b"100%", b"done", b" 7%"],
+        ),
+        ([b"epoch 1\r", b"epoch 2\r", b"epoch 3\r"], [b"epoch 3"]),
+        ([b"epoch 1\r", b"epoch 2\r", b"done\n"], [b"done"]),
+        ([b"Downloading 0%", b"\r 50%", b"\r100%", b"\n", b"\n", b"next\n"], [b"100%", b"", b"next"]),
+        ([b"\r100%", b"\r", b"\n"], [b"100%"]),
+        ([b"\r 99%", b"\r    \r"], []),
+        ([b"\r 99%", b"\r\x1b[K\r", b"\n"], []),
+        ([b"a\r\nb\r\n"], [b"a\r", b"b\r"]),
+    ],
+)
+def test_a_bar_that_has_no_place_is_a_line_when_it_ends(chunks, written):
     stream = io.BytesIO()
     ours, theirs = os.pipe()
     copy = Copy(ours, Output(stream.write), b"[1] ", has_bar=False)
-    for chunk in (b"\r 10%", b"\r 20%\r 30%", b"\r100%", b"\n", b"done\n\r 5%", b"\r 7%"):
+    for chunk in chunks:
         os.write(theirs, chunk)
     os.close(theirs)
     copy.join(20)
-    assert stream.getvalue() == b"[1] 100%\n[1] done\n[1]  7%\n"
-    assert copy.last_line == "7%"
+    assert stream.getvalue() == b"".join(b"[1] " + line + b"\n" for line in written)
 
 
 def test_a_line_in_two_pieces_is_one_line():

@@ -24,7 +24,11 @@ pub(super) enum Failure {
     Broken(String),
     /// Nothing was heard for so long (of one address; another may have said no), and then there was no more time;
     /// trying again may help.
-    OutOfTime(String, Duration),
+    OutOfTime {
+        cause: String,
+        waited: Duration,
+        accepted: bool,
+    },
     /// The server is there, but said nothing for so long.
     Silent(Duration),
     /// What answered is no server of ours, and nobody else accepted: final, unless somebody else has been there before.
@@ -33,10 +37,25 @@ pub(super) enum Failure {
 }
 
 impl Failure {
+    /// Tells a failure after which trying again may help from one that is final. `was_there`: somebody accepted in a
+    /// try before who may be a server of ours, and is being started again.
+    pub(super) fn unless_final(self, was_there: bool) -> Result<Self, ClientError> {
+        match self {
+            Self::Final(error) => Err(error),
+            Self::Stranger(error) if !was_there => Err(error),
+            failure => Ok(failure),
+        }
+    }
+
+    /// Whether somebody accepted who may be a server of ours.
+    pub(super) const fn accepted(&self) -> bool {
+        matches!(self, Self::Broken(_) | Self::Silent(_) | Self::OutOfTime { accepted: true, .. })
+    }
+
     /// How long nothing was heard.
     const fn silence(&self) -> Option<Duration> {
         match self {
-            Self::OutOfTime(_, waited) | Self::Silent(waited) => Some(*waited),
+            Self::OutOfTime { waited, .. } | Self::Silent(waited) => Some(*waited),
             Self::Again(_) | Self::Broken(_) | Self::Stranger(_) | Self::Final(_) => None,
         }
     }
@@ -47,7 +66,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Again(cause)
             | Self::Broken(cause)
-            | Self::OutOfTime(cause, _)
+            | Self::OutOfTime { cause, .. }
             | Self::Stranger(ClientError::Protocol { cause, .. })
             | Self::Final(ClientError::Protocol { cause, .. }) => f.write_str(cause),
             Self::Silent(_) => f.write_str("something there accepts, and says nothing"),
@@ -106,7 +125,7 @@ pub(super) async fn resolve(
         Err(_) => {
             let seconds = limit.as_secs_f64();
             let cause = format!("looking up the name gave no answer within {seconds:.1} s");
-            Err(Failure::OutOfTime(cause, limit))
+            Err(Failure::OutOfTime { cause, waited: limit, accepted: false })
         }
     }
 }
@@ -147,7 +166,9 @@ pub(super) async fn any_of<T>(
         None if all(|failure| matches!(failure, Failure::Again(_))) => Failure::Again(cause),
         None => Failure::Broken(cause),
         Some(waited) if all(|failure| matches!(failure, Failure::Silent(_))) => Failure::Silent(waited),
-        Some(waited) => Failure::OutOfTime(cause, waited),
+        Some(waited) => {
+            Failure::OutOfTime { cause, waited, accepted: failures.iter().any(Failure::accepted) }
+        }
     })
 }
 
@@ -161,10 +182,11 @@ pub(super) async fn reach(
         connect(ClosedInChildren::new(socket), address).await
     };
     let limit = time_until(deadline).min(ATTEMPT);
-    match timeout(limit, connecting).await {
-        Ok(reached) => reached.map_err(|error| Failure::Again(error.to_string())),
-        Err(_) => Err(Failure::OutOfTime(format!("no answer within {:.1} s", limit.as_secs_f64()), limit)),
-    }
+    let Ok(reached) = timeout(limit, connecting).await else {
+        let cause = format!("no answer within {:.1} s", limit.as_secs_f64());
+        return Err(Failure::OutOfTime { cause, waited: limit, accepted: false });
+    };
+    reached.map_err(|error| Failure::Again(error.to_string()))
 }
 
 /// Connects; closed in children that are forked meanwhile too.
@@ -222,7 +244,10 @@ mod tests {
     #[test]
     fn the_last_words_are_those_of_a_try_that_had_time() {
         let refused = || Failure::Again("refused".into());
-        let late = |millis| Failure::OutOfTime("no answer".into(), Duration::from_millis(millis));
+        let late = |millis| {
+            let (cause, waited) = ("no answer".into(), Duration::from_millis(millis));
+            Failure::OutOfTime { cause, waited, accepted: false }
+        };
         let silent = |millis| Failure::Silent(Duration::from_millis(millis));
         let told = |before, last| last_words(before, last).to_string();
         assert_eq!(told(Some(refused()), late(50)), "refused");
@@ -240,7 +265,9 @@ mod tests {
         let ((one, _one), (other, _other)) = (swallowing(), swallowing());
         let left = Duration::from_millis(400);
         match runtime.block_on(any_of("two", &[one, other], Instant::now() + left, reach)) {
-            Err(Failure::OutOfTime(_, waited)) => assert!(waited <= left / 2, "each had half: {waited:?}"),
+            Err(Failure::OutOfTime { waited, .. }) => {
+                assert!(waited <= left / 2, "each had half: {waited:?}");
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -256,7 +283,7 @@ mod tests {
         assert_eq!(reached.peer_addr().unwrap(), answers);
         assert!(!time_until(deadline).is_zero(), "the first had all of the time");
         let swallowed = runtime.block_on(any_of("one", &[swallows], Instant::now() + TELLING, reach));
-        assert!(matches!(swallowed, Err(Failure::OutOfTime(..))), "it does not swallow");
+        assert!(matches!(swallowed, Err(Failure::OutOfTime { .. })), "it does not swallow");
     }
 
     #[test]
@@ -308,7 +335,7 @@ mod tests {
             other => panic!("{other:?}"),
         }
         match failures(stranger, || Failure::Silent(Duration::from_secs(5))) {
-            Failure::OutOfTime(told, waited) => {
+            Failure::OutOfTime { cause: told, waited, accepted: true } => {
                 assert_eq!(told, both("something there accepts, and says nothing"));
                 assert_eq!(waited, Duration::from_secs(5));
             }
@@ -333,6 +360,29 @@ mod tests {
         }
         let silent = || Failure::Silent(Duration::from_secs(5));
         assert!(matches!(failures(silent, silent), Failure::Silent(_)));
+    }
+
+    #[test]
+    fn a_stranger_is_final_unless_somebody_else_was_there_before() {
+        let stranger = || {
+            let (address, cause) = ("two".into(), "no Offbeat frame".into());
+            Failure::Stranger(ClientError::Protocol { address, cause })
+        };
+        let waited = Duration::from_secs(5);
+        let late = |accepted| Failure::OutOfTime { cause: "no answer".into(), waited, accepted };
+        let refused = || Failure::Again("refused".into());
+        for (before, is_final) in [
+            (refused(), true),
+            (late(false), true),
+            (late(true), false),
+            (Failure::Silent(waited), false),
+            (Failure::Broken("it hung up".into()), false),
+        ] {
+            let was_there = before.accepted();
+            assert!(before.unless_final(false).is_ok());
+            assert_eq!(stranger().unless_final(was_there).is_err(), is_final);
+            assert!(Failure::Final(ClientError::Closed).unless_final(was_there).is_err());
+        }
     }
 
     #[test]
@@ -371,7 +421,7 @@ mod tests {
             Ok(Vec::new())
         };
         match runtime.block_on(resolve("somewhere.invalid:1", limit, look_up)) {
-            Err(Failure::OutOfTime(cause, waited)) => {
+            Err(Failure::OutOfTime { cause, waited, accepted: false }) => {
                 assert!(waited == limit && cause.contains("no answer within 0.1 s"), "{cause}");
             }
             other => panic!("it did not wait for the name: {other:?}"),

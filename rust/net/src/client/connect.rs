@@ -84,14 +84,10 @@ impl Target {
             let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
             let failure = match self.attempt(opening, left).await {
                 Ok(opened) => return Ok(opened),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Stranger(error)) if !was_there => return Err(error),
-                Err(failure) => {
-                    // It may be one of ours, which is being started again.
-                    was_there |= matches!(failure, Failure::Broken(_) | Failure::Silent(_));
-                    last_words(told, failure)
-                }
+                Err(failure) => failure.unless_final(was_there)?,
             };
+            was_there |= failure.accepted();
+            let failure = last_words(told, failure);
             let silent_from = *silent_since.get_or_insert(tried_at);
             if !matches!(failure, Failure::Silent(_)) {
                 silent_since = None;
