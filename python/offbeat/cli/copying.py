@@ -30,6 +30,7 @@ LONGEST_LINE_BYTES = 2**20
 
 CLEAR_LINE = b"\r\x1b[K"
 CONTROL = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+STYLE = re.compile(rb"\x1b\[\??[0-9;]*[mhl]")  # of colours and the like, which erase nothing
 LINE_ENDS = re.compile(rb"(?<=\n)|(?=\r(?!\n))")
 
 
@@ -140,7 +141,7 @@ class Copy(threading.Thread):
         self._output = output
         self._prefix = prefix
         self._has_bar = has_bar
-        self._state = b""
+        self._state: bytes | None = None  # of a line that has begun
         self._hears, self._tells = os.pipe()
         self._reading = threading.Lock()
         self._num_read = 0
@@ -222,16 +223,19 @@ class Copy(threading.Thread):
         is_begun_anew = line.startswith(b"\r")
         text = line.lstrip(b"\r")
         body = text.rstrip(b"\r\n")
-        is_cleared = bool(body) and not CONTROL.sub(b"", body).strip()
+        is_seen = bool(STYLE.sub(b"", body))
+        is_cleared = is_begun_anew and is_seen and not CONTROL.sub(b"", body).strip()
         if not line.endswith(b"\n"):
-            if body:
+            if is_seen:
                 self._state = b"" if is_cleared else body
+            elif body:
+                self._state = (self._state or b"") + body
             return b""
-        state, self._state = self._state, b""
-        if is_begun_anew and is_cleared:
+        state, self._state = self._state, None
+        if is_cleared:
             return b""
-        if not body and (is_begun_anew or state):
-            return state and state + b"\n"
+        if state is not None and not is_seen:
+            return state and state + body + b"\n"
         return body + b"\n" if is_begun_anew else text
 
 

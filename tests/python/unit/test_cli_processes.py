@@ -84,6 +84,10 @@ def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
         ([b"\r 99%", b"\r    \r"], []),
         ([b"\r 99%", b"\r\x1b[K\r", b"\n"], []),
         ([b"a\r\nb\r\n"], [b"a\r", b"b\r"]),
+        ([b"a\r\n\r\nb\r\n"], [b"a\r", b"", b"b\r"]),
+        ([b"\x1b[32mepoch 3\r", b"\x1b[0m\n"], [b"\x1b[32mepoch 3\x1b[0m"]),
+        ([b"epoch 3\r\x1b[?25h\n"], [b"epoch 3\x1b[?25h"]),
+        ([b" \n", b"\n"], [b" ", b""]),
     ],
 )
 def test_a_bar_that_has_no_place_is_a_line_when_it_ends(chunks, written):
