@@ -24,12 +24,15 @@ READER_S = 2.0
 TERMINAL_S = 1.0
 """How long a terminal may keep back what a process wrote before its end, which a pipe never does."""
 
+SETTLE_S = 0.002
+"""How long the rest of a bar is waited for: Python writes what one print is given piece by piece."""
+
 CHUNK_BYTES = 65_536
 LONGEST_LINE_BYTES = 2**20
 """A longer line is passed on in pieces, each as a line."""
 
 CLEAR_LINE = b"\r\x1b[K"
-CONTROL = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+CONTROL = re.compile(rb"\x1b\[\??[0-9;]*[A-Za-z]")
 STYLE = re.compile(rb"\x1b\[\??[0-9;]*[mhl]")  # of colours and the like, which erase nothing
 LINE_ENDS = re.compile(rb"(?<=\n)|(?=\r(?!\n))")
 
@@ -142,6 +145,7 @@ class Copy(threading.Thread):
         self._prefix = prefix
         self._has_bar = has_bar
         self._state: bytes | None = None  # of a line that has begun
+        self._is_bar_unshown = False
         self._hears, self._tells = os.pipe()
         self._reading = threading.Lock()
         self._num_read = 0
@@ -167,7 +171,10 @@ class Copy(threading.Thread):
             os.close(number)
 
     def _chunks_of_process(self) -> Iterator[bytes]:
-        """Give all that the process wrote; of a terminal also what comes a little later."""
+        """Give all that the process wrote; of a terminal also what comes a little later.
+
+        Nothing is given too: when it is time to show an unfinished bar.
+        """
         watched = select.poll()
         for number in (self._descriptor, self._hears):
             watched.register(number, select.POLLIN)
@@ -175,7 +182,8 @@ class Copy(threading.Thread):
         left_s = math.inf  # to wait, in all, once it has ended
         while left_s > 0 and self._num_read < self._num_of_process + later_bytes:
             begun = time.monotonic()
-            ready = dict(watched.poll(None if math.isinf(left_s) else 1000 * left_s))
+            wait_s = min(left_s, SETTLE_S) if self._is_bar_unshown else left_s
+            ready = dict(watched.poll(None if math.isinf(wait_s) else 1000 * wait_s))
             left_s -= time.monotonic() - begun
             if self._hears in ready:
                 watched.unregister(self._hears)
@@ -184,6 +192,8 @@ class Copy(threading.Thread):
                 if not (chunk := self._next(later_bytes)):
                     return
                 yield chunk
+            elif self._is_bar_unshown:
+                yield b""
 
     def _next(self, later_bytes: int) -> bytes:
         with self._reading:  # else what is on its way is counted twice, or not at all
@@ -200,12 +210,15 @@ class Copy(threading.Thread):
                 self._write(bytes(rest) + line)
                 rest.clear()
             rest += last
-            if rest.startswith(b"\r") and self._has_bar:  # a bar as it is now, which the next one replaces
+            self._is_bar_unshown = self._has_bar and rest.startswith(b"\r") and len(rest) > 1
+            if self._is_bar_unshown and not chunk:  # a bar as it is now, which the next one replaces
                 self._write(bytes(rest))
                 rest.clear()
+                self._is_bar_unshown = False
             elif len(rest) > LONGEST_LINE_BYTES:
                 self._write(bytes(rest) + b"\n")
                 rest.clear()
+        self._is_bar_unshown = False
         if rest:
             self._write(bytes(rest) + b"\n")
 
@@ -215,6 +228,9 @@ class Copy(threading.Thread):
             self.last_line = said.decode(errors="replace")
         if not self._has_bar:
             line = self._at_its_end(line)
+        elif not line.endswith(b"\n"):  # a carriage return follows it: it is a bar, whatever it began with
+            text = line.lstrip(b"\r")
+            line = text and b"\r" + text
         if line:
             self._output.write(self._prefix, line)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.cli import copying
 from offbeat.cli.background import MOST_WAITING, Background, LogHandler
 from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
 from offbeat.cli.launch import environment, exit_code, usable_cores
@@ -61,7 +62,7 @@ def test_two_outputs_on_one_terminal_have_one_bar():
         ([b"one\ntwo\n"], b"[0] one\n[0] two\n", "two"),
         ([b"no end"], b"[0] no end\n", "no end"),
         ([b"ValueError: no\n", b"\n  \n"], b"[0] ValueError: no\n[0] \n[0]   \n", "ValueError: no"),
-        ([b"\x1b[31mred\x1b[0m\n"], b"[0] \x1b[31mred\x1b[0m\n", "red"),
+        ([b"\x1b[31mred\x1b[0m\n", b"\x1b[?25h"], b"[0] \x1b[31mred\x1b[0m\n[0] \x1b[?25h\n", "red"),
         ([b"dos\r\n"], b"[0] dos\r\n", "dos"),
         ([], b"", ""),
     ],
@@ -99,6 +100,36 @@ def test_a_bar_that_has_no_place_is_a_line_when_it_ends(chunks, written):
     os.close(theirs)
     copy.join(20)
     assert stream.getvalue() == b"".join(b"[1] " + line + b"\n" for line in written)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "written"),
+    [
+        ([b"\rEpoch", b" ", b"4", b" loss ", b"0.4", b"\n"], b"\r[0] Epoch 4 loss 0.4\n"),
+        ([b"\r", b"50%", b"\r", b"100%", b"\n"], b"\r[0] 50%\r[0] 100%\n"),
+        ([b"\r99%|\xe2\x96", b"\x88\n"], b"\r[0] 99%|\xe2\x96\x88\n"),
+    ],
+)
+def test_a_bar_in_pieces_is_one_bar(monkeypatch, chunks, written):
+    monkeypatch.setattr(copying, "SETTLE_S", 60)
+    assert copied(*chunks)[0] == written
+
+
+def test_what_a_carriage_return_follows_is_a_bar():
+    stream = io.BytesIO()
+    output = Output(stream.write)
+    ours, theirs = os.pipe()
+    copy = Copy(ours, output, b"[0] ")
+    os.write(theirs, b"epoch 1\r")
+    os.write(theirs, b"epoch 2\r")
+    wait_for(lambda: stream.getvalue() == b"\r[0] epoch 1\r[0] epoch 2")
+    output.write(b"[1] ", b"hi\n")
+    os.write(theirs, b"\repoch 3")
+    wait_for(lambda: stream.getvalue().endswith(b"\r\x1b[K[1] hi\n\r[0] epoch 2\r[0] epoch 3"))
+    os.close(theirs)
+    copy.join(20)
+    output.drop_bar()
+    assert stream.getvalue().endswith(b"\r[0] epoch 3\n")
 
 
 def test_a_line_in_two_pieces_is_one_line():
