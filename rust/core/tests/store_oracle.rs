@@ -3,11 +3,14 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod common;
+
 use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::{FragmentKind, Layout, Presence};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, StalenessSpec, Transaction, Weight};
+use offbeat_core::store::book::Answer;
 use offbeat_core::store::log::{Commit, CommitObserver};
 use offbeat_core::store::oracle::{FragmentStore, MutexStore};
 use offbeat_core::store::{
@@ -16,6 +19,7 @@ use offbeat_core::store::{
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use offbeat_core::values;
 use proptest::prelude::*;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 #[derive(Default)]
@@ -80,6 +84,14 @@ fn program() -> impl Strategy<Value = Program> {
     let pushes = prop::collection::vec(push, 1..8);
     (prop::collection::vec(tensor, 1..5), rule(), prop::collection::vec(pushes, 1..5))
         .prop_map(|(tensors, rules, workers)| Program { tensors, rules, workers })
+}
+
+/// Programs in which what is applied does not depend on when.
+fn without_overflow() -> impl Strategy<Value = Program> {
+    program().prop_map(|mut program| {
+        program.workers.iter_mut().flatten().for_each(|planned| planned.huge = None);
+        program
+    })
 }
 
 fn table(program: &Program) -> Arc<TensorTable> {
@@ -147,11 +159,17 @@ fn wait<T>(mut receiver: futures_channel::oneshot::Receiver<T>) -> T {
     }
 }
 
-/// One worker's pushes, each fragment by fragment as a session would send it.
+/// All of one worker's pushes.
 fn work(store: &Arc<Store>, key: WorkerKey, program: &Program) -> Vec<Receipt> {
+    work_part(store, key, program, 0..program.workers[key.slot as usize].len())
+}
+
+/// Some of one worker's pushes, each fragment by fragment as a session would send it.
+fn work_part(store: &Arc<Store>, key: WorkerKey, program: &Program, part: Range<usize>) -> Vec<Receipt> {
     let layout = Arc::clone(store.layout());
     let mut receipts = Vec::new();
-    for (i, &Planned { presence, late, .. }) in program.workers[key.slot as usize].iter().enumerate() {
+    for i in part {
+        let Planned { presence, late, .. } = program.workers[key.slot as usize][i];
         let num = layout.num_tensors();
         let present = Presence::from_fn(num, |t| (presence >> (t % 64)) & 1 == 1);
         let head = PushHead {
@@ -185,6 +203,9 @@ fn work(store: &Arc<Store>, key: WorkerKey, program: &Program) -> Vec<Receipt> {
             continue;
         }
         let Admission::Open(push) = store.admit(&head) else { panic!("fresh pushes are admitted") };
+        if let Some(paused) = store.pause(&push) {
+            wait(paused);
+        }
         let mut outcomes = Vec::new();
         for f in layout.present_fragments(&present) {
             let mut block = store.staging(layout.fragments[f].push_bytes(&present));
@@ -257,6 +278,114 @@ fn check(program: &Program, transaction: Transaction) {
     }
 }
 
+/// A program whose workers push in turns, with a restart after each push of one run and with none in the other.
+fn check_restarts(program: &Program, transaction: Transaction) {
+    let table = table(program);
+    let config = StoreConfig { transaction, ..StoreConfig::default() };
+    let dtypes: Vec<Dtype> = Layout::of(&table).fragments.iter().map(|f| f.dtype).collect();
+    let mut initial = |f: usize, bytes: &mut [u8]| fill(dtypes[f], 0xabcd + f as u64, bytes);
+    let mut begin = || {
+        let store = Store::new(Arc::clone(&table), config.clone(), 1, &mut initial);
+        store.configure(run_spec(program));
+        let names = 0..program.workers.len();
+        let keys: Vec<_> = names.map(|i| store.register(&format!("worker-{i}")).unwrap()).collect();
+        (store, keys)
+    };
+    let ((undisturbed, keys), (mut restarted, _)) = (begin(), begin());
+    let longest = program.workers.iter().map(Vec::len).max().unwrap_or(0);
+    for i in 0..longest {
+        for &key in keys.iter().filter(|key| program.workers[key.slot as usize].len() > i) {
+            let receipts = work_part(&undisturbed, key, program, i..i + 1);
+            let again = work_part(&restarted, key, program, i..i + 1);
+            let in_term = |term| receipts.iter().map(move |r| Receipt { term, ..r.clone() });
+            assert!(in_term(restarted.term()).eq(again));
+            let state = restarted.begin_cut().unwrap().take().unwrap();
+            restarted = common::resumed(&restarted, &state, config.clone());
+            assert_eq!(restarted.reader().version(), restarted.version());
+        }
+    }
+    assert_eq!((undisturbed.term(), restarted.term()), (1, common::LIFE.term));
+    for f in 0..undisturbed.layout().fragments.len() {
+        assert!(undisturbed.state(f) == restarted.state(f), "fragment {f} differs");
+    }
+    let (before, after) = (undisturbed.status(), restarted.status());
+    assert_eq!((before.version, before.samples), (after.version, after.samples));
+    assert_eq!((before.tickets, before.totals, before.workers), (after.tickets, after.totals, after.workers));
+    assert_eq!(before.root_bytes, after.root_bytes);
+}
+
+/// How many states are looked at in one program.
+const STATES: usize = 4;
+
+/// Cuts are taken while workers push, some before all of their tickets have ended: from each the store goes on as if
+/// nothing had happened after it, and a retry of what was under way is applied where it is missing, once.
+fn check_cuts(program: &Program, transaction: Transaction) {
+    let table = table(program);
+    let log = Arc::new(Log::default());
+    let observer: Arc<dyn CommitObserver> = log.clone();
+    let config = StoreConfig { transaction, observer: Some(observer), ..StoreConfig::default() };
+    let dtypes: Vec<Dtype> = Layout::of(&table).fragments.iter().map(|f| f.dtype).collect();
+    let mut initial = |f: usize, bytes: &mut [u8]| fill(dtypes[f], 0xabcd + f as u64, bytes);
+    let store = Store::new(Arc::clone(&table), config.clone(), 1, &mut initial);
+    store.configure(run_spec(program));
+    let keys: Vec<_> =
+        (0..program.workers.len()).map(|i| store.register(&format!("worker-{i}")).unwrap()).collect();
+    let take = |waits: bool| {
+        let cut = store.begin_cut().unwrap();
+        while waits && !cut.open().is_empty() {
+            std::thread::yield_now();
+        }
+        cut.take()
+    };
+    let mut states = std::thread::scope(|scope| {
+        let begin = |&key: &WorkerKey| {
+            scope.spawn({
+                let store = &store;
+                move || work(store, key, program)
+            })
+        };
+        let workers: Vec<_> = keys.iter().map(begin).collect();
+        let mut states = Vec::new();
+        while !workers.iter().all(std::thread::ScopedJoinHandle::is_finished) {
+            if states.len() < STATES {
+                states.extend(take(states.len() % 2 == 0));
+            }
+            std::thread::yield_now();
+        }
+        states
+    });
+    states.extend(take(true));
+    assert!(!states.is_empty());
+    let commits = std::mem::take(&mut *log.0.lock().unwrap());
+    for state in states {
+        let book = &state.book;
+        let before = |commit: &&Commit| commit.push.ticket.number <= book.tickets.issued;
+        let due = |f: usize| commits.iter().filter(before).filter(|c| c.fragment == f).count() as u64;
+        let answered: u64 = book.workers.iter().map(|page| page.last_sequence).sum();
+        assert_eq!((book.version, answered), (book.tickets.issued, book.tickets.issued));
+        let ended = book.tickets.applied + book.tickets.partial + book.tickets.dropped;
+        assert_eq!(ended, book.tickets.issued);
+        let resumed = common::resumed(&store, &state, StoreConfig { observer: None, ..config.clone() });
+        for (f, root) in state.roots.iter().enumerate() {
+            assert_eq!(resumed.state(f).held, root.held(), "fragment {f}");
+        }
+        for page in &book.workers {
+            let key = WorkerKey { slot: page.slot, incarnation: page.incarnation };
+            for (sequence, answer) in &page.recent {
+                if matches!(answer, Answer::Unfinished(_)) {
+                    let part = *sequence as usize - 1..*sequence as usize;
+                    let receipts = work_part(&resumed, key, program, part);
+                    assert!(receipts.iter().all(|receipt| receipt.applied || receipt.reason.is_some()));
+                }
+            }
+        }
+        for f in 0..state.roots.len() {
+            assert_eq!(resumed.state(f).version, due(f), "fragment {f} at ticket {}", book.tickets.issued);
+        }
+        assert_eq!(resumed.status().tickets.open, 0);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
@@ -268,5 +397,25 @@ proptest! {
     #[test]
     fn concurrent_model_commits_equal_the_mutex_store(program in program()) {
         check(&program, Transaction::Model);
+    }
+
+    #[test]
+    fn restarts_on_checkpoints_leave_every_bit_under_fragment(program in program()) {
+        check_restarts(&program, Transaction::Fragment);
+    }
+
+    #[test]
+    fn restarts_on_checkpoints_leave_every_bit_under_model(program in program()) {
+        check_restarts(&program, Transaction::Model);
+    }
+
+    #[test]
+    fn a_cut_among_fragment_commits_is_a_state_of_the_store(program in without_overflow()) {
+        check_cuts(&program, Transaction::Fragment);
+    }
+
+    #[test]
+    fn a_cut_among_model_commits_is_a_state_of_the_store(program in without_overflow()) {
+        check_cuts(&program, Transaction::Model);
     }
 }

@@ -1,9 +1,15 @@
-//! A cut: a consistent set of roots, taken while pushes go on. Commits of tickets issued after the cut began pause;
-//! those issued before finish, unless their senders take longer than the caller is willing to wait.
+//! A cut: a consistent state of the store, taken while pushes go on. Under "fragment", commits of tickets issued after
+//! the cut began pause; those issued before finish, unless their senders take longer than the caller is willing to
+//! wait. Under "model" nobody pauses: every model root is one.
 
 use super::Store;
+use super::book::Book;
+use super::bookkeeping::Line;
 use super::push::OpenPush;
+use super::resume::StoreState;
 use super::root::Root;
+use super::ticket::Run;
+use crate::spec::Transaction;
 use futures_channel::oneshot;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +36,7 @@ impl Gate {
 /// A cut under way. Dropping it lets the paused pushes go on.
 pub struct Cut {
     store: Arc<Store>,
-    last: u64,
+    line: Line,
 }
 
 impl Store {
@@ -39,11 +45,11 @@ impl Store {
     pub fn begin_cut(self: &Arc<Self>) -> Option<Cut> {
         // Under the registry's lock no ticket is issued, so every later one sees the gate closed.
         let registry = self.registry();
-        let last = registry.tickets.issued;
+        let line = registry.line();
         // SeqCst: the gate is closed before any later ticket's holder looks (it looks after taking the same lock).
-        self.gate.last.compare_exchange(NONE, last, Ordering::SeqCst, Ordering::SeqCst).ok()?;
+        self.gate.last.compare_exchange(NONE, line.last, Ordering::SeqCst, Ordering::SeqCst).ok()?;
         drop(registry);
-        Some(Cut { store: Arc::clone(self), last })
+        Some(Cut { store: Arc::clone(self), line })
     }
 
     /// To be asked before a fragment of `push` is submitted: if something comes back, a cut is being taken that the
@@ -68,14 +74,40 @@ impl Cut {
     /// Tickets of the cut whose fragments are still arriving. Empty: the cut is whole.
     #[must_use]
     pub fn open(&self) -> Vec<u64> {
-        self.store.registry().open_until(self.last)
+        match self.store.transaction() {
+            Transaction::Fragment => self.store.registry().open_until(self.line.last),
+            Transaction::Model => Vec::new(),
+        }
     }
 
-    /// The roots as they are now. Consistent once [`Self::open`] is empty; a ticket still open is in some of them.
+    /// The state of the store. A ticket that is still [open](Self::open) is in some roots, and the book says in which.
+    /// `None` for the moment in which a commit is being told ("model"), and while a load is under way.
     #[must_use]
-    pub fn roots(&self) -> Vec<Arc<Root>> {
-        let reader = self.store.reader();
-        (0..self.store.layout.fragments.len()).map(|i| reader.root(i)).collect()
+    pub fn take(&self) -> Option<StoreState> {
+        let store = &self.store;
+        let fragments = 0..store.layout.fragments.len();
+        let (mut book, run, roots): (Book, Option<Arc<Run>>, Vec<Arc<Root>>) = match store.transaction() {
+            Transaction::Fragment => {
+                let registry = store.registry();
+                let (book, run) = (registry.book(self.line), registry.run.clone());
+                drop(registry);
+                // After the book: what has ended there is in the roots.
+                let reader = store.reader();
+                (book, run, fragments.map(|i| reader.root(i)).collect())
+            }
+            Transaction::Model => {
+                let reader; // let go of after the registry's lock
+                let registry = store.registry();
+                reader = store.reader();
+                let book = registry.book(registry.line_at(reader.version())?);
+                (book, registry.run.clone(), fragments.map(|i| reader.root(i)).collect())
+            }
+        };
+        if roots.iter().any(|root| root.term != book.term) {
+            return None;
+        }
+        book.note_reached(&store.layout, &roots);
+        Some(StoreState { book, run, roots })
     }
 }
 

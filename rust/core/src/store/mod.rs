@@ -8,6 +8,8 @@
 
 mod apply;
 pub mod block;
+pub mod book;
+mod bookkeeping;
 mod buffers;
 mod combine;
 pub mod cut;
@@ -23,6 +25,7 @@ pub mod push;
 pub mod reader;
 pub mod receipt;
 mod registry;
+pub mod resume;
 pub mod root;
 mod slot;
 pub mod status;
@@ -30,6 +33,7 @@ pub mod tally;
 pub mod ticket;
 
 pub use block::{Block, Pool};
+pub use book::Book;
 pub use cut::Cut;
 pub use fragments::{FragmentOutcome, MAX_DRAIN, Role, Submission};
 pub use ledger::WorkerKey;
@@ -37,7 +41,8 @@ pub use model::{ModelRole, StagedFragment};
 pub use push::{Admission, OpenPush, PushHead, PushRecord};
 pub use reader::{Reader, Turn};
 pub use receipt::{Fate, Receipt};
-pub use registry::{Full, TicketCounts};
+pub use registry::{Full, MAX_WORKERS, TicketCounts};
+pub use resume::{Life, ResumeError, ResumedFragment, StoreState};
 pub use root::Root;
 pub use status::StoreStatus;
 pub use tally::Tally;
@@ -62,6 +67,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Clone)]
 pub struct StoreConfig {
     pub transaction: Transaction,
+    /// At most [`MAX_WORKERS`].
     pub max_workers: usize,
     /// Versions of the whole model that readers may keep alive under "model".
     pub max_live_versions: usize,
@@ -113,17 +119,31 @@ impl Store {
         let roots: Vec<Arc<Root>> = (0..layout.fragments.len())
             .map(|i| Arc::new(filled(&layout, i, (term, 0), Box::default(), &pool, fill)))
             .collect();
+        let registry = Registry::new(term, config.max_workers);
+        Self::assemble(table, layout, config, pool, registry, roots, 0)
+    }
+
+    /// A store of its parts; `version` is what the roots hold of the registry's.
+    fn assemble(
+        table: Arc<TensorTable>,
+        layout: Arc<Layout>,
+        config: StoreConfig,
+        pool: Arc<Pool>,
+        registry: Registry,
+        roots: Vec<Arc<Root>>,
+        version: u64,
+    ) -> Arc<Self> {
         let cells = roots
             .iter()
             .map(|root| Cell { root: RootCell::new(Arc::clone(root)), combiner: Combiner::new() });
         let cells = cells.collect();
         // Under "fragment" the model root would only pin the first version of everything.
         let roots = if config.transaction == Transaction::Model { roots } else { Vec::new() };
-        let model = Arc::new(ModelRoot { term, version: 0, roots });
+        let model = Arc::new(ModelRoot { term: registry.term, version, roots });
         let pins = Pins::default();
         pins.add(&model);
         Arc::new(Self {
-            registry: Mutex::new(Registry::new(term, config.max_workers)),
+            registry: Mutex::new(registry),
             isa: Isa::detect(),
             model: RootCell::new(model),
             models: Combiner::new(),

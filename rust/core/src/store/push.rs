@@ -1,6 +1,7 @@
 //! One admitted push: its record, which every fragment's applier reports to, and the handle that its sender holds.
 
 use super::Store;
+use super::book::{Ending, Progress};
 use super::ledger::WorkerKey;
 use super::receipt::{Fate, Receipt};
 use super::ticket::Ticket;
@@ -42,26 +43,6 @@ pub struct PushRecord {
     progress: Mutex<Progress>,
 }
 
-#[derive(Debug, Default)]
-struct Progress {
-    applied: usize,
-    reason: Option<Reason>,
-    detail: String,
-    /// Of the parameters that the push brought and that have moved: their weights' sum, and their number.
-    weighted: f64,
-    elements: f64,
-    /// (smallest, largest) weight of them so far.
-    range: Option<(f64, f64)>,
-}
-
-/// How a ticket ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ending {
-    Applied,
-    Partial,
-    Dropped,
-}
-
 impl PushRecord {
     pub(super) fn new(ticket: Ticket, head: &PushHead, layout: &Layout) -> Self {
         let present = || layout.present_fragments(&head.present);
@@ -78,7 +59,13 @@ impl PushRecord {
         }
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
+    /// As it was in another life of the store.
+    pub(super) fn with_progress(mut self, progress: Progress) -> Self {
+        self.progress = Mutex::new(progress);
+        self
+    }
+
+    pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -107,12 +94,7 @@ impl PushRecord {
     }
 
     pub(super) fn ending(&self) -> Ending {
-        let p = self.progress();
-        match p.applied {
-            0 if self.fragments > 0 => Ending::Dropped,
-            n if n == self.fragments => Ending::Applied,
-            _ => Ending::Partial,
-        }
+        self.progress().ending(self.fragments)
     }
 
     pub(super) fn receipt(&self) -> Receipt {

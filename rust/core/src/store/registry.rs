@@ -1,8 +1,9 @@
 //! The one place that issues: terms, incarnations, tickets, verdicts. A plain state machine behind one short lock,
 //! taken a few times a push (to admit it, to read the version, to settle it), never once a fragment.
 
+use super::book::Ending;
 use super::ledger::WorkerKey;
-use super::push::{Ending, PushHead, PushRecord};
+use super::push::{PushHead, PushRecord};
 use super::receipt::{Fate, Receipt};
 use super::slot::{Recent, Slot};
 use super::tally::Tally;
@@ -14,7 +15,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Answers kept per worker: as many as it may have in flight.
-const RECENT: usize = 2;
+pub(super) const RECENT: usize = 2;
+/// Most slots: each fragment's ledger has an entry for every one.
+pub const MAX_WORKERS: usize = 1 << 16;
 
 /// How tickets ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,10 +52,10 @@ pub(super) struct Registry {
     pub(super) run: Option<Arc<Run>>,
     pub(super) totals: Tally,
     pub(super) tickets: TicketCounts,
-    slots: Vec<Option<Slot>>,
-    max_workers: usize,
-    last_incarnation: u32,
-    open: BTreeMap<u64, Arc<PushRecord>>,
+    pub(super) slots: Vec<Option<Slot>>,
+    pub(super) max_workers: usize,
+    pub(super) last_incarnation: u32,
+    pub(super) open: BTreeMap<u64, Arc<PushRecord>>,
 }
 
 impl Registry {
@@ -65,7 +68,7 @@ impl Registry {
             totals: Tally::default(),
             tickets: TicketCounts::default(),
             slots: Vec::new(),
-            max_workers,
+            max_workers: max_workers.min(MAX_WORKERS),
             last_incarnation: 0,
             open: BTreeMap::new(),
         }
@@ -213,7 +216,7 @@ impl Registry {
         self.open.insert(number, Arc::clone(&record));
         if let Some(slot) = self.slot(head.worker) {
             slot.lost_at = None;
-            slot.remember(head.sequence, Recent::Open, RECENT);
+            slot.remember(head.sequence, Recent::Open(Arc::clone(&record)), RECENT);
         }
         record
     }
@@ -247,10 +250,11 @@ impl Registry {
 
     /// A retry goes on with a ticket that was counted as ended.
     fn reopen(&mut self, record: &Arc<PushRecord>, counted: Ending) {
-        *self.counter(counted) -= 1;
+        let counter = self.counter(counted);
+        *counter = counter.saturating_sub(1);
         self.open.insert(record.ticket.number, Arc::clone(record));
         if let Some(slot) = self.slot(record.worker) {
-            slot.remember(record.sequence, Recent::Open, RECENT);
+            slot.remember(record.sequence, Recent::Open(Arc::clone(record)), RECENT);
         }
     }
 
@@ -319,7 +323,7 @@ fn again(slot: &Slot, head: &PushHead, rejection: impl Fn(Reason, String) -> Rec
             // Its fragments would be cut by the tensors that it says, and applied by those that the ticket says.
             rejection(Reason::Fenced, format!("sequence {sequence} came again with other tensors"))
         }
-        Some((_, Recent::Open)) => {
+        Some((_, Recent::Open(_))) => {
             let detail = format!("sequence {sequence} is still arriving on another connection");
             rejection(Reason::Fenced, detail)
         }

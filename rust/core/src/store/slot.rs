@@ -1,7 +1,8 @@
 //! Exactly once: a worker as the registry remembers it, with its incarnation, the last sequence number it settled and
 //! the answers to its last pushes. Contiguity of sequence numbers is checked against this and nothing else.
 
-use super::push::{Ending, PushRecord};
+use super::book::Ending;
+use super::push::PushRecord;
 use super::receipt::Receipt;
 use super::tally::Tally;
 use std::collections::VecDeque;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) enum Recent {
     /// Its fragments are arriving.
-    Open,
+    Open(Arc<PushRecord>),
     /// The connection ended before all its fragments had arrived; a retry keeps its ticket. With the ending that it
     /// is counted by: a fragment that was queued then may have been applied since.
     Unfinished(Arc<PushRecord>, Ending),

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 pub const STALENESS_BUCKETS: usize = 65;
 
 /// Counts of a worker's pushes (or of all workers').
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tally {
     pub pushes: u64,
     pub samples: u64,

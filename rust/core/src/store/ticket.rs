@@ -55,6 +55,11 @@ impl Run {
         Self { spec, epoch, groups, group_of }
     }
 
+    /// As it was in another life of the store.
+    pub(crate) fn resumed(spec: RunSpec, epoch: u32, table: &TensorTable) -> Self {
+        Self { epoch, ..Self::after(None, spec, table) }
+    }
+
     /// The group of a tensor.
     #[must_use]
     pub fn group_of(&self, tensor: usize) -> usize {
@@ -68,7 +73,7 @@ impl Run {
     }
 
     /// What the store runs on a tensor.
-    pub(super) fn group(&self, tensor: usize) -> &Group {
+    pub(crate) fn group(&self, tensor: usize) -> &Group {
         &self.groups[self.group_of(tensor)]
     }
 

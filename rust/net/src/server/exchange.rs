@@ -149,6 +149,9 @@ impl Session {
         }
         let (receipt, read) = match admission {
             Admission::Open(push) => {
+                if let Some(paused) = store.pause(&push) {
+                    paused.await.ok(); // of no fragment, so that it has not been asked yet
+                }
                 let receipt = push.settle();
                 let read = (term.or(receipt.term), receipt.version);
                 (receipt, read)

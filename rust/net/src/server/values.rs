@@ -3,8 +3,7 @@
 use super::Server;
 use super::error::ServerError;
 use super::snapshot::{check_values, gather, scatter};
-use offbeat_core::spec::Transaction;
-use offbeat_core::store::{Root, Store};
+use offbeat_core::store::{Store, StoreState};
 use offbeat_core::table::{TensorSpec, TensorTable};
 use offbeat_core::wire::message::Event;
 use std::sync::{Arc, PoisonError, mpsc};
@@ -26,38 +25,39 @@ impl Server {
         let bytes = |t: &TensorSpec| t.num_elements() as usize * t.dtype.size();
         let mut tensors: Vec<Vec<u8>> = table.tensors().iter().map(|t| vec![0; bytes(t)]).collect();
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        let roots = match store.transaction() {
-            Transaction::Fragment => self.cut(store),
-            Transaction::Model => {
-                let reader = store.reader();
-                (0..layout.fragments.len()).map(|i| reader.root(i)).collect()
-            }
-        };
+        let state = self.cut(store);
         drop(whole); // the roots stay as they are
         let mut scratch = Vec::new();
-        for (index, root) in roots.into_iter().enumerate() {
+        for (index, root) in state.roots.into_iter().enumerate() {
             scatter(layout, index, root.payload(&mut scratch), &mut tensors);
         }
         Ok(Some((table, tensors)))
     }
 
-    /// Roots that belong together: pushes that come later pause until those under way have ended.
-    fn cut(&self, store: &Arc<Store>) -> Vec<Arc<Root>> {
+    /// A state whose parts belong together: pushes that come later pause until those under way have ended.
+    fn cut(&self, store: &Arc<Store>) -> StoreState {
         let deadline = Instant::now() + self.shared.config.cut_deadline;
         let (_never, clock) = mpsc::channel::<()>();
+        // Nobody sends: this is a short wait.
+        let wait = || clock.recv_timeout(Duration::from_millis(1)).ok();
+        let cut = loop {
+            match store.begin_cut() {
+                Some(cut) => break cut,
+                None => wait(),
+            };
+        };
+        while !cut.open().is_empty() && Instant::now() < deadline {
+            wait();
+        }
+        let open = cut.open();
+        if !open.is_empty() {
+            tracing::info!(?open, "a copy of the model was taken with pushes still under way");
+        }
         loop {
-            if let Some(cut) = store.begin_cut() {
-                while !cut.open().is_empty() && Instant::now() < deadline {
-                    // Nobody sends: this is a short wait.
-                    clock.recv_timeout(Duration::from_millis(1)).ok();
-                }
-                let open = cut.open();
-                if !open.is_empty() {
-                    tracing::info!(?open, "a copy of the model was taken with pushes still under way");
-                }
-                return cut.roots();
-            }
-            clock.recv_timeout(Duration::from_millis(1)).ok();
+            match cut.take() {
+                Some(state) => return state,
+                None => wait(),
+            };
         }
     }
 

@@ -1,0 +1,89 @@
+//! SHA-256 of what is written and read: as `sha256sum` prints it.
+
+use super::error::CheckpointError;
+use super::manifest::FileEntry;
+use sha2::{Digest as _, Sha256};
+use std::fmt::Write as _;
+use std::io::{self, Read, Write};
+
+/// Bytes read at a time.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// Counts what goes through it on the way to a file.
+pub(super) struct Digest<W> {
+    to: W,
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl<W: Write> Digest<W> {
+    pub(super) fn new(to: W) -> Self {
+        Self { to, hash: Sha256::new(), bytes: 0 }
+    }
+
+    /// How the file is named in the manifest.
+    pub(super) fn finish(self, name: &str) -> FileEntry {
+        FileEntry { name: name.to_owned(), bytes: self.bytes, sha256: hex(&self.hash.finalize()) }
+    }
+}
+
+impl<W: Write> Write for Digest<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.to.write(bytes)?;
+        self.hash.update(&bytes[..written]);
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.to.flush()
+    }
+}
+
+/// Reads a file to its end and holds it against the manifest.
+///
+/// # Errors
+/// [`CheckpointError::Damaged`] with both lengths or digests; [`CheckpointError::Read`].
+pub(super) fn verify(
+    file: &'static str,
+    entry: &FileEntry,
+    mut from: impl Read,
+) -> Result<(), CheckpointError> {
+    let mut sink = Digest::new(io::sink());
+    let mut chunk = vec![0; CHUNK_BYTES];
+    loop {
+        let read = match from.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(read) => read,
+            Err(cause) if cause.kind() == io::ErrorKind::Interrupted => continue,
+            Err(cause) => return Err(CheckpointError::reading(file)(cause)),
+        };
+        sink.write_all(&chunk[..read]).map_err(CheckpointError::reading(file))?;
+        if sink.bytes > entry.bytes {
+            break; // whatever it is, it is not read to its end
+        }
+    }
+    let found = sink.finish(file);
+    let what = if found.bytes > entry.bytes {
+        format!("it has more than the {} bytes that the manifest says", entry.bytes)
+    } else if found.bytes < entry.bytes {
+        format!("it has {} bytes where the manifest says {}", found.bytes, entry.bytes)
+    } else if found.sha256 != entry.sha256 {
+        format!("its SHA-256 is {}, the manifest says {}", found.sha256, entry.sha256)
+    } else {
+        return Ok(());
+    };
+    Err(CheckpointError::Damaged { file, what })
+}
+
+/// SHA-256 of bytes, in hex.
+pub(super) fn sha256(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a String takes any text");
+        text
+    })
+}

@@ -1,0 +1,138 @@
+//! The manifest: everything of a checkpoint but the tensors, and the digests of the files that hold those. JSON, whose
+//! last field is the SHA-256 of all before it.
+
+use super::digest::{self, sha256};
+use super::error::CheckpointError;
+use super::plan::{MODEL, OPTIMIZER};
+use crate::spec::Transaction;
+use crate::store::Book;
+use crate::table::TensorTable;
+use serde::{Deserialize, Serialize};
+use std::io::{self, Read};
+
+/// The manifest's file name.
+pub const MANIFEST: &str = "manifest.json";
+/// What this build writes and reads.
+pub const FORMAT: u32 = 1;
+/// A longer manifest is neither written nor read.
+pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+
+const BEFORE_DIGEST: &str = ",\"sha256\":\"";
+const AFTER_DIGEST: &str = "\"}\n";
+
+/// A checkpoint but for its tensors' values.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    pub format: u32,
+    /// The build that wrote it.
+    pub offbeat: String,
+    /// By which pushes were committed. Another life may choose another.
+    pub transaction: Transaction,
+    /// What the files hold.
+    pub table: TensorTable,
+    pub files: Vec<FileEntry>,
+    /// Every element of every tensor is in one of them.
+    pub ranges: Vec<Range>,
+    pub book: Book,
+}
+
+/// A file beside the manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    pub name: String,
+    pub bytes: u64,
+    /// In hex.
+    pub sha256: String,
+}
+
+/// Elements of a tensor with one history. Most tensors are one range; under "fragment" a push that was refused or cut
+/// short in some parts of a tensor makes more of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Range {
+    pub tensor: String,
+    /// The first element, in C order.
+    pub start: u64,
+    /// The one behind the last.
+    pub end: u64,
+    /// Updates applied to the fragments that hold it.
+    pub version: u64,
+    /// Steps of the optimizer; `None` where it keeps no state yet.
+    pub steps: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct Versioned {
+    format: u32,
+    offbeat: String,
+}
+
+impl Manifest {
+    /// As the file's bytes.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Unwritable`] if it is longer than [`MAX_MANIFEST_BYTES`].
+    pub fn encode(&self) -> Result<Vec<u8>, CheckpointError> {
+        let unwritable = |what: String| CheckpointError::Unwritable { what };
+        let mut bytes = serde_json::to_vec(self).map_err(|e| unwritable(e.to_string()))?;
+        bytes.truncate(bytes.len() - "}".len());
+        let digest = sha256(&bytes);
+        for part in [BEFORE_DIGEST, &digest, AFTER_DIGEST] {
+            bytes.extend_from_slice(part.as_bytes());
+        }
+        if bytes.len() as u64 > MAX_MANIFEST_BYTES {
+            return Err(unwritable(format!(
+                "a manifest of {} bytes, at most {MAX_MANIFEST_BYTES}",
+                bytes.len()
+            )));
+        }
+        Ok(bytes)
+    }
+
+    /// From a file's bytes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`] if a byte is not as it was written, or another version wrote it.
+    pub fn decode(bytes: &[u8]) -> Result<Self, CheckpointError> {
+        let damaged = |what: &str| CheckpointError::Damaged { file: MANIFEST, what: what.to_owned() };
+        let text = str::from_utf8(bytes).map_err(|e| damaged(&format!("it is not text: {e}")))?;
+        let (body, rest) = text
+            .rsplit_once(BEFORE_DIGEST)
+            .ok_or_else(|| damaged("its last field, the SHA-256, is missing"))?;
+        let digest = rest.strip_suffix(AFTER_DIGEST).ok_or_else(|| damaged("its end is missing"))?;
+        if sha256(body.as_bytes()) != digest {
+            return Err(damaged("its SHA-256 is not the one that it ends with"));
+        }
+        let whole = format!("{body}}}");
+        let malformed = |e: serde_json::Error| CheckpointError::malformed(MANIFEST, e.to_string());
+        let Versioned { format, offbeat } = serde_json::from_str(&whole).map_err(malformed)?;
+        if format != FORMAT {
+            return Err(CheckpointError::Format { file: MANIFEST, found: format, writer: offbeat });
+        }
+        serde_json::from_str(&whole).map_err(malformed)
+    }
+
+    /// Reads every file that it names to its end, and holds it against its digest. `open` opens a file beside the
+    /// manifest.
+    ///
+    /// # Errors
+    /// [`CheckpointError`] if one is not as it was written, or is none of a checkpoint's.
+    pub fn verify<F: Read>(
+        &self,
+        mut open: impl FnMut(&'static str) -> io::Result<F>,
+    ) -> Result<(), CheckpointError> {
+        for entry in &self.files {
+            let Some(name) = [MODEL, OPTIMIZER].into_iter().find(|name| *name == entry.name) else {
+                return Err(CheckpointError::malformed(
+                    MANIFEST,
+                    format!("it names a file {:?}", entry.name),
+                ));
+            };
+            let file = open(name).map_err(CheckpointError::reading(name))?;
+            digest::verify(name, entry, file)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,272 @@
+//! Checkpoints as files: what is damaged is refused by name, what others read they can read.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
+
+mod common;
+
+use common::{Files, restored, verified, written};
+use offbeat_core::checkpoint::{CheckpointError, MANIFEST, MODEL, Manifest, OPTIMIZER};
+use offbeat_core::checksum::checksum;
+use offbeat_core::dtype::Dtype;
+use offbeat_core::layout::Presence;
+use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec};
+use offbeat_core::store::{Admission, PushHead, RunSpec, Store, StoreConfig};
+use offbeat_core::table::{Role, TensorSpec, TensorTable};
+use safetensors::SafeTensors;
+use sha2::{Digest, Sha256};
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+fn tensor(name: &str, shape: &[u64], dtype: Dtype, role: Role) -> TensorSpec {
+    TensorSpec { name: name.into(), aliases: vec![], shape: shape.into(), dtype, role }
+}
+
+/// Adam on everything but `frozen`, after one push that brought all but one tensor.
+fn store() -> Arc<Store> {
+    let table = TensorTable::new(vec![
+        tensor("seen", &[], Dtype::I64, Role::Buffer),
+        tensor("layer.weight", &[300, 240], Dtype::F32, Role::Parameter),
+        tensor("layer.bias", &[5], Dtype::F32, Role::Parameter),
+        tensor("half", &[3], Dtype::BF16, Role::Parameter),
+        tensor("mask", &[3], Dtype::Bool, Role::Buffer),
+        tensor("absent", &[2], Dtype::F32, Role::Parameter),
+    ]);
+    let fill = &mut |_: usize, bytes: &mut [u8]| bytes.fill(1);
+    let store = Store::new(Arc::new(table.unwrap()), StoreConfig::default(), 1, fill);
+    let rule = Rule::Adam {
+        betas: (0.9, 0.99),
+        eps: 1e-8,
+        weight_decay: 0.1,
+        amsgrad: false,
+        maximize: false,
+        decoupled_weight_decay: true,
+    };
+    let groups = vec![Group { pattern: "*".into(), lr: 0.1, rule }];
+    let optimizer = OptimizerSpec { groups, momentum_correction: false };
+    let (staleness, schedule) = (StalenessSpec::default(), Schedule::default());
+    store.configure(RunSpec { optimizer, staleness, schedule, max_samples: None });
+    let layout = Arc::clone(store.layout());
+    let present = Presence::from_fn(layout.num_tensors(), |t| t != 5);
+    let worker = store.register("a").unwrap();
+    let (term, base, samples, norm) = (1, 0, 8, None);
+    let head = PushHead { worker, sequence: 1, term, base, epoch: 1, samples, present, norm };
+    let Admission::Open(push) = store.admit(&head) else { panic!("a first push is admitted") };
+    for index in layout.present_fragments(&head.present) {
+        let mut block = store.staging(layout.fragments[index].push_bytes(&head.present));
+        block.bytes_mut().fill(1);
+        let checksum = checksum(block.bytes());
+        drop(store.submit(&push, index, 0, block, checksum));
+    }
+    assert!(push.settle().applied);
+    store
+}
+
+fn files() -> Files {
+    let store = store();
+    let state = store.begin_cut().unwrap().take().unwrap();
+    written(&store, &state)
+}
+
+#[test]
+fn any_tool_reads_the_tensors_by_name() {
+    let store = store();
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let files = written(&store, &state);
+    let model = SafeTensors::deserialize(&files[MODEL]).unwrap();
+    let mut names = model.names();
+    names.sort_unstable();
+    assert_eq!(names, ["absent", "half", "layer.bias", "layer.weight", "mask", "seen"]);
+    let half = model.tensor("half").unwrap();
+    assert_eq!((half.dtype(), half.shape()), (safetensors::Dtype::F32, &[3][..]), "as the store keeps it");
+    assert_eq!(model.tensor("seen").unwrap().shape(), &[] as &[usize]);
+    assert_eq!(model.tensor("mask").unwrap().dtype(), safetensors::Dtype::BOOL);
+    let weight = model.tensor("layer.weight").unwrap();
+    let held: Vec<u8> = state.roots[..2].iter().flat_map(|root| root.held().to_vec()).collect();
+    assert_eq!(weight.data(), &held[..weight.data().len()], "it spans two fragments");
+    let header = files[MODEL].len() - model.iter().map(|(_, view)| view.data().len()).sum::<usize>();
+    assert_eq!(header % 64, 0);
+    let optimizer = SafeTensors::deserialize(&files[OPTIMIZER]).unwrap();
+    for state in ["exp_avg", "exp_avg_sq"] {
+        for name in ["layer.weight", "layer.bias", "half"] {
+            assert!(optimizer.tensor(&format!("{state}.{name}")).is_ok(), "{:?}", optimizer.names());
+        }
+        assert!(optimizer.tensor(&format!("{state}.mask")).is_err());
+    }
+}
+
+#[test]
+fn the_manifest_says_what_happened_to_each_range() {
+    let manifest = verified(&files()).unwrap();
+    let of = |name: &str| -> Vec<(u64, u64, u64, Option<u64>)> {
+        let ranges = manifest.ranges.iter().filter(|range| range.tensor == name);
+        ranges.map(|range| (range.start, range.end, range.version, range.steps)).collect()
+    };
+    assert_eq!(of("layer.weight"), [(0, 72_000, 1, Some(1))]);
+    assert_eq!(of("absent"), [(0, 2, 1, Some(0))], "it shares a fragment");
+    assert_eq!(of("mask"), [(0, 3, 1, None)]);
+    assert_eq!((manifest.book.version, manifest.book.samples), (1, 8));
+}
+
+#[test]
+fn a_manifest_is_read_as_it_was_written_and_each_wrong_byte_is_refused() {
+    let files = files();
+    let bytes = &files[MANIFEST];
+    let manifest = Manifest::decode(bytes).unwrap();
+    assert_eq!(manifest.encode().unwrap(), *bytes);
+    for end in 0..bytes.len() {
+        assert!(Manifest::decode(&bytes[..end]).is_err(), "cut at {end}");
+    }
+    for place in 0..bytes.len() {
+        let mut wrong = bytes.clone();
+        wrong[place] ^= 1 << (place % 8);
+        assert!(Manifest::decode(&wrong).is_err(), "byte {place}");
+    }
+    let mut longer = bytes.clone();
+    longer.push(b' ');
+    assert!(matches!(Manifest::decode(&longer), Err(CheckpointError::Damaged { file: MANIFEST, .. })));
+}
+
+#[test]
+fn each_wrong_bit_of_a_file_is_refused_by_its_name() {
+    let files = files();
+    for name in [MODEL, OPTIMIZER] {
+        let bits = files[name].len() * 8;
+        for n in 0..500 {
+            let bit = (n * 2_654_435_761) % bits;
+            let mut wrong = files.clone();
+            wrong.get_mut(name).unwrap()[bit / 8] ^= 1 << (bit % 8);
+            let refused = restored(&wrong, StoreConfig::default()).err().unwrap();
+            assert!(matches!(refused, CheckpointError::Damaged { file, .. } if file == name), "{refused}");
+        }
+        for length in [0, 7, 8, 100, files[name].len() - 1] {
+            let mut wrong = files.clone();
+            wrong.get_mut(name).unwrap().truncate(length);
+            let refused = restored(&wrong, StoreConfig::default()).err().unwrap().to_string();
+            assert!(refused.starts_with(&format!("{name} is damaged: it has {length} bytes")), "{refused}");
+        }
+        let mut wrong = files.clone();
+        wrong.get_mut(name).unwrap().push(0);
+        let refused = restored(&wrong, StoreConfig::default()).err().unwrap().to_string();
+        assert!(refused.starts_with(&format!("{name} is damaged: it has more than")), "{refused}");
+    }
+}
+
+/// A manifest that was changed by somebody who can make its digest anew.
+fn forged(change: impl FnOnce(&mut Manifest)) -> String {
+    let mut files = files();
+    let mut manifest = verified(&files).unwrap();
+    change(&mut manifest);
+    files.insert(MANIFEST.to_owned(), manifest.encode().unwrap());
+    restored(&files, StoreConfig::default()).err().unwrap().to_string()
+}
+
+type Change = fn(&mut Manifest);
+
+#[test]
+fn a_manifest_that_does_not_hold_together_is_refused() {
+    let told = forged(|m| m.format = 2);
+    let due = "manifest.json is of format 2, this Offbeat reads format 1: use Offbeat test, which wrote it";
+    assert_eq!(told, due);
+    let told = forged(|m| m.files.retain(|entry| entry.name != MODEL));
+    assert!(told.ends_with("the files that it names are [\"optimizer.safetensors\"]"), "{told}");
+    let told = forged(|m| m.files.retain(|entry| entry.name != OPTIMIZER));
+    assert!(told.ends_with("the files that it names are [\"model.safetensors\"]"), "{told}");
+    let told = forged(|m| m.files[0].name = "../model.safetensors".into());
+    assert!(told.ends_with("it names a file \"../model.safetensors\""), "{told}");
+    let told = forged(|m| m.ranges.retain(|range| range.tensor != "half"));
+    assert!(told.ends_with("the ranges of \"half\" end at 0, not at 3"), "{told}");
+    let told = forged(|m| m.ranges[0].tensor = "other".into());
+    assert!(told.ends_with("a range of \"other\", which is no tensor"), "{told}");
+    let told = forged(|m| m.ranges.iter_mut().for_each(|range| range.version = range.end));
+    assert!(told.contains("do not fit its fragment"), "{told}");
+    let told =
+        forged(|m| m.ranges.iter_mut().filter(|r| r.tensor == "layer.bias").for_each(|r| r.steps = None));
+    assert!(told.starts_with("optimizer.safetensors does not hold together: its header"), "{told}");
+    let told = forged(|m| {
+        let whole = m.ranges.iter().position(|range| range.tensor == "layer.weight").unwrap();
+        let mut second = m.ranges[whole].clone();
+        (second.start, m.ranges[whole].end, m.ranges[whole].version) = (100, 100, 2);
+        m.ranges.insert(whole + 1, second);
+    });
+    assert!(told.contains("do not fit its fragment"), "{told}");
+    let told = forged(|m| m.book.run.as_mut().unwrap().spec.optimizer.groups[0].lr = -1.0);
+    assert!(told.contains("lr"), "{told}");
+    let told = forged(|m| m.book.totals.staleness_histogram.clear());
+    assert!(told.contains("totals has a histogram of 0 buckets"), "{told}");
+    let changes: [(Change, &str); 9] = [
+        (|m| m.book.version = u64::MAX, "counts to 18446744073709551615"),
+        (|m| m.book.totals.applied = u64::MAX, "totals counts to"),
+        (|m| m.book.last_incarnation = u32::MAX, "last_incarnation is 4294967295"),
+        (|m| m.book.last_incarnation = 0, "has incarnation 1, not issued"),
+        (|m| m.book.workers.push(m.book.workers[0].clone()), "the worker in slot 0 is out of order"),
+        (|m| m.book.workers[0].slot = 65_536, "the worker in slot 65536 is out of order, or one too many"),
+        (|m| m.book.workers[0].last_sequence = 0, "answers pushes [1], and the last that came is 0"),
+        (|m| m.book.workers[0].recent[0].0 = 0, "answers pushes [0], and the last that came is 1"),
+        (|m| m.ranges[0].version = u64::MAX, "counts too far"),
+    ];
+    for (change, due) in changes {
+        let told = forged(change);
+        assert!(told.contains(due), "{told}");
+    }
+    let told = forged(|m| {
+        let mut second = m.book.workers[0].clone();
+        second.slot = 1;
+        m.book.workers.push(second);
+    });
+    assert!(told.contains("the worker in slot 1 is a second \"a\""), "{told}");
+    let told = forged(|m| {
+        let other = tensor("layer.bias", &[7], Dtype::F32, Role::Parameter);
+        let tensors = m.table.tensors().iter().cloned();
+        let changed = tensors.map(|t| if t.name == other.name { other.clone() } else { t });
+        m.table = TensorTable::new(changed.collect()).unwrap();
+        m.ranges.iter_mut().filter(|range| range.tensor == other.name).for_each(|range| range.end = 7);
+    });
+    assert!(told.contains("its header does not say the tensors that the manifest says"), "{told}");
+}
+
+/// A file that was changed by somebody who can make its digest anew.
+fn forged_file(name: &str, change: impl FnOnce(&mut Vec<u8>)) -> String {
+    let mut files = files();
+    let mut manifest = verified(&files).unwrap();
+    let bytes = files.get_mut(name).unwrap();
+    change(bytes);
+    let entry = manifest.files.iter_mut().find(|entry| entry.name == name).unwrap();
+    entry.bytes = bytes.len() as u64;
+    entry.sha256.clear();
+    for byte in Sha256::digest(bytes.as_slice()) {
+        write!(entry.sha256, "{byte:02x}").unwrap();
+    }
+    files.insert(MANIFEST.to_owned(), manifest.encode().unwrap());
+    restored(&files, StoreConfig::default()).err().unwrap().to_string()
+}
+
+#[test]
+fn tensors_that_no_store_has_written_are_refused() {
+    for name in [MODEL, OPTIMIZER] {
+        let told = forged_file(name, |bytes| {
+            let end = bytes.len();
+            bytes[end - 200..].fill(0xff);
+        });
+        assert!(told.contains("holds NaN or an infinity"), "{told}");
+        let told = forged_file(name, |bytes| bytes.push(0));
+        assert!(told.contains("bytes where its tensors make"), "{told}");
+        for place in [0, 7, 8, 100] {
+            let told = forged_file(name, |bytes| bytes[place] ^= 1);
+            assert!(told.ends_with("its header does not say the tensors that the manifest says"), "{told}");
+        }
+        let told = forged_file(name, Vec::clear);
+        assert!(told.ends_with("it ends too early"), "{told}");
+    }
+}
+
+#[test]
+fn a_name_that_the_format_keeps_is_refused_before_anything_is_written() {
+    let table = TensorTable::new(vec![tensor("__metadata__", &[1], Dtype::F32, Role::Parameter)]).unwrap();
+    let store = Store::new(Arc::new(table), StoreConfig::default(), 1, &mut |_, bytes| bytes.fill(0));
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let draft = offbeat_core::checkpoint::Draft::new(store.table(), store.layout(), &state);
+    assert_eq!(draft.files(), [MODEL], "nothing remembers, so there is no second file");
+    let mut bytes = Vec::new();
+    let refused = draft.write(MODEL, &mut bytes).unwrap_err();
+    assert!(refused.to_string().contains("__metadata__") && bytes.is_empty(), "{refused}");
+}
