@@ -1,6 +1,8 @@
 //! Offbeat's sockets. A [`frame`] is the wire codec of the core over one TCP connection; [`handshake`] opens a
-//! connection from both ends; [`server`] holds the store and answers; [`client`] is a worker's side of a session.
+//! connection from both ends; [`server`] holds the store and answers; [`client`] is a worker's side of a session;
+//! [`checkpoint`] keeps what a store was on a disk.
 
+pub mod checkpoint;
 pub mod client;
 pub mod fork;
 pub mod frame;

@@ -1,0 +1,324 @@
+//! Where a server keeps its checkpoints: one folder each, which has its name only when everything in it is on the
+//! disk. A crash, a full disk or a lost machine leaves the checkpoint before, or the new one, and never less.
+
+use super::error::DirectoryError;
+use super::files;
+use super::folder::{self, Checkpoint, DAMAGED, checkpoints};
+use crate::fork::ClosedInChildren;
+use offbeat_core::checkpoint::{Draft, MANIFEST};
+use offbeat_core::spec::Transaction;
+use offbeat_core::store::{Store, StoreState};
+use std::fs::{self, File, TryLockError};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// How many checkpoints are kept.
+pub const KEPT: usize = 3;
+
+/// What holds the directory's lock.
+const LOCK: &str = "lock";
+/// A checkpoint that is being written.
+const NEW: &str = ".new";
+/// One that is being removed.
+const OLD: &str = ".old";
+
+/// A directory of checkpoints, for one server at a time.
+#[derive(Debug)]
+pub struct Directory {
+    path: PathBuf,
+    /// A child that is forked must not hold on to it when its parent has died.
+    _lock: ClosedInChildren<File>,
+}
+
+impl Directory {
+    /// Takes a directory, which is made if it is not there, and removes what a server that was killed left half done.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Locked`] while another server has it; [`DirectoryError::Io`].
+    pub fn open(path: &Path) -> Result<Self, DirectoryError> {
+        files::create_directories(path)?;
+        let lock = ClosedInChildren::new(lock(path)?);
+        for half_done in [NEW, OLD] {
+            files::remove(&path.join(half_done))?;
+        }
+        Ok(Self { path: path.to_owned(), _lock: lock })
+    }
+
+    /// Writes a checkpoint, and returns its folder when it is on the disk; then all but the newest [`KEPT`] are removed.
+    ///
+    /// # Errors
+    /// [`DirectoryError`]; the checkpoints before are as they were.
+    pub fn save(&mut self, store: &Store, state: &StoreState) -> Result<PathBuf, DirectoryError> {
+        let folder = self.path.join(folder::name(folder::next_number(&self.path)?));
+        let new = self.path.join(NEW);
+        let draft = Draft::new(store.table(), store.layout(), state);
+        let written = write(&new, &draft, store.transaction())
+            .and_then(|()| fs::rename(&new, &folder).map_err(DirectoryError::io("rename", &new)));
+        if let Err(error) = written {
+            // What is half done needs its room; the next save or start tries again to remove it.
+            let left =
+                |left: &DirectoryError| tracing::warn!(error = %left, "an unfinished checkpoint is left");
+            files::remove(&new).inspect_err(left).ok();
+            return Err(error);
+        }
+        files::sync_names(&self.path)?;
+        if let Err(error) = self.prune() {
+            tracing::warn!(%error, "older checkpoints could not be removed");
+        }
+        Ok(folder)
+    }
+
+    /// The newest checkpoint that is as it was written and that `restore` can use; `None` where there is none at all. One
+    /// that is damaged is named in the log and set aside under another name, and the one before it is tried.
+    ///
+    /// # Errors
+    /// [`DirectoryError::NoneUsable`] where there are some and all are damaged. Whatever else keeps one from being read
+    /// (another format, no permission, a disk that fails) is an error at once: an older one would lose what it holds.
+    pub fn newest<T>(
+        &mut self,
+        mut restore: impl FnMut(Checkpoint) -> Result<T, DirectoryError>,
+    ) -> Result<Option<T>, DirectoryError> {
+        let found = checkpoints(&self.path)?;
+        let mut damaged = Vec::new();
+        for (_, folder) in &found {
+            match Checkpoint::verified(folder).and_then(&mut restore) {
+                Err(error) if error.is_damage() => {
+                    tracing::error!(%error, "a checkpoint cannot be used: the one before it is tried");
+                    damaged.push((folder, error));
+                }
+                Err(error) => return Err(error),
+                Ok(restored) => {
+                    damaged.iter().try_for_each(|(folder, _)| self.set_aside(folder))?;
+                    return Ok(Some(restored));
+                }
+            }
+        }
+        match damaged.into_iter().next() {
+            None => Ok(None),
+            Some((_, newest)) => Err(DirectoryError::NoneUsable {
+                path: self.path.clone(),
+                found: found.len(),
+                newest: Box::new(newest),
+            }),
+        }
+    }
+
+    fn set_aside(&self, folder: &Path) -> Result<(), DirectoryError> {
+        let name = folder.file_name().unwrap_or_default().to_string_lossy();
+        let aside = self.path.join(format!("{DAMAGED}{name}"));
+        fs::rename(folder, &aside).map_err(DirectoryError::io("rename", folder))?;
+        tracing::warn!(from = %folder.display(), to = %aside.display(), "a damaged checkpoint is set aside");
+        Ok(())
+    }
+
+    fn prune(&self) -> Result<(), DirectoryError> {
+        let old = self.path.join(OLD);
+        for (_, folder) in checkpoints(&self.path)?.iter().skip(KEPT) {
+            files::remove(&old)?;
+            // First its name: what is removed in part is not taken for a checkpoint.
+            fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
+            files::remove(&old)?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a checkpoint's files into a new folder, the manifest last.
+fn write(folder: &Path, draft: &Draft<'_>, transaction: Transaction) -> Result<(), DirectoryError> {
+    files::remove(folder)?;
+    fs::create_dir(folder).map_err(DirectoryError::io("create", folder))?;
+    let mut entries = Vec::new();
+    for name in draft.files() {
+        let written = |file: &File| draft.write(name, file).map_err(DirectoryError::checkpoint(folder));
+        entries.push(files::write_new(&folder.join(name), written)?);
+    }
+    let manifest = draft.manifest(entries, transaction, env!("CARGO_PKG_VERSION")).encode();
+    let manifest = manifest.map_err(DirectoryError::checkpoint(folder))?;
+    let path = folder.join(MANIFEST);
+    files::write_new(&path, |mut file| {
+        file.write_all(&manifest).map_err(DirectoryError::io("write", &path))
+    })?;
+    files::sync_names(folder)
+}
+
+/// Locks a directory for as long as the file is open.
+fn lock(directory: &Path) -> Result<File, DirectoryError> {
+    let path = directory.join(LOCK);
+    let file = files::open_lock(&path).map_err(DirectoryError::io("lock", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(DirectoryError::Locked { path: directory.to_owned() }),
+        Err(TryLockError::Error(cause)) => Err(DirectoryError::io("lock", &path)(cause)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use offbeat_core::checkpoint::CheckpointError;
+    use offbeat_core::dtype::Dtype;
+    use offbeat_core::store::{Life, StoreConfig};
+    use offbeat_core::table::{Role, TensorSpec, TensorTable};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// A directory that is gone after the test.
+    struct Temporary(PathBuf);
+
+    impl Temporary {
+        fn new() -> Self {
+            static NUMBER: AtomicU32 = AtomicU32::new(0);
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            let name = format!("offbeat-test-{}-{number}", std::process::id());
+            Self(std::env::temp_dir().join(name))
+        }
+
+        fn names(&self) -> Vec<String> {
+            let entries = fs::read_dir(&self.0).unwrap();
+            let mut names: Vec<String> =
+                entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        }
+    }
+
+    impl Drop for Temporary {
+        fn drop(&mut self) {
+            fs::remove_dir_all(&self.0).unwrap();
+        }
+    }
+
+    fn store() -> Arc<Store> {
+        let (name, dtype, role) = ("w".into(), Dtype::F32, Role::Parameter);
+        let table =
+            TensorTable::new(vec![TensorSpec { name, aliases: vec![], shape: vec![1000], dtype, role }]);
+        Store::new(Arc::new(table.unwrap()), StoreConfig::default(), 1, &mut |_, bytes| bytes.fill(1))
+    }
+
+    /// Saves the store as if so many updates had been made.
+    fn save(directory: &mut Directory, store: &Arc<Store>, version: u64) -> PathBuf {
+        let mut state = store.begin_cut().unwrap().take().unwrap();
+        state.book.version = version;
+        directory.save(store, &state).unwrap()
+    }
+
+    #[test]
+    fn the_newest_three_are_kept_and_the_newest_is_used() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0.join("is/made")).unwrap();
+        assert!(directory.newest(Ok).unwrap().is_none());
+        for version in [1, 2, 10, 10, 9] {
+            save(&mut directory, &store, version);
+        }
+        let kept = checkpoints(&place.0.join("is/made")).unwrap();
+        assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [5, 4, 3]);
+        let newest = directory.newest(Ok).unwrap().unwrap();
+        assert_eq!(newest.manifest.book.version, 9, "the last that was saved, whatever its version");
+        assert!(newest.path.ends_with("checkpoint-000005"), "{:?}", newest.path);
+        let life = Life { term: 2, last_incarnation: 0 };
+        let restored = newest.restore(StoreConfig::default(), life).unwrap();
+        assert_eq!((restored.term(), restored.version()), (2, 9));
+        assert_eq!(restored.reader().root(0).held(), store.reader().root(0).held());
+    }
+
+    #[test]
+    fn a_damaged_one_is_set_aside_once_another_is_found_and_all_damaged_is_an_error() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let (first, second) = (save(&mut directory, &store, 1), save(&mut directory, &store, 2));
+        fs::remove_file(second.join(MANIFEST)).unwrap();
+        assert_eq!(directory.newest(Ok).unwrap().unwrap().path, first);
+        assert_eq!(place.names(), ["checkpoint-000001", "damaged-checkpoint-000002", "lock"]);
+        let second = save(&mut directory, &store, 2);
+        assert!(second.ends_with("checkpoint-000003"), "no number is given twice");
+        fs::remove_file(second.join(MANIFEST)).unwrap();
+        let refuse = |path: &Path| {
+            let cause = CheckpointError::Damaged { file: MANIFEST, what: "it is ours to say".into() };
+            DirectoryError::checkpoint(path)(cause)
+        };
+        let told = directory.newest(|c| Err::<(), _>(refuse(&c.path))).unwrap_err().to_string();
+        assert!(told.starts_with("none of the 2 checkpoints in"), "{told}");
+        let folder = second.display();
+        assert!(told.contains(&format!("{folder}: manifest.json is damaged: it is not there")), "{told}");
+        assert_eq!(place.names().len(), 4, "nothing is set aside, so that the next start says the same");
+        let model = first.join("model.safetensors");
+        let mut bytes = fs::read(&model).unwrap();
+        bytes[500] ^= 1;
+        fs::write(&model, bytes).unwrap();
+        let told = Checkpoint::verified(&first).unwrap_err().to_string();
+        assert!(told.contains("model.safetensors is damaged: its SHA-256 is"), "{told}");
+        assert_eq!(directory.newest(Ok).unwrap_err().to_string().matches("none of the 2").count(), 1);
+    }
+
+    #[test]
+    fn what_is_no_damage_is_an_error_and_nothing_older_is_taken() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let (_, second) = (save(&mut directory, &store, 1), save(&mut directory, &store, 2));
+        let model = second.join("model.safetensors");
+        fs::rename(&model, place.0.join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink("../elsewhere", &model).unwrap();
+        let told = directory.newest(Ok).unwrap_err().to_string();
+        assert!(told.contains("model.safetensors cannot be read: "), "{told}");
+        fs::remove_file(&model).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, &model, rustix::fs::Mode::RUSR).unwrap();
+        let told = directory.newest(Ok).unwrap_err().to_string();
+        assert!(told.contains("it is no plain file"), "{told}");
+        fs::remove_file(&model).unwrap();
+        fs::rename(place.0.join("elsewhere"), &model).unwrap();
+        assert_eq!(directory.newest(Ok).unwrap().unwrap().path, second);
+    }
+
+    #[test]
+    fn other_names_are_no_checkpoints() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let folder = save(&mut directory, &store, 1);
+        std::os::unix::fs::symlink(&folder, place.0.join("checkpoint-000002")).unwrap();
+        for stranger in
+            ["checkpoint-3", "checkpoint-", "notes", "checkpoint-00000x", "damaged-checkpoint-000009"]
+        {
+            fs::create_dir(place.0.join(stranger)).unwrap();
+        }
+        assert_eq!(checkpoints(&place.0).unwrap(), [(1, folder)]);
+    }
+
+    #[test]
+    fn one_server_has_a_directory_and_what_it_left_half_done_is_removed() {
+        let place = Temporary::new();
+        let directory = Directory::open(&place.0).unwrap();
+        fs::create_dir_all(place.0.join(NEW)).unwrap();
+        let refused = Directory::open(&place.0).unwrap_err().to_string();
+        assert!(refused.ends_with(
+            "is in use by another server: stop that one, or give this one a directory of its own"
+        ));
+        assert!(place.0.join(NEW).exists(), "the other one's");
+        drop(directory);
+        drop(Directory::open(&place.0).unwrap());
+        assert!(!place.0.join(NEW).exists());
+        let precious = place.0.join("precious");
+        fs::write(&precious, "to be kept").unwrap();
+        fs::remove_file(place.0.join(LOCK)).unwrap();
+        std::os::unix::fs::symlink(&precious, place.0.join(LOCK)).unwrap();
+        assert!(Directory::open(&place.0).unwrap_err().to_string().starts_with("cannot lock"));
+        assert_eq!(fs::read(&precious).unwrap(), b"to be kept");
+    }
+
+    #[test]
+    fn a_save_that_fails_leaves_what_was_there() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let first = save(&mut directory, &store, 1);
+        fs::write(place.0.join(NEW), "in the way").unwrap();
+        let state = store.begin_cut().unwrap().take().unwrap();
+        let refused = directory.save(&store, &state).unwrap_err().to_string();
+        assert!(refused.starts_with("cannot remove"), "{refused}");
+        assert_eq!(directory.newest(Ok).unwrap().unwrap().path, first);
+        assert_eq!(place.names(), [".new", "checkpoint-000001", "lock"]);
+    }
+}

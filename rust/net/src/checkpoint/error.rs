@@ -1,0 +1,39 @@
+//! Why a checkpoint could not be kept or used.
+
+use offbeat_core::checkpoint::CheckpointError;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What went wrong in a directory of checkpoints.
+#[derive(Debug, thiserror::Error)]
+pub enum DirectoryError {
+    #[error("cannot {doing} {}: {cause}", path.display())]
+    Io { doing: &'static str, path: PathBuf, cause: io::Error },
+    #[error(
+        "{} is in use by another server: stop that one, or give this one a directory of its own",
+        path.display()
+    )]
+    Locked { path: PathBuf },
+    #[error("{}: {cause}", path.display())]
+    Checkpoint { path: PathBuf, cause: CheckpointError },
+    #[error(
+        "none of the {found} checkpoints in {} can be used; the newest: {newest}. Move them away to begin anew",
+        path.display()
+    )]
+    NoneUsable { path: PathBuf, found: usize, newest: Box<Self> },
+}
+
+impl DirectoryError {
+    /// Whether a checkpoint is to blame, and will not be better tomorrow.
+    pub(super) fn is_damage(&self) -> bool {
+        matches!(self, Self::Checkpoint { cause, .. } if cause.is_damage())
+    }
+
+    pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |cause| Self::Io { doing, path: path.to_owned(), cause }
+    }
+
+    pub(super) fn checkpoint(path: &Path) -> impl FnOnce(CheckpointError) -> Self {
+        move |cause| Self::Checkpoint { path: path.to_owned(), cause }
+    }
+}
