@@ -2,7 +2,7 @@
 
 use super::digest::Digest;
 use super::error::CheckpointError;
-use super::manifest::{FORMAT, FileEntry, Manifest, Range};
+use super::manifest::{FORMAT, FileEntry, Manifest, Range, RunRecord};
 use super::plan::{self, MODEL, OPTIMIZER};
 use super::tensors::{Planned, write_header};
 use crate::layout::{Layout, Segment};
@@ -24,9 +24,17 @@ pub struct Draft<'a> {
 
 impl<'a> Draft<'a> {
     /// Of the state of a store with this table and layout.
-    #[must_use]
-    pub fn new(table: &'a TensorTable, layout: &Layout, state: &'a StoreState) -> Self {
-        Self { table, state, places: plan::places(layout) }
+    ///
+    /// # Errors
+    /// [`CheckpointError::Unwritable`] if no store would go on from it: better now than after a crash.
+    pub fn new(
+        table: &'a TensorTable,
+        layout: &Layout,
+        state: &'a StoreState,
+    ) -> Result<Self, CheckpointError> {
+        let unwritable = |e| CheckpointError::Unwritable { what: format!("this book: {e}") };
+        state.book.check(layout.fragments.len()).map_err(unwritable)?;
+        Ok(Self { table, state, places: plan::places(layout) })
     }
 
     /// The files to be written, before the manifest.
@@ -54,12 +62,19 @@ impl<'a> Draft<'a> {
         Ok(to.finish(file))
     }
 
-    /// The manifest of the files written.
+    /// The manifest of the files written; `offbeat` is the build that writes it.
     #[must_use]
-    pub fn manifest(&self, files: Vec<FileEntry>, transaction: Transaction, offbeat: &str) -> Manifest {
+    pub fn manifest(
+        &self,
+        files: Vec<FileEntry>,
+        run: RunRecord,
+        transaction: Transaction,
+        offbeat: &str,
+    ) -> Manifest {
         Manifest {
             format: FORMAT,
             offbeat: offbeat.to_owned(),
+            run,
             transaction,
             table: self.table.clone(),
             files,

@@ -37,10 +37,11 @@ impl CheckpointError {
         move |cause| Self::Write { file, cause }
     }
 
-    /// Whether the checkpoint is to blame, and will not be better tomorrow; else the machine, or this build.
+    /// Whether it is not as it was written. Else the machine is to blame, or this build, and an older checkpoint would
+    /// only lose what this one holds.
     #[must_use]
     pub fn is_damage(&self) -> bool {
-        matches!(self, Self::Damaged { .. } | Self::Malformed { .. })
+        matches!(self, Self::Damaged { .. })
     }
 
     pub(super) fn malformed(file: &'static str, what: impl Into<String>) -> Self {

@@ -4,7 +4,7 @@
 use super::digest::{self, sha256};
 use super::error::CheckpointError;
 use super::plan::{MODEL, OPTIMIZER};
-use crate::spec::Transaction;
+use crate::spec::{Contribution, OptimizerSpec, Transaction};
 use crate::store::Book;
 use crate::table::TensorTable;
 use serde::{Deserialize, Serialize};
@@ -27,6 +27,7 @@ pub struct Manifest {
     pub format: u32,
     /// The build that wrote it.
     pub offbeat: String,
+    pub run: RunRecord,
     /// By which pushes were committed. Another life may choose another.
     pub transaction: Transaction,
     /// What the files hold.
@@ -35,6 +36,31 @@ pub struct Manifest {
     /// Every element of every tensor is in one of them.
     pub ranges: Vec<Range>,
     pub book: Book,
+}
+
+/// What a server knows of its run beside the store.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunRecord {
+    pub run_id: String,
+    /// Where workers look for it.
+    pub port: u16,
+    /// How to build the module.
+    pub blueprint: Option<String>,
+    pub agreed: Agreed,
+}
+
+/// What its workers have agreed on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Agreed {
+    /// What pushes carry, and who has fixed that.
+    pub contribution: Option<Contribution>,
+    pub contribution_of: String,
+    /// As it is now.
+    pub optimizer: Option<OptimizerSpec>,
+    /// As it was set, before any `set_lr`.
+    pub as_set: Option<OptimizerSpec>,
 }
 
 /// A file beside the manifest.
@@ -123,6 +149,9 @@ impl Manifest {
         &self,
         mut open: impl FnMut(&'static str) -> io::Result<F>,
     ) -> Result<(), CheckpointError> {
+        if !self.files.iter().any(|entry| entry.name == MODEL) {
+            return Err(CheckpointError::malformed(MANIFEST, format!("it does not name {MODEL}")));
+        }
         for entry in &self.files {
             let Some(name) = [MODEL, OPTIMIZER].into_iter().find(|name| *name == entry.name) else {
                 return Err(CheckpointError::malformed(

@@ -16,6 +16,6 @@ mod tensors;
 
 pub use draft::Draft;
 pub use error::CheckpointError;
-pub use manifest::{FORMAT, FileEntry, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Range};
+pub use manifest::{Agreed, FORMAT, FileEntry, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Range, RunRecord};
 pub use plan::{MODEL, OPTIMIZER};
 pub use restore::restore;

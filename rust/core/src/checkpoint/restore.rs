@@ -1,4 +1,4 @@
-//! From files to a store. Whoever calls has [verified](super::verify) them: what is checked here is that they belong
+//! From files to a store. Whoever calls has [verified](Manifest::verify) them: what is checked here is that they belong
 //! together.
 
 use super::error::CheckpointError;

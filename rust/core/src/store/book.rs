@@ -45,6 +45,8 @@ pub struct WorkerPage {
     pub incarnation: u32,
     /// Pushes up to this one have been answered for, in order.
     pub last_sequence: u64,
+    /// Whether it had not departed.
+    pub present: bool,
     /// The last of them, oldest first, by sequence number.
     pub recent: Vec<(u64, Answer)>,
     pub tally: Tally,

@@ -86,6 +86,7 @@ impl Registry {
             worker_id: slot.worker_id.clone(),
             incarnation: slot.incarnation,
             last_sequence,
+            present: slot.present || slot.expected,
             recent: before.map(|(sequence, recent)| (*sequence, self.answer(recent, open))).collect(),
             tally: slot.tally.clone(),
         }
@@ -102,7 +103,7 @@ impl Registry {
             Recent::Unfinished(record, counted) => (record, record.progress().clone(), *counted),
         };
         let ticket = &record.ticket;
-        // Where nothing of it would be applied any more, it ends as it is.
+        // No retry finishes what belongs to other values, or to another optimizer: it ends as it is.
         if ticket.term != self.term {
             return Answer::Settled(ended(record, Reason::ServerRolledBack));
         }
@@ -135,7 +136,8 @@ impl Registry {
             let field = page.field();
             let key = WorkerKey { slot: page.slot, incarnation: page.incarnation };
             let mut slot = Slot::new(&page.worker_id, page.incarnation);
-            (slot.last_sequence, slot.tally, slot.present) = (page.last_sequence, page.tally, false);
+            (slot.last_sequence, slot.tally) = (page.last_sequence, page.tally);
+            (slot.present, slot.expected) = (false, page.present);
             for (sequence, answer) in page.recent {
                 let recent = match answer {
                     Answer::Settled(receipt) => Recent::Settled(receipt),
@@ -219,8 +221,10 @@ impl Book {
         Some(Arc::new(Run::resumed(page.spec.clone(), page.epoch, table)))
     }
 
-    /// Writes down which fragments hold the pushes that are under way.
-    pub(super) fn note_reached(&mut self, layout: &Layout, roots: &[Arc<Root>]) {
+    /// Writes down which fragments hold the pushes that are under way. False if one of them has been applied since the
+    /// book was written, so that the two do not belong together.
+    #[must_use]
+    pub(super) fn note_reached(&mut self, layout: &Layout, roots: &[Arc<Root>]) -> bool {
         for page in &mut self.workers {
             for (sequence, answer) in &mut page.recent {
                 let Answer::Unfinished(unfinished) = answer else { continue };
@@ -234,10 +238,13 @@ impl Book {
                         unfinished.reached.push(Reached(fragment, entry.sequence, entry.payload_checksum));
                     }
                 }
-                // A fragment may have been applied since the book was written, or have taken a later push already.
-                unfinished.progress.applied = unfinished.progress.applied.max(num_own);
+                // Not "unequal": a fragment may have taken a later push of the worker already.
+                if num_own > unfinished.progress.applied {
+                    return false;
+                }
             }
         }
+        true
     }
 
     /// Each fragment's ledger: what a retry of a push that is under way has to find there.
@@ -256,11 +263,14 @@ impl Book {
     }
 
     /// Looks for what no registry would have written, before any of it is used.
-    pub(super) fn check(&self, num_fragments: usize) -> Result<(), BookError> {
+    pub(crate) fn check(&self, num_fragments: usize) -> Result<(), BookError> {
         let TicketCounts { issued, applied, dropped, partial, open } = self.tickets;
-        let counts = [self.term, self.version, self.samples, issued, applied, dropped, partial, open];
+        let counts = [self.term, self.version, issued, applied, dropped, partial, open];
         check_counts("tickets", &counts)?;
         check_tally("totals", &self.totals)?;
+        if let Some(page) = self.run.as_ref().filter(|page| page.epoch > MOST_INCARNATIONS) {
+            return Err(error("run", format!("has epoch {}, too many", page.epoch)));
+        }
         if self.last_incarnation > MOST_INCARNATIONS {
             return Err(error("last_incarnation", format!("is {}, too many", self.last_incarnation)));
         }
@@ -299,7 +309,12 @@ impl Book {
                     fragment < num_fragments && (*sequence..=page.last_sequence).contains(&last)
                 };
                 let is_reached = unfinished.reached.iter().all(has_reached);
-                if !(is_new && is_issued && is_reached && unfinished.progress.applied <= num_fragments) {
+                let Progress { applied, weighted, elements, range, .. } = unfinished.progress;
+                let has_come = applied <= num_fragments
+                    && range
+                        .is_none_or(|(low, high)| 0.0 <= low && low <= high && high <= 1.0 && elements > 0.0)
+                    && (0.0..=elements).contains(&weighted);
+                if !(is_new && is_issued && is_reached && has_come) {
                     return Err(error(&field, format!("has push {sequence} under way, as it cannot be")));
                 }
             }
@@ -314,7 +329,7 @@ impl WorkerPage {
     }
 }
 
-/// So that many are left to be issued.
+/// So that many are left to be issued; of optimizers' epochs as well.
 const MOST_INCARNATIONS: u32 = u32::MAX - (1 << 24);
 
 fn check_counts(field: &str, counts: &[u64]) -> Result<(), BookError> {

@@ -81,7 +81,8 @@ impl Cut {
     }
 
     /// The state of the store. A ticket that is still [open](Self::open) is in some roots, and the book says in which.
-    /// `None` for the moment in which a commit is being told ("model"), and while a load is under way.
+    /// `None` for the moment in which a commit is being told or an open ticket goes on, and while a load is under way: to
+    /// be asked again.
     #[must_use]
     pub fn take(&self) -> Option<StoreState> {
         let store = &self.store;
@@ -106,8 +107,7 @@ impl Cut {
         if roots.iter().any(|root| root.term != book.term) {
             return None;
         }
-        book.note_reached(&store.layout, &roots);
-        Some(StoreState { book, run, roots })
+        book.note_reached(&store.layout, &roots).then_some(StoreState { book, run, roots })
     }
 }
 

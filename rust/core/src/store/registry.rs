@@ -88,7 +88,9 @@ impl Registry {
             }
             None => {
                 let absent = |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.present);
-                self.slots.iter().position(absent).ok_or(Full { max_workers: self.max_workers })?
+                let gone = |s: &Option<Slot>| absent(s) && s.as_ref().is_none_or(|s| !s.expected);
+                let free = self.slots.iter().position(gone).or_else(|| self.slots.iter().position(absent));
+                free.ok_or(Full { max_workers: self.max_workers })?
             }
         };
         let mut slot = Slot::new(worker_id, incarnation);

@@ -66,6 +66,11 @@ impl Store {
         let layout = Arc::new(Layout::of(&table));
         let pool = Arc::new(Pool::default());
         book.check(layout.fragments.len())?;
+        if life.term <= book.term {
+            let what =
+                format!("is {}, and the life that goes on from there would be {}", book.term, life.term);
+            return Err(BookError { field: "term".to_owned(), what }.into());
+        }
         let mut roots = Vec::with_capacity(layout.fragments.len());
         let ledgers = book.ledgers(layout.fragments.len());
         for (fragment, ledger) in layout.fragments.iter().zip(ledgers) {

@@ -31,6 +31,8 @@ pub(super) struct Slot {
     /// The newest version that could be read when the worker was lost: what is older is too old to push.
     pub(super) lost_at: Option<u64>,
     pub(super) present: bool,
+    /// Whether it was present in the life before: others' slots are given away first.
+    pub(super) expected: bool,
     pub(super) tally: Tally,
 }
 
@@ -43,6 +45,7 @@ impl Slot {
             recent: VecDeque::new(),
             lost_at: None,
             present: true,
+            expected: false,
             tally: Tally::default(),
         }
     }
@@ -53,7 +56,10 @@ impl Slot {
             entry.1 = recent;
             return;
         }
-        self.last_sequence = self.last_sequence.max(sequence);
+        if sequence <= self.last_sequence {
+            return; // it has been forgotten
+        }
+        self.last_sequence = sequence;
         self.recent.push_back((sequence, recent));
         while self.recent.len() > keep {
             self.recent.pop_front();

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses its part, and may panic")]
 
-use offbeat_core::checkpoint::{self, CheckpointError, Draft, Manifest};
+use offbeat_core::checkpoint::{self, CheckpointError, Draft, Manifest, RunRecord};
 use offbeat_core::store::{Life, Store, StoreConfig, StoreState};
 use std::collections::BTreeMap;
 use std::io::{Cursor, Error, ErrorKind};
@@ -11,11 +11,12 @@ use std::sync::Arc;
 /// Files by name, the manifest among them.
 pub(crate) type Files = BTreeMap<String, Vec<u8>>;
 
-pub(crate) const LIFE: Life = Life { term: 7, last_incarnation: 1000 };
+/// Of every life after the first.
+pub(crate) const LAST_INCARNATION: u32 = 1000;
 
 /// The state of a store as files.
 pub(crate) fn written(store: &Store, state: &StoreState) -> Files {
-    let draft = Draft::new(store.table(), store.layout(), state);
+    let draft = Draft::new(store.table(), store.layout(), state).unwrap();
     let mut files = Files::new();
     let mut entries = Vec::new();
     for name in draft.files() {
@@ -23,7 +24,8 @@ pub(crate) fn written(store: &Store, state: &StoreState) -> Files {
         entries.push(draft.write(name, &mut bytes).unwrap());
         files.insert(name.to_owned(), bytes);
     }
-    let manifest = draft.manifest(entries, store.transaction(), "test").encode().unwrap();
+    let manifest =
+        draft.manifest(entries, RunRecord::default(), store.transaction(), "test").encode().unwrap();
     files.insert(checkpoint::MANIFEST.to_owned(), manifest);
     files
 }
@@ -37,7 +39,9 @@ pub(crate) fn verified(files: &Files) -> Result<Manifest, CheckpointError> {
 
 /// The store that files describe.
 pub(crate) fn restored(files: &Files, config: StoreConfig) -> Result<Arc<Store>, CheckpointError> {
-    checkpoint::restore(verified(files)?, opening(files), config, LIFE)
+    let manifest = verified(files)?;
+    let life = Life { term: manifest.book.term + 1, last_incarnation: LAST_INCARNATION };
+    checkpoint::restore(manifest, opening(files), config, life)
 }
 
 fn opening<'a>(files: &'a Files) -> impl FnMut(&'static str) -> std::io::Result<Cursor<&'a [u8]>> {

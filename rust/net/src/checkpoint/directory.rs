@@ -3,11 +3,12 @@
 
 use super::error::DirectoryError;
 use super::files;
-use super::folder::{self, Checkpoint, DAMAGED, checkpoints};
+use super::folder::{self, Checkpoint, DAMAGED, EARLIER, checkpoints};
+use super::lives::Lives;
 use crate::fork::ClosedInChildren;
-use offbeat_core::checkpoint::{Draft, MANIFEST};
+use offbeat_core::checkpoint::{Draft, MANIFEST, RunRecord};
 use offbeat_core::spec::Transaction;
-use offbeat_core::store::{Store, StoreState};
+use offbeat_core::store::{Life, Store, StoreState};
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,7 @@ const OLD: &str = ".old";
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
+    lives: Lives,
     /// A child that is forked must not hold on to it when its parent has died.
     _lock: ClosedInChildren<File>,
 }
@@ -41,18 +43,46 @@ impl Directory {
         for half_done in [NEW, OLD] {
             files::remove(&path.join(half_done))?;
         }
-        Ok(Self { path: path.to_owned(), _lock: lock })
+        Ok(Self { path: path.to_owned(), lives: Lives::open(path)?, _lock: lock })
+    }
+
+    /// The life of a server that begins now, after all that have begun here and `after`, which a checkpoint knows of.
+    #[must_use]
+    pub fn next_life(&self, after: Life) -> Life {
+        self.lives.next(after)
+    }
+
+    /// Begins a life; no other will have its term or its incarnations.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Io`]; it must not be used then.
+    pub fn begin_life(&mut self, life: Life) -> Result<(), DirectoryError> {
+        self.lives.begin(life)
+    }
+
+    /// Makes a term the life's own, before all of the model's values are replaced.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Io`]; it must not be used then.
+    pub fn reserve_term(&mut self, term: u64) -> Result<(), DirectoryError> {
+        self.lives.reserve_term(term)
     }
 
     /// Writes a checkpoint, and returns its folder when it is on the disk; then all but the newest [`KEPT`] are removed.
     ///
     /// # Errors
     /// [`DirectoryError`]; the checkpoints before are as they were.
-    pub fn save(&mut self, store: &Store, state: &StoreState) -> Result<PathBuf, DirectoryError> {
+    pub fn save(
+        &mut self,
+        store: &Store,
+        state: &StoreState,
+        run: RunRecord,
+    ) -> Result<PathBuf, DirectoryError> {
         let folder = self.path.join(folder::name(folder::next_number(&self.path)?));
         let new = self.path.join(NEW);
         let draft = Draft::new(store.table(), store.layout(), state);
-        let written = write(&new, &draft, store.transaction())
+        let draft = draft.map_err(DirectoryError::checkpoint(&folder))?;
+        let written = write(&new, &draft, run, store.transaction())
             .and_then(|()| fs::rename(&new, &folder).map_err(DirectoryError::io("rename", &new)));
         if let Err(error) = written {
             // What is half done needs its room; the next save or start tries again to remove it.
@@ -75,7 +105,7 @@ impl Directory {
     /// [`DirectoryError::NoneUsable`] where there are some and all are damaged. Whatever else keeps one from being read
     /// (another format, no permission, a disk that fails) is an error at once: an older one would lose what it holds.
     pub fn newest<T>(
-        &mut self,
+        &self,
         mut restore: impl FnMut(Checkpoint) -> Result<T, DirectoryError>,
     ) -> Result<Option<T>, DirectoryError> {
         let found = checkpoints(&self.path)?;
@@ -88,7 +118,7 @@ impl Directory {
                 }
                 Err(error) => return Err(error),
                 Ok(restored) => {
-                    damaged.iter().try_for_each(|(folder, _)| self.set_aside(folder))?;
+                    damaged.iter().try_for_each(|(folder, _)| self.set_aside(DAMAGED, folder))?;
                     return Ok(Some(restored));
                 }
             }
@@ -103,11 +133,19 @@ impl Directory {
         }
     }
 
-    fn set_aside(&self, folder: &Path) -> Result<(), DirectoryError> {
+    /// Gives every checkpoint another name: a run that begins anew neither goes on from them nor removes them.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Io`].
+    pub fn set_all_aside(&mut self) -> Result<(), DirectoryError> {
+        checkpoints(&self.path)?.iter().try_for_each(|(_, folder)| self.set_aside(EARLIER, folder))
+    }
+
+    fn set_aside(&self, prefix: &str, folder: &Path) -> Result<(), DirectoryError> {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
-        let aside = self.path.join(format!("{DAMAGED}{name}"));
+        let aside = self.path.join(format!("{prefix}{name}"));
         fs::rename(folder, &aside).map_err(DirectoryError::io("rename", folder))?;
-        tracing::warn!(from = %folder.display(), to = %aside.display(), "a damaged checkpoint is set aside");
+        tracing::warn!(from = %folder.display(), to = %aside.display(), "a checkpoint is set aside");
         Ok(())
     }
 
@@ -124,7 +162,12 @@ impl Directory {
 }
 
 /// Writes a checkpoint's files into a new folder, the manifest last.
-fn write(folder: &Path, draft: &Draft<'_>, transaction: Transaction) -> Result<(), DirectoryError> {
+fn write(
+    folder: &Path,
+    draft: &Draft<'_>,
+    run: RunRecord,
+    transaction: Transaction,
+) -> Result<(), DirectoryError> {
     files::remove(folder)?;
     fs::create_dir(folder).map_err(DirectoryError::io("create", folder))?;
     let mut entries = Vec::new();
@@ -132,7 +175,7 @@ fn write(folder: &Path, draft: &Draft<'_>, transaction: Transaction) -> Result<(
         let written = |file: &File| draft.write(name, file).map_err(DirectoryError::checkpoint(folder));
         entries.push(files::write_new(&folder.join(name), written)?);
     }
-    let manifest = draft.manifest(entries, transaction, env!("CARGO_PKG_VERSION")).encode();
+    let manifest = draft.manifest(entries, run, transaction, env!("CARGO_PKG_VERSION")).encode();
     let manifest = manifest.map_err(DirectoryError::checkpoint(folder))?;
     let path = folder.join(MANIFEST);
     files::write_new(&path, |mut file| {
@@ -157,7 +200,7 @@ mod tests {
     use super::*;
     use offbeat_core::checkpoint::CheckpointError;
     use offbeat_core::dtype::Dtype;
-    use offbeat_core::store::{Life, StoreConfig};
+    use offbeat_core::store::StoreConfig;
     use offbeat_core::table::{Role, TensorSpec, TensorTable};
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
@@ -169,8 +212,9 @@ mod tests {
         fn new() -> Self {
             static NUMBER: AtomicU32 = AtomicU32::new(0);
             let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-            let name = format!("offbeat-test-{}-{number}", std::process::id());
-            Self(std::env::temp_dir().join(name))
+            let path = std::env::temp_dir().join(format!("offbeat-test-{}-{number}", std::process::id()));
+            fs::remove_dir_all(&path).ok(); // of a test that was killed
+            Self(path)
         }
 
         fn names(&self) -> Vec<String> {
@@ -199,7 +243,7 @@ mod tests {
     fn save(directory: &mut Directory, store: &Arc<Store>, version: u64) -> PathBuf {
         let mut state = store.begin_cut().unwrap().take().unwrap();
         state.book.version = version;
-        directory.save(store, &state).unwrap()
+        directory.save(store, &state, RunRecord::default()).unwrap()
     }
 
     #[test]
@@ -253,6 +297,32 @@ mod tests {
     }
 
     #[test]
+    fn no_term_and_no_incarnation_is_given_to_two_lives() {
+        let place = Temporary::new();
+        let none = Life { term: 0, last_incarnation: 0 };
+        let mut directory = Directory::open(&place.0).unwrap();
+        let first = directory.next_life(none);
+        assert_eq!((first.term, first.last_incarnation), (1, 0));
+        assert_eq!(directory.next_life(none).term, 1, "nothing has begun yet");
+        directory.begin_life(first).unwrap();
+        directory.reserve_term(5).unwrap();
+        drop(directory);
+        let mut directory = Directory::open(&place.0).unwrap();
+        let second = directory.next_life(none);
+        assert_eq!(second.term, 6);
+        assert!(second.last_incarnation >= 10_000);
+        let moved_here = Life { term: 40, last_incarnation: 3_000_000 };
+        let after = directory.next_life(moved_here);
+        assert_eq!((after.term, after.last_incarnation), (41, 3_000_000));
+        directory.begin_life(after).unwrap();
+        assert_eq!(place.names(), ["life.json", "lock"]);
+        fs::write(place.0.join("life.json"), "{").unwrap();
+        drop(directory);
+        let told = Directory::open(&place.0).unwrap_err().to_string();
+        assert!(told.contains("life.json is damaged") && told.contains("remove it"), "{told}");
+    }
+
+    #[test]
     fn what_is_no_damage_is_an_error_and_nothing_older_is_taken() {
         let place = Temporary::new();
         let store = store();
@@ -279,6 +349,11 @@ mod tests {
         let mut directory = Directory::open(&place.0).unwrap();
         let folder = save(&mut directory, &store, 1);
         std::os::unix::fs::symlink(&folder, place.0.join("checkpoint-000002")).unwrap();
+        assert!(
+            save(&mut directory, &store, 2).ends_with("checkpoint-000003"),
+            "beside whatever has the name"
+        );
+        fs::remove_dir_all(place.0.join("checkpoint-000003")).unwrap();
         for stranger in
             ["checkpoint-3", "checkpoint-", "notes", "checkpoint-00000x", "damaged-checkpoint-000009"]
         {
@@ -316,7 +391,7 @@ mod tests {
         let first = save(&mut directory, &store, 1);
         fs::write(place.0.join(NEW), "in the way").unwrap();
         let state = store.begin_cut().unwrap().take().unwrap();
-        let refused = directory.save(&store, &state).unwrap_err().to_string();
+        let refused = directory.save(&store, &state, RunRecord::default()).unwrap_err().to_string();
         assert!(refused.starts_with("cannot remove"), "{refused}");
         assert_eq!(directory.newest(Ok).unwrap().unwrap().path, first);
         assert_eq!(place.names(), [".new", "checkpoint-000001", "lock"]);

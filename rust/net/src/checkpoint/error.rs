@@ -14,6 +14,11 @@ pub enum DirectoryError {
         path.display()
     )]
     Locked { path: PathBuf },
+    #[error(
+        "{} is damaged ({what}): if no worker of the runs before is left, remove it and start again",
+        path.display()
+    )]
+    Life { path: PathBuf, what: String },
     #[error("{}: {cause}", path.display())]
     Checkpoint { path: PathBuf, cause: CheckpointError },
     #[error(

@@ -25,13 +25,16 @@ fn number(name: &str) -> Option<u64> {
 
 /// Before the name of one that cannot be used, which is kept for its owner to look at.
 pub(super) const DAMAGED: &str = "damaged-";
+/// Before the name of one of a run that was not to be gone on with.
+pub(super) const EARLIER: &str = "earlier-";
 
 /// The checkpoints of a directory by their numbers, newest first.
 ///
 /// # Errors
 /// [`DirectoryError::Io`].
 pub fn checkpoints(directory: &Path) -> Result<Vec<(u64, PathBuf)>, DirectoryError> {
-    let mut found = folders(directory, "")?;
+    let found = named(directory, "")?.into_iter().filter(|(.., is_folder)| *is_folder);
+    let mut found: Vec<(u64, PathBuf)> = found.map(|(number, path, _)| (number, path)).collect();
     found.sort_unstable();
     found.reverse();
     Ok(found)
@@ -39,21 +42,24 @@ pub fn checkpoints(directory: &Path) -> Result<Vec<(u64, PathBuf)>, DirectoryErr
 
 /// The number of the next one: above all that were ever given, also to those that were set aside.
 pub(super) fn next_number(directory: &Path) -> Result<u64, DirectoryError> {
-    let mut found = folders(directory, "")?;
-    found.extend(folders(directory, DAMAGED)?);
-    Ok(found.into_iter().map(|(number, _)| number).max().map_or(1, |last| last + 1))
+    let mut found = Vec::new();
+    for prefix in ["", DAMAGED, EARLIER] {
+        found.extend(named(directory, prefix)?);
+    }
+    Ok(found.into_iter().map(|(number, ..)| number).max().map_or(1, |last| last + 1))
 }
 
-/// The folders that are called as checkpoints are, after a prefix.
-fn folders(directory: &Path, prefix: &str) -> Result<Vec<(u64, PathBuf)>, DirectoryError> {
+/// What is called as checkpoints are, after a prefix, and whether it is a folder.
+fn named(directory: &Path, prefix: &str) -> Result<Vec<(u64, PathBuf, bool)>, DirectoryError> {
     let io = || DirectoryError::io("read", directory);
     let mut found = Vec::new();
     for entry in fs::read_dir(directory).map_err(io())? {
         let entry = entry.map_err(io())?;
         let name = entry.file_name();
         let number = name.to_str().and_then(|name| name.strip_prefix(prefix)).and_then(number);
-        if let Some(number) = number.filter(|_| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
-            found.push((number, entry.path()));
+        if let Some(number) = number {
+            let is_folder = entry.file_type().map_err(io())?.is_dir();
+            found.push((number, entry.path(), is_folder));
         }
     }
     Ok(found)

@@ -5,6 +5,7 @@ mod directory;
 mod error;
 mod files;
 mod folder;
+mod lives;
 
 pub use directory::{Directory, KEPT};
 pub use error::DirectoryError;

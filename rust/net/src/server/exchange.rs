@@ -150,7 +150,10 @@ impl Session {
         let (receipt, read) = match admission {
             Admission::Open(push) => {
                 if let Some(paused) = store.pause(&push) {
-                    paused.await.ok(); // of no fragment, so that it has not been asked yet
+                    // It is of no fragment, so that it has not been asked yet.
+                    connection.enter(Phase::Waiting);
+                    paused.await.ok();
+                    connection.enter(Phase::Receiving);
                 }
                 let receipt = push.settle();
                 let read = (term.or(receipt.term), receipt.version);

@@ -1,0 +1,80 @@
+//! What no two lives of a server may share, so that a worker of one is never taken for a worker of another: terms and
+//! incarnations. They are reserved on the disk before the first of them is used.
+
+use super::error::DirectoryError;
+use super::files;
+use offbeat_core::store::Life;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+const FILE: &str = "life.json";
+/// Incarnations reserved for a life: more than processes join in one.
+const BLOCK: u32 = 1 << 16;
+/// The file is some 40 bytes long.
+const MAX_BYTES: u64 = 1024;
+
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+struct Reserved {
+    term: u64,
+    last_incarnation: u32,
+}
+
+/// The terms and incarnations of a directory's server.
+#[derive(Debug)]
+pub(super) struct Lives {
+    path: PathBuf,
+    reserved: Reserved,
+}
+
+impl Lives {
+    /// Reads what the lives before have reserved.
+    pub(super) fn open(directory: &Path) -> Result<Self, DirectoryError> {
+        let path = directory.join(FILE);
+        let mut bytes = Vec::new();
+        let read = files::open(&path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
+        let reserved = match read {
+            Err(cause) if cause.kind() == io::ErrorKind::NotFound => Reserved::default(),
+            Err(cause) => return Err(DirectoryError::io("read", &path)(cause)),
+            Ok(_) => serde_json::from_slice(&bytes)
+                .map_err(|e| DirectoryError::Life { path: path.clone(), what: e.to_string() })?,
+        };
+        Ok(Self { path, reserved })
+    }
+
+    /// The next life, after those that are known here and `after`, which a checkpoint knows of.
+    pub(super) fn next(&self, after: Life) -> Life {
+        Life {
+            term: self.reserved.term.max(after.term) + 1,
+            last_incarnation: self.reserved.last_incarnation.max(after.last_incarnation),
+        }
+    }
+
+    /// Begins a life: its term and its incarnations are nobody else's any more.
+    pub(super) fn begin(&mut self, life: Life) -> Result<(), DirectoryError> {
+        let last_incarnation = life.last_incarnation.saturating_add(BLOCK);
+        self.reserve(Reserved { term: life.term, last_incarnation })
+    }
+
+    /// Reserves a term, for values that replace all of the model's.
+    pub(super) fn reserve_term(&mut self, term: u64) -> Result<(), DirectoryError> {
+        self.reserve(Reserved { term: self.reserved.term.max(term), ..self.reserved })
+    }
+
+    fn reserve(&mut self, reserved: Reserved) -> Result<(), DirectoryError> {
+        let new = self.path.with_extension("new");
+        let text = serde_json::to_vec(&reserved).expect("two numbers have a text");
+        match fs::remove_file(&new) {
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
+                return Err(DirectoryError::io("remove", &new)(cause));
+            }
+            _ => {}
+        }
+        files::write_new(&new, |mut file| file.write_all(&text).map_err(DirectoryError::io("write", &new)))?;
+        fs::rename(&new, &self.path).map_err(DirectoryError::io("rename", &new))?;
+        files::sync_names(self.path.parent().unwrap_or(Path::new(".")))?;
+        self.reserved = reserved;
+        Ok(())
+    }
+}
