@@ -9,8 +9,7 @@ or all of them under `multiprocessing.Process`: python examples/document_tutoria
 
 Where the page is divided by lines, the code between them is the interface as it was first described, and
 keeps running as it stands; only imports, data, address and device are this example's. The server's two
-checkpoint keywords are left out: they come with the next version of Offbeat, and until then are refused by
-name.
+checkpoint keywords are left out: with them, a second run would go on from where the first has ended.
 """
 
 import functools

@@ -10,6 +10,7 @@ The Rust core looks these classes up by name and raises them with one argument, 
 __all__ = [
     "AddressInUseError",
     "AuthenticationError",
+    "CheckpointError",
     "ClosedError",
     "ConfigError",
     "ConnectError",
@@ -96,6 +97,10 @@ class OffbeatTimeoutError(OffbeatError, TimeoutError):
 
 class AddressInUseError(OffbeatError, OSError):
     """The server's address is taken by another process. `port=0` takes a free port."""
+
+
+class CheckpointError(OffbeatError, OSError):
+    """A directory of checkpoints cannot be used, or what is in it: the message says which file, and why."""
 
 
 class ClosedError(OffbeatError, RuntimeError):

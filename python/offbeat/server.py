@@ -60,9 +60,13 @@ class ParameterServer(process.Live):
         max_samples: The run ends for everybody when this many samples were pushed.
         token: What workers must know to join. None: the environment's OFFBEAT_TOKEN, or none.
         run_id: Name of the run; None makes one up.
-        checkpoint_dir: Comes with a later version; refused.
-        checkpoint_frequency: Comes with a later version; refused.
-        resume: "auto" or "never"; there are no checkpoints yet, so both begin anew.
+        checkpoint_dir: Where the server keeps its checkpoints, for itself alone; made where it is not there.
+            Three are kept. One is written when the model is in place and one by `stop()`. None: none.
+        checkpoint_frequency: What is between two: a number of updates, or a time such as "30s". None: 1000
+            updates.
+        resume: "auto" goes on from the newest checkpoint if there is one: with its model, optimizer state,
+            counts, run id and, if `port` is 0, port; hyper-parameters are those given here. "must" does not
+            start without one. "never" begins anew, and sets aside what is there.
         insecure: Allow another host than this machine without a token.
         linger_s: How long nobody must be there before `wait_for_workers` takes the work for done.
         rejoin_grace_s: How long a lost worker counts as there.
@@ -96,8 +100,8 @@ class ParameterServer(process.Live):
         max_samples: int | None = None,
         token: str | None = None,
         run_id: str | None = None,
-        checkpoint_dir: object = None,
-        checkpoint_frequency: object = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_frequency: int | str | None = None,
         resume: str = "auto",
         insecure: bool = False,
         linger_s: float = 10.0,
@@ -136,6 +140,8 @@ class ParameterServer(process.Live):
 
         Raises:
             AddressInUseError: If the port is taken.
+            CheckpointError: If `checkpoint_dir` or what is in it cannot be used.
+            ModelMismatchError: If the model is not the checkpoint's.
             StateError: If it was started before.
         """
         if self._stopped:

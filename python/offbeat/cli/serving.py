@@ -83,6 +83,18 @@ def add_run_options(parser: ArgumentParser) -> None:
         "--transaction", default="fragment", metavar="KIND", help="'fragment' (default) or 'model'"
     )
     run.add_argument("--run-id", metavar="NAME", help="name of the run; default: a random one")
+    run.add_argument(
+        "--checkpoint-dir", type=file, metavar="DIR", help="keep checkpoints there, and go on from the newest"
+    )
+    run.add_argument(
+        "--checkpoint-frequency",
+        type=_frequency,
+        metavar="N",
+        help="between two: updates, or a time such as 30s; default: 1000",
+    )
+    run.add_argument(
+        "--resume", default="auto", metavar="HOW", help="'auto' (default), 'must', or 'never' to begin anew"
+    )
 
 
 def _place(text: str) -> model_file.Place:
@@ -91,6 +103,10 @@ def _place(text: str) -> model_file.Place:
         return model_file.Place(given, given.parent if given.is_absolute() else Path.cwd())
     except OSError as error:
         raise ArgumentTypeError("the working directory is gone; go to one that is there") from error
+
+
+def _frequency(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def run_options_given(arguments: Namespace) -> list[str]:
@@ -131,6 +147,9 @@ def make_server(
         lr_schedule=_schedule(arguments.lr_schedule, arguments.max_samples),
         max_samples=arguments.max_samples,
         run_id=arguments.run_id,
+        checkpoint_dir=arguments.checkpoint_dir,
+        checkpoint_frequency=arguments.checkpoint_frequency,
+        resume=arguments.resume,
         host=host,
         port=port,
         token=token,

@@ -14,6 +14,7 @@ use pyo3::types::PyType;
 pub(crate) enum Class {
     AddressInUse,
     Authentication,
+    Checkpoint,
     Closed,
     Config,
     Connect,
@@ -33,6 +34,7 @@ impl Class {
         match self {
             Self::AddressInUse => "AddressInUseError",
             Self::Authentication => "AuthenticationError",
+            Self::Checkpoint => "CheckpointError",
             Self::Closed => "ClosedError",
             Self::Config => "ConfigError",
             Self::Connect => "ConnectError",
@@ -121,8 +123,10 @@ impl IntoPyErr for ServerError {
             | Self::Config { .. }
             | Self::StagingBudget { .. }
             | Self::ModelTooLong(_)
+            | Self::OtherRun { .. }
             | Self::Group { .. } => Class::Config,
-            Self::Values { .. } | Self::NumTensors { .. } => Class::ModelMismatch,
+            Self::Values { .. } | Self::NumTensors { .. } | Self::OtherModel { .. } => Class::ModelMismatch,
+            Self::Checkpoints(_) | Self::NoCheckpoint { .. } => Class::Checkpoint,
             Self::NonFinite { .. } => Class::NonFinite,
             Self::NoModel | Self::NoOptimizer | Self::WorkerSide => Class::State,
             Self::NoneFinished { .. } => Class::ConnectionLost,

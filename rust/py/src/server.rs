@@ -9,10 +9,13 @@ use crate::text::{json, parse};
 use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use offbeat_core::table::TensorTable;
 use offbeat_net::client::Interrupt;
-use offbeat_net::server::{self, Server as NetServer, ServerConfig, ServerError};
+use offbeat_net::server::{
+    self, CheckpointConfig, Every, Resume, Server as NetServer, ServerConfig, ServerError,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 use serde::Deserialize;
+use std::path::PathBuf;
 use std::sync::Mutex;
 
 /// What `offbeat/settings.py` writes.
@@ -33,12 +36,54 @@ struct Settings {
     blueprint: Option<String>,
     linger_s: f64,
     rejoin_grace_s: f64,
+    checkpoints: Option<Checkpoints>,
+}
+
+/// `checkpoint_dir` and what goes with it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Checkpoints {
+    directory: PathBuf,
+    every: Frequency,
+    resume: ResumeMode,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Frequency {
+    Versions(u64),
+    Seconds(f64),
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ResumeMode {
+    Auto,
+    Never,
+    Must,
+}
+
+impl Checkpoints {
+    fn config(self) -> CheckpointConfig {
+        let Self { directory, every, resume } = self;
+        let every = match every {
+            Frequency::Versions(number) => Every::Versions(number),
+            Frequency::Seconds(time) => Every::Time(seconds(time)),
+        };
+        let resume = match resume {
+            ResumeMode::Auto => Resume::Auto,
+            ResumeMode::Never => Resume::Never,
+            ResumeMode::Must => Resume::Must,
+        };
+        CheckpointConfig { directory, every, resume }
+    }
 }
 
 impl Settings {
     fn config(self) -> ServerConfig {
         let Self { host, port, token, insecure, run_id, transaction, max_samples, staleness, .. } = self;
         let Self { schedule, optimizer, momentum_correction, blueprint, linger_s, rejoin_grace_s, .. } = self;
+        let Self { checkpoints, .. } = self;
         ServerConfig {
             host,
             port,
@@ -54,6 +99,7 @@ impl Settings {
             blueprint,
             linger: seconds(linger_s),
             rejoin_grace: seconds(rejoin_grace_s),
+            checkpoints: checkpoints.map(Checkpoints::config),
             ..ServerConfig::default()
         }
     }

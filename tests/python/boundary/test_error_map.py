@@ -20,6 +20,7 @@ MODEL = {"w": np.zeros(3, np.float32)}
 MET = {
     "AddressInUseError": "test_server.test_port_in_use_is_told_with_what_to_do",
     "AuthenticationError": "test_client.test_wrong_token_is_refused_at_once",
+    "CheckpointError": "test_checkpoints.test_a_directory_that_cannot_be_used_is_told",
     "ClosedError": "test_client.test_closed_client_raises_and_closing_twice_is_fine",
     "ConfigError": "test_client.test_another_optimizer_is_refused_with_both_named",
     "ConnectError": "test_client.test_server_that_cannot_be_reached_is_told_with_what_was_tried",

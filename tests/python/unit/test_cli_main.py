@@ -61,6 +61,7 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
     values = {"--model": "a", "--save": "a", "--optimizer": "SGD", "--lr-schedule": "linear"}
     values |= {"--max-samples": "3", "--staleness-policy": "inverse", "--max-staleness": "0"}
     values |= {"--transaction": "model", "--run-id": "mine"}
+    values |= {"--checkpoint-dir": "a", "--checkpoint-frequency": "3", "--resume": "must"}
     given = [word for option in values.items() for word in option] + ["--no-momentum-correction"]
     code, out, err = run(
         capsys, "launch", "--workers", "2", "--server", "localhost:5000", *given, "nowhere.py"

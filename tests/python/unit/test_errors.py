@@ -13,7 +13,7 @@ RAISED = [cls for cls in CLASSES if cls is not errors.OffbeatError]
 
 
 def test_the_module_lists_every_class_it_has():
-    assert len(CLASSES) == 17
+    assert len(CLASSES) == 18
     assert sorted(errors.__all__) == sorted(cls.__name__ for cls in CLASSES)
 
 
@@ -48,6 +48,7 @@ def test_each_error_carries_its_message_and_survives_pickling(cls):
     [
         (errors.AddressInUseError, OSError),
         (errors.AuthenticationError, PermissionError),
+        (errors.CheckpointError, OSError),
         (errors.ConfigError, ValueError),
         (errors.ConnectError, ConnectionError),
         (errors.ConnectionLostError, ConnectionError),

@@ -60,18 +60,45 @@ def test_document_of_the_first_user_is_understood():
     }
 
 
-@pytest.mark.parametrize("name", ["checkpoint_dir", "checkpoint_frequency"])
-def test_checkpoints_are_refused_by_name_as_of_a_later_version(name):
-    with pytest.raises(ConfigError, match=rf"{name} is .*later version.*state_dict"):
-        made(**{name: 1000})
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        (None, {"versions": 1000}),
+        (1, {"versions": 1}),
+        ("30s", {"seconds": 30.0}),
+        ("0.5 s", {"seconds": 0.5}),
+    ],
+)
+def test_a_checkpoint_is_made_every_so_many_updates_or_so_often(tmp_path, given, every):
+    read = config(checkpoint_dir=tmp_path, checkpoint_frequency=given, resume="must")["checkpoints"]
+    assert read == {"directory": str(tmp_path), "every": every, "resume": "must"}
+    assert config()["checkpoints"] is None
 
 
-def test_resume_auto_and_never_begin_anew_and_must_is_refused():
-    made(resume="auto"), made(resume="never")
-    with pytest.raises(ConfigError, match=r"resume is 'must'.*later version"):
-        made(resume="must")
-    with pytest.raises(ConfigError, match="did you mean 'never'"):
-        made(resume="nver")
+def test_a_directory_of_checkpoints_is_where_the_server_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config(checkpoint_dir="kept")["checkpoints"]["directory"] == str(tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"checkpoint_frequency": 10}, r"checkpoint_frequency is 10, and there is no checkpoint_dir"),
+        ({"resume": "must"}, r"resume is 'must', and there is no checkpoint_dir"),
+        ({"resume": "nver"}, r"did you mean 'never'"),
+        ({"checkpoint_dir": ""}, r"checkpoint_dir is '': give the path"),
+        ({"checkpoint_dir": b"kept"}, r"checkpoint_dir is b'kept': give the path"),
+        ({"checkpoint_dir": "\udc80"}, r"give a path that is UTF-8"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": 0}, r"checkpoint_frequency is 0: give a number"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": True}, r"is True: give a number of updates"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "0s"}, r"is '0s': give a number of updates"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "5m"}, r"is '5m': .* a time such as '30s'"),
+        ({"checkpoint_dir": 3, "checkpoint_frequency": 1.5}, r"checkpoint_dir is 3.*frequency is 1.5"),
+    ],
+)
+def test_checkpoint_keywords_that_cannot_be_used_are_refused_by_name(keywords, said):
+    with pytest.raises(ConfigError, match=said):
+        made(**keywords)
 
 
 @pytest.mark.parametrize(

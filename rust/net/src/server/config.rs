@@ -3,9 +3,11 @@
 use super::error::ServerError;
 use offbeat_core::pipeline;
 use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
+use offbeat_core::store::StoreConfig;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Connections that may wait for the listener to take them.
@@ -56,6 +58,38 @@ pub struct ServerConfig {
     pub max_live_versions: usize,
     /// `None`: one a processor.
     pub num_data_threads: Option<usize>,
+    /// `None`: what the server has learned ends with it.
+    pub checkpoints: Option<CheckpointConfig>,
+}
+
+/// Where a server keeps its checkpoints, when it writes one, and whether it goes on from what is there. Besides, one is
+/// written when the model is in place, and when the server stops.
+#[derive(Clone, Debug)]
+pub struct CheckpointConfig {
+    /// For this server alone; made where it is not there.
+    pub directory: PathBuf,
+    pub every: Every,
+    pub resume: Resume,
+}
+
+/// What is between two checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Every {
+    /// So many updates, or a few more.
+    Versions(u64),
+    /// So much time, if there were updates.
+    Time(Duration),
+}
+
+/// Whether a server goes on from the newest checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resume {
+    /// If there is one.
+    Auto,
+    /// It begins anew; what is there is set aside.
+    Never,
+    /// Without one it does not start.
+    Must,
 }
 
 impl Default for ServerConfig {
@@ -85,6 +119,7 @@ impl Default for ServerConfig {
             staging_budget: None,
             max_live_versions: 3,
             num_data_threads: None,
+            checkpoints: None,
         }
     }
 }
@@ -110,6 +145,15 @@ impl ServerConfig {
         if self.num_data_threads == Some(0) {
             return refuse("num_data_threads", "0".into(), "give at least 1, or None for one a processor");
         }
+        match self.checkpoints.as_ref().map(|checkpoints| checkpoints.every) {
+            Some(Every::Versions(0)) => {
+                return refuse("checkpoint_frequency", "0".into(), "give at least 1 update");
+            }
+            Some(Every::Time(Duration::ZERO)) => {
+                return refuse("checkpoint_frequency", "0 s".into(), "give a time above 0");
+            }
+            _ => {}
+        }
         for (name, time) in [("lease", self.lease), ("progress_timeout", self.progress_timeout)] {
             if time.is_zero() {
                 return refuse(name, "0 s".into(), "give a time above 0");
@@ -123,21 +167,43 @@ impl ServerConfig {
         pipeline::transaction(self.transaction, pipeline::need(&self.staleness))
     }
 
-    /// Opens the listening socket.
-    pub(super) fn listen(&self) -> Result<TcpListener, ServerError> {
+    /// How its store is built.
+    pub(super) fn store(&self) -> StoreConfig {
+        StoreConfig {
+            transaction: self.transaction(),
+            max_workers: self.max_workers,
+            max_live_versions: self.max_live_versions,
+            ..StoreConfig::default()
+        }
+    }
+
+    /// Opens the listening socket; where any port will do, at `usual` if that is free.
+    pub(super) fn listen(&self, usual: Option<u16>) -> Result<TcpListener, ServerError> {
+        match usual.filter(|_| self.port == 0).map(|port| (port, self.listen_at(port))) {
+            None => self.listen_at(self.port),
+            Some((port, Err(ServerError::AddressInUse { .. }))) => {
+                tracing::warn!(
+                    port,
+                    "the port of before is in use: workers that look for the server there do not find it"
+                );
+                self.listen_at(0)
+            }
+            Some((_, listening)) => listening,
+        }
+    }
+
+    fn listen_at(&self, port: u16) -> Result<TcpListener, ServerError> {
         let Some(host) = &self.host else {
             if self.token.is_none() {
-                return bind(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), self.port));
+                return bind(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
             }
             // Every interface: both protocols where the machine has both.
-            return match bind(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), self.port)) {
-                Err(ServerError::Bind { .. }) => {
-                    bind(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), self.port))
-                }
+            return match bind(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port)) {
+                Err(ServerError::Bind { .. }) => bind(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port)),
                 other => other,
             };
         };
-        let addresses: Vec<SocketAddr> = (host.as_str(), self.port)
+        let addresses: Vec<SocketAddr> = (host.as_str(), port)
             .to_socket_addrs()
             .map_err(|cause| ServerError::Host { host: host.clone(), cause })?
             .collect();
@@ -190,7 +256,7 @@ mod tests {
             insecure,
             ..ServerConfig::default()
         };
-        Ok(config.listen()?.local_addr().unwrap().ip())
+        Ok(config.listen(None)?.local_addr().unwrap().ip())
     }
 
     #[test]
@@ -216,10 +282,10 @@ mod tests {
 
     #[test]
     fn a_port_in_use_is_named() {
-        let first = ServerConfig::default().listen().unwrap();
+        let first = ServerConfig::default().listen(None).unwrap();
         let address = first.local_addr().unwrap();
         let config = ServerConfig { port: address.port(), ..ServerConfig::default() };
-        let refused = config.listen().unwrap_err();
+        let refused = config.listen(None).unwrap_err();
         assert!(
             matches!(&refused, ServerError::AddressInUse { address: named } if *named == address.to_string())
         );

@@ -2,10 +2,12 @@
 //!
 //! [`Refused`]: offbeat_core::wire::message::Refused
 
+use crate::checkpoint::DirectoryError;
 use offbeat_core::spec::SpecError;
 use offbeat_core::wire::message::ModelTooLong;
 use std::fmt::Write as _;
 use std::io;
+use std::path::PathBuf;
 
 /// A server that cannot start, or a request of its owner that it cannot do.
 #[derive(Debug, thiserror::Error)]
@@ -55,6 +57,25 @@ pub enum ServerError {
         "this run's optimizers are on the workers: the server has neither an optimizer nor a learning rate to set"
     )]
     WorkerSide,
+    #[error(transparent)]
+    Checkpoints(#[from] DirectoryError),
+    #[error(
+        "there is no checkpoint in {} to go on from: look at checkpoint_dir, or use resume=\"auto\"",
+        directory.display()
+    )]
+    NoCheckpoint { directory: PathBuf },
+    #[error(
+        "the checkpoint {} is of run {found:?}, not of {run_id:?}: leave run_id out to go on with that run, or give \
+         this one a directory of its own",
+        checkpoint.display()
+    )]
+    OtherRun { checkpoint: PathBuf, found: String, run_id: String },
+    #[error(
+        "the model is not that of the checkpoint {}: {difference}. Give that model or none, or begin anew with \
+         resume=\"never\"",
+        checkpoint.display()
+    )]
+    OtherModel { checkpoint: PathBuf, difference: String },
     #[error("no worker finished: {}", in_words(.causes))]
     NoneFinished { causes: Vec<(String, String)> },
     #[error("the server has been stopped")]

@@ -3,11 +3,14 @@
 //! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]); a
 //! connection stays on its thread. One more takes connections, hears heartbeats and looks at the clock ([`control`]).
 //! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; their owner
-//! waits for them in [`wait`], and copies and replaces the model in [`values`].
+//! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is written by
+//! [`checkpoints`].
 
+mod checkpoints;
 mod config;
 mod connection;
 mod control;
+mod cut;
 mod end;
 mod error;
 mod exchange;
@@ -28,18 +31,20 @@ mod threads;
 mod values;
 mod wait;
 
-pub use config::ServerConfig;
+pub use config::{CheckpointConfig, Every, Resume, ServerConfig};
 pub use error::ServerError;
 pub use snapshot::Snapshot;
 pub use values::Tensors;
 
 use crate::fork::{ClosedInChildren, Origin};
 use crate::handshake::random;
+use checkpoints::{Keeper, Opened};
 use offbeat_core::spec::OptimizerSpec;
+use offbeat_core::wire::message::FIRST_TERM;
 use shared::Shared;
 use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use threads::Listener;
 use tokio::runtime::Handle;
@@ -57,7 +62,10 @@ impl Bound {
     pub fn serve(self, model: Option<Snapshot>) -> Result<Server, ServerError> {
         let Self(server) = self;
         if let Some(model) = model {
-            server.shared.set_model(model, server.shared.config.blueprint.clone())?;
+            server.give(model)?;
+        }
+        if server.shared.checkpoints.is_some() {
+            *lock(&server.keeper) = Some(Keeper::start(&server.shared)?);
         }
         server.shared.serving.send_replace(true);
         tracing::info!(address = %server.address(), run_id = server.shared.run_id, "the server listens");
@@ -71,7 +79,12 @@ pub struct Server {
     shared: Arc<Shared>,
     control: Handle,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    keeper: Mutex<Option<Keeper>>,
     origin: Origin,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Server {
@@ -83,7 +96,24 @@ impl Server {
         config.validate()?;
         let (shared, listener) = open(config)?;
         let (control, threads) = threads::start(&shared, listener)?;
-        Ok(Bound(Self { shared, control, threads: Mutex::new(threads), origin: Origin::here() }))
+        let (threads, keeper) = (Mutex::new(threads), Mutex::default());
+        Ok(Bound(Self { shared, control, threads, keeper, origin: Origin::here() }))
+    }
+
+    /// The model of its owner, unless it goes on from a checkpoint.
+    fn give(&self, model: Snapshot) -> Result<(), ServerError> {
+        let shared = &self.shared;
+        let Some(resumed) = shared.model.get() else {
+            shared.set_model(model, shared.config.blueprint.clone())?;
+            return Ok(());
+        };
+        let Some(difference) = resumed.store.table().first_difference(&model.table) else {
+            tracing::warn!("the given parameters are not used: the checkpoint's are");
+            return Ok(());
+        };
+        let checkpoint = shared.checkpoints.as_ref().map(|checkpoints| checkpoints.directory().to_owned());
+        let (checkpoint, difference) = (checkpoint.unwrap_or_default(), difference.to_string());
+        Err(ServerError::OtherModel { checkpoint, difference })
     }
 
     /// Starts a server; the first worker brings the model. It listens when this returns.
@@ -158,26 +188,40 @@ impl Server {
         }
         self.shared.stopping.send_replace(true);
         self.shared.notify();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a thread of the server had panicked");
             }
         }
+        // Last: nothing changes any more.
+        if let Some(keeper) = lock(&self.keeper).take() {
+            keeper.finish();
+        }
     }
 }
 
-/// Binds the port and makes what all threads share.
+/// Takes what there is to go on from, binds the port and makes what all threads share.
 fn open(config: ServerConfig) -> Result<(Arc<Shared>, Listener), ServerError> {
-    let listener = ClosedInChildren::new(config.listen()?);
+    let opened = config.checkpoints.as_ref().map(|kept| checkpoints::open(&config, kept)).transpose()?;
+    let (kept, resumed) = match opened {
+        None => ((FIRST_TERM, None), None),
+        Some(Opened { checkpoints, term, resumed }) => ((term, Some(checkpoints)), resumed),
+    };
+    let before = resumed.as_ref().map(|resumed| &resumed.run);
+    let listener = ClosedInChildren::new(config.listen(before.map(|run| run.port))?);
     let address = listener.local_addr().map_err(ServerError::System)?;
-    let run_id = match &config.run_id {
+    let run_id = match config.run_id.as_ref().or(before.map(|run| &run.run_id)) {
         Some(id) => id.clone(),
         None => hex(random::<8>().map_err(ServerError::System)?),
     };
     let processors = thread::available_parallelism().map_or(1, usize::from);
     let num_data_threads = config.num_data_threads.unwrap_or(processors);
-    Ok((Arc::new(Shared::new(config, address, run_id, num_data_threads)?), listener))
+    let shared = Shared::new(config, address, run_id, num_data_threads, kept)?;
+    if let Some(resumed) = resumed {
+        shared.resume(resumed)?;
+    }
+    Ok((Arc::new(shared), listener))
 }
 
 impl Drop for Server {

@@ -5,8 +5,7 @@ use super::error::ServerError;
 use super::snapshot::Snapshot;
 use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
-use offbeat_core::store::{RunSpec, Store, StoreConfig};
-use offbeat_core::wire::message::FIRST_TERM;
+use offbeat_core::store::{RunSpec, Store};
 use offbeat_core::wire::message::ModelInfo;
 use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -105,25 +104,31 @@ impl ModelSlot {
         Arc::clone(&self.bringing).acquire_owned().await.expect("the semaphore is never closed")
     }
 
-    /// Puts the model there, unless there is one. `run` is in force before anybody sees it.
+    /// Puts a model there, unless there is one. `run` is in force before anybody sees it.
     pub(super) fn set(
         &self,
         config: &ServerConfig,
+        term: u64,
         snapshot: Snapshot,
         blueprint: Option<String>,
         run: Option<RunSpec>,
     ) -> Result<&Arc<Model>, ServerError> {
         let Snapshot { table, mut fragments } = snapshot;
         ModelInfo::check_size(&table, blueprint.as_deref())?;
-        let staging = Staging::new(config, &Layout::of(&table))?;
-        let store_config = StoreConfig {
-            transaction: config.transaction(),
-            max_workers: config.max_workers,
-            max_live_versions: config.max_live_versions,
-            ..StoreConfig::default()
-        };
+        Staging::new(config, &Layout::of(&table))?; // before anything large is made
         let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut fragments[i]));
-        let store = Store::new(Arc::new(table), store_config, FIRST_TERM, fill);
+        self.go_on(config, Store::new(Arc::new(table), config.store(), term, fill), blueprint, run)
+    }
+
+    /// Puts a model there that has its store, as [`Self::set`] does.
+    pub(super) fn go_on(
+        &self,
+        config: &ServerConfig,
+        store: Arc<Store>,
+        blueprint: Option<String>,
+        run: Option<RunSpec>,
+    ) -> Result<&Arc<Model>, ServerError> {
+        let staging = Staging::new(config, store.layout())?;
         if let Some(run) = run {
             store.configure(run);
         }

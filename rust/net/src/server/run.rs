@@ -3,6 +3,7 @@
 
 use super::config::ServerConfig;
 use super::error::ServerError;
+use offbeat_core::checkpoint::Agreed;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, SpecError};
 use offbeat_core::store::RunSpec;
 use offbeat_core::validate::kind;
@@ -159,6 +160,39 @@ impl Agreement {
         self.config.optimizer = Some(add.clone());
         self.as_set = Some(add);
         Ok(true)
+    }
+
+    /// What a later server of the run has to know of it.
+    pub(super) fn agreed(&self) -> Agreed {
+        Agreed {
+            contribution: self.config.contribution,
+            contribution_of: self.contribution_of.clone(),
+            optimizer: self.config.optimizer.clone(),
+            as_set: self.as_set.clone(),
+        }
+    }
+
+    /// Goes on from what was agreed on. What this server was given itself comes first.
+    pub(super) fn resume(&mut self, agreed: Agreed) -> Result<(), ServerError> {
+        let Agreed { contribution, contribution_of, optimizer, as_set } = agreed;
+        if self.config.optimizer.is_some() {
+            return Ok(());
+        }
+        if contribution == Some(Contribution::Delta) {
+            // What this server was given may be against it: then it is told to the first worker, as at any start.
+            if let Err(refused) = self.join(&contribution_of, Contribution::Delta, None) {
+                tracing::warn!(%refused, "the run's workers had optimizers of their own");
+            }
+            return Ok(());
+        }
+        let Some(as_set) = as_set else { return Ok(()) };
+        self.set_optimizer(as_set)?;
+        let rates = optimizer.iter().flat_map(|now| now.groups.iter().map(|group| group.lr));
+        for (group, lr) in rates.enumerate() {
+            self.set_lr(lr, Some(group))?;
+        }
+        (self.config.contribution, self.contribution_of) = (contribution, contribution_of);
+        Ok(())
     }
 
     /// Sets or replaces the optimizer, for pushes ticketed from now on.

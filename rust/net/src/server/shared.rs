@@ -1,7 +1,8 @@
 //! What the server's threads share. Locks are short, never held across an await, and taken in this order:
 //! agreement, members, then the store's own.
 
-use super::config::ServerConfig;
+use super::checkpoints::{Checkpoints, Resumed};
+use super::config::{Resume, ServerConfig};
 use super::connection::Connection;
 use super::error::ServerError;
 use super::membership::{Ended, Members};
@@ -9,7 +10,7 @@ use super::model::{Model, ModelSlot};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
 use offbeat_core::pipeline::Reason;
-use offbeat_core::store::{Receipt, Store};
+use offbeat_core::store::{Receipt, Run, Store};
 use offbeat_core::wire::message::{Event, FINISHED_BUDGET, Parting, RefusalCode, RunConfig};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
@@ -31,6 +32,9 @@ pub(super) struct Shared {
     pub(super) config: ServerConfig,
     pub(super) address: SocketAddr,
     pub(super) run_id: String,
+    /// Of a model that is not there yet.
+    pub(super) first_term: u64,
+    pub(super) checkpoints: Option<Checkpoints>,
     pub(super) started: Instant,
     pub(super) model: ModelSlot,
     pub(super) loads: Vec<Load>,
@@ -70,8 +74,11 @@ impl Shared {
         address: SocketAddr,
         run_id: String,
         num_data_threads: usize,
+        (first_term, checkpoints): (u64, Option<Checkpoints>),
     ) -> Result<Self, ServerError> {
         Ok(Self {
+            first_term,
+            checkpoints,
             address,
             run_id,
             started: Instant::now(),
@@ -128,7 +135,39 @@ impl Shared {
         blueprint: Option<String>,
     ) -> Result<&Arc<Model>, ServerError> {
         let agreement = self.agreement();
-        let model = self.model.set(&self.config, snapshot, blueprint, agreement.store_spec())?;
+        let run = agreement.store_spec();
+        let model = self.model.set(&self.config, self.first_term, snapshot, blueprint, run)?;
+        drop(agreement);
+        Self::announce(model);
+        Ok(model)
+    }
+
+    /// Goes on from a checkpoint, with what has been agreed on then.
+    pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
+        let Resumed { path, run, store } = resumed;
+        let (term, version) = (store.term(), store.version());
+        let mut agreement = self.agreement();
+        agreement.resume(run.agreed)?;
+        let blueprint = self.config.blueprint.clone().or(run.blueprint);
+        let before = store.run();
+        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec())?;
+        drop(agreement);
+        let path = path.display();
+        if self.config.checkpoints.as_ref().is_some_and(|kept| kept.resume == Resume::Must) {
+            tracing::info!(checkpoint = %path, version, term, "the server goes on from a checkpoint");
+        } else {
+            // It may not have been meant.
+            tracing::warn!(checkpoint = %path, version, term, "the server goes on from a checkpoint");
+        }
+        let epoch = |run: &Option<Arc<Run>>| run.as_ref().map(|run| run.epoch);
+        if before.is_some() && epoch(&before) != epoch(&model.store.run()) {
+            tracing::warn!("the optimizer is not the checkpoint's: what that one remembered is left out");
+        }
+        Self::announce(model);
+        Ok(())
+    }
+
+    fn announce(model: &Arc<Model>) {
         tracing::info!(
             tensors = model.store.table().len(),
             fragments = model.store.layout().fragments.len(),
@@ -136,7 +175,6 @@ impl Shared {
             "the model is in place"
         );
         warn_of_idle_groups(&model.store);
-        Ok(model)
     }
 
     /// Brings what has been agreed on into force.

@@ -1,5 +1,6 @@
 //! The server's status: one JSON document for `server.status()`, `offbeat status` and the demo.
 
+use super::checkpoints::CheckpointStatus;
 use super::membership::{Departure, Member, Members, State};
 use super::run::describe;
 use super::shared::Shared;
@@ -34,6 +35,7 @@ struct Status<'a> {
     rejected: BTreeMap<String, u64>,
     duplicates: u64,
     memory: Memory,
+    checkpoints: Option<CheckpointStatus>,
     connections: usize,
     num_data_threads: usize,
     longest_poll_ms: f64,
@@ -153,6 +155,7 @@ pub(super) fn json(shared: &Shared) -> String {
         rejected: totals.rejected,
         duplicates: totals.duplicates,
         memory: memory(shared, store.as_ref()),
+        checkpoints: shared.checkpoints.as_ref().map(|checkpoints| checkpoints.status(now)),
         connections: shared.num_connections(),
         num_data_threads: shared.loads.len(),
         // Relaxed: a statistic.

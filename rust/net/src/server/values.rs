@@ -1,13 +1,12 @@
 //! The model's values as its owner copies and replaces them: all at once, while the run goes on.
 
 use super::Server;
+use super::cut;
 use super::error::ServerError;
 use super::snapshot::{check_values, gather, scatter};
-use offbeat_core::store::{Store, StoreState};
 use offbeat_core::table::{TensorSpec, TensorTable};
 use offbeat_core::wire::message::Event;
-use std::sync::{Arc, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
 
 /// A model's table and each tensor's bytes (own dtype, little-endian, C order).
 pub type Tensors = (Arc<TensorTable>, Vec<Vec<u8>>);
@@ -25,40 +24,13 @@ impl Server {
         let bytes = |t: &TensorSpec| t.num_elements() as usize * t.dtype.size();
         let mut tensors: Vec<Vec<u8>> = table.tensors().iter().map(|t| vec![0; bytes(t)]).collect();
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = self.cut(store);
+        let state = cut::take(store, self.shared.config.cut_deadline);
         drop(whole); // the roots stay as they are
         let mut scratch = Vec::new();
         for (index, root) in state.roots.into_iter().enumerate() {
             scatter(layout, index, root.payload(&mut scratch), &mut tensors);
         }
         Ok(Some((table, tensors)))
-    }
-
-    /// A state whose parts belong together: pushes that come later pause until those under way have ended.
-    fn cut(&self, store: &Arc<Store>) -> StoreState {
-        let deadline = Instant::now() + self.shared.config.cut_deadline;
-        let (_never, clock) = mpsc::channel::<()>();
-        // Nobody sends: this is a short wait.
-        let wait = || clock.recv_timeout(Duration::from_millis(1)).ok();
-        let cut = loop {
-            match store.begin_cut() {
-                Some(cut) => break cut,
-                None => wait(),
-            };
-        };
-        while !cut.open().is_empty() && Instant::now() < deadline {
-            wait();
-        }
-        let open = cut.open();
-        if !open.is_empty() {
-            tracing::info!(?open, "a copy of the model was taken with pushes still under way");
-        }
-        loop {
-            match cut.take() {
-                Some(state) => return state,
-                None => wait(),
-            };
-        }
     }
 
     /// Replaces every value of the model. Pushes that were computed on the old ones are rejected.
@@ -71,6 +43,9 @@ impl Server {
         let store = &model.store;
         check_values(store.table(), tensors)?;
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(checkpoints) = &self.shared.checkpoints {
+            checkpoints.reserve_term(store.term() + 1)?;
+        }
         let layout = Arc::clone(store.layout());
         let mut load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
         let mut role = load.model_role.take();

@@ -1,0 +1,292 @@
+//! A server that ends and one that goes on: real sockets, real files.
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod common;
+
+use common::{Raw, config, eventually, parameters, plain_sgd, start, status, table, tensor, values};
+use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, ScheduleShape, Transaction};
+use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::Want;
+use offbeat_core::wire::message::Joined;
+use offbeat_net::checkpoint::checkpoints;
+use offbeat_net::server::{
+    CheckpointConfig, Every, Resume, Server, ServerConfig, ServerError, Snapshot, Tensors,
+};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// A directory that is gone after the test.
+struct Place(PathBuf);
+
+impl Place {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("offbeat-server-{}-{number}", std::process::id()));
+        fs::remove_dir_all(&path).ok(); // of a test that was killed
+        Self(path)
+    }
+
+    fn config(&self) -> ServerConfig {
+        self.every(Every::Versions(1_000_000), Resume::Auto)
+    }
+
+    fn every(&self, every: Every, resume: Resume) -> ServerConfig {
+        let directory = self.0.clone();
+        ServerConfig { checkpoints: Some(CheckpointConfig { directory, every, resume }), ..config() }
+    }
+
+    fn numbers(&self) -> Vec<u64> {
+        checkpoints(&self.0).unwrap().into_iter().map(|(number, _)| number).collect()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+/// A worker that pushes one value everywhere, step after step.
+struct Steps {
+    raw: Raw,
+    read: (u64, u64),
+    base: u64,
+    sequence: u64,
+}
+
+impl Steps {
+    fn of(server: &Server, id: &str) -> Self {
+        let (mut raw, Joined { term, .. }) = Raw::joined(server, id);
+        let pulled = raw.pull(term, None);
+        Self { read: pulled.read, base: pulled.roots[0].0, raw, sequence: 0 }
+    }
+
+    fn push(&mut self, value: f32) {
+        self.sequence += 1;
+        let answer = self.raw.push(self.sequence, self.read, self.base, value, Want::Parameters);
+        assert!(answer.receipt().applied, "{:?}", answer.receipt());
+        (self.read, self.base) = (answer.read, answer.roots[0].0);
+    }
+}
+
+/// Waits for the one with the model as it was given.
+fn until_the_first(server: &Server) {
+    eventually(server, "the first", |s| s["checkpoints"]["version"] == 0);
+}
+
+fn refused(config: ServerConfig) -> ServerError {
+    Server::bind(config).and_then(|bound| bound.serve(None)).unwrap_err()
+}
+
+fn bytes(server: &Server) -> Vec<Vec<u8>> {
+    let (_, tensors): Tensors = server.tensors().unwrap().unwrap();
+    tensors
+}
+
+#[test]
+fn a_server_goes_on_from_where_it_was_stopped() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    for _ in 0..5 {
+        worker.push(1.0);
+    }
+    let before = status(&server);
+    server.stop();
+    let told = status(&server);
+    assert_eq!(told["checkpoints"]["version"], 5);
+    assert!(told["checkpoints"]["path"].as_str().unwrap().ends_with("checkpoint-000002"), "{told:#}");
+    assert_eq!(place.numbers(), [2, 1], "one with the model, one at the end");
+
+    // The first one is still there, stopped; its directory is free.
+    let again = Server::start(place.config()).unwrap();
+    let after = status(&again);
+    assert_eq!((&after["version"], &after["samples"], &after["term"]), (&5.into(), &5.into(), &2.into()));
+    assert_eq!(after["tickets"], before["tickets"]);
+    assert_eq!((again.run_id(), again.address()), (server.run_id(), server.address()));
+    assert!(parameters(&again).iter().all(|&p| p == -5.0));
+    let mut worker = Steps::of(&again, "a");
+    assert_eq!(worker.read, (2, 5));
+    worker.push(1.0);
+    assert!(parameters(&again).iter().all(|&p| p == -6.0));
+    let one = status(&again);
+    assert_eq!(common::worker(&one, "a")["applied"], 6, "its counts go on");
+}
+
+#[test]
+fn many_restarts_leave_the_same_bits() {
+    let rule = Rule::Adam {
+        betas: (0.9, 0.999),
+        eps: 1e-8,
+        weight_decay: 0.01,
+        amsgrad: false,
+        maximize: false,
+        decoupled_weight_decay: true,
+    };
+    let groups = vec![Group { pattern: "*".into(), lr: 0.1, rule }];
+    let optimizer = Some(OptimizerSpec { groups, momentum_correction: false });
+    let schedule =
+        Schedule { shape: ScheduleShape::Linear { total: 50, end_factor: 0.1 }, ..Schedule::default() };
+    let place = Place::new();
+    let begin =
+        |config: ServerConfig| start(ServerConfig { optimizer: optimizer.clone(), schedule, ..config });
+    let undisturbed = begin(config());
+    let mut steady = Steps::of(&undisturbed, "a");
+    let mut server = begin(place.config());
+    let mut worker = Steps::of(&server, "a");
+    for step in 0..40_u8 {
+        let gradient = f32::from(step % 7) - 3.1;
+        steady.push(gradient);
+        worker.push(gradient);
+        if step % 4 == 3 {
+            server.stop();
+            server = begin(place.config());
+            worker = Steps::of(&server, "a");
+        }
+    }
+    assert_eq!(bytes(&undisturbed), bytes(&server));
+    assert_eq!(status(&server)["term"], 11);
+    assert_eq!(status(&undisturbed)["schedule"], status(&server)["schedule"]);
+    assert_eq!(place.numbers().len(), 3);
+}
+
+#[test]
+fn one_is_written_every_so_many_updates_or_so_often() {
+    for every in [Every::Versions(3), Every::Time(Duration::from_millis(1))] {
+        let place = Place::new();
+        let server = start(place.every(every, Resume::Auto));
+        until_the_first(&server);
+        let mut worker = Steps::of(&server, "a");
+        for _ in 0..3 {
+            worker.push(1.0);
+        }
+        let told = eventually(&server, "another", |s| s["checkpoints"]["version"] == 3);
+        assert!(told["checkpoints"]["write_s"].as_f64().unwrap() > 0.0);
+        assert_eq!(told["checkpoints"]["failed"], Value::Null);
+    }
+}
+
+#[test]
+fn what_workers_have_agreed_on_is_gone_on_with() {
+    let place = Place::new();
+    let open = || ServerConfig { optimizer: None, ..place.config() };
+    let server = start(ServerConfig { blueprint: Some("how to build it".into()), ..open() });
+    server.set_optimizer(plain_sgd()).unwrap();
+    server.set_lr(0.5, None).unwrap();
+    let agreed = |server: &Server| {
+        let status = status(server);
+        ["contribution", "optimizer", "momentum_correction"].map(|name| status[name].clone())
+    };
+    let before = agreed(&server);
+    assert_eq!(before[0], serde_json::to_value(Contribution::Gradient).unwrap());
+    server.stop();
+    let again = Server::start(open()).unwrap();
+    assert_eq!(agreed(&again), before);
+    let mut worker = Steps::of(&again, "a");
+    worker.push(1.0);
+    assert!(parameters(&again).iter().all(|&p| p == -0.5), "at the rate of then");
+    again.stop();
+    let other = Server::start(place.config()).unwrap();
+    let lr = |server: &Server| status(server)["schedule"]["lr"][0].as_f64();
+    assert_eq!(lr(&other), Some(1.0), "what this server is given comes first");
+}
+
+#[test]
+fn what_does_not_fit_the_checkpoint_is_refused_and_it_stays() {
+    let place = Place::new();
+    let must = place.every(Every::Versions(1), Resume::Must);
+    assert!(matches!(refused(must.clone()), ServerError::NoCheckpoint { .. }));
+    let server = start(place.config());
+    let held = refused(place.config()).to_string();
+    assert!(held.contains("is in use by another server"), "{held}");
+    Steps::of(&server, "a").push(1.0);
+    server.stop();
+    let told = refused(ServerConfig { run_id: Some("mine".into()), ..must.clone() }).to_string();
+    assert!(told.contains(&format!("is of run {:?}, not of \"mine\"", server.run_id())), "{told}");
+    let other = TensorTable::new(vec![tensor("v", 3, Role::Parameter)]).unwrap();
+    let other = Snapshot::of(other, &[common::floats(3, 0.0)]).unwrap();
+    let told = Server::with_model(must.clone(), other).unwrap_err().to_string();
+    assert!(
+        told.starts_with("the model is not that of the checkpoint") && told.contains("\"never\""),
+        "{told}"
+    );
+    let same = Snapshot::of(table(), &values(9.0)).unwrap();
+    let again = Server::with_model(must, same).unwrap();
+    assert!(parameters(&again).iter().all(|&p| p == -1.0), "the given parameters are not used");
+}
+
+#[test]
+fn a_run_that_begins_anew_leaves_the_one_before_alone() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    Steps::of(&server, "a").push(1.0);
+    server.stop();
+    let anew = start(place.every(Every::Versions(1), Resume::Never));
+    assert_ne!(anew.run_id(), server.run_id());
+    assert_eq!(status(&anew)["version"], 0);
+    assert_eq!(status(&anew)["term"], 2, "no worker of before is taken for one of now");
+    let mut worker = Steps::of(&anew, "a");
+    for _ in 0..5 {
+        worker.push(1.0);
+    }
+    anew.stop();
+    let aside = |name: &str| place.0.join(name).join("manifest.json").exists();
+    assert!(aside("earlier-checkpoint-000001") && aside("earlier-checkpoint-000002"));
+    assert!(place.numbers().iter().all(|&number| number > 2));
+    drop((server, anew));
+    let again = Server::start(place.config()).unwrap();
+    assert!(parameters(&again).iter().all(|&p| p == -5.0));
+}
+
+#[test]
+fn replaced_values_are_in_a_term_that_no_later_server_has() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let place = Place::new();
+        let server = start(ServerConfig { transaction, ..place.config() });
+        until_the_first(&server);
+        // What a server that is killed now would leave behind.
+        let copy = Place::new();
+        server.load_tensors(&values(7.0)).unwrap();
+        let term = status(&server)["term"].as_u64().unwrap();
+        copy_files(&place.0, &copy.0);
+        let again = Server::start(ServerConfig { transaction, ..copy.config() }).unwrap();
+        assert!(status(&again)["term"].as_u64().unwrap() > term);
+    }
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() {
+    let place = Place::new();
+    let server = start(place.every(Every::Versions(1), Resume::Auto));
+    until_the_first(&server);
+    fs::write(place.0.join(".new"), "in the way").unwrap();
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    let told = eventually(&server, "a failure", |s| !s["checkpoints"]["failed"].is_null());
+    assert!(told["checkpoints"]["failed"].as_str().unwrap().starts_with("cannot remove"), "{told:#}");
+    assert_eq!(told["checkpoints"]["version"], 0, "the one before");
+    worker.push(1.0);
+    fs::remove_file(place.0.join(".new")).unwrap();
+    server.stop();
+    let last = status(&server);
+    assert_eq!((&last["checkpoints"]["version"], &last["checkpoints"]["failed"]), (&2.into(), &Value::Null));
+}
+
+fn copy_files(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_files(&entry.path(), &to);
+        } else {
+            fs::copy(entry.path(), to).unwrap();
+        }
+    }
+}

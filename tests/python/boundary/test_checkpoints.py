@@ -1,0 +1,152 @@
+"""A server that is killed, and one that goes on from its checkpoint: real processes, real files."""
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import offbeat
+from offbeat import optim
+from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
+from support.waiting import wait_for
+
+MODEL = {"w": np.zeros(70_000, np.float32), "b": np.zeros(3, np.float32)}
+ONES = {name: np.ones_like(value) for name, value in MODEL.items()}
+
+SERVER = """
+import sys
+import numpy as np
+import offbeat
+server = offbeat.ParameterServer(
+    {"w": np.zeros(70_000, np.float32), "b": np.zeros(3, np.float32)},
+    optimizer=offbeat.optim.Adam(lr=0.1),
+    checkpoint_dir=sys.argv[1],
+    checkpoint_frequency=1,
+)
+server.start()
+print(server.address, flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+def made(place, **keywords):
+    return offbeat.ParameterServer(MODEL, optimizer=optim.SGD(lr=1.0), checkpoint_dir=place, **keywords)
+
+
+@contextmanager
+def running(place):
+    """Run a server in a process of its own; give the process and its address."""
+    command = [sys.executable, "-c", SERVER, str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def push(address, times, worker_id="a"):
+    """Push ones so often; return what the model is then, with the last receipt."""
+    with offbeat.Client(address, worker_id=worker_id) as client:
+        client.pull()
+        for _ in range(times):
+            receipt = client.push(ONES)
+            assert receipt.applied
+            client.pull()
+        return client.pull(), receipt, client.status()
+
+
+def test_a_killed_server_that_is_started_again_goes_on_with_the_same_bits(tmp_path):
+    kept, steady = tmp_path / "kept", tmp_path / "steady"
+    addresses, run_ids = set(), set()
+    with running(steady) as (_, address):
+        expected, _, _ = push(address, 15)
+    for life in range(3):
+        with running(kept) as (process, address):
+            model, receipt, status = push(address, 5)
+            assert (receipt.version, status["term"]) == (5 * life + 5, life + 1)
+            addresses.add(address)
+            run_ids.add(status["run_id"])
+            with offbeat.Client(address, worker_id="b") as client:
+                wait_for(lambda: client.status()["checkpoints"]["version"] == receipt.version)  # noqa: B023
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+    assert len(addresses) == len(run_ids) == 1
+    for name, value in expected.items():
+        assert np.array_equal(model[name], value)
+
+
+def test_a_server_that_is_stopped_has_kept_everything(tmp_path):
+    with made(tmp_path, checkpoint_frequency=10**6) as server:
+        push(server.address, 7)
+    assert server.status()["checkpoints"]["version"] == 7
+    with made(tmp_path, resume="must") as again:
+        assert again.status()["version"] == 7
+        assert np.array_equal(again.state_dict()["w"], np.full(70_000, -7, np.float32))
+
+
+def test_no_model_needs_to_be_given_again(tmp_path):
+    with made(tmp_path) as server:
+        push(server.address, 2)
+    with offbeat.ParameterServer(checkpoint_dir=tmp_path) as again:
+        assert again.status()["optimizer"]["summary"].startswith("SGD(lr=1")
+        model, receipt, _ = push(again.address, 1)
+        assert receipt.version == 3
+        assert (model["b"] == -3).all()
+
+
+def test_a_time_is_a_frequency_too(tmp_path):
+    with made(tmp_path, checkpoint_frequency="0.01s") as server:
+        push(server.address, 3)
+        wait_for(lambda: server.status()["checkpoints"]["version"] == 3)
+
+
+def test_any_tool_reads_the_model_of_a_checkpoint(tmp_path):
+    from safetensors.numpy import load_file
+
+    with made(tmp_path) as server:
+        push(server.address, 2)
+    newest = server.status()["checkpoints"]["path"]
+    assert (load_file(f"{newest}/model.safetensors")["w"] == -2).all()
+    manifest = json.loads((tmp_path / newest / "manifest.json").read_text())
+    assert manifest["book"]["version"] == 2
+    assert manifest["offbeat"] == offbeat.__version__
+
+
+def test_a_directory_that_cannot_be_used_is_told(tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot create .*/file"):
+        made(in_the_way).start()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* to go on from"):
+        made(tmp_path / "none", resume="must").start()
+    kept = tmp_path / "kept"
+    with made(kept) as server:
+        push(server.address, 1)
+        with pytest.raises(CheckpointError, match="in use by another server"):
+            made(kept).start()
+    for folder in kept.glob("checkpoint-*"):
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(1000)
+            file.write(b"!")
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*model.safetensors is damaged: its SHA-256"):
+        made(kept).start()
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused(tmp_path):
+    with made(tmp_path) as server:
+        push(server.address, 1)
+    with pytest.raises(ConfigError, match="is of run"):
+        made(tmp_path, run_id="another").start()
+    other = offbeat.ParameterServer({"v": np.zeros(2, np.float32)}, checkpoint_dir=tmp_path)
+    with pytest.raises(ModelMismatchError, match=r"not that of the checkpoint.*resume=\"never\""):
+        other.start()
+    with offbeat.ParameterServer(
+        {"v": np.zeros(2, np.float32)}, checkpoint_dir=tmp_path, resume="never"
+    ) as anew:
+        assert anew.status()["version"] == 0
+    assert len(list(tmp_path.glob("earlier-checkpoint-*"))) == 2

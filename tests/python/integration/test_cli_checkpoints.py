@@ -1,0 +1,52 @@
+"""`offbeat server --checkpoint-dir`: the same command goes on, whatever ended the one before."""
+
+import signal
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import offbeat
+from support.command import command
+
+ZEROS = {"w": np.zeros((2, 3), np.float32)}
+ONES = {"w": np.ones((2, 3), np.float32)}
+
+
+def pushes(server, times):
+    """Push ones so often; give the run's id, and the version of its last push."""
+    address = server.line("OFFBEAT_SERVER=").split("OFFBEAT_SERVER=")[1].split()[0]
+    with offbeat.Client(address) as client:
+        client.pull()
+        versions = [client.push(ONES).version for _ in range(times)]
+        return client.status()["run_id"], versions[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_same_command_goes_on(tmp_path, number):
+    model, kept, saved = tmp_path / "model.safetensors", tmp_path / "kept", tmp_path / "saved.safetensors"
+    save_file(ZEROS, model)
+    arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
+    arguments += ["--save", str(saved), "--port", "0", "--keep-running"]
+    runs = []
+    for _ in range(3):
+        with command("server", *arguments) as server:
+            runs.append(pushes(server, 2))
+            server.signal(number)
+            assert server.ends() == 0, server.said
+    assert [version for _, version in runs] == [2, 4, 6]
+    assert len({run_id for run_id, _ in runs}) == 1
+    assert (load_file(saved)["w"] == -6).all()
+    with command("server", *arguments, "--resume", "never") as server:
+        assert pushes(server, 1) not in runs
+        server.signal(number)
+        assert server.ends() == 0, server.said
+
+
+def test_what_cannot_be_gone_on_with_is_told_with_its_code(tmp_path):
+    with command("server", "--port", "0", "--checkpoint-dir", str(tmp_path), "--resume", "must") as server:
+        assert server.ends() == 11, server.said
+    assert f"there is no checkpoint in {tmp_path} to go on from" in server.said
+    with command("server", "--port", "0", "--checkpoint-frequency", "5m") as server:
+        assert server.ends() == 2, server.said
+    assert "checkpoint_frequency is '5m', and there is no checkpoint_dir" in server.said
