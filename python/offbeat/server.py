@@ -248,6 +248,7 @@ class ParameterServer(process.Live):
         Raises:
             ModelMismatchError: If a name, shape or dtype is not the model's, or if two names of one tensor
                 are given different values.
+            CheckpointError: If the new term cannot be noted in `checkpoint_dir`; nothing is replaced then.
         """
         server = self._open()
         held = server.tensors()

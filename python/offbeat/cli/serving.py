@@ -200,8 +200,9 @@ def stop(
     try:
         with signals.raised(but_for=1):
             server.stop()
+            kept = _last_checkpoint(server)
             if place is None:
-                return ExitCode.OK
+                return kept
             state = server.state_dict()  # as it is now: every push that was acknowledged is in it
             path = place.path()
             if not Path(os.path.realpath(path)).parent.is_dir():
@@ -220,7 +221,13 @@ def stop(
         return code_of(error)
     with suppress(OSError):  # the model is there, whether or not anybody reads where
         print(f"the model is in {path}{again}\n", end="", flush=True)
-    return ExitCode.OK
+    return kept
+
+
+def _last_checkpoint(server: ParameterServer) -> ExitCode:
+    """Look whether the last checkpoint was written, where some are kept; the log has said why not."""
+    checkpoints = server.status()["checkpoints"]
+    return ExitCode.FILE if checkpoints is not None and checkpoints["failed"] else ExitCode.OK
 
 
 def not_saved(place: model_file.Place | None, why: str, background: Background) -> ExitCode:

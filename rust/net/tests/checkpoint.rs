@@ -8,14 +8,15 @@ use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, Sch
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::Want;
 use offbeat_core::wire::message::Joined;
-use offbeat_net::checkpoint::checkpoints;
+use offbeat_net::checkpoint::{Checkpoint, checkpoints};
+use offbeat_net::client::{Client, ClientConfig};
 use offbeat_net::server::{
     CheckpointConfig, Every, Resume, Server, ServerConfig, ServerError, Snapshot, Tensors,
 };
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// A directory that is gone after the test.
@@ -176,6 +177,7 @@ fn what_workers_have_agreed_on_is_gone_on_with() {
     let place = Place::new();
     let open = || ServerConfig { optimizer: None, ..place.config() };
     let server = start(ServerConfig { blueprint: Some("how to build it".into()), ..open() });
+    until_the_first(&server);
     server.set_optimizer(plain_sgd()).unwrap();
     server.set_lr(0.5, None).unwrap();
     let agreed = |server: &Server| {
@@ -194,6 +196,102 @@ fn what_workers_have_agreed_on_is_gone_on_with() {
     let other = Server::start(place.config()).unwrap();
     let lr = |server: &Server| status(server)["schedule"]["lr"][0].as_f64();
     assert_eq!(lr(&other), Some(1.0), "what this server is given comes first");
+}
+
+#[test]
+fn what_is_agreed_on_and_what_the_store_obeys_belong_together_in_each() {
+    let place = Place::new();
+    let server = start(ServerConfig {
+        cut_deadline: common::DEADLINE,
+        ..place.every(Every::Versions(1), Resume::Auto)
+    });
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    worker.sequence += 1;
+    worker.raw.push_head(1, worker.read, Want::Parameters, None);
+    worker.raw.fragment(1, 0, worker.base, &common::floats(common::FRAGMENTS[0], 1.0));
+    eventually(&server, "a ticket", |s| s["version"] == 1);
+    // The cut waits for the rest of the push; meanwhile:
+    server.set_lr(0.25, None).unwrap();
+    worker.raw.fragment(1, 1, worker.base, &common::floats(common::FRAGMENTS[1], 1.0));
+    assert!(worker.raw.answer().receipt().applied);
+    eventually(&server, "the next", |s| s["checkpoints"]["version"] == 1);
+    server.stop();
+    for (_, folder) in checkpoints(&place.0).unwrap() {
+        let manifest = Checkpoint::verified(&folder).unwrap().manifest;
+        assert_eq!(manifest.run.agreed.optimizer, manifest.book.run.map(|page| page.spec.optimizer));
+    }
+    let again = Server::start(ServerConfig { optimizer: None, ..place.config() }).unwrap();
+    assert_eq!(status(&again)["schedule"]["lr"][0], 0.25);
+}
+
+#[test]
+fn two_that_stop_a_server_at_once_both_find_everything_kept() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let acknowledged = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let pushing = scope.spawn(|| -> () {
+            let mut worker = Steps::of(&server, "a");
+            loop {
+                worker.push(1.0);
+                acknowledged.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        eventually(&server, "some pushes", |s| s["version"].as_u64() > Some(20));
+        let stop = || {
+            server.stop();
+            status(&server)["checkpoints"]["version"].as_u64().unwrap()
+        };
+        let stopping = [scope.spawn(stop), scope.spawn(stop)];
+        let kept = stopping.map(|thread| thread.join().unwrap());
+        assert!(pushing.join().is_err(), "with the server");
+        assert_eq!(kept[0], kept[1]);
+        assert!(kept[0] >= acknowledged.load(Ordering::SeqCst));
+    });
+}
+
+#[test]
+fn workers_with_optimizers_of_their_own_are_gone_on_with_or_refused() {
+    let place = Place::new();
+    let open = || ServerConfig { optimizer: None, ..place.config() };
+    let server = start(open());
+    let delta = || {
+        let config = ClientConfig {
+            address: server.address().to_string(),
+            worker_id: Some("a".into()),
+            token: None,
+            run_id: None,
+            in_flight: 1,
+            connect_timeout: common::DEADLINE,
+        };
+        let mut client = Client::connect(config, Some(&table()), &|| false).unwrap();
+        client.configure(Contribution::Delta, None, &|| false).unwrap();
+    };
+    delta();
+    eventually(&server, "an optimizer", |s| s["contribution"] == "delta");
+    server.stop();
+    let schedule =
+        Schedule { shape: ScheduleShape::Linear { total: 9, end_factor: 0.0 }, ..Schedule::default() };
+    let told = refused(ServerConfig { schedule, ..open() }).to_string();
+    assert!(told.contains("had live optimizers of their own") && told.contains("lr_schedule"), "{told}");
+    let again = Server::start(open()).unwrap();
+    assert_eq!(status(&again)["contribution"], "delta");
+}
+
+#[test]
+fn a_run_whose_samples_are_used_up_is_over_after_a_restart_too() {
+    let place = Place::new();
+    let over = || ServerConfig { max_samples: Some(2), ..place.config() };
+    let server = start(over());
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    worker.push(1.0);
+    assert_eq!(status(&server)["state"], "finished");
+    server.stop();
+    let again = Server::start(over()).unwrap();
+    assert_eq!(status(&again)["state"], "finished");
 }
 
 #[test]

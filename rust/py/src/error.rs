@@ -124,6 +124,7 @@ impl IntoPyErr for ServerError {
             | Self::StagingBudget { .. }
             | Self::ModelTooLong(_)
             | Self::OtherRun { .. }
+            | Self::OtherContribution { .. }
             | Self::Group { .. } => Class::Config,
             Self::Values { .. } | Self::NumTensors { .. } | Self::OtherModel { .. } => Class::ModelMismatch,
             Self::Checkpoints(_) | Self::NoCheckpoint { .. } => Class::Checkpoint,

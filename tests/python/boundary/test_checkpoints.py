@@ -49,6 +49,11 @@ def running(place):
             process.kill()
 
 
+def until_the_first(server):
+    """Wait for the checkpoint of the model as it was given."""
+    wait_for(lambda: server.status()["checkpoints"]["version"] == 0)
+
+
 def push(address, times, worker_id="a"):
     """Push ones so often; return what the model is then, with the last receipt."""
     with offbeat.Client(address, worker_id=worker_id) as client:
@@ -126,6 +131,7 @@ def test_a_directory_that_cannot_be_used_is_told(tmp_path):
         made(tmp_path / "none", resume="must").start()
     kept = tmp_path / "kept"
     with made(kept) as server:
+        until_the_first(server)
         push(server.address, 1)
         with pytest.raises(CheckpointError, match="in use by another server"):
             made(kept).start()
@@ -139,6 +145,7 @@ def test_a_directory_that_cannot_be_used_is_told(tmp_path):
 
 def test_what_does_not_fit_the_checkpoint_is_refused(tmp_path):
     with made(tmp_path) as server:
+        until_the_first(server)
         push(server.address, 1)
     with pytest.raises(ConfigError, match="is of run"):
         made(tmp_path, run_id="another").start()

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 import offbeat
 from support.command import command
+from support.waiting import wait_for
 
 ZEROS = {"w": np.zeros((2, 3), np.float32)}
 ONES = {"w": np.ones((2, 3), np.float32)}
@@ -41,6 +42,21 @@ def test_the_same_command_goes_on(tmp_path, number):
         assert pushes(server, 1) not in runs
         server.signal(number)
         assert server.ends() == 0, server.said
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path):
+    model = tmp_path / "model.safetensors"
+    save_file(ZEROS, model)
+    kept, saved = tmp_path / "kept", tmp_path / "saved.safetensors"
+    arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
+    with command("server", *arguments, "--port", "0", "--save", str(saved), "--keep-running") as server:
+        wait_for((kept / "checkpoint-000001").exists)
+        (kept / ".new").write_text("in the way")
+        pushes(server, 1)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 11, server.said
+    assert "the last checkpoint could not be written" in server.said
+    assert (load_file(saved)["w"] == -1).all()
 
 
 def test_what_cannot_be_gone_on_with_is_told_with_its_code(tmp_path):

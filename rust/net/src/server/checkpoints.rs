@@ -7,7 +7,7 @@ use super::error::ServerError;
 use super::model::Model;
 use super::shared::Shared;
 use crate::checkpoint::{Directory, DirectoryError};
-use offbeat_core::checkpoint::RunRecord;
+use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::Answer;
 use offbeat_core::store::{Life, Store, StoreState};
 use serde::Serialize;
@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// Between two looks at whether it is time.
 const LOOK: Duration = Duration::from_millis(50);
+/// Cuts for one checkpoint, if somebody changes the optimizer again and again.
+const TRIES: usize = 8;
 /// After a checkpoint that could not be written.
 const RETRY: Duration = Duration::from_secs(10);
 
@@ -46,6 +48,7 @@ struct Written {
     version: u64,
     /// Whether nothing was under way.
     whole: bool,
+    agreed: Agreed,
     at: Instant,
     took: Duration,
 }
@@ -149,32 +152,42 @@ impl Checkpoints {
         }
     }
 
-    /// Whether it is time for the next one.
-    fn is_due(&self, store: &Store, is_last: bool) -> bool {
+    /// Whether it is time for the next one: also when the workers have agreed on something else, which is rare.
+    fn is_due(&self, store: &Store, agreed: &Agreed, is_last: bool) -> bool {
         let news = lock(&self.news);
         let Some(last) = &news.last else { return true };
         let (term, version) = (store.term(), store.version());
         let is_new = (term, version) != (last.term, last.version);
         match self.every {
-            _ if is_last => is_new || !last.whole,
-            _ if term != last.term => true,
+            _ if is_last && (is_new || !last.whole) => true,
+            _ if term != last.term || *agreed != last.agreed => true,
+            _ if is_last => false,
             Every::Versions(number) => version.saturating_sub(last.version) >= number,
             Every::Time(time) => is_new && last.at.elapsed() >= time,
         }
     }
 
     /// Writes one; what goes wrong is told, and the run goes on.
-    fn write(&self, shared: &Shared, model: &Model) {
+    fn write(&self, shared: &Shared, model: &Model, is_last: bool) {
         let begun = Instant::now();
+        // Until what is agreed on is what the store obeyed at the cut: it may change while that waits.
+        let mut tries = 0..TRIES;
+        let (state, agreed) = loop {
+            let state = {
+                let _whole = lock(&model.whole);
+                cut::take(&model.store, shared.config.cut_deadline)
+            };
+            let agreed = shared.agreement().agreed();
+            let obeyed = state.run.as_ref().map(|run| &run.spec.optimizer);
+            if obeyed == agreed.optimizer.as_ref() || tries.next().is_none() {
+                break (state, agreed);
+            }
+        };
         let run = RunRecord {
             run_id: shared.run_id.clone(),
             port: shared.address.port(),
             blueprint: model.blueprint.clone(),
-            agreed: shared.agreement().agreed(),
-        };
-        let state = {
-            let _whole = lock(&model.whole);
-            cut::take(&model.store, shared.config.cut_deadline)
+            agreed: agreed.clone(),
         };
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let mut directory = lock(&self.directory);
@@ -192,16 +205,17 @@ impl Checkpoints {
                     "a checkpoint is written"
                 );
                 *news = News {
-                    last: Some(Written { path, term, version, whole, at: Instant::now(), took }),
+                    last: Some(Written { path, term, version, whole, agreed, at: Instant::now(), took }),
                     failed: None,
                 };
             }
             Err(error) => {
-                tracing::error!(
-                    %error,
-                    version,
+                let what = if is_last {
+                    "the last checkpoint could not be written: what came after the one before is lost"
+                } else {
                     "a checkpoint could not be written: the run goes on, and would be lost from the one before"
-                );
+                };
+                tracing::error!(%error, version, "{what}");
                 news.failed = Some(error.to_string());
             }
         }
@@ -247,9 +261,15 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
     let mut is_last = false;
     loop {
         let is_time = is_last || Instant::now() >= not_before;
-        let model = shared.model.get().filter(|model| is_time && checkpoints.is_due(&model.store, is_last));
-        if let Some(model) = model {
-            checkpoints.write(shared, model);
+        let is_due = |model: &&Arc<Model>| {
+            let agreed = shared.agreement().agreed();
+            checkpoints.is_due(&model.store, &agreed, is_last)
+        };
+        if let Some(model) = shared.model.get().filter(|_| is_time).filter(is_due) {
+            if is_last {
+                tracing::info!("the last checkpoint is being written");
+            }
+            checkpoints.write(shared, model, is_last);
             if lock(&checkpoints.news).failed.is_some() {
                 not_before = Instant::now() + RETRY;
             }

@@ -76,6 +76,8 @@ pub enum ServerError {
         checkpoint.display()
     )]
     OtherModel { checkpoint: PathBuf, difference: String },
+    #[error("the checkpoint's workers had live optimizers of their own, and {why}")]
+    OtherContribution { why: String },
     #[error("no worker finished: {}", in_words(.causes))]
     NoneFinished { causes: Vec<(String, String)> },
     #[error("the server has been stopped")]

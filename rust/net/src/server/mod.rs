@@ -188,8 +188,9 @@ impl Server {
         }
         self.shared.stopping.send_replace(true);
         self.shared.notify();
-        let threads = std::mem::take(&mut *lock(&self.threads));
-        for thread in threads {
+        // Held to the end: whoever else stops it returns when it has stopped, too.
+        let mut threads = lock(&self.threads);
+        for thread in threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread of the server had panicked");
             }

@@ -179,11 +179,10 @@ impl Agreement {
             return Ok(());
         }
         if contribution == Some(Contribution::Delta) {
-            // What this server was given may be against it: then it is told to the first worker, as at any start.
-            if let Err(refused) = self.join(&contribution_of, Contribution::Delta, None) {
-                tracing::warn!(%refused, "the run's workers had optimizers of their own");
-            }
-            return Ok(());
+            return match self.join(&contribution_of, Contribution::Delta, None) {
+                Ok(_) => Ok(()),
+                Err(refused) => Err(ServerError::OtherContribution { why: refused.message }),
+            };
         }
         let Some(as_set) = as_set else { return Ok(()) };
         self.set_optimizer(as_set)?;

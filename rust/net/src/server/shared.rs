@@ -159,9 +159,11 @@ impl Shared {
             // It may not have been meant.
             tracing::warn!(checkpoint = %path, version, term, "the server goes on from a checkpoint");
         }
-        let epoch = |run: &Option<Arc<Run>>| run.as_ref().map(|run| run.epoch);
-        if before.is_some() && epoch(&before) != epoch(&model.store.run()) {
-            tracing::warn!("the optimizer is not the checkpoint's: what that one remembered is left out");
+        if let (Some(before), Some(now)) = (before, model.store.run()) {
+            warn_of_other_settings(&before, &now);
+        }
+        if self.config.max_samples.is_some_and(|max| model.store.samples() >= max) {
+            self.over.store(true, Ordering::Relaxed);
         }
         Self::announce(model);
         Ok(())
@@ -306,6 +308,21 @@ impl Shared {
         // The one that has ended is told why by its own task.
         ended.connections.close(RefusalCode::Lost, cause, Some(ended_one));
         self.notify();
+    }
+}
+
+/// What a server is given comes before what the checkpoint had, but not in silence.
+fn warn_of_other_settings(before: &Run, now: &Run) {
+    if before.epoch != now.epoch {
+        tracing::warn!("the optimizer is not the checkpoint's: what that one remembered is left out");
+    }
+    let rates = |run: &Run| run.spec.optimizer.groups.iter().map(|group| group.lr).collect::<Vec<_>>();
+    if rates(before) != rates(now) {
+        tracing::warn!(was = ?rates(before), is = ?rates(now), "the learning rate is not the checkpoint's");
+    }
+    if before.spec.schedule != now.spec.schedule {
+        let (was, is) = (before.spec.schedule, now.spec.schedule);
+        tracing::warn!(?was, ?is, "the learning rate's schedule is not the checkpoint's");
     }
 }
 
