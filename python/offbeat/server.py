@@ -141,6 +141,8 @@ class ParameterServer(process.Live):
         Raises:
             AddressInUseError: If the port is taken.
             CheckpointError: If `checkpoint_dir` or what is in it cannot be used.
+            ConfigError: If the checkpoint is of another run, or its workers had live optimizers and the
+                settings given here are for the server's.
             ModelMismatchError: If the model is not the checkpoint's.
             StateError: If it was started before.
         """

@@ -10,7 +10,7 @@ from pathlib import Path
 from offbeat import ParameterServer, optim, schedule, staleness
 from offbeat.cli import model_file, notation
 from offbeat.cli.background import Background, LogHandler
-from offbeat.cli.exit_codes import ExitCode, code_of
+from offbeat.cli.exit_codes import ExitCode, code_of, first_failure
 from offbeat.cli.parser import count, file, positive_int
 from offbeat.cli.signals import Signals, Stopped
 from offbeat.errors import ConfigError, StateError
@@ -212,7 +212,8 @@ def stop(
         return not_saved(place, str(error), background)
     except Stopped:
         where = place and place.given
-        return not_saved(place, f"a signal came before the model was in {where}", background)
+        code = not_saved(place, f"a signal came before the model was in {where}", background)
+        return ExitCode(first_failure(code, _last_checkpoint(server)))
     except model_file.ModelLeftError as error:
         background.say(str(error))
         return code_of(error)

@@ -1,13 +1,23 @@
 //! SHA-256 of what is written and read: as `sha256sum` prints it.
 
 use super::error::CheckpointError;
-use super::manifest::FileEntry;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 
 /// Bytes read at a time.
 const CHUNK_BYTES: usize = 256 << 10;
+
+/// A file beside the manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    pub name: String,
+    pub bytes: u64,
+    /// In hex.
+    pub sha256: String,
+}
 
 /// Counts what goes through it on the way to a file.
 pub(super) struct Digest<W> {

@@ -1,8 +1,8 @@
 //! From a store's state to files.
 
-use super::digest::Digest;
+use super::digest::{Digest, FileEntry};
 use super::error::CheckpointError;
-use super::manifest::{FORMAT, FileEntry, Manifest, Range, RunRecord};
+use super::manifest::{FORMAT, Manifest, Range, RunRecord};
 use super::plan::{self, MODEL, OPTIMIZER};
 use super::tensors::{Planned, write_header};
 use crate::layout::{Layout, Segment};

@@ -1,7 +1,7 @@
 //! The manifest: everything of a checkpoint but the tensors, and the digests of the files that hold those. JSON, whose
 //! last field is the SHA-256 of all before it.
 
-use super::digest::{self, sha256};
+use super::digest::{self, FileEntry, sha256};
 use super::error::CheckpointError;
 use super::plan::{MODEL, OPTIMIZER};
 use crate::spec::{Contribution, OptimizerSpec, Transaction};
@@ -61,16 +61,6 @@ pub struct Agreed {
     pub optimizer: Option<OptimizerSpec>,
     /// As it was set, before any `set_lr`.
     pub as_set: Option<OptimizerSpec>,
-}
-
-/// A file beside the manifest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct FileEntry {
-    pub name: String,
-    pub bytes: u64,
-    /// In hex.
-    pub sha256: String,
 }
 
 /// Elements of a tensor with one history. Most tensors are one range; under "fragment" a push that was refused or cut

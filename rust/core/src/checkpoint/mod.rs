@@ -14,8 +14,9 @@ mod plan;
 mod restore;
 mod tensors;
 
+pub use digest::FileEntry;
 pub use draft::Draft;
 pub use error::CheckpointError;
-pub use manifest::{Agreed, FORMAT, FileEntry, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Range, RunRecord};
+pub use manifest::{Agreed, FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest, Range, RunRecord};
 pub use plan::{MODEL, OPTIMIZER};
 pub use restore::restore;

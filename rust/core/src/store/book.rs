@@ -2,8 +2,7 @@
 //! to answer a retry as this one would have.
 
 use super::receipt::Receipt;
-use super::registry::TicketCounts;
-use super::tally::Tally;
+use super::tally::{Tally, TicketCounts};
 use super::ticket::RunSpec;
 use crate::pipeline::Reason;
 use serde::{Deserialize, Serialize};

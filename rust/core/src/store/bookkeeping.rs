@@ -7,11 +7,11 @@ use super::book::{
 use super::ledger::{self, LedgerEntry, WorkerKey};
 use super::push::{PushHead, PushRecord};
 use super::receipt::Receipt;
-use super::registry::{MAX_WORKERS, RECENT, Registry, TicketCounts};
+use super::registry::{MAX_WORKERS, RECENT, Registry};
 use super::resume::Life;
 use super::root::Root;
 use super::slot::{Recent, Slot};
-use super::tally::{STALENESS_BUCKETS, Tally};
+use super::tally::{STALENESS_BUCKETS, Tally, TicketCounts};
 use super::ticket::{Run, Ticket};
 use crate::layout::{Layout, Presence};
 use crate::pipeline::Reason;

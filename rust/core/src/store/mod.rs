@@ -41,11 +41,11 @@ pub use model::{ModelRole, StagedFragment};
 pub use push::{Admission, OpenPush, PushHead, PushRecord};
 pub use reader::{Reader, Turn};
 pub use receipt::{Fate, Receipt};
-pub use registry::{Full, MAX_WORKERS, TicketCounts};
+pub use registry::{Full, MAX_WORKERS};
 pub use resume::{Life, ResumeError, ResumedFragment, StoreState};
 pub use root::Root;
 pub use status::StoreStatus;
-pub use tally::Tally;
+pub use tally::{Tally, TicketCounts};
 pub use ticket::{Run, RunSpec, Ticket};
 
 use crate::layout::Layout;

@@ -6,11 +6,10 @@ use super::ledger::WorkerKey;
 use super::push::{PushHead, PushRecord};
 use super::receipt::{Fate, Receipt};
 use super::slot::{Recent, Slot};
-use super::tally::Tally;
+use super::tally::{Tally, TicketCounts};
 use super::ticket::{Run, Ticket};
 use crate::layout::Layout;
 use crate::pipeline::{PushFacts, Reason, Verdict, admit};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -18,18 +17,6 @@ use std::sync::Arc;
 pub(super) const RECENT: usize = 2;
 /// Most slots: each fragment's ledger has an entry for every one.
 pub const MAX_WORKERS: usize = 1 << 16;
-
-/// How tickets ended.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TicketCounts {
-    pub issued: u64,
-    pub applied: u64,
-    /// Admitted, but nothing of it was applied.
-    pub dropped: u64,
-    /// Some fragments were applied and others were not.
-    pub partial: u64,
-    pub open: u64,
-}
 
 /// Every slot is taken: who could leave to make room is the caller's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -66,3 +66,32 @@ impl Slot {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Fate;
+
+    #[test]
+    fn an_answer_that_was_forgotten_takes_the_place_of_none() {
+        let settled = || {
+            Recent::Settled(Receipt {
+                term: 1,
+                version: 1,
+                staleness: 0,
+                weight: 1.0,
+                verdict: Fate::Admit,
+                applied: true,
+                duplicate: false,
+                reason: None,
+                detail: String::new(),
+            })
+        };
+        let mut slot = Slot::new("a", 1);
+        for sequence in [1, 2, 3, 1, 3] {
+            slot.remember(sequence, settled(), 2);
+        }
+        let kept: Vec<u64> = slot.recent.iter().map(|(sequence, _)| *sequence).collect();
+        assert_eq!((kept, slot.last_sequence), (vec![2, 3], 3));
+    }
+}

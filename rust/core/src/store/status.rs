@@ -2,9 +2,8 @@
 
 use super::Store;
 use super::model::ModelRoot;
-use super::registry::TicketCounts;
 use super::root::Root;
-use super::tally::Tally;
+use super::tally::{Tally, TicketCounts};
 use serde::Serialize;
 use std::sync::Arc;
 

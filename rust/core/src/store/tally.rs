@@ -4,6 +4,18 @@ use super::receipt::Receipt;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// How tickets ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TicketCounts {
+    pub issued: u64,
+    pub applied: u64,
+    /// Admitted, but nothing of it was applied.
+    pub dropped: u64,
+    /// Some fragments were applied and others were not.
+    pub partial: u64,
+    pub open: u64,
+}
+
 /// How many updates late: exact up to 63, then one bucket.
 pub const STALENESS_BUCKETS: usize = 65;
 

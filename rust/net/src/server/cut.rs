@@ -1,6 +1,6 @@
 //! A state of the store whose parts belong together, for whoever copies it while the run goes on.
 
-use offbeat_core::store::{Store, StoreState};
+use offbeat_core::store::{Cut, Store, StoreState};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,15 @@ const LOOK: Duration = Duration::from_millis(1);
 /// Takes a cut. Pushes that come later pause until those under way have ended, or `deadline` is over. To be called by
 /// one thread at a time, with the model [whole](super::model::Model::whole).
 pub(super) fn take(store: &Arc<Store>, deadline: Duration) -> StoreState {
+    take_by(store, deadline, Cut::take)
+}
+
+/// The same with what belongs to the state: `take` takes the cut, and is called again until it gives something.
+pub(super) fn take_by<R>(
+    store: &Arc<Store>,
+    deadline: Duration,
+    mut take: impl FnMut(&Cut) -> Option<R>,
+) -> R {
     let deadline = Instant::now() + deadline;
     let (_never, clock) = mpsc::channel::<()>();
     // Nobody sends: this is a short wait.
@@ -28,8 +37,8 @@ pub(super) fn take(store: &Arc<Store>, deadline: Duration) -> StoreState {
         tracing::info!(?open, "a copy of the model was taken with pushes still under way");
     }
     loop {
-        match cut.take() {
-            Some(state) => return state,
+        match take(&cut) {
+            Some(taken) => return taken,
             None => wait(),
         };
     }

@@ -3,8 +3,8 @@
 //! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]); a
 //! connection stays on its thread. One more takes connections, hears heartbeats and looks at the clock ([`control`]).
 //! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; their owner
-//! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is written by
-//! [`checkpoints`].
+//! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
+//! [`checkpoints`], and written by [`keeper`].
 
 mod checkpoints;
 mod config;
@@ -16,6 +16,7 @@ mod error;
 mod exchange;
 mod init;
 mod join;
+mod keeper;
 mod membership;
 mod model;
 mod outbox;
@@ -38,7 +39,8 @@ pub use values::Tensors;
 
 use crate::fork::{ClosedInChildren, Origin};
 use crate::handshake::random;
-use checkpoints::{Keeper, Opened};
+use checkpoints::Opened;
+use keeper::Keeper;
 use offbeat_core::spec::OptimizerSpec;
 use offbeat_core::wire::message::FIRST_TERM;
 use shared::Shared;
@@ -205,9 +207,9 @@ impl Server {
 /// Takes what there is to go on from, binds the port and makes what all threads share.
 fn open(config: ServerConfig) -> Result<(Arc<Shared>, Listener), ServerError> {
     let opened = config.checkpoints.as_ref().map(|kept| checkpoints::open(&config, kept)).transpose()?;
-    let (kept, resumed) = match opened {
-        None => ((FIRST_TERM, None), None),
-        Some(Opened { checkpoints, term, resumed }) => ((term, Some(checkpoints)), resumed),
+    let (life, checkpoints, resumed) = match opened {
+        None => (None, None, None),
+        Some(Opened { checkpoints, life, resumed }) => (Some(life), Some(checkpoints), resumed),
     };
     let before = resumed.as_ref().map(|resumed| &resumed.run);
     let listener = ClosedInChildren::new(config.listen(before.map(|run| run.port))?);
@@ -218,9 +220,13 @@ fn open(config: ServerConfig) -> Result<(Arc<Shared>, Listener), ServerError> {
     };
     let processors = thread::available_parallelism().map_or(1, usize::from);
     let num_data_threads = config.num_data_threads.unwrap_or(processors);
+    let kept = (life.map_or(FIRST_TERM, |life| life.term), checkpoints);
     let shared = Shared::new(config, address, run_id, num_data_threads, kept)?;
     if let Some(resumed) = resumed {
         shared.resume(resumed)?;
+    }
+    if let (Some(life), Some(checkpoints)) = (life, &shared.checkpoints) {
+        checkpoints.begin(life)?;
     }
     Ok((Arc::new(shared), listener))
 }

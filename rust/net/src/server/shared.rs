@@ -164,6 +164,10 @@ impl Shared {
         }
         if self.config.max_samples.is_some_and(|max| model.store.samples() >= max) {
             self.over.store(true, Ordering::Relaxed);
+            tracing::warn!(
+                max_samples = self.config.max_samples,
+                "the run was over before: its samples are used up"
+            );
         }
         Self::announce(model);
         Ok(())
