@@ -34,12 +34,13 @@ LONGEST_LINE_BYTES = 2**20
 CLEAR_LINE = b"\r\x1b[K"
 CONTROL = re.compile(rb"\x1b\[\??[0-9;]*[A-Za-z]")
 STYLE = re.compile(rb"\x1b\[\??[0-9;]*[mhl]")  # of colours and the like, which erase nothing
+ERASING = re.compile(rb"\x1b\[\??[0-9;]*[JK]")
 LINE_ENDS = re.compile(rb"(?<=\n)|(?=\r(?!\n))")
 
 
 @dataclass(slots=True)
 class Bottom:
-    """What stands at the bottom of a terminal or a file: nothing, or the bar of one of its outputs."""
+    """What stands at the bottom of a terminal: nothing, or the bar of one of its outputs."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     bar: bytes = b""
@@ -54,11 +55,15 @@ class Output:
 
     Attributes:
         bottom: Of where it writes; outputs on one terminal share it.
+        is_terminal: Whether it goes to a terminal, where alone a bar has a place.
         lost: Why some of it could not be written; not that nobody reads it any more.
     """
 
-    def __init__(self, write: Callable[[bytes], object], bottom: Bottom | None = None) -> None:
+    def __init__(
+        self, write: Callable[[bytes], object], bottom: Bottom | None = None, *, is_terminal: bool = False
+    ) -> None:
         self.bottom = bottom or Bottom()
+        self.is_terminal = is_terminal
         self.lost: OSError | None = None
         self._write_all = write
 
@@ -74,10 +79,11 @@ class Output:
             beside: Another stream with its output, which may go to the same terminal.
         """
         own = descriptor(stream)
+        to = number if own is None else own
         bottom = None
         if beside is not None and (terminal := _terminal(stream)) and terminal == _terminal(beside[0]):
             bottom = beside[1].bottom
-        return cls(partial(write_all, number if own is None else own), bottom)
+        return cls(partial(write_all, to), bottom, is_terminal=os.isatty(to))
 
     def write(self, prefix: bytes, line: bytes) -> None:
         """Write a line with its end, a line feed, or a bar with its start, a carriage return."""
@@ -243,7 +249,7 @@ class Copy(threading.Thread):
         is_cleared = is_begun_anew and is_seen and not CONTROL.sub(b"", body).strip()
         if not line.endswith(b"\n"):
             if is_seen:
-                self._state = b"" if is_cleared else body
+                self._state = b"" if is_cleared else ERASING.sub(b"", body)
             elif body:
                 self._state = (self._state or b"") + body
             return b""
@@ -252,7 +258,7 @@ class Copy(threading.Thread):
             return b""
         if state is not None and not is_seen:
             return state and state + body + b"\n"
-        return body + b"\n" if is_begun_anew else text
+        return ERASING.sub(b"", body) + b"\n" if is_begun_anew else text
 
 
 def _terminal(stream: TextIO) -> str | None:

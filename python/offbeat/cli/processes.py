@@ -143,9 +143,9 @@ class Processes:
         out, out_to = os.pipe()
         rank = self._first_rank + index
         prefix = f"[{rank:{self._width}}] ".encode()
-        has_bar = index == 0  # there is one line at the bottom
+        is_first = index == 0  # there is one line at the bottom, and in a file none
         copies = [
-            Copy(number, output, prefix, has_bar=has_bar)
+            Copy(number, output, prefix, has_bar=is_first and output.is_terminal)
             for number, output in ((out, self._out), (errors, self._err))
         ]
         try:

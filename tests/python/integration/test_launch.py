@@ -596,6 +596,43 @@ def test_what_the_server_logs_goes_above_the_bar(script, tmp_path):
     assert re.search(r"\r\[0\]  50%\r\x1b\[K\[server\] [^\r\n]*amy[^\r\n]*\r?\n\r\[0\]  50%", said), said
 
 
+BARS = """
+import sys
+for out in (sys.stdout, sys.stderr):
+    for step in ("10%", "50%", "100%"):
+        print(step, end="\\r", file=out, flush=True)
+    print(file=out)
+    print("\\r\\x1b[Kstep 1", "\\r\\x1b[Kstep 2", sep="", file=out, flush=True)
+    print("done", file=out, flush=True)
+"""
+"""A script with two bars on each stream, the second of which erases."""
+
+PLAIN = ["[0] 100%\n", "[0] step 2\n", "[0] done\n"]
+"""What is left of them."""
+
+
+def test_in_a_file_there_is_no_bar_but_its_last_state(script, tmp_path):
+    out, err = tmp_path / "out", tmp_path / "err"
+    with (
+        out.open("w") as to,
+        err.open("w") as errors_to,
+        command("launch", "--workers", "1", script(BARS), stdout=to, stderr=errors_to) as launch,
+    ):
+        assert launch.ends() == 0
+    for path in (out, err):
+        with path.open(newline="") as file:
+            assert [line for line in file if not line.startswith("[server] ")] == PLAIN
+
+
+def test_where_one_stream_is_a_terminal_the_other_s_bar_is_none(script, tmp_path):
+    out = tmp_path / "out"
+    launch = [sys.executable, "-m", "offbeat.cli.main", "launch", "--workers", "1", script(BARS)]
+    said = _in_a_terminal("/bin/sh", "-c", 'exec "$@" >"$0"', str(out), *launch, steps=[])
+    with out.open(newline="") as file:
+        assert list(file) == PLAIN
+    assert "\r[0] 100%" in said
+
+
 def _in_a_terminal(*arguments, steps):
     """Run a command with a terminal for all its streams, and return everything it wrote there.
 

@@ -84,6 +84,8 @@ def test_each_line_has_its_rank_and_the_last_one_is_kept(chunks, written, last):
         ([b"\r100%", b"\r", b"\n"], [b"100%"]),
         ([b"\r 99%", b"\r    \r"], []),
         ([b"\r 99%", b"\r\x1b[K\r", b"\n"], []),
+        ([b"\x1b[2K\x1b[32m50%\x1b[K\r", b"\x1b[0m\n"], [b"\x1b[32m50%\x1b[0m"]),
+        ([b"\r\x1b[Kstep 1", b"\r\x1b[Kstep 2\n", b"a \x1b[K line\n"], [b"step 2", b"a \x1b[K line"]),
         ([b"a\r\nb\r\n"], [b"a\r", b"b\r"]),
         ([b"a\r\n\r\nb\r\n"], [b"a\r", b"", b"b\r"]),
         ([b"\x1b[32mepoch 3\r", b"\x1b[0m\n"], [b"\x1b[32mepoch 3\x1b[0m"]),
