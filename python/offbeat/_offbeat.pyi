@@ -4,6 +4,7 @@ Settings and tables cross as JSON, tensors as memory. What waits releases the GI
 """
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
@@ -17,11 +18,19 @@ __all__ = [
     "Session",
     "Snapshot",
     "build_info",
+    "checkpoint_model",
+    "checkpoint_names",
     "fetch_status",
     "forget_after_fork",
+    "inspect_checkpoints",
     "next_log_records",
     "set_log_level",
+    "verify_checkpoint",
+    "verify_lives",
 ]
+
+_Tell: TypeAlias = Callable[[int, int], object]
+"""Is told now and then how many bytes were read, and of how many; what it raises ends the reading."""
 
 _Memory: TypeAlias = NDArray[Any] | tuple[object, int, int]
 """A C-contiguous array, or (owner, address, number of bytes) of memory that `owner` keeps alive."""
@@ -138,6 +147,31 @@ def forget_after_fork() -> None:
 
 def fetch_status(address: str, token: str | None, timeout_s: float) -> str:
     """Ask the server at `address` for its status, JSON, without joining."""
+
+def checkpoint_names(path: str | PathLike[str]) -> list[str] | None:
+    """Name the checkpoints in a directory, newest first; None if the path leads to one itself."""
+
+def inspect_checkpoints(path: str | PathLike[str]) -> str:
+    """Tell what lies at a path, JSON: a checkpoint, or a directory of them with all that are in it.
+
+    Manifests are read; of the other files it is only looked whether they are as long as they should be.
+    """
+
+def verify_lives(directory: str | PathLike[str]) -> None:
+    """Read what the servers of a directory have reserved, as a start does first."""
+
+def verify_checkpoint(folder: str | PathLike[str], tell: _Tell | None) -> bool:
+    """Do with a checkpoint what a server's start would do; False if it is gone, an error if not good."""
+
+def checkpoint_model(
+    path: str | PathLike[str], tell: _Tell | None
+) -> tuple[str, int, list[str], str, list[bytearray]]:
+    """Copy the model of a checkpoint, or of the newest good one in a directory.
+
+    Returns:
+        The checkpoint's name and version, what is wrong with each newer one, the model's table as JSON, and
+        the bytes of each tensor.
+    """
 
 def build_info() -> dict[str, Any]:
     """Tell version, profile, target, compiler features and wire protocol of this build."""

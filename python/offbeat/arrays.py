@@ -6,7 +6,7 @@ never imported here, since whoever has a tensor has torch.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "Entry",
     "as_array",
     "as_dict",
+    "as_state",
     "by_name",
     "contiguous",
     "describe",
@@ -207,6 +208,13 @@ def from_bytes(entry: Entry, data: bytearray, *, tensor: bool) -> Any:  # noqa: 
     if not data:  # torch.frombuffer wants at least one element
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+
+
+def as_state(table: str, values: Sequence[bytearray], *, tensor: bool) -> dict[str, Any]:
+    """Name what a table's tensors hold, under each of a tensor's names; as `from_bytes` of each."""
+    entries = read_table(table)
+    arrays = {e: from_bytes(e, data, tensor=tensor) for e, data in zip(entries, values, strict=True)}
+    return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
 
 
 def no_such_tensor(name: object, known: Mapping[str, Entry], what: str) -> ModelMismatchError:

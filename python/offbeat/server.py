@@ -13,10 +13,10 @@ from offbeat.arrays import (
     Array,
     Entry,
     as_array,
+    as_state,
     by_name,
     contiguous,
     describe,
-    from_bytes,
     no_such_tensor,
     read_table,
 )
@@ -320,10 +320,7 @@ def _state(server: "_offbeat.Server") -> "dict[str, torch.Tensor] | dict[str, Ar
     held = server.tensors()
     if held is None:
         raise StateError("the server has no model yet: no worker has brought one")
-    entries = read_table(held[0])
-    with_torch = sys.modules.get("torch") is not None
-    arrays = {e: from_bytes(e, data, tensor=with_torch) for e, data in zip(entries, held[1], strict=True)}
-    return {name: array for e, array in arrays.items() for name in (e.name, *e.aliases)}
+    return as_state(*held, tensor=sys.modules.get("torch") is not None)
 
 
 def _value_of(entry: Entry, state: Mapping[str, object]) -> Array:

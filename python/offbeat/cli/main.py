@@ -27,6 +27,7 @@ COMMANDS = {
     "launch": "run a script as several workers on this machine",
     "demo": "train two models with four unequal workers, beside a single process",
     "status": "ask a server how its run goes",
+    "checkpoint": "look at a server's checkpoints, verify them, or take the model out of one",
     "env": "print what a bug report needs to know about this machine",
 }
 
@@ -153,7 +154,7 @@ def _forget_the_unwritten() -> None:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     return (
         f"usage: offbeat COMMAND [OPTION …]\n\nAsynchronous training for PyTorch.\n\n{commands}\n\n"
         "offbeat COMMAND --help tells more; offbeat --version tells the version."

@@ -135,8 +135,12 @@ def _replace(target: Path, new: Path) -> None:
         ) from error
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--save") -> None:
     """Refuse, before hours of training, a file that could not be written after them, or read as what it says.
+
+    Args:
+        path: The file.
+        option: What it was given to, for errors.
 
     Raises:
         ConfigError: If its folder is not there, if what is there is no file or may not be written, if nothing
@@ -144,14 +148,14 @@ def check_writable(path: Path) -> None:
     """
     if path.suffix.lower() in TORCHS_SUFFIXES:
         raise ConfigError(
-            f"--save: {path} would hold .safetensors, which torch.load does not read: name it "
+            f"{option}: {path} would hold .safetensors, which torch.load does not read: name it "
             f"{path.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file"
         )
     try:
         _refuse_what_is_no_file(path)
         target = _target(path)
         if not target.parent.is_dir():
-            raise ConfigError(f"--save: there is no folder {target.parent}")
+            raise ConfigError(f"{option}: there is no folder {target.parent}")
         if target.exists() and not os.access(target, os.W_OK):  # which replacing it would not ask
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
         with _folder_beside(target) as folder:  # as `save` will do, but where nobody sees the empty file
@@ -160,7 +164,7 @@ def check_writable(path: Path) -> None:
             _permit_as(target, empty)
             empty.replace(folder / target.name)
     except OSError as error:
-        raise ConfigError(f"--save: {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error
 
 
 def _target(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """argparse, with refusals that name the nearest thing known and are exceptions until `main` words them."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,13 +16,33 @@ __all__ = ["Parser", "count", "file", "positive_int", "secret"]
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command."""
+    """The parser of one command, or of one of its actions.
 
-    def __init__(self, prog: str, description: str) -> None:
+    Attributes:
+        actions: The parsers of the command's actions by their names, if it has some.
+    """
+
+    def __init__(self, prog: str, description: str, *, is_action: bool = False) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self.actions: Mapping[str, Parser] = {}
         self.add_argument(
-            "--debug", action="store_true", help="show the traceback of an error, and log everything"
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS if is_action else False,  # else it would hide the command's
+            help="show the traceback of an error, and log everything",
         )
+
+    def add_actions(self, whats: Mapping[str, str]) -> None:
+        """Let one of several actions be named next; which it was is `action` of what is parsed.
+
+        Args:
+            whats: What each does, by its name, in the words of a help.
+        """
+        group = self.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
+        self.actions = {
+            name: group.add_parser(name, description=f"{what.capitalize()}.", help=what, is_action=True)
+            for name, what in whats.items()
+        }
 
     def error(self, message: str) -> NoReturn:
         """Refuse a command line.
@@ -43,13 +63,18 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: If it cannot be read.
         """
+        named = next((word for word in arguments if not word.startswith("-")), None)
+        if self.actions and named is not None and named not in self.actions:
+            raise ConfigError(unknown("action", named, [*self.actions]))
         parsed, rest = self.parse_known_args(arguments)
         if rest:
             given = rest[0].partition("=")[0]
+            asked = self.actions[parsed.action] if self.actions else self
             if given.startswith("-"):
-                options = sorted(option for option in self._option_string_actions if option.startswith("--"))
+                known = asked._option_string_actions  # noqa: SLF001  another of this class
+                options = sorted(option for option in known if option.startswith("--"))
                 raise ConfigError(unknown("option", given, options))
-            self.error(f"{given!r} is one argument too many")
+            asked.error(f"{given!r} is one argument too many")
         return parsed
 
 

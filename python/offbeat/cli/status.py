@@ -12,9 +12,19 @@ from offbeat.checks import refuse, seconds
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, secret
 from offbeat.cli.say import output
+from offbeat.cli.wording import (
+    by_reason,
+    columns,
+    duration,
+    learning_rate,
+    model,
+    optimizer,
+    pushes,
+    staleness,
+)
 from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
 
-__all__ = ["add_arguments", "columns", "report", "run"]
+__all__ = ["add_arguments", "report", "run"]
 
 DEFAULT_TIMEOUT_S = 10.0
 
@@ -111,52 +121,19 @@ def _address(told: str, asked: str) -> str:
     return f"{reachable(told) if is_local(asked) else asked} (every interface)"
 
 
-def _optimizer(status: Status) -> str:
-    optimizer = status["optimizer"]
-    if optimizer is None:
-        return "none yet"
-    if optimizer["runs_on"] == "worker":  # the server adds what they push
-        return "live ones, on the workers"
-    return f"{optimizer['summary']}, on the server" + (
-        ", momentum in the workers" if status["momentum_correction"] else ""
-    )
-
-
-def _learning_rate(status: Status) -> str:
-    optimizer, schedule = status["optimizer"], status["schedule"]
-    if optimizer is not None and optimizer["runs_on"] == "worker":
-        return "-, the workers' optimizers decide"
-    rates = ", ".join(f"{lr:g}" for lr in schedule["lr"]) or "-"
-    return f"{rates} (schedule's factor {schedule['factor']:g})"
-
-
 def _run(status: Status, asked: str) -> str:
-    tickets = status["tickets"]
-    of = f" of {status['max_samples']:,}" if status["max_samples"] is not None else ""
     lines = {
         "run": f"{status['run_id']} on {_address(status['address'], asked)}, "
-        f"{status['state'].replace('_', ' ')}, up {_duration(status['uptime_s'])}",
-        "model": f"version {status['version']:,}, {status['samples']:,}{of} samples, term {status['term']}",
-        "optimizer": _optimizer(status),
-        "learning rate": _learning_rate(status),
-        "staleness": _staleness(status["staleness"]),
+        f"{status['state'].replace('_', ' ')}, up {duration(status['uptime_s'])}",
+        "model": model(status),
+        "optimizer": optimizer(status),
+        "learning rate": learning_rate(status),
+        "staleness": staleness(status["staleness"]),
         "transaction": status["transaction"],
-        "pushes": ", ".join(f"{tickets[fate]:,} {fate}" for fate in ("applied", "partial", "dropped"))
-        + f", {_by_reason(status['rejected'])} rejected",
+        "pushes": pushes(status),
         "longest poll": f"{status['longest_poll_ms']:.1f} ms",
     }
     return columns([[name, value] for name, value in lines.items()], left=2)
-
-
-def _staleness(spec: Status) -> str:
-    weights = [
-        f"{w['name']}({', '.join(f'{k}={v:g}' for k, v in w.items() if k != 'name')})".replace("()", "")
-        for w in spec["weights"]
-    ]
-    bounds = [
-        f"{name} {spec[name]:g}" for name in ("max_staleness", "max_norm") if spec.get(name) is not None
-    ]
-    return ", ".join([*(weights or ["constant"]), *bounds])
 
 
 def _workers(workers: Sequence[Status]) -> str:
@@ -173,10 +150,10 @@ def _workers(workers: Sequence[Status]) -> str:
             f"{worker['samples_per_s']:,.0f}",
             f"{worker['pushes']:,}",
             f"{worker['damped']:,}",
-            _by_reason(worker["rejected"]),
+            by_reason(worker["rejected"]),
             f"{worker['mean_staleness']:.1f}",
             str(worker["max_staleness"]),
-            "-" if worker["last_push_age_s"] is None else f"{_duration(worker['last_push_age_s'])} ago",
+            "-" if worker["last_push_age_s"] is None else f"{duration(worker['last_push_age_s'])} ago",
         ]
         for worker in workers
     ]
@@ -187,7 +164,7 @@ def _departures(departures: Sequence[Status]) -> str:
     if not departures:
         return ""
     head = ["departure", "state", "when", "cause"]
-    rows = [[d["worker"], d["state"], f"{_duration(d['age_s'])} ago", d["cause"]] for d in departures]
+    rows = [[d["worker"], d["state"], f"{duration(d['age_s'])} ago", d["cause"]] for d in departures]
     return columns([head, *rows[-MAX_DEPARTURES:]], left=4)
 
 
@@ -197,30 +174,3 @@ def _memory(memory: Status) -> str:
     }
     listed = " + ".join(f"{terms[name]:.1f}" for name in ("roots", "pinned", "idle", "staging"))
     return f"memory {terms['total']:.1f} MiB = {memory['formula'] or 'no model yet'} = {listed}"
-
-
-def _by_reason(rejected: Mapping[str, int]) -> str:
-    total = sum(rejected.values())
-    reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(rejected.items()) if n)
-    return f"{total:,} ({reasons})" if total else "0"
-
-
-def _duration(seconds: float) -> str:
-    minutes, hours = divmod(int(seconds), 60)[0], int(seconds) // 3600
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{seconds:.1f} s"
-
-
-def columns(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Set rows in columns; the first `left` are set left, the others right."""
-    if not rows:
-        return ""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

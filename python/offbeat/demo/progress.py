@@ -8,7 +8,7 @@ from typing import Never, Protocol, Self
 
 from tqdm import tqdm
 
-from offbeat.worker.progress import on_terminal
+from offbeat.terminal import on_terminal
 
 __all__ = ["Bar", "Lines", "Progress", "Silent", "choose"]
 

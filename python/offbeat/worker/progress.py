@@ -9,8 +9,9 @@ from typing import Any, Protocol, Self
 
 from offbeat.history import Record
 from offbeat.process import announce
+from offbeat.terminal import on_terminal
 
-__all__ = ["Progress", "on_terminal", "progress_for"]
+__all__ = ["Progress", "progress_for"]
 
 _log = logging.getLogger("offbeat")
 
@@ -104,16 +105,6 @@ class _Bar(_Silent):
         listed = [f"{name}={value}" for name, value in shown.items()]
         self._bar.set_postfix_str(", ".join([*listed, fates] if fates else listed), refresh=False)
         _log.info("%s", text)
-
-
-def on_terminal() -> bool:
-    """Whether stderr is a terminal that a bar can be drawn on; one of 0 columns shows nothing of it."""
-    if not sys.stderr.isatty():
-        return False
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except OSError:  # one that only says so
-        return True
 
 
 def _in_notebook() -> bool:

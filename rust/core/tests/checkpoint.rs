@@ -18,7 +18,7 @@ use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::fs;
-use std::io::Cursor;
+use std::io::{Cursor, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -127,6 +127,12 @@ fn a_manifest_is_read_as_it_was_written_and_each_wrong_byte_is_refused() {
         wrong[place] ^= 1 << (place % 8);
         assert!(Manifest::decode(&wrong).is_err(), "byte {place}");
     }
+    let mut wrong = bytes.clone();
+    let digit = wrong.len() - 4; // of the digest
+    wrong[digit] = if wrong[digit] == b'0' { b'1' } else { b'0' };
+    let told = Manifest::decode(&wrong).unwrap_err().to_string();
+    let digests: Vec<&str> = told.split([' ', ',']).filter(|word| word.len() == 64).collect();
+    assert!(digests.len() == 2 && digests[0] != digests[1], "{told}");
     let mut longer = bytes.clone();
     longer.push(b' ');
     assert!(matches!(Manifest::decode(&longer), Err(CheckpointError::Damaged { file: MANIFEST, .. })));
@@ -154,6 +160,30 @@ fn each_wrong_bit_of_a_file_is_refused_by_its_name() {
         wrong.get_mut(name).unwrap().push(0);
         let refused = restored(&wrong, StoreConfig::default()).err().unwrap().to_string();
         assert!(refused.starts_with(&format!("{name} is damaged: it has more than")), "{refused}");
+    }
+}
+
+#[test]
+fn lengths_are_held_against_the_manifest_without_a_look_into_the_files() {
+    let files = files();
+    let manifest = verified(&files).unwrap();
+    assert_eq!(manifest.bytes(), (files[MODEL].len() + files[OPTIMIZER].len()) as u64);
+    let length = |name: &str| files[name].len() as u64;
+    manifest.check_lengths(|name| Ok(length(name))).unwrap();
+    for name in [MODEL, OPTIMIZER] {
+        let told = |found: u64| {
+            let other = |file| Ok(if file == name { found } else { length(file) });
+            manifest.check_lengths(other).unwrap_err().to_string()
+        };
+        let due = length(name);
+        let short = due - 1;
+        assert_eq!(
+            told(short),
+            format!("{name} is damaged: it has {short} bytes where the manifest says {due}")
+        );
+        assert!(told(due + 1).ends_with(&format!("it has more than the {due} bytes that the manifest says")));
+        let absent = manifest.check_lengths(|_| Err(ErrorKind::NotFound.into())).unwrap_err();
+        assert!(absent.is_damage() && absent.to_string().ends_with("it is not there"), "{absent}");
     }
 }
 

@@ -4,9 +4,12 @@
 
 pub mod checkpoint;
 pub mod client;
+mod describe;
 pub mod fork;
 pub mod frame;
 pub mod handshake;
 pub mod server;
+mod tensors;
 
 pub use fork::forget_after_fork;
+pub use tensors::Tensors;

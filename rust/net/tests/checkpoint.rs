@@ -3,89 +3,21 @@
 
 mod common;
 
-use common::{Raw, config, eventually, parameters, plain_sgd, start, status, table, tensor, values};
+use common::kept::{Place, Steps, bytes, copy_files, until_the_first};
+use common::{config, eventually, parameters, plain_sgd, start, status, table, tensor, values};
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, ScheduleShape, Transaction};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::Want;
-use offbeat_core::wire::message::Joined;
-use offbeat_net::checkpoint::{Checkpoint, checkpoints};
+use offbeat_net::checkpoint::{Checkpoint, Watch, checkpoints};
 use offbeat_net::client::{Client, ClientConfig};
-use offbeat_net::server::{
-    CheckpointConfig, Every, Resume, Server, ServerConfig, ServerError, Snapshot, Tensors,
-};
+use offbeat_net::server::{Every, Resume, Server, ServerConfig, ServerError, Snapshot};
 use serde_json::Value;
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-
-/// A directory that is gone after the test.
-struct Place(PathBuf);
-
-impl Place {
-    fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("offbeat-server-{}-{number}", std::process::id()));
-        fs::remove_dir_all(&path).ok(); // of a test that was killed
-        Self(path)
-    }
-
-    fn config(&self) -> ServerConfig {
-        self.every(Every::Versions(1_000_000), Resume::Auto)
-    }
-
-    fn every(&self, every: Every, resume: Resume) -> ServerConfig {
-        let directory = self.0.clone();
-        ServerConfig { checkpoints: Some(CheckpointConfig { directory, every, resume }), ..config() }
-    }
-
-    fn numbers(&self) -> Vec<u64> {
-        checkpoints(&self.0).unwrap().into_iter().map(|(number, _)| number).collect()
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        fs::remove_dir_all(&self.0).ok();
-    }
-}
-
-/// A worker that pushes one value everywhere, step after step.
-struct Steps {
-    raw: Raw,
-    read: (u64, u64),
-    base: u64,
-    sequence: u64,
-}
-
-impl Steps {
-    fn of(server: &Server, id: &str) -> Self {
-        let (mut raw, Joined { term, .. }) = Raw::joined(server, id);
-        let pulled = raw.pull(term, None);
-        Self { read: pulled.read, base: pulled.roots[0].0, raw, sequence: 0 }
-    }
-
-    fn push(&mut self, value: f32) {
-        self.sequence += 1;
-        let answer = self.raw.push(self.sequence, self.read, self.base, value, Want::Parameters);
-        assert!(answer.receipt().applied, "{:?}", answer.receipt());
-        (self.read, self.base) = (answer.read, answer.roots[0].0);
-    }
-}
-
-/// Waits for the one with the model as it was given.
-fn until_the_first(server: &Server) {
-    eventually(server, "the first", |s| s["checkpoints"]["version"] == 0);
-}
 
 fn refused(config: ServerConfig) -> ServerError {
     Server::bind(config).and_then(|bound| bound.serve(None)).unwrap_err()
-}
-
-fn bytes(server: &Server) -> Vec<Vec<u8>> {
-    let (_, tensors): Tensors = server.tensors().unwrap().unwrap();
-    tensors
 }
 
 #[test]
@@ -218,7 +150,7 @@ fn what_is_agreed_on_and_what_the_store_obeys_belong_together_in_each() {
     eventually(&server, "the next", |s| s["checkpoints"]["version"] == 1);
     server.stop();
     for (_, folder) in checkpoints(&place.0).unwrap() {
-        let manifest = Checkpoint::verified(&folder).unwrap().manifest;
+        let manifest = Checkpoint::verified(&folder, &Watch::none()).unwrap().manifest;
         assert_eq!(manifest.run.agreed.optimizer, manifest.book.run.map(|page| page.spec.optimizer));
     }
     let again = Server::start(ServerConfig { optimizer: None, ..place.config() }).unwrap();
@@ -374,17 +306,4 @@ fn a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() {
     server.stop();
     let last = status(&server);
     assert_eq!((&last["checkpoints"]["version"], &last["checkpoints"]["failed"]), (&2.into(), &Value::Null));
-}
-
-fn copy_files(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let to = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            copy_files(&entry.path(), &to);
-        } else {
-            fs::copy(entry.path(), to).unwrap();
-        }
-    }
 }

@@ -2,6 +2,7 @@
 //! it has a class.
 
 use offbeat_core::wire::message::RefusalCode;
+use offbeat_net::checkpoint::DirectoryError;
 use offbeat_net::client::ClientError;
 use offbeat_net::server::ServerError;
 use pyo3::exceptions::{PyOSError, PyRuntimeError};
@@ -136,6 +137,23 @@ impl IntoPyErr for ServerError {
             Self::Interrupted => return PyRuntimeError::new_err(self.to_string()),
             Self::Forked => Class::Forked,
             Self::System(_) => return PyOSError::new_err(self.to_string()),
+        };
+        raise(py, class, self.to_string())
+    }
+}
+
+impl IntoPyErr for DirectoryError {
+    fn into_py_err(self, py: Python<'_>) -> PyErr {
+        let class = match &self {
+            // What was given is none.
+            Self::Foreign { .. } => Class::Config,
+            Self::Io { .. }
+            | Self::Locked { .. }
+            | Self::Life { .. }
+            | Self::Checkpoint { .. }
+            | Self::NoneUsable { .. }
+            | Self::Empty { .. }
+            | Self::Gone { .. } => Class::Checkpoint,
         };
         raise(py, class, self.to_string())
     }

@@ -7,10 +7,25 @@ use pyo3::prelude::*;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Runs Python's signal handlers when polled and keeps what one of them raised.
+/// Runs Python's signal handlers when polled and keeps what one of them raised, or a call between.
 #[derive(Default)]
 pub(crate) struct Signals {
     raised: Mutex<Option<PyErr>>,
+}
+
+impl Signals {
+    /// Runs the handlers, then calls Python; false if there is an exception now. Where the interpreter is being taken
+    /// down nothing is called.
+    pub(crate) fn call(&self, call: impl FnOnce(Python<'_>) -> PyResult<()>) -> bool {
+        if self.interrupted() {
+            return false;
+        }
+        let Some(Err(error)) = Python::try_attach(call) else { return true };
+        if let Ok(mut raised) = self.raised.lock() {
+            *raised = Some(error);
+        }
+        false
+    }
 }
 
 impl Interrupt for Signals {

@@ -4,6 +4,7 @@
 
 mod arrays;
 mod build_info;
+mod checkpoints;
 mod error;
 mod interrupt;
 mod log;
@@ -22,6 +23,10 @@ mod _offbeat {
     use super::arrays::ArrayTable;
     #[pymodule_export]
     use super::build_info::build_info;
+    #[pymodule_export]
+    use super::checkpoints::{
+        checkpoint_model, checkpoint_names, inspect_checkpoints, verify_checkpoint, verify_lives,
+    };
     #[pymodule_export]
     use super::log::{next_log_records, set_log_level};
     #[pymodule_export]

@@ -37,6 +37,8 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
         (["server", "--transaction", "fragmant"], "'fragment'"),
         (["launch", "--worker", "4", "train.py"], "'--workers'"),
         (["status", "--fromat", "json"], "'--format'"),
+        (["checkpoint", "verfy", "kept"], "'verify'"),
+        (["checkpoint", "export", "kept", "a.safetensors", "--froce"], "'--force'"),
     ],
 )
 def test_unknown_names_come_with_the_nearest_known_one(capsys, given, nearest):
@@ -109,6 +111,14 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["server", "--token", ""], "--token: an empty token is none"),
         (["status", "--token", "", "localhost:1"], "--token: an empty token is none"),
         (["launch", "--workers", "1", "--save", __file__, __file__], "the model would replace the script"),
+        (["checkpoint"], "are required: ACTION ("),
+        (["checkpoint", "export", "kept"], "are required: FILE (offbeat checkpoint export --help"),
+        (
+            ["checkpoint", "inspect", "a", "b"],
+            "'b' is one argument too many (offbeat checkpoint inspect --help",
+        ),
+        (["checkpoint", "verify", ""], "PATH: an empty text names no file"),
+        (["checkpoint", "verify", __file__], "is no folder: give the directory"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_sentence(capsys, given, said):
@@ -123,6 +133,14 @@ def test_debug_shows_the_traceback(capsys):
     assert code == ExitCode.USAGE
     assert "Traceback" in err
     assert "ConfigError" in err
+
+
+@pytest.mark.parametrize(
+    "given", [["--debug", "inspect", "no"], ["inspect", "--debug", "no"], ["inspect", "no", "--debug"]]
+)
+def test_debug_is_heard_before_an_action_and_after_it(capsys, given):
+    assert "Traceback" in run(capsys, "checkpoint", *given)[2]
+    assert "Traceback" not in run(capsys, "checkpoint", "inspect", "no")[2]
 
 
 def test_debug_after_a_script_is_the_scripts(capsys):
@@ -246,7 +264,12 @@ def test_the_documentation_names_every_option():
 
         parser = Parser(f"offbeat {name}", "")
         importlib.import_module(f"offbeat.cli.{name}").add_arguments(parser)
-        for option in parser._option_string_actions:
+        for action in parser.actions:
+            assert f"`offbeat {name} {action}" in text, f"docs/cli.md does not name offbeat {name} {action}"
+        options = {*parser._option_string_actions}.union(
+            *(part._option_string_actions for part in parser.actions.values())
+        )
+        for option in options:
             if option.startswith("--") and option != "--help":
                 assert f"`{option}" in text, f"docs/cli.md does not name {option} of offbeat {name}"
                 seen += 1

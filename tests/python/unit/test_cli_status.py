@@ -3,7 +3,8 @@
 import pytest
 
 from offbeat.cli import main
-from offbeat.cli.status import columns, report
+from offbeat.cli.status import report
+from offbeat.cli.wording import columns
 
 ASKED = "server.example:5000"
 

@@ -3,6 +3,7 @@
 use super::error::CheckpointError;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
+use std::cmp::Ordering;
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 
@@ -74,14 +75,23 @@ pub(super) fn verify(
         }
     }
     let found = sink.finish(file);
-    let what = if found.bytes > entry.bytes {
-        format!("it has more than the {} bytes that the manifest says", entry.bytes)
-    } else if found.bytes < entry.bytes {
-        format!("it has {} bytes where the manifest says {}", found.bytes, entry.bytes)
-    } else if found.sha256 != entry.sha256 {
-        format!("its SHA-256 is {}, the manifest says {}", found.sha256, entry.sha256)
-    } else {
+    check_length(file, entry, found.bytes)?;
+    if found.sha256 == entry.sha256 {
         return Ok(());
+    }
+    let what = format!("its SHA-256 is {}, the manifest says {}", found.sha256, entry.sha256);
+    Err(CheckpointError::Damaged { file, what })
+}
+
+/// Holds a file's length against the manifest; of one that is longer, any length above that.
+///
+/// # Errors
+/// [`CheckpointError::Damaged`] with both.
+pub(super) fn check_length(file: &'static str, entry: &FileEntry, found: u64) -> Result<(), CheckpointError> {
+    let what = match found.cmp(&entry.bytes) {
+        Ordering::Equal => return Ok(()),
+        Ordering::Greater => format!("it has more than the {} bytes that the manifest says", entry.bytes),
+        Ordering::Less => format!("it has {found} bytes where the manifest says {}", entry.bytes),
     };
     Err(CheckpointError::Damaged { file, what })
 }
@@ -89,6 +99,11 @@ pub(super) fn verify(
 /// SHA-256 of bytes, in hex.
 pub(super) fn sha256(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
+}
+
+/// Whether a text is a SHA-256 in hex, whatever it is of.
+pub(super) fn is_sha256(text: &str) -> bool {
+    text.len() == 2 * Sha256::output_size() && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 fn hex(bytes: &[u8]) -> String {

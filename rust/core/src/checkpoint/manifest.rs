@@ -1,7 +1,7 @@
 //! The manifest: everything of a checkpoint but the tensors, and the digests of the files that hold those. JSON, whose
 //! last field is the SHA-256 of all before it.
 
-use super::digest::{self, FileEntry, sha256};
+use super::digest::{self, FileEntry, is_sha256, sha256};
 use super::error::CheckpointError;
 use super::plan::{MODEL, OPTIMIZER};
 use crate::spec::{Contribution, OptimizerSpec, Transaction};
@@ -117,9 +117,13 @@ impl Manifest {
         let (body, rest) = text
             .rsplit_once(BEFORE_DIGEST)
             .ok_or_else(|| damaged("its last field, the SHA-256, is missing"))?;
-        let digest = rest.strip_suffix(AFTER_DIGEST).ok_or_else(|| damaged("its end is missing"))?;
-        if sha256(body.as_bytes()) != digest {
-            return Err(damaged("its SHA-256 is not the one that it ends with"));
+        let digest = rest.strip_suffix(AFTER_DIGEST).filter(|digest| is_sha256(digest));
+        let digest = digest.ok_or_else(|| damaged("its end, a SHA-256, is missing"))?;
+        let found = sha256(body.as_bytes());
+        if found != digest {
+            return Err(damaged(&format!(
+                "the SHA-256 of what stands before its last field is {found}, that says {digest}"
+            )));
         }
         let whole = format!("{body}}}");
         let malformed = |e: serde_json::Error| CheckpointError::malformed(MANIFEST, e.to_string());
@@ -139,6 +143,37 @@ impl Manifest {
         &self,
         mut open: impl FnMut(&'static str) -> io::Result<F>,
     ) -> Result<(), CheckpointError> {
+        self.each_file(|name, entry| {
+            let file = open(name).map_err(CheckpointError::reading(name))?;
+            digest::verify(name, entry, file)
+        })
+    }
+
+    /// Looks whether every file that it names is there and as long as it should be, without reading it. `length` gives
+    /// a file's length in bytes.
+    ///
+    /// # Errors
+    /// As [`Self::verify`].
+    pub fn check_lengths(
+        &self,
+        mut length: impl FnMut(&'static str) -> io::Result<u64>,
+    ) -> Result<(), CheckpointError> {
+        self.each_file(|name, entry| {
+            let found = length(name).map_err(CheckpointError::reading(name))?;
+            digest::check_length(name, entry, found)
+        })
+    }
+
+    /// Bytes of the files that it names.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().fold(0, |sum: u64, entry| sum.saturating_add(entry.bytes))
+    }
+
+    fn each_file(
+        &self,
+        mut check: impl FnMut(&'static str, &FileEntry) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
         if !self.files.iter().any(|entry| entry.name == MODEL) {
             return Err(CheckpointError::malformed(MANIFEST, format!("it does not name {MODEL}")));
         }
@@ -149,8 +184,7 @@ impl Manifest {
                     format!("it names a file {:?}", entry.name),
                 ));
             };
-            let file = open(name).map_err(CheckpointError::reading(name))?;
-            digest::verify(name, entry, file)?;
+            check(name, entry)?;
         }
         Ok(())
     }

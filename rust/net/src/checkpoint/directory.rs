@@ -1,10 +1,12 @@
 //! Where a server keeps its checkpoints: one folder each, which has its name only when everything in it is on the
 //! disk. A crash, a full disk or a lost machine leaves the checkpoint before, or the new one, and never less.
 
+use super::choice::{self, Choice};
 use super::error::DirectoryError;
 use super::files;
-use super::folder::{self, Checkpoint, DAMAGED, EARLIER, checkpoints};
+use super::folder::{self, Checkpoint, DAMAGED, EARLIER, folders};
 use super::lives::Lives;
+use super::watch::Watch;
 use crate::fork::ClosedInChildren;
 use offbeat_core::checkpoint::{Draft, MANIFEST, RunRecord};
 use offbeat_core::spec::Transaction;
@@ -17,7 +19,7 @@ use std::path::{Path, PathBuf};
 pub const KEPT: usize = 3;
 
 /// What holds the directory's lock.
-const LOCK: &str = "lock";
+pub(super) const LOCK: &str = "lock";
 /// A checkpoint that is being written.
 const NEW: &str = ".new";
 /// One that is being removed.
@@ -108,29 +110,20 @@ impl Directory {
         &self,
         mut restore: impl FnMut(Checkpoint) -> Result<T, DirectoryError>,
     ) -> Result<Option<T>, DirectoryError> {
-        let found = checkpoints(&self.path)?;
-        let mut damaged = Vec::new();
-        for (_, folder) in &found {
-            match Checkpoint::verified(folder).and_then(&mut restore) {
-                Err(error) if error.is_damage() => {
+        let found = folders(&self.path)?;
+        let attempt = |folder: &Path| {
+            let used = Checkpoint::verified(folder, &Watch::none()).and_then(&mut restore);
+            used.inspect_err(|error| {
+                if error.is_damage() {
                     tracing::error!(%error, "a checkpoint cannot be used: the one before it is tried");
-                    damaged.push((folder, error));
                 }
-                Err(error) => return Err(error),
-                Ok(restored) => {
-                    damaged.iter().try_for_each(|(folder, _)| self.set_aside(DAMAGED, folder))?;
-                    return Ok(Some(restored));
-                }
-            }
-        }
-        match damaged.into_iter().next() {
-            None => Ok(None),
-            Some((_, newest)) => Err(DirectoryError::NoneUsable {
-                path: self.path.clone(),
-                found: found.len(),
-                newest: Box::new(newest),
-            }),
-        }
+            })
+        };
+        let Some(Choice { used, damaged }) = choice::newest(&self.path, found, attempt)? else {
+            return Ok(None);
+        };
+        damaged.iter().try_for_each(|(folder, _)| self.set_aside(DAMAGED, folder))?;
+        Ok(Some(used))
     }
 
     /// Gives every checkpoint another name: a run that begins anew neither goes on from them nor removes them.
@@ -138,12 +131,11 @@ impl Directory {
     /// # Errors
     /// [`DirectoryError::Io`].
     pub fn set_all_aside(&mut self) -> Result<(), DirectoryError> {
-        checkpoints(&self.path)?.iter().try_for_each(|(_, folder)| self.set_aside(EARLIER, folder))
+        folders(&self.path)?.iter().try_for_each(|folder| self.set_aside(EARLIER, folder))
     }
 
     fn set_aside(&self, prefix: &str, folder: &Path) -> Result<(), DirectoryError> {
-        let name = folder.file_name().unwrap_or_default().to_string_lossy();
-        let aside = self.path.join(format!("{prefix}{name}"));
+        let aside = self.path.join(format!("{prefix}{}", folder::short(folder)));
         fs::rename(folder, &aside).map_err(DirectoryError::io("rename", folder))?;
         tracing::warn!(from = %folder.display(), to = %aside.display(), "a checkpoint is set aside");
         Ok(())
@@ -151,7 +143,7 @@ impl Directory {
 
     fn prune(&self) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
-        for (_, folder) in checkpoints(&self.path)?.iter().skip(KEPT) {
+        for folder in folders(&self.path)?.iter().skip(KEPT) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
             fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
@@ -197,6 +189,7 @@ fn lock(directory: &Path) -> Result<File, DirectoryError> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::folder::checkpoints;
     use super::*;
     use offbeat_core::checkpoint::CheckpointError;
     use offbeat_core::dtype::Dtype;
@@ -261,7 +254,7 @@ mod tests {
         assert_eq!(newest.manifest.book.version, 9, "the last that was saved, whatever its version");
         assert!(newest.path.ends_with("checkpoint-000005"), "{:?}", newest.path);
         let life = Life { term: 2, last_incarnation: 0 };
-        let restored = newest.restore(StoreConfig::default(), life).unwrap();
+        let restored = newest.restore(StoreConfig::default(), life, &Watch::none()).unwrap();
         assert_eq!((restored.term(), restored.version()), (2, 9));
         assert_eq!(restored.reader().root(0).held(), store.reader().root(0).held());
     }
@@ -291,7 +284,7 @@ mod tests {
         let mut bytes = fs::read(&model).unwrap();
         bytes[500] ^= 1;
         fs::write(&model, bytes).unwrap();
-        let told = Checkpoint::verified(&first).unwrap_err().to_string();
+        let told = Checkpoint::verified(&first, &Watch::none()).unwrap_err().to_string();
         assert!(told.contains("model.safetensors is damaged: its SHA-256 is"), "{told}");
         assert_eq!(directory.newest(Ok).unwrap_err().to_string().matches("none of the 2").count(), 1);
     }

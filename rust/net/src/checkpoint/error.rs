@@ -26,6 +26,16 @@ pub enum DirectoryError {
         path.display()
     )]
     NoneUsable { path: PathBuf, found: usize, newest: Box<Self> },
+    #[error(
+        "{} is no directory of checkpoints, nor a checkpoint: give what a server has as --checkpoint-dir, or one of the \
+         folders checkpoint-… in it",
+        path.display()
+    )]
+    Foreign { path: PathBuf },
+    #[error("there is no checkpoint in {}: a server writes the first when it has a model", path.display())]
+    Empty { path: PathBuf },
+    #[error("{} is gone: the server that writes there has removed it, or set it aside; look again", path.display())]
+    Gone { path: PathBuf },
 }
 
 impl DirectoryError {

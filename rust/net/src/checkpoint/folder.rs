@@ -2,6 +2,7 @@
 
 use super::error::DirectoryError;
 use super::files;
+use super::watch::{Watch, Watched};
 use offbeat_core::checkpoint::{self, CheckpointError, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
 use offbeat_core::store::{Life, Store, StoreConfig};
 use std::fs;
@@ -38,6 +39,39 @@ pub fn checkpoints(directory: &Path) -> Result<Vec<(u64, PathBuf)>, DirectoryErr
     found.sort_unstable();
     found.reverse();
     Ok(found)
+}
+
+/// Their folders.
+///
+/// # Errors
+/// [`DirectoryError::Io`].
+pub(super) fn folders(directory: &Path) -> Result<Vec<PathBuf>, DirectoryError> {
+    Ok(checkpoints(directory)?.into_iter().map(|(_, folder)| folder).collect())
+}
+
+/// The names of those that are not gone on with: damaged, or of a run before.
+///
+/// # Errors
+/// [`DirectoryError::Io`].
+pub(super) fn set_aside(directory: &Path) -> Result<Vec<String>, DirectoryError> {
+    let mut names = Vec::new();
+    for prefix in [DAMAGED, EARLIER] {
+        let mut found = named(directory, prefix)?;
+        found.sort_unstable();
+        names.extend(found.iter().rev().map(|(_, path, _)| short(path)));
+    }
+    Ok(names)
+}
+
+/// The name alone.
+pub(super) fn short(folder: &Path) -> String {
+    folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
+}
+
+/// Whether a folder is called as a checkpoint is, or was before it was set aside.
+pub(super) fn is_named_so(folder: &Path) -> bool {
+    let name = short(folder);
+    ["", DAMAGED, EARLIER].into_iter().any(|prefix| name.strip_prefix(prefix).and_then(number).is_some())
 }
 
 /// The number of the next one: above all that were ever given, also to those that were set aside.
@@ -77,11 +111,28 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`DirectoryError::Checkpoint`] with what is wrong, and in which file.
-    pub fn verified(path: &Path) -> Result<Self, DirectoryError> {
+    pub fn verified(path: &Path, watch: &Watch<'_>) -> Result<Self, DirectoryError> {
         let checkpoint = Self::unverified(path)?;
-        let files = checkpoint.manifest.verify(|name| files::open(&path.join(name)));
-        files.map_err(DirectoryError::checkpoint(path))?;
+        checkpoint.verify(watch)?;
         Ok(checkpoint)
+    }
+
+    /// Holds its files against its manifest.
+    ///
+    /// # Errors
+    /// As [`Self::verified`].
+    pub(super) fn verify(&self, watch: &Watch<'_>) -> Result<(), DirectoryError> {
+        let open = |name| watched(&self.path, name, watch);
+        self.manifest.verify(open).map_err(DirectoryError::checkpoint(&self.path))
+    }
+
+    /// Looks whether its files are there and as long as they should be.
+    ///
+    /// # Errors
+    /// As [`Self::verified`].
+    pub(super) fn check_lengths(&self) -> Result<(), DirectoryError> {
+        let length = |name| Ok(files::open(&self.path.join(name))?.metadata()?.len());
+        self.manifest.check_lengths(length).map_err(DirectoryError::checkpoint(&self.path))
     }
 
     /// Reads a folder's manifest, and nothing else.
@@ -110,9 +161,18 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`Self::verified`].
-    pub fn restore(self, config: StoreConfig, life: Life) -> Result<Arc<Store>, DirectoryError> {
+    pub fn restore(
+        self,
+        config: StoreConfig,
+        life: Life,
+        watch: &Watch<'_>,
+    ) -> Result<Arc<Store>, DirectoryError> {
         let Self { path, manifest } = self;
-        let open = |name| files::open(&path.join(name));
+        let open = |name| watched(&path, name, watch);
         checkpoint::restore(manifest, open, config, life).map_err(DirectoryError::checkpoint(&path))
     }
+}
+
+fn watched<'a>(folder: &Path, name: &str, watch: &'a Watch<'a>) -> io::Result<Watched<'a>> {
+    Ok(Watched { file: files::open(&folder.join(name))?, watch })
 }

@@ -9,7 +9,7 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-const FILE: &str = "life.json";
+pub(super) const LIFE: &str = "life.json";
 /// Incarnations reserved for a life: more than processes join in one.
 const BLOCK: u32 = 1 << 16;
 /// The file is some 40 bytes long.
@@ -31,7 +31,7 @@ pub(super) struct Lives {
 impl Lives {
     /// Reads what the lives before have reserved.
     pub(super) fn open(directory: &Path) -> Result<Self, DirectoryError> {
-        let path = directory.join(FILE);
+        let path = directory.join(LIFE);
         let mut bytes = Vec::new();
         let read = files::open(&path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
         let reserved = match read {

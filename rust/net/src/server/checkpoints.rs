@@ -3,7 +3,7 @@
 
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
-use crate::checkpoint::{Directory, DirectoryError};
+use crate::checkpoint::{Directory, DirectoryError, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::Answer;
 use offbeat_core::store::{Life, Store, StoreState};
@@ -84,7 +84,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             let book = &checkpoint.manifest.book;
             let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
             let (path, run) = (checkpoint.path.clone(), checkpoint.manifest.run.clone());
-            let store = checkpoint.restore(config.store(), life)?;
+            let store = checkpoint.restore(config.store(), life, &Watch::none())?;
             Ok((life, Resumed { path, run, store }))
         })?,
     };

@@ -35,7 +35,6 @@ mod wait;
 pub use config::{CheckpointConfig, Every, Resume, ServerConfig};
 pub use error::ServerError;
 pub use snapshot::Snapshot;
-pub use values::Tensors;
 
 use crate::fork::{ClosedInChildren, Origin};
 use crate::handshake::random;

@@ -3,14 +3,13 @@
 
 use super::config::ServerConfig;
 use super::error::ServerError;
+use crate::describe;
 use offbeat_core::checkpoint::Agreed;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, SpecError};
 use offbeat_core::store::RunSpec;
-use offbeat_core::validate::kind;
 use offbeat_core::wire::encode;
 use offbeat_core::wire::header::MAX_RUN_BYTES;
 use offbeat_core::wire::message::{RefusalCode, Refused, RunConfig};
-use std::fmt::Write as _;
 
 /// The run's agreement so far.
 #[derive(Clone, Debug)]
@@ -115,8 +114,8 @@ impl Agreement {
             let message = format!(
                 "the run's optimizer is {} and {worker} was given {}: give every worker the same, or change it for all \
                  with server.set_optimizer",
-                describe(now),
-                describe(&given)
+                describe::optimizer(now),
+                describe::optimizer(&given)
             );
             return Err(no(RefusalCode::Optimizer, message));
         }
@@ -255,7 +254,7 @@ impl Agreement {
             };
             let momentum = if self.config.momentum_correction { "each worker" } else { "the server" };
             tracing::info!(
-                optimizer = describe(optimizer),
+                optimizer = describe::optimizer(optimizer),
                 runs_on,
                 momentum_in = momentum,
                 "the run's optimizer"
@@ -296,30 +295,6 @@ fn list(values: &[f64]) -> String {
         [one] => one.to_string(),
         many => format!("{many:?}"),
     }
-}
-
-/// An optimizer as Python writes it: `SGD(lr=0.1, momentum=0.9, …)`, one per group.
-pub(super) fn describe(spec: &OptimizerSpec) -> String {
-    let mut text = String::new();
-    for group in &spec.groups {
-        let of = if spec.groups.len() > 1 { format!(" for {:?}", group.pattern) } else { String::new() };
-        let comma = if text.is_empty() { "" } else { ", " };
-        write!(text, "{comma}{}(lr={}", kind(&group.rule), group.lr).expect("a String takes any text");
-        if let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(&group.rule) {
-            for (name, value) in
-                fields.iter().filter(|(name, _)| !["name", "decoupled_weight_decay"].contains(&name.as_str()))
-            {
-                let value = match value {
-                    serde_json::Value::Bool(true) => "True".to_owned(),
-                    serde_json::Value::Bool(false) => "False".to_owned(),
-                    other => other.to_string(),
-                };
-                write!(text, ", {name}={value}").expect("a String takes any text");
-            }
-        }
-        write!(text, "){of}").expect("a String takes any text");
-    }
-    text
 }
 
 #[cfg(test)]

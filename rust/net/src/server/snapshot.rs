@@ -1,6 +1,7 @@
-//! A model's values between whoever has them as tensors and the store, which holds fragments.
+//! A model's values as its owner gives them, before there is a store for them.
 
 use super::error::ServerError;
+use crate::tensors::gather;
 use offbeat_core::layout::Layout;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
@@ -30,26 +31,6 @@ impl Snapshot {
         };
         let fragments = layout.fragments.iter().enumerate().map(fragment).collect();
         Ok(Self { table, fragments })
-    }
-}
-
-/// Copies tensors into the payload of fragment `index`.
-pub(super) fn gather(layout: &Layout, tensors: &[impl AsRef<[u8]>], index: usize, payload: &mut [u8]) {
-    let fragment = &layout.fragments[index];
-    let size = fragment.dtype.size();
-    for s in &fragment.segments {
-        let from = &tensors[s.tensor].as_ref()[s.offset * size..][..s.len * size];
-        payload[s.start * size..][..s.len * size].copy_from_slice(from);
-    }
-}
-
-/// Copies the payload of fragment `index` into tensors.
-pub(super) fn scatter(layout: &Layout, index: usize, payload: &[u8], tensors: &mut [Vec<u8>]) {
-    let fragment = &layout.fragments[index];
-    let size = fragment.dtype.size();
-    for s in &fragment.segments {
-        let to = &mut tensors[s.tensor][s.offset * size..][..s.len * size];
-        to.copy_from_slice(&payload[s.start * size..][..s.len * size]);
     }
 }
 

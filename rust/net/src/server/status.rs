@@ -2,10 +2,9 @@
 
 use super::checkpoints::CheckpointStatus;
 use super::membership::{Departure, Member, Members, State};
-use super::run::describe;
 use super::shared::Shared;
-use offbeat_core::pipeline::schedule;
-use offbeat_core::spec::{Contribution, OptimizerSpec, Schedule, StalenessSpec, Transaction};
+use crate::describe::{OptimizerTold, ScheduleTold};
+use offbeat_core::spec::{Contribution, StalenessSpec, Transaction};
 use offbeat_core::store::{StoreStatus, Tally, TicketCounts};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -25,10 +24,10 @@ struct Status<'a> {
     max_samples: Option<u64>,
     transaction: Transaction,
     contribution: Option<Contribution>,
-    optimizer: Option<Optimizer<'a>>,
+    optimizer: Option<OptimizerTold<'a>>,
     momentum_correction: bool,
     staleness: &'a StalenessSpec,
-    schedule: ScheduleStatus,
+    schedule: ScheduleTold,
     workers: Vec<Worker>,
     departures: Vec<DepartureStatus>,
     tickets: TicketCounts,
@@ -39,22 +38,6 @@ struct Status<'a> {
     connections: usize,
     num_data_threads: usize,
     longest_poll_ms: f64,
-}
-
-#[derive(Serialize)]
-struct Optimizer<'a> {
-    /// `server` or `worker`.
-    runs_on: &'static str,
-    summary: String,
-    spec: &'a OptimizerSpec,
-}
-
-#[derive(Serialize)]
-struct ScheduleStatus {
-    spec: Schedule,
-    factor: f64,
-    /// Per parameter group, the factor included.
-    lr: Vec<f64>,
 }
 
 #[derive(Serialize)]
@@ -111,7 +94,6 @@ pub(super) fn json(shared: &Shared) -> String {
     let agreement = shared.agreement().clone();
     let config = agreement.config();
     let (version, samples) = store.as_ref().map_or((0, 0), |s| (s.version, s.samples));
-    let factor = schedule::factor(&config.schedule, version, samples);
     let optimizer = config.optimizer.as_ref();
     let state = match (shared.is_stopping(), shared.is_over(), model) {
         (true, ..) => "stopped",
@@ -137,18 +119,10 @@ pub(super) fn json(shared: &Shared) -> String {
         max_samples: config.max_samples,
         transaction: config.transaction,
         contribution: config.contribution,
-        optimizer: optimizer.map(|spec| Optimizer {
-            runs_on: if config.contribution == Some(Contribution::Delta) { "worker" } else { "server" },
-            summary: describe(spec),
-            spec,
-        }),
+        optimizer: optimizer.map(|spec| OptimizerTold::of(spec, config.contribution)),
         momentum_correction: config.momentum_correction,
         staleness: &config.staleness,
-        schedule: ScheduleStatus {
-            spec: config.schedule,
-            factor,
-            lr: optimizer.map_or_else(Vec::new, |o| o.groups.iter().map(|g| g.lr * factor).collect()),
-        },
+        schedule: ScheduleTold::at(config.schedule, optimizer, version, samples),
         workers,
         departures,
         tickets: store.as_ref().map(|s| s.tickets.clone()).unwrap_or_default(),

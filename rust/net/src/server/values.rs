@@ -3,13 +3,10 @@
 use super::Server;
 use super::cut;
 use super::error::ServerError;
-use super::snapshot::{check_values, gather, scatter};
-use offbeat_core::table::{TensorSpec, TensorTable};
+use super::snapshot::check_values;
+use crate::tensors::{self, Tensors, gather};
 use offbeat_core::wire::message::Event;
 use std::sync::{Arc, PoisonError};
-
-/// A model's table and each tensor's bytes (own dtype, little-endian, C order).
-pub type Tensors = (Arc<TensorTable>, Vec<Vec<u8>>);
 
 impl Server {
     /// A consistent copy of the model: its table and each tensor's bytes. `None` while there is no model.
@@ -20,17 +17,10 @@ impl Server {
         self.check()?;
         let Some(model) = self.shared.model.get() else { return Ok(None) };
         let store = &model.store;
-        let (table, layout) = (Arc::clone(store.table()), store.layout());
-        let bytes = |t: &TensorSpec| t.num_elements() as usize * t.dtype.size();
-        let mut tensors: Vec<Vec<u8>> = table.tensors().iter().map(|t| vec![0; bytes(t)]).collect();
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         let state = cut::take(store, self.shared.config.cut_deadline);
         drop(whole); // the roots stay as they are
-        let mut scratch = Vec::new();
-        for (index, root) in state.roots.into_iter().enumerate() {
-            scatter(layout, index, root.payload(&mut scratch), &mut tensors);
-        }
-        Ok(Some((table, tensors)))
+        Ok(Some(tensors::copied(store, state.roots)))
     }
 
     /// Replaces every value of the model. Pushes that were computed on the old ones are rejected.

@@ -1,6 +1,8 @@
 //! A server with a small model, and a worker that speaks frames by hand: it can send what no client would.
 #![allow(dead_code, unreachable_pub, reason = "every test crate uses its part")]
 
+pub mod kept;
+
 use offbeat_core::dtype::Dtype;
 use offbeat_core::spec::{Group, OptimizerSpec, Rule};
 use offbeat_core::store::Receipt;

@@ -1,0 +1,156 @@
+"""`offbeat checkpoint`: what a server has kept is looked at, verified, or taken out. It needs no server."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from offbeat.arrays import as_state
+from offbeat.cli import model_file
+from offbeat.cli.checkpoint_report import report
+from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.parser import Parser, file
+from offbeat.cli.reading import Reading
+from offbeat.cli.say import flush_output, output, say
+from offbeat.cli.wording import plain
+from offbeat.errors import CheckpointError, ConfigError
+
+__all__ = ["add_arguments", "run"]
+
+ACTIONS = {
+    "inspect": "tell what is in a checkpoint, or in a directory of them",
+    "verify": "read checkpoints to their end, and do with them what a server's start would do",
+    "export": "write the model of the newest good checkpoint to a file",
+}
+
+MANIFEST, PREFIX = "manifest.json", "checkpoint-"
+"""Of a checkpoint's folder: the file that it has, and what is in its name."""
+
+OWN = ("lock", "life.json")
+"""What a server has beside its checkpoints."""
+
+REMEDY = "give the directory that a server has as --checkpoint-dir, or one of the folders checkpoint-… in it"
+
+
+def add_arguments(parser: Parser) -> None:
+    """Say what the command takes."""
+    parser.add_actions(ACTIONS)
+    for action in parser.actions.values():
+        action.add_argument(
+            "path",
+            type=file,
+            metavar="PATH",
+            help="a server's --checkpoint-dir, or a checkpoint's folder in it",
+        )
+    parser.actions["inspect"].add_argument(
+        "--json", action="store_true", help="everything there is to tell, as one object"
+    )
+    export = parser.actions["export"]
+    export.add_argument(
+        "file", type=file, metavar="FILE", help="parameters and buffers go there, as .safetensors"
+    )
+    export.add_argument("--force", action="store_true", help="replace the file if there is one")
+
+
+def run(arguments: Namespace) -> int:
+    """Do what the command was asked for."""
+    path: Path = arguments.path
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "is not there"
+        raise ConfigError(f"{path} {what}: {REMEDY}")
+    match arguments.action:
+        case "inspect":
+            _inspect(path, as_json=arguments.json)
+        case "verify":
+            _verify(path)
+        case _:
+            _export(path, arguments.file, force=arguments.force)
+    return ExitCode.OK
+
+
+def _inspect(path: Path, *, as_json: bool) -> None:
+    from offbeat._offbeat import inspect_checkpoints
+
+    told = inspect_checkpoints(path)
+    output(told if as_json else report(json.loads(told), path))
+
+
+def _verify(path: Path) -> None:
+    """Print a line about each checkpoint.
+
+    Raises:
+        CheckpointError: If one is not good, or there is none.
+    """
+    verdicts = []
+    for line, is_good in _verdicts(path):
+        output(plain(line))
+        flush_output()  # the next may take its time
+        verdicts.append(is_good)
+    if num_bad := verdicts.count(False):
+        raise CheckpointError(f"{path}: {num_bad} of {len(verdicts)} cannot be used")
+    if True not in verdicts:
+        raise CheckpointError(f"there is no checkpoint in {path}" + (" any more" if verdicts else ""))
+
+
+def _verdicts(path: Path) -> Iterator[tuple[str, bool | None]]:
+    """Give what is to be said of each checkpoint, and whether it is good; None if it has gone meanwhile."""
+    from offbeat._offbeat import checkpoint_names, verify_checkpoint, verify_lives
+
+    names = checkpoint_names(path)
+    if names is not None:
+        try:
+            verify_lives(path)
+        except CheckpointError as error:
+            yield str(error), False
+    for folder in [path] if names is None else [path / name for name in names]:
+        try:
+            with Reading(folder.name) as tell:
+                is_there = verify_checkpoint(folder, tell)
+        except CheckpointError as error:
+            yield str(error), False
+        else:
+            yield (f"{folder}: ok", True) if is_there else (f"{folder}: gone, removed by its server", None)
+
+
+def _export(path: Path, to: Path, *, force: bool) -> None:
+    """Write a model to a file.
+
+    Raises:
+        CheckpointError: If there is no good checkpoint.
+        ConfigError: If the file must not or cannot be written.
+        OSError: If writing it fails.
+    """
+    from offbeat._offbeat import checkpoint_model
+
+    def refuse_to_replace() -> None:
+        if not force and to.exists():
+            raise ConfigError(f"FILE: {to} is there already: give another name, or --force to replace it")
+
+    _refuse_a_server_s(path, to)
+    model_file.check_writable(to, "FILE")
+    refuse_to_replace()
+    with Reading(path.name) as tell:
+        name, version, passed_over, table, values = checkpoint_model(path, tell)
+    for why in passed_over:
+        say(f"WARNING: a newer checkpoint is damaged, and passed over: {plain(why)}")
+    state = as_state(table, values, tensor=False)
+    model_file.save(state, to, before_replacing=refuse_to_replace)
+    output(f"the model of {name}, version {version:,}, is in {to}")
+
+
+def _refuse_a_server_s(path: Path, to: Path) -> None:
+    """Let no model be written over what a server has in its directory.
+
+    Raises:
+        ConfigError: If the file is of a checkpoint, or of the directory.
+    """
+    target = Path(os.path.realpath(to))
+    folder = target.parent
+    if not folder.is_dir():
+        return
+    is_checkpoint = (folder / MANIFEST).exists() and (PREFIX in folder.name or folder.samefile(path))
+    if is_checkpoint or (target.name in OWN and folder.samefile(path)):
+        raise ConfigError(
+            f"FILE: {to} is among the files of a server's checkpoints: give another name or folder"
+        )

@@ -1,0 +1,267 @@
+//! What can be told of checkpoints without reading their tensors, as JSON: of one, or of all in a directory.
+
+use super::error::DirectoryError;
+use super::folder::{self, Checkpoint};
+use super::proof::verify_lives;
+use super::survey::{Survey, unless_gone};
+use crate::describe::{OptimizerTold, ScheduleTold};
+use offbeat_core::checkpoint::{FileEntry, MANIFEST, Manifest};
+use offbeat_core::spec::{Contribution, StalenessSpec, Transaction};
+use offbeat_core::store::book::{Answer, WorkerPage};
+use offbeat_core::store::tally::TicketCounts;
+use offbeat_core::table::{Role, TensorSpec, TensorTable};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+/// What a path leads to.
+#[derive(Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Told<'a> {
+    Directory(DirectoryTold<'a>),
+    Checkpoint(Box<CheckpointTold<'a>>),
+}
+
+#[derive(Serialize)]
+struct DirectoryTold<'a> {
+    /// Newest first.
+    checkpoints: Vec<EntryTold<'a>>,
+    /// Names of those that are not gone on with.
+    set_aside: Vec<String>,
+    /// The one that a server would go on from, if what its files hold is as it was written.
+    next: Option<String>,
+    /// Why a server would not start; `None` too where it would begin with none.
+    refusal: Option<String>,
+}
+
+#[derive(Serialize)]
+struct EntryTold<'a> {
+    name: String,
+    /// Why it cannot be used, or read.
+    error: Option<String>,
+    /// A server has removed it since it was found.
+    is_gone: bool,
+    checkpoint: Option<CheckpointTold<'a>>,
+}
+
+#[derive(Serialize)]
+struct CheckpointTold<'a> {
+    name: String,
+    /// Seconds since 1970, of the manifest, which is written last. A copy may have its own.
+    written_unix_s: Option<f64>,
+    format: u32,
+    /// The build that wrote it.
+    offbeat: &'a str,
+    run_id: &'a str,
+    port: u16,
+    term: u64,
+    version: u64,
+    samples: u64,
+    max_samples: Option<u64>,
+    transaction: Transaction,
+    contribution: Option<Contribution>,
+    contribution_of: &'a str,
+    optimizer: Option<OptimizerTold<'a>>,
+    momentum_correction: bool,
+    staleness: Option<&'a StalenessSpec>,
+    schedule: Option<ScheduleTold>,
+    tickets: &'a TicketCounts,
+    rejected: &'a BTreeMap<String, u64>,
+    num_tensors: usize,
+    /// Elements of parameters, and of buffers.
+    num_parameters: u64,
+    num_buffer_elements: u64,
+    /// Of the files named.
+    bytes: u64,
+    files: &'a [FileEntry],
+    workers: Vec<WorkerTold<'a>>,
+}
+
+#[derive(Serialize)]
+struct WorkerTold<'a> {
+    id: &'a str,
+    incarnation: u32,
+    /// Whether it had not departed.
+    present: bool,
+    /// The number of the last push that was answered for.
+    last_push: u64,
+    pushes: u64,
+    applied: u64,
+    samples: u64,
+    rejected: &'a BTreeMap<String, u64>,
+    /// Those that have a ticket and had not come whole.
+    unfinished: Vec<UnfinishedTold>,
+}
+
+#[derive(Serialize)]
+struct UnfinishedTold {
+    push: u64,
+    ticket: u64,
+    samples: u64,
+    /// Fragments that hold it.
+    num_applied: usize,
+}
+
+/// Tells what a path leads to: a checkpoint, or a directory of them. Manifests are read, and of the other files it is
+/// looked whether they are there and as long as they should be.
+///
+/// # Errors
+/// [`DirectoryError`]: of one checkpoint, what is wrong with it.
+pub fn inspect(path: &Path) -> Result<String, DirectoryError> {
+    let Survey::Directory { folders, set_aside } = Survey::of(path)? else {
+        let checkpoint = unless_gone(path, looked_at(path))?;
+        return Ok(json(&Told::Checkpoint(Box::new(CheckpointTold::of(&checkpoint)))));
+    };
+    let found: Vec<_> =
+        folders.iter().map(|folder| (folder, unless_gone(folder, looked_at(folder)))).collect();
+    let (next, refusal) = match next(path, &found) {
+        Ok(next) => (next.map(folder::short), None),
+        Err(refusal) => (None, Some(refusal)),
+    };
+    let checkpoints = found.iter().map(|(folder, looked_at)| EntryTold::of(folder, looked_at)).collect();
+    Ok(json(&Told::Directory(DirectoryTold { checkpoints, set_aside, next, refusal })))
+}
+
+fn looked_at(folder: &Path) -> Result<Checkpoint, DirectoryError> {
+    let checkpoint = Checkpoint::unverified(folder)?;
+    checkpoint.check_lengths()?;
+    Ok(checkpoint)
+}
+
+/// Which one a server would go on from, or why it would not start: as [`choice::newest`](super::choice::newest).
+fn next<'a, T>(
+    directory: &Path,
+    found: &[(&'a PathBuf, Result<T, DirectoryError>)],
+) -> Result<Option<&'a Path>, String> {
+    verify_lives(directory).map_err(|error| error.to_string())?;
+    let mut damaged = None;
+    for (folder, looked_at) in found {
+        match looked_at {
+            Ok(_) => return Ok(Some(folder)),
+            Err(DirectoryError::Gone { .. }) => {}
+            Err(error) if error.is_damage() => damaged = damaged.or(Some(error)),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    match damaged {
+        None => Ok(None),
+        Some(newest) => Err(format!("all of them are damaged; the newest: {newest}")),
+    }
+}
+
+fn json(told: &Told<'_>) -> String {
+    serde_json::to_string(told).expect("every key is a string")
+}
+
+impl<'a> EntryTold<'a> {
+    fn of(folder: &Path, looked_at: &'a Result<Checkpoint, DirectoryError>) -> Self {
+        let error = looked_at.as_ref().err();
+        Self {
+            name: folder::short(folder),
+            error: error.map(ToString::to_string),
+            is_gone: matches!(error, Some(DirectoryError::Gone { .. })),
+            checkpoint: looked_at.as_ref().ok().map(CheckpointTold::of),
+        }
+    }
+}
+
+impl<'a> CheckpointTold<'a> {
+    fn of(checkpoint: &'a Checkpoint) -> Self {
+        let Checkpoint { path, manifest } = checkpoint;
+        let Manifest { format, offbeat, run, transaction, table, files, ranges: _, book } = manifest;
+        let (agreed, spec) = (&run.agreed, book.run.as_ref().map(|page| &page.spec));
+        let optimizer = agreed.optimizer.as_ref();
+        Self {
+            name: folder::short(path),
+            written_unix_s: written_unix_s(&path.join(MANIFEST)),
+            format: *format,
+            offbeat,
+            run_id: &run.run_id,
+            port: run.port,
+            term: book.term,
+            version: book.version,
+            samples: book.samples,
+            max_samples: spec.and_then(|spec| spec.max_samples),
+            transaction: *transaction,
+            contribution: agreed.contribution,
+            contribution_of: &agreed.contribution_of,
+            optimizer: optimizer.map(|optimizer| OptimizerTold::of(optimizer, agreed.contribution)),
+            momentum_correction: spec.is_some_and(|spec| spec.optimizer.momentum_correction),
+            staleness: spec.map(|spec| &spec.staleness),
+            schedule: spec.map(|spec| ScheduleTold::at(spec.schedule, optimizer, book.version, book.samples)),
+            tickets: &book.tickets,
+            rejected: &book.totals.rejected,
+            num_tensors: table.len(),
+            num_parameters: num_elements(table, Role::Parameter),
+            num_buffer_elements: num_elements(table, Role::Buffer),
+            bytes: manifest.bytes(),
+            files,
+            workers: book.workers.iter().map(WorkerTold::of).collect(),
+        }
+    }
+}
+
+impl<'a> WorkerTold<'a> {
+    fn of(page: &'a WorkerPage) -> Self {
+        let unfinished = |(push, answer): &(u64, Answer)| match answer {
+            Answer::Settled(_) => None,
+            Answer::Unfinished(unfinished) => Some(UnfinishedTold {
+                push: *push,
+                ticket: unfinished.ticket,
+                samples: unfinished.samples,
+                num_applied: unfinished.progress.applied,
+            }),
+        };
+        Self {
+            id: &page.worker_id,
+            incarnation: page.incarnation,
+            present: page.present,
+            last_push: page.last_sequence,
+            pushes: page.tally.pushes,
+            applied: page.tally.applied,
+            samples: page.tally.samples,
+            rejected: &page.tally.rejected,
+            unfinished: page.recent.iter().filter_map(unfinished).collect(),
+        }
+    }
+}
+
+fn num_elements(table: &TensorTable, role: Role) -> u64 {
+    table.tensors().iter().filter(|spec| spec.role == role).map(TensorSpec::num_elements).sum()
+}
+
+fn written_unix_s(file: &Path) -> Option<f64> {
+    let modified = fs::metadata(file).and_then(|file| file.modified()).ok()?;
+    Some(modified.duration_since(UNIX_EPOCH).ok()?.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use offbeat_core::checkpoint::CheckpointError;
+
+    #[test]
+    fn the_next_is_the_newest_that_is_neither_gone_nor_damaged_and_what_is_no_damage_stops_a_start() {
+        let place = Path::new("/nowhere");
+        let folders: Vec<PathBuf> = (1..5).map(|number| place.join(folder::name(number))).collect();
+        let [first, second, third, fourth] = &folders[..] else { unreachable!("there are four") };
+        let gone = || Err(DirectoryError::Gone { path: fourth.clone() });
+        let told = |cause| Err(DirectoryError::Checkpoint { path: third.clone(), cause });
+        let damaged =
+            || told(CheckpointError::Damaged { file: MANIFEST, what: "it is not there".to_owned() });
+        let other = || told(CheckpointError::Format { file: MANIFEST, found: 9, writer: "9.0".to_owned() });
+        let next = |found: Vec<_>| next::<()>(place, &found);
+        let good = vec![(fourth, gone()), (third, damaged()), (second, Ok(())), (first, Ok(()))];
+        assert_eq!(next(good), Ok(Some(second.as_path())));
+        assert_eq!(next(vec![(fourth, gone())]), Ok(None));
+        let refusal = next(vec![(fourth, gone()), (third, damaged())]).unwrap_err();
+        assert!(refusal.starts_with("all of them are damaged; the newest: "), "{refusal}");
+        let refusal = next(vec![(third, other()), (second, Ok(()))]).unwrap_err();
+        assert!(refusal.contains("is of format 9") && refusal.contains("use Offbeat 9.0"), "{refusal}");
+        let looked_at = unless_gone(fourth, looked_at(fourth));
+        let EntryTold { is_gone, checkpoint, error, .. } = EntryTold::of(fourth, &looked_at);
+        assert!(is_gone && checkpoint.is_none() && error.is_some_and(|error| error.contains("is gone")));
+    }
+}
