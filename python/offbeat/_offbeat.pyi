@@ -73,7 +73,7 @@ class Server:
         """Copy the model: its table as JSON, and the bytes of each tensor; None as long as there is none."""
 
     def load_tensors(self, values: Sequence[NDArray[Any]]) -> None: ...
-    def stop(self) -> None: ...
+    def stop(self, is_over: bool) -> None: ...
 
 @final
 class Session:
@@ -100,6 +100,7 @@ class Session:
         run_id: str | None,
         in_flight: int,
         connect_timeout_s: float,
+        reconnect_timeout_s: float | None,
         table: str | None,
     ) -> Session: ...
     def wait_for_model(self) -> str:

@@ -59,6 +59,8 @@ class Client(process.Live):
         token: The server's token; None means the environment's OFFBEAT_TOKEN, or none.
         in_flight: Pushes under way at once. With 2, `push_pull` returns the receipt of the push before.
         connect_timeout_s: How long to try to reach the server.
+        reconnect_timeout_s: How long a call waits for a server that is lost; 0: not at all. None: 300 s for
+            one that keeps checkpoints, and may be started again; else 30 s.
 
     Raises:
         ConfigError: If an argument cannot be used.
@@ -82,10 +84,14 @@ class Client(process.Live):
         token: str | None = None,
         in_flight: int = 1,
         connect_timeout_s: float = 60,
+        *,
+        reconnect_timeout_s: float | None = None,
     ) -> None:
         faults = strings('"HOST:PORT", a string', address=address)
         faults += strings(worker_id=worker_id, token=token)
         faults += one_or_two(in_flight=in_flight) + seconds(connect_timeout_s=connect_timeout_s)
+        if reconnect_timeout_s is not None:
+            faults += seconds(reconnect_timeout_s=reconnect_timeout_s)
         address = address or os.environ.get("OFFBEAT_SERVER")
         token = token or os.environ.get("OFFBEAT_TOKEN") or None
         if not address:
@@ -95,7 +101,16 @@ class Client(process.Live):
 
         process.register(self)  # now already: connecting may have to tell the log what it waits for
         try:
-            session = Session(address, worker_id, token, None, in_flight, float(connect_timeout_s), None)
+            session = Session(
+                address,
+                worker_id,
+                token,
+                None,
+                in_flight,
+                float(connect_timeout_s),
+                None if reconnect_timeout_s is None else float(reconnect_timeout_s),
+                None,
+            )
             try:
                 if in_flight > 1:
                     refuse_two_in_flight(json.loads(session.run))

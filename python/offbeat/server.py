@@ -130,6 +130,7 @@ class ParameterServer(process.Live):
             linger_s=linger_s,
             rejoin_grace_s=rejoin_grace_s,
         ).resolve()
+        self._keeps_checkpoints = checkpoint_dir is not None
         self._model = _snapshot(model)
         self._config["blueprint"] = _blueprint(model)
 
@@ -175,7 +176,8 @@ class ParameterServer(process.Live):
         A worker that was lost counts as there for `rejoin_grace_s`, since it may come back. One that could
         not begin, refused or gone before there was a model or before it had heard that it was in, is none
         of the n: another is waited for. SIGTERM stops the server in good order and ends the process with
-        exit code 0, if nobody else handles it.
+        exit code 0, if nobody else handles it; with `checkpoint_dir` workers then wait for the server to come
+        again.
 
         Args:
             n: Least number of workers that must have joined; None means 1.
@@ -187,23 +189,35 @@ class ParameterServer(process.Live):
         Raises:
             ConnectionLostError: If all workers were lost or have left, and none has finished.
         """
-        with stopping_on_sigterm(self.stop):
+        with stopping_on_sigterm(self._terminate):
             return self._open().wait_for_workers(_workers(1 if n is None else n), _timeout(timeout_s))
 
     def wait_until_joined(self, n: int, timeout_s: float | None = None) -> bool:
         """Wait until n workers have joined; False if the time was up. SIGTERM as in `wait_for_workers`."""
-        with stopping_on_sigterm(self.stop):
+        with stopping_on_sigterm(self._terminate):
             return self._open().wait_until_joined(_workers(n), _timeout(timeout_s))
 
-    def stop(self) -> None:
+    def stop(self, *, restarting: bool = False) -> None:
         """End the run: workers are told, and the socket is closed. Stopping twice is fine.
 
-        Model and status stay readable as long as this object lives: a `state_dict()` taken after it holds
-        every push that was acknowledged.
+        Pushes that are under way have up to 10 s to end. Model and status stay readable as long as this
+        object lives: a `state_dict()` taken after it holds every push that was acknowledged.
+
+        Args:
+            restarting: Whether the server will come again, from its last checkpoint: workers wait for it
+                and go on, instead of ending.
+
+        Raises:
+            ConfigError: If it is to come again and keeps no checkpoints; nothing has stopped then.
         """
+        if restarting and not self._keeps_checkpoints:
+            raise ConfigError(
+                "stop(restarting=True) of a server that keeps no checkpoints: nothing would be left to come "
+                "again from; give checkpoint_dir= to ParameterServer, or leave restarting out"
+            )
         self._stopped = True
         if self._server is not None:
-            self._server.stop()
+            self._server.stop(not restarting)
             process.release(self)
 
     def __enter__(self) -> Self:
@@ -297,6 +311,9 @@ class ParameterServer(process.Live):
         return f"<offbeat.ParameterServer at {self._server.address}>"
 
     # -- inside
+
+    def _terminate(self) -> None:
+        self.stop(restarting=self._keeps_checkpoints)
 
     def _at_exit(self, failure: BaseException | None) -> None:
         del failure

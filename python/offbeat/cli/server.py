@@ -92,6 +92,7 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
         return not_saved(arguments.save, "a signal came before there was a server", background)
     log_to(background)
     code = ExitCode.OK
+    restarting = False
     try:
         with server:
             try:
@@ -101,8 +102,12 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
                     if arguments.keep_running:
                         threading.Event().wait()
                     server.wait_for_workers(arguments.workers)
+            except Stopped as stopped:
+                # Ctrl-C is of somebody who sits there; the others are of a machine that goes away.
+                restarting = arguments.checkpoint_dir is not None and str(stopped) != "SIGINT"
+                raise
             finally:
-                code = stop(server, arguments.save, signals, background)
+                code = stop(server, arguments.save, signals, background, restarting=restarting)
     except Stopped as stopped:
         _log.info("stopped by %s", stopped)
     return code

@@ -186,12 +186,24 @@ def _schedule(text: str | None, max_samples: int | None) -> schedule.Schedule | 
 
 
 def stop(
-    server: ParameterServer, place: model_file.Place | None, signals: Signals, background: Background
+    server: ParameterServer,
+    place: model_file.Place | None,
+    signals: Signals,
+    background: Background,
+    *,
+    restarting: bool = False,
 ) -> ExitCode:
     """Stop a server, then write its model to a file, if one was asked for and there is a model.
 
     The second signal that comes meanwhile breaks that off. What goes wrong is said and not raised: it hides
     nothing that has gone wrong before.
+
+    Args:
+        server: The server.
+        place: Where its model goes, if anywhere.
+        signals: Those of the command.
+        background: Where is said what goes wrong.
+        restarting: Whether its workers are to wait for it to come again.
 
     Returns:
         How the command ends if nothing else has failed.
@@ -199,7 +211,7 @@ def stop(
     again = ""
     try:
         with signals.raised(but_for=1):
-            server.stop()
+            server.stop(restarting=restarting)
             kept = _last_checkpoint(server)
             if place is None:
                 return kept

@@ -58,6 +58,7 @@ class JoinConfig:
     in_flight: int
     buffers: Buffers
     connect_timeout_s: float
+    reconnect_timeout_s: float | None
     address: str = field(init=False)
     torch_device: torch.device = field(init=False)
 
@@ -73,6 +74,8 @@ class JoinConfig:
         if self.buffers not in ("sync", "local"):
             faults.append(unknown("way to treat buffers", self.buffers, ("sync", "local")))
         faults += seconds(connect_timeout_s=self.connect_timeout_s)
+        if self.reconnect_timeout_s is not None:
+            faults += seconds(reconnect_timeout_s=self.reconnect_timeout_s)
         refuse(faults)
         object.__setattr__(self, "address", address)
         object.__setattr__(self, "torch_device", device)
@@ -145,7 +148,8 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
         config.token or os.environ.get("OFFBEAT_TOKEN") or None,
         None,
         config.in_flight,
-        config.connect_timeout_s,
+        float(config.connect_timeout_s),
+        None if config.reconnect_timeout_s is None else float(config.reconnect_timeout_s),
         None,
     )
     try:

@@ -64,6 +64,8 @@ class AsyncWorker(process.Live):
         worker_id: A name of one's own, under which a restarted process takes its old place. None: the server
             gives one.
         connect_timeout_s: How long to go on trying to reach the server, in seconds.
+        reconnect_timeout_s: How long to wait for a server that is lost, in seconds; 0: not at all. None: 300
+            for one that keeps checkpoints, and may be started again; else 30.
         seed: Of the order in which `train(dataset=...)` goes through the data. None: each worker has an order
             of its own, that follows from the run's and the worker's id.
 
@@ -100,6 +102,7 @@ class AsyncWorker(process.Live):
         token: str | None = None,
         worker_id: str | None = None,
         connect_timeout_s: float = 60.0,
+        reconnect_timeout_s: float | None = None,
         seed: int | None = None,
     ) -> None:
         self._pid = os.getpid()
@@ -115,6 +118,7 @@ class AsyncWorker(process.Live):
             in_flight=in_flight,
             buffers=buffers,
             connect_timeout_s=connect_timeout_s,
+            reconnect_timeout_s=reconnect_timeout_s,
         )
         self.local_batch_size = local_batch_size
         self._seed = seed

@@ -42,6 +42,7 @@ fn push_head(c: &mut Criterion) {
         samples: 64,
         norm: Some(1.5),
         want: Want::Parameters,
+        answered: 0,
         present: Some(present.as_bytes()),
         have: Some(Versions::Numbers(&versions)),
     };

@@ -84,7 +84,7 @@ fn report(name: &str, unit: &str, ours: Vec<f64>, theirs: Vec<f64>) {
 fn whole_updates() {
     const ELEMENTS: usize = 25_000_000;
     let store = store(ELEMENTS as u64, None);
-    let worker = store.register("a").unwrap();
+    let worker = store.register("a", 1).unwrap();
     let isa = Isa::detect();
     let stepper = Stepper::new(&RULE, 1e-6, 1.0, 1);
     let mut params = vec![0.0_f32; ELEMENTS];
@@ -137,7 +137,7 @@ fn four_on_one_fragment() {
     let observer: Arc<dyn CommitObserver> = queue.clone();
     let store = store(65_536, Some(observer));
     drop(queue.store.set(Arc::clone(&store)));
-    let workers: Vec<WorkerKey> = (0..5).map(|i| store.register(&i.to_string()).unwrap()).collect();
+    let workers: Vec<WorkerKey> = (0..5).map(|i| store.register(&i.to_string(), i + 1).unwrap()).collect();
     let (mut combined, mut separate) = (Vec::new(), Vec::new());
     for round in 0..2000 {
         let pushes: Vec<OpenPush> = workers.iter().map(|&w| open(&store, w, 2 * round + 1)).collect();

@@ -52,7 +52,7 @@ fn store() -> Arc<Store> {
     store.configure(RunSpec { optimizer, staleness, schedule, max_samples: None });
     let layout = Arc::clone(store.layout());
     let present = Presence::from_fn(layout.num_tensors(), |t| t != 5);
-    let worker = store.register("a").unwrap();
+    let worker = store.register("a", 1).unwrap();
     let (term, base, samples, norm) = (1, 0, 8, None);
     let head = PushHead { worker, sequence: 1, term, base, epoch: 1, samples, present, norm };
     let Admission::Open(push) = store.admit(&head) else { panic!("a first push is admitted") };
@@ -345,7 +345,7 @@ fn golden_store() -> Arc<Store> {
     let (staleness, schedule) = (StalenessSpec::default(), Schedule::default());
     store.configure(RunSpec { optimizer, staleness, schedule, max_samples: Some(1000) });
     let layout = Arc::clone(store.layout());
-    let worker = store.register("worker-0").unwrap();
+    let worker = store.register("worker-0", 1).unwrap();
     for (sequence, fragments) in [(1, 3), (2, 1)] {
         let (term, base, samples, norm) = (1, sequence - 1, 8, None);
         let present = Presence::all(layout.num_tensors());

@@ -14,11 +14,12 @@ use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Tr
 use offbeat_core::store::book::{Answer, Unfinished};
 use offbeat_core::store::log::{self, CommitObserver};
 use offbeat_core::store::{
-    Admission, Fate, OpenPush, PushHead, Reader, Receipt, RunSpec, StagedFragment, Store, StoreConfig, Turn,
-    WorkerKey,
+    Admission, Fate, Full, OpenPush, PushHead, Reader, Receipt, RunSpec, StagedFragment, Store, StoreConfig,
+    Turn, WorkerKey,
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Two fragments: 65536 and 4464 elements.
 const ELEMENTS: u64 = 70_000;
@@ -55,6 +56,12 @@ fn store_of(
     };
     store.configure(RunSpec { optimizer, staleness, schedule: Schedule::default(), max_samples });
     store
+}
+
+/// A process of its own, with this name.
+fn enter(store: &Store, worker_id: &str) -> Result<WorkerKey, Full> {
+    static LAST: AtomicU32 = AtomicU32::new(0);
+    store.register(worker_id, LAST.fetch_add(1, Ordering::Relaxed) + 1)
 }
 
 fn store() -> Arc<Store> {
@@ -112,7 +119,7 @@ fn value(store: &Arc<Store>, fragment: usize) -> f32 {
 #[test]
 fn a_push_is_applied_once_and_a_retry_gets_the_first_answer() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let first = push(&store, worker, 1);
     assert_eq!((first.verdict, first.version, first.weight.to_bits()), (Fate::Admit, 1, 1.0_f64.to_bits()));
     let again = refusal(&store, &head(&store, worker, 1));
@@ -123,7 +130,7 @@ fn a_push_is_applied_once_and_a_retry_gets_the_first_answer() {
 #[test]
 fn a_retry_keeps_its_ticket_and_completes_what_is_missing() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let started = open(&store, &head(&store, worker, 1));
     assert!(submit(&store, &started, 0));
     drop(started); // the sender died between two fragments
@@ -145,7 +152,7 @@ fn a_retry_keeps_its_ticket_and_completes_what_is_missing() {
 #[test]
 fn two_retries_at_once_are_one() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let head = head(&store, worker, 1);
     drop(open(&store, &head));
     let retry = open(&store, &head);
@@ -161,7 +168,7 @@ fn two_retries_at_once_are_one() {
 #[test]
 fn a_retry_that_brings_other_tensors_is_refused_and_the_true_one_goes_on() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let head = head(&store, worker, 1);
     drop(open(&store, &head));
     let other = refusal(&store, &PushHead { present: Presence::from_fn(1, |_| false), ..head.clone() });
@@ -175,7 +182,7 @@ fn a_retry_that_brings_other_tensors_is_refused_and_the_true_one_goes_on() {
 #[test]
 fn a_push_whose_sender_died_before_its_first_fragment_moves_nothing() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     drop(open(&store, &head(&store, worker, 1)));
     assert_eq!(store.status().tickets.dropped, 1);
     assert_eq!(store.reader().root(0).version(), 0);
@@ -184,7 +191,7 @@ fn a_push_whose_sender_died_before_its_first_fragment_moves_nothing() {
 #[test]
 fn the_same_sequence_with_other_bytes_is_refused() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let started = open(&store, &head(&store, worker, 1));
     assert!(submit(&store, &started, 0));
     drop(started);
@@ -209,7 +216,7 @@ fn a_push_is_worth_what_its_parameters_are() {
     let staleness = StalenessSpec { weights, ..StalenessSpec::default() };
     let store = store_of(tensors, StoreConfig::default(), staleness, None);
     let push = |id: &str, present: [bool; 3], bases: [u64; 3]| {
-        let worker = store.register(id).unwrap();
+        let worker = enter(&store, id).unwrap();
         let present = Presence::from_fn(3, |tensor| present[tensor]);
         let push = open(&store, &PushHead { present: present.clone(), ..head(&store, worker, 1) });
         for fragment in store.layout().present_fragments(&present) {
@@ -236,7 +243,7 @@ fn a_push_is_worth_what_its_parameters_are() {
 fn a_push_whose_parameters_were_all_refused_is_worth_nothing_though_its_buffers_moved() {
     let tensors = vec![tensor("w", ELEMENTS, Role::Parameter), tensor("buffer", 1000, Role::Buffer)];
     let store = store_of(tensors, StoreConfig::default(), StalenessSpec::default(), None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let push = open(&store, &head(&store, worker, 1));
     for (index, fragment) in store.layout().fragments.iter().enumerate() {
         let mut block = store.staging(fragment.push_bytes(&Presence::all(2)));
@@ -253,16 +260,16 @@ fn a_push_whose_parameters_were_all_refused_is_worth_nothing_though_its_buffers_
 #[test]
 fn a_gap_in_the_sequence_is_refused() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     assert_eq!(refusal(&store, &head(&store, worker, 2)).reason, Some(Reason::Fenced));
 }
 
 #[test]
 fn a_replaced_worker_is_fenced_even_for_what_it_has_under_way() {
     let store = store();
-    let old = store.register("a").unwrap();
+    let old = enter(&store, "a").unwrap();
     let under_way = open(&store, &head(&store, old, 1));
-    let new = store.register("a").unwrap();
+    let new = enter(&store, "a").unwrap();
     assert_eq!((new.slot, new.incarnation > old.incarnation), (old.slot, true));
     assert_eq!(refusal(&store, &head(&store, old, 2)).reason, Some(Reason::Fenced));
     assert!(push(&store, new, 1).applied);
@@ -276,7 +283,7 @@ fn a_rejection_moves_nothing_and_is_settled() {
         StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() },
         None,
     );
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     let stale = head(&store, b, 1);
     assert!(push(&store, a, 1).applied);
     let receipt = refusal(&store, &stale);
@@ -290,7 +297,7 @@ fn a_rejection_moves_nothing_and_is_settled() {
 #[test]
 fn the_run_ends_when_its_samples_are_used_up() {
     let store = store_with(Transaction::Fragment, StalenessSpec::default(), Some(20));
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     assert!(push(&store, worker, 1).applied && push(&store, worker, 2).applied);
     assert_eq!(refusal(&store, &head(&store, worker, 3)).reason, Some(Reason::Budget));
 }
@@ -298,7 +305,7 @@ fn the_run_ends_when_its_samples_are_used_up() {
 #[test]
 fn a_lost_worker_must_pull_before_it_pushes_again() {
     let store = store();
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     let read_before = head(&store, a, 1);
     assert!(push(&store, b, 1).applied);
     store.lost(a);
@@ -311,17 +318,17 @@ fn a_departed_workers_slot_is_given_away_when_all_are_taken() {
     let table = Arc::clone(store().table());
     let config = StoreConfig { max_workers: 1, ..StoreConfig::default() };
     let store = Store::new(table, config, 1, &mut |_, bytes| bytes.fill(0));
-    let a = store.register("a").unwrap();
-    assert_eq!(store.register("b").unwrap_err().max_workers, 1);
-    store.depart(a);
-    assert_eq!(store.register("b").unwrap().slot, a.slot);
+    let a = enter(&store, "a").unwrap();
+    assert_eq!(enter(&store, "b").unwrap_err().max_workers, 1);
+    store.depart(a, false);
+    assert_eq!(enter(&store, "b").unwrap().slot, a.slot);
     assert_eq!(refusal(&store, &head(&store, a, 1)).reason, Some(Reason::Fenced));
 }
 
 #[test]
 fn a_cut_waits_for_what_began_before_it_and_holds_back_what_began_after() {
     let store = store();
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     let before = open(&store, &head(&store, a, 1));
     assert!(submit(&store, &before, 0));
     let cut = store.begin_cut().unwrap();
@@ -348,7 +355,7 @@ fn resumed_at_once(store: &Arc<Store>) -> Arc<Store> {
 #[test]
 fn another_life_answers_a_retry_as_this_one_would() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let first = push(&store, worker, 1);
     let late = PushHead { base: 9, ..head(&store, worker, 2) };
     let rejected = refusal(&store, &late);
@@ -360,9 +367,9 @@ fn another_life_answers_a_retry_as_this_one_would() {
     }
     assert!(push(&store, worker, 3).applied, "nobody is fenced");
     assert_eq!((store.version(), value(&store, 0).to_bits()), (2, (-2.0_f32).to_bits()));
-    let other = store.register("b").unwrap();
-    assert!(other.incarnation > common::LAST_INCARNATION && other.slot != worker.slot);
-    let fresh = store.register("a").unwrap();
+    let other = enter(&store, "b").unwrap();
+    assert_ne!(other.slot, worker.slot);
+    let fresh = enter(&store, "a").unwrap();
     assert_eq!(fresh.slot, worker.slot, "the same name, the same place");
     assert_eq!(refusal(&store, &head(&store, worker, 4)).reason, Some(Reason::Fenced));
 }
@@ -371,7 +378,7 @@ fn another_life_answers_a_retry_as_this_one_would() {
 fn a_push_that_the_cut_holds_in_part_is_finished_by_its_retry_in_another_life() {
     for is_abandoned in [false, true] {
         let store = store();
-        let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+        let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
         let started = head(&store, a, 1);
         let under_way = open(&store, &started);
         assert!(submit(&store, &under_way, 0));
@@ -402,7 +409,7 @@ fn a_push_that_the_cut_holds_in_part_is_finished_by_its_retry_in_another_life() 
 #[test]
 fn what_was_under_way_when_all_values_were_replaced_is_not_finished_in_another_life() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let started = head(&store, worker, 1);
     assert!(submit(&store, &open(&store, &started), 0));
     drop(store.load(&mut |_, bytes| bytes.fill(0)));
@@ -415,7 +422,7 @@ fn what_was_under_way_when_all_values_were_replaced_is_not_finished_in_another_l
 #[test]
 fn what_was_under_way_is_not_finished_where_whole_pushes_are_committed() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let started = head(&store, worker, 1);
     assert!(submit(&store, &open(&store, &started), 0));
     let state = store.begin_cut().unwrap().take().unwrap();
@@ -427,7 +434,7 @@ fn what_was_under_way_is_not_finished_where_whole_pushes_are_committed() {
 #[test]
 fn a_later_push_does_not_finish_the_one_before_it() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let started = head(&store, worker, 1);
     assert!(submit(&store, &open(&store, &started), 0));
     assert!(push(&store, worker, 2).applied);
@@ -448,26 +455,26 @@ fn a_later_push_does_not_finish_the_one_before_it() {
 #[test]
 fn who_was_there_keeps_its_slot_while_another_is_free() {
     let store = store();
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     assert!(push(&store, a, 1).applied);
-    store.depart(b);
+    store.depart(b, false);
     let state = store.begin_cut().unwrap().take().unwrap();
     let config = StoreConfig { max_workers: 2, ..StoreConfig::default() };
     let store = common::resumed(&store, &state, config.clone());
-    assert_eq!(store.register("c").unwrap().slot, b.slot);
+    assert_eq!(enter(&store, "c").unwrap().slot, b.slot);
     assert!(push(&store, a, 2).applied);
     let again = store.begin_cut().unwrap().take().unwrap();
     let store = common::resumed(&store, &again, config);
     assert!(push(&store, a, 3).applied, "two lives later as well");
-    assert_eq!(store.register("d").unwrap().slot, a.slot, "where none is, it may have gone");
-    store.register("c").unwrap();
-    assert!(store.register("e").is_err());
+    assert_eq!(enter(&store, "d").unwrap().slot, a.slot, "where none is, it may have gone");
+    enter(&store, "c").unwrap();
+    assert!(enter(&store, "e").is_err());
 }
 
 #[test]
 fn a_push_that_is_applied_but_not_settled_is_answered_in_another_life() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let started = head(&store, worker, 1);
     let under_way = open(&store, &started);
     assert!(submit(&store, &under_way, 0) && submit(&store, &under_way, 1));
@@ -494,7 +501,7 @@ fn under_way(recent: &mut [(u64, Answer)]) -> &mut Unfinished {
 #[test]
 fn a_book_that_no_registry_has_written_is_refused() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     assert!(push(&store, worker, 1).applied);
     assert!(submit(&store, &open(&store, &head(&store, worker, 2)), 0));
     let refused = |change: fn(&mut Vec<(u64, Answer)>)| {
@@ -521,8 +528,7 @@ fn a_book_that_no_registry_has_written_is_refused() {
 #[test]
 fn what_came_after_a_cut_has_left_no_trace_in_it() {
     let store = store();
-    let (a, b, c) =
-        (store.register("a").unwrap(), store.register("b").unwrap(), store.register("c").unwrap());
+    let (a, b, c) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap(), enter(&store, "c").unwrap());
     assert!(push(&store, a, 1).applied);
     let cut = store.begin_cut().unwrap();
     let late = head(&store, a, 2);
@@ -546,7 +552,7 @@ fn what_came_after_a_cut_has_left_no_trace_in_it() {
 #[test]
 fn what_an_optimizer_of_before_remembers_is_not_kept() {
     let store = store();
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     let optimizer = |rule| OptimizerSpec {
         groups: vec![Group { pattern: "*".into(), lr: 1.0, rule }],
         momentum_correction: false,
@@ -598,7 +604,7 @@ fn a_cut_waits_for_a_load() {
 #[test]
 fn a_load_begins_a_new_term_and_refuses_what_was_computed_before_it() {
     let store = store();
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     let computed_before = head(&store, a, 1);
     let under_way = open(&store, &head(&store, b, 1));
     let load =
@@ -616,7 +622,7 @@ fn a_load_begins_a_new_term_and_refuses_what_was_computed_before_it() {
 #[test]
 fn a_new_learning_rate_takes_effect_with_the_next_ticket() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let ticketed_before = open(&store, &head(&store, worker, 1));
     let mut spec = store.run().unwrap().spec.clone();
     spec.optimizer.groups[0].lr = 0.5;
@@ -671,7 +677,7 @@ fn commit(store: &Arc<Store>, worker: WorkerKey, sequence: u64, fill: f32) -> Re
 fn a_whole_push_is_refused_for_its_norm_or_a_nan_and_nothing_moves() {
     let staleness = StalenessSpec { max_norm: Some(300.0), ..StalenessSpec::default() };
     let store = store_with(Transaction::Model, staleness, None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     assert_eq!(commit(&store, worker, 1, 2.0).reason, Some(Reason::Norm)); // 2·√70000 = 529
     assert_eq!(commit(&store, worker, 2, f32::NAN).reason, Some(Reason::NonFinite));
     assert_eq!((store.version(), store.reader().root(0).version()), (0, 0));
@@ -682,7 +688,7 @@ fn a_whole_push_is_refused_for_its_norm_or_a_nan_and_nothing_moves() {
 #[test]
 fn an_overflowing_update_is_never_published_even_in_part() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     assert!(commit(&store, worker, 1, f32::MAX).applied);
     let receipt = commit(&store, worker, 2, f32::MAX);
     assert_eq!((receipt.applied, receipt.reason), (false, Some(Reason::NonfiniteResult)));
@@ -694,7 +700,7 @@ fn an_overflowing_update_is_never_published_even_in_part() {
 fn after_a_commit_that_was_refused_no_reader_is_late() {
     let staleness = StalenessSpec { max_staleness: Some(0), ..StalenessSpec::default() };
     let store = store_with(Transaction::Model, staleness, None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     assert!(commit(&store, worker, 1, f32::MAX).applied);
     assert_eq!(commit(&store, worker, 2, f32::MAX).reason, Some(Reason::NonfiniteResult));
     let read = PushHead { base: store.reader().version(), ..head(&store, worker, 3) };
@@ -707,7 +713,7 @@ fn after_a_commit_that_was_refused_no_reader_is_late() {
 #[test]
 fn readers_pin_at_most_the_versions_they_may() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let Turn::Now(first) = store.turn(worker, 0) else { panic!("nothing is pinned yet") };
     assert!(commit(&store, worker, 1, 1.0).applied);
     let Turn::Now(shared) = store.turn(worker, 0) else {
@@ -736,7 +742,7 @@ fn a_worker_that_comes_back_is_not_shown_what_it_may_not_push_on() {
     let config =
         StoreConfig { transaction: Transaction::Model, max_live_versions: 3, ..StoreConfig::default() };
     let store = store_watched(config, StalenessSpec::default(), None);
-    let [a, b, c, d] = ["a", "b", "c", "d"].map(|id| store.register(id).unwrap());
+    let [a, b, c, d] = ["a", "b", "c", "d"].map(|id| enter(&store, id).unwrap());
     let slow = turn(&store, b).unwrap();
     assert!(commit(&store, d, 1, 1.0).applied);
     let slower = turn(&store, c).unwrap();
@@ -757,7 +763,7 @@ fn a_worker_that_comes_back_is_not_shown_what_it_may_not_push_on() {
 #[test]
 fn a_worker_lost_during_a_commit_may_push_on_what_it_can_read_meanwhile() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
-    let (a, b) = (store.register("a").unwrap(), store.register("b").unwrap());
+    let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());
     let under_way = store.commit(head(&store, b, 1), stage(&store, 1.0));
     let mut role = under_way.role;
     while store.version() == 0 {
@@ -775,7 +781,7 @@ fn a_worker_lost_during_a_commit_may_push_on_what_it_can_read_meanwhile() {
 #[test]
 fn a_reader_that_has_paused_discounts_what_it_reads_and_not_its_namesake_of_another_life() {
     let store = store_with(Transaction::Model, StalenessSpec::default(), None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let paused = turn(&store, worker).unwrap();
     drop(store.load(&mut |_, bytes| bytes.fill(0)).model_role);
     let moving = store.reader();
@@ -793,7 +799,7 @@ fn pinned_memory_is_what_older_versions_do_not_share() {
         StoreConfig { transaction: Transaction::Model, max_live_versions: 4, ..StoreConfig::default() };
     let tensors = vec![tensor("trained", 65_536, Role::Parameter), tensor("frozen", 1000, Role::Parameter)];
     let store = store_of(tensors, config, StalenessSpec::default(), None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let push = |sequence, fill| {
         let present = Presence::from_fn(2, |tensor| tensor == 0);
         let mut staged = stage(&store, fill);
@@ -816,7 +822,7 @@ fn pinned_memory_is_what_older_versions_do_not_share() {
 #[test]
 fn a_push_made_for_another_optimizer_is_rejected_whatever_the_server_runs_of_both() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let mut run = store.run().unwrap().spec.clone();
     let momentum = |run: &mut RunSpec, momentum| {
         run.optimizer.momentum_correction = momentum > 0.0;
@@ -846,7 +852,7 @@ fn a_push_made_for_another_optimizer_is_rejected_whatever_the_server_runs_of_bot
 fn with_momentum_correction_the_limit_is_for_the_gradient_whose_norm_the_worker_says() {
     let staleness = StalenessSpec { max_norm: Some(300.0), ..StalenessSpec::default() };
     let store = store_with(Transaction::Model, staleness, None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let commit = |sequence, fill, norm| {
         let commit = store.commit(PushHead { norm, ..head(&store, worker, sequence) }, stage(&store, fill));
         drop(commit.role);
@@ -868,7 +874,7 @@ fn with_momentum_correction_the_limit_is_for_the_gradient_whose_norm_the_worker_
 #[test]
 fn samples_without_end_do_not_wrap() {
     let store = store();
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     for sequence in 1..=2 {
         let push = open(&store, &PushHead { samples: u64::MAX, ..head(&store, worker, sequence) });
         assert!(submit(&store, &push, 0) && submit(&store, &push, 1));
@@ -883,7 +889,7 @@ struct Clumsy(std::sync::atomic::AtomicBool);
 
 impl CommitObserver for Clumsy {
     fn committed(&self, _: log::Commit) {
-        assert!(self.0.swap(true, std::sync::atomic::Ordering::Relaxed), "it is meant to panic");
+        assert!(self.0.swap(true, Ordering::Relaxed), "it is meant to panic");
     }
 }
 
@@ -895,7 +901,7 @@ fn a_panic_in_a_model_commit_costs_its_push_and_nothing_else() {
         ..StoreConfig::default()
     };
     let store = store_watched(config, StalenessSpec::default(), None);
-    let worker = store.register("a").unwrap();
+    let worker = enter(&store, "a").unwrap();
     let failed = commit(&store, worker, 1, 1.0);
     assert_eq!((failed.applied, failed.reason), (false, Some(Reason::Failed)));
     assert_eq!((store.reader().root(0).version(), value(&store, 0).to_bits()), (0, 0.0_f32.to_bits()));

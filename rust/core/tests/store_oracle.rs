@@ -244,7 +244,7 @@ fn check(program: &Program, transaction: Transaction) {
             .iter()
             .enumerate()
             .map(|(i, _)| {
-                let key = store.register(&format!("worker-{i}")).unwrap();
+                let key = store.register(&format!("worker-{i}"), 1 + i as u32).unwrap();
                 let store = &store;
                 scope.spawn(move || work(store, key, program))
             })
@@ -288,7 +288,8 @@ fn check_restarts(program: &Program, transaction: Transaction) {
         let store = Store::new(Arc::clone(&table), config.clone(), 1, &mut initial);
         store.configure(run_spec(program));
         let names = 0..program.workers.len();
-        let keys: Vec<_> = names.map(|i| store.register(&format!("worker-{i}")).unwrap()).collect();
+        let keys: Vec<_> =
+            names.map(|i| store.register(&format!("worker-{i}"), 1 + i as u32).unwrap()).collect();
         (store, keys)
     };
     let ((undisturbed, keys), (mut restarted, _)) = (begin(), begin());
@@ -329,8 +330,9 @@ fn check_cuts(program: &Program, transaction: Transaction) {
     let mut initial = |f: usize, bytes: &mut [u8]| fill(dtypes[f], 0xabcd + f as u64, bytes);
     let store = Store::new(Arc::clone(&table), config.clone(), 1, &mut initial);
     store.configure(run_spec(program));
-    let keys: Vec<_> =
-        (0..program.workers.len()).map(|i| store.register(&format!("worker-{i}")).unwrap()).collect();
+    let keys: Vec<_> = (0..program.workers.len())
+        .map(|i| store.register(&format!("worker-{i}"), 1 + i as u32).unwrap())
+        .collect();
     let take = |waits: bool| {
         let cut = store.begin_cut().unwrap();
         while waits && !cut.open().is_empty() {

@@ -46,6 +46,7 @@ fn push_pull(c: &mut Criterion) {
             run_id: None,
             in_flight: 1,
             connect_timeout: Duration::from_secs(10),
+            patience: Some(Duration::ZERO),
         };
         let never = || false;
         let mut client = Client::connect(config, Some(&table(elements)), &never).expect("it joins");

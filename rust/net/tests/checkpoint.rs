@@ -197,6 +197,7 @@ fn workers_with_optimizers_of_their_own_are_gone_on_with_or_refused() {
             run_id: None,
             in_flight: 1,
             connect_timeout: common::DEADLINE,
+            patience: Some(Duration::ZERO),
         };
         let mut client = Client::connect(config, Some(&table()), &|| false).unwrap();
         client.configure(Contribution::Delta, None, &|| false).unwrap();

@@ -11,6 +11,10 @@ mod interrupts;
 mod momentum;
 #[path = "client/pushes.rs"]
 mod pushes;
+#[path = "client/rejoin.rs"]
+mod rejoin;
+#[path = "client/relay.rs"]
+mod relay;
 #[path = "client/script.rs"]
 mod script;
 #[path = "client/support.rs"]

@@ -321,6 +321,7 @@ fn who_goes_before_it_has_heard_that_it_was_in_comes_again_as_the_same_worker() 
         run_id: None,
         in_flight: 1,
         connect_timeout: DEADLINE,
+        patience: Some(Duration::ZERO),
     };
     let again = Client::connect(config, None, &NEVER).unwrap();
     assert_eq!(again.session().unwrap().worker_id, "worker-0");

@@ -108,7 +108,9 @@ fn refusal(code: RefusalCode) -> Class {
         RefusalCode::ModelMismatch => Class::ModelMismatch,
         RefusalCode::NoModel | RefusalCode::State | RefusalCode::Full => Class::State,
         RefusalCode::Fenced => Class::Fenced,
-        RefusalCode::Timeout | RefusalCode::Lost => Class::ConnectionLost,
+        RefusalCode::Timeout | RefusalCode::Lost | RefusalCode::Forgotten | RefusalCode::Restarting => {
+            Class::ConnectionLost
+        }
         RefusalCode::Finished => Class::ServerClosed,
     }
 }

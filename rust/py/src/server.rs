@@ -10,7 +10,7 @@ use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use offbeat_core::table::TensorTable;
 use offbeat_net::client::Interrupt;
 use offbeat_net::server::{
-    self, CheckpointConfig, Every, Resume, Server as NetServer, ServerConfig, ServerError,
+    self, CheckpointConfig, Ending, Every, Resume, Server as NetServer, ServerConfig, ServerError,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
@@ -201,9 +201,9 @@ impl Server {
         self.call(py, |server, _| server.load_tensors(&values))
     }
 
-    fn stop(&self, py: Python<'_>) -> PyResult<()> {
+    fn stop(&self, py: Python<'_>, is_over: bool) -> PyResult<()> {
         self.call(py, |server, _| {
-            server.stop();
+            server.end(if is_over { Ending::Finished } else { Ending::Restarting });
             Ok(())
         })
     }

@@ -93,13 +93,21 @@ impl Session {
         run_id: Option<String>,
         in_flight: usize,
         connect_timeout_s: f64,
+        reconnect_timeout_s: Option<f64>,
         table: Option<&str>,
     ) -> PyResult<Self> {
         log::install();
         let table: Option<TensorTable> = table.map(|t| parse(py, "the model", t)).transpose()?;
         let connect_timeout = seconds(connect_timeout_s);
-        let config =
-            ClientConfig { address: address.clone(), worker_id, token, run_id, in_flight, connect_timeout };
+        let config = ClientConfig {
+            address: address.clone(),
+            worker_id,
+            token,
+            run_id,
+            in_flight,
+            connect_timeout,
+            patience: reconnect_timeout_s.map(seconds),
+        };
         let client = wait(py, |signals| Client::connect(config, table.as_ref(), signals))?;
         Ok(Self { address, client: Owned::new(Mutex::new(client)) })
     }

@@ -154,7 +154,7 @@ def test_a_worker_that_was_never_made_was_never_there(serve):
 def test_version_may_be_read_while_another_thread_is_in_a_call(serve, join):
     server = serve(nn.Linear(4, 100_000))
     with Relay(server.address, 300_000) as relay:
-        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC)
+        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC, reconnect_timeout_s=0)
         thread = busy(worker, relay)
         try:
             assert (worker.version, worker.id, worker.run_id) == (0, "worker-0", server.status()["run_id"])
@@ -167,7 +167,7 @@ def test_version_may_be_read_while_another_thread_is_in_a_call(serve, join):
 def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards(serve, join):
     server = serve(nn.Linear(4, 100_000))
     with Relay(server.address, 300_000) as relay:
-        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC)
+        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC, reconnect_timeout_s=0)
         thread = busy(worker, relay)
         try:
             with pytest.raises(StateError, match="another thread is in a call"):
@@ -300,7 +300,7 @@ def test_a_lost_server_is_told_with_what_to_do_and_doing_it_goes_on_from_the_wor
         fresh[0].bias.zero_()
     try:
         address = host.call(None, "start", (net(),))[1]
-        worker = join(address, net(), optimizer=SPEC)
+        worker = join(address, net(), optimizer=SPEC, reconnect_timeout_s=0.5)
         step(worker)
     finally:
         host.process.kill()

@@ -494,7 +494,7 @@ def test_a_live_optimizer_s_step_that_was_broken_off_is_applied_once(serve, join
     server, model = serve(wide()), wide()
     with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        worker = join(relay.address, model, optimizer=optimizer, in_flight=in_flight)
+        worker = join(relay.address, model, optimizer=optimizer, in_flight=in_flight, reconnect_timeout_s=0)
         read = values(model)[0]
         square(model)
         broken_off_step(worker, relay)
@@ -518,7 +518,12 @@ def test_a_second_ctrl_c_while_the_first_is_met_changes_nothing_of_that(serve, j
             os.kill(os.getpid(), signal.SIGINT)
 
     with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
-        worker = join(relay.address, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+        worker = join(
+            relay.address,
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.25),
+            reconnect_timeout_s=0,
+        )
         read = values(model)[0]
         square(model)
         sys.setprofile(press_again)
@@ -534,7 +539,7 @@ def test_a_second_ctrl_c_while_the_first_is_met_changes_nothing_of_that(serve, j
 def test_what_was_written_to_the_module_after_a_push_was_broken_off_is_undone_by_the_next_pull(serve, join):
     server, model = serve(nn.Linear(4, WIDE)), nn.Linear(4, WIDE)
     with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
-        worker = join(relay.address, model, optimizer=SPEC)
+        worker = join(relay.address, model, optimizer=SPEC, reconnect_timeout_s=0)
         square(model)  # of the weight alone: the bias stays what it is on the server
         broken_off_step(worker, relay)
         with torch.no_grad():

@@ -77,6 +77,8 @@ reasons! {
     Budget = "budget",
     /// A newer incarnation of the worker has taken its place, or one sequence number came with two contents.
     Fenced = "fenced",
+    /// The connection was lost while it was on its way, and the worker no longer had it to send again.
+    ConnectionLost = "connection_lost",
     /// Its sequence number was settled before and the first answer is no longer kept.
     AlreadySettled = "already_settled",
 }

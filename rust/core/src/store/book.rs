@@ -22,6 +22,9 @@ pub struct Book {
     pub run: Option<RunPage>,
     pub tickets: TicketCounts,
     pub totals: Tally,
+    /// Updates of which workers had been told, and which a server that went on from a checkpoint did not have.
+    #[serde(default)]
+    pub lost_updates: u64,
     /// No incarnation above this one was issued before the book was written; some may have been since.
     pub last_incarnation: u32,
     /// In the order of their slots.
@@ -44,8 +47,14 @@ pub struct WorkerPage {
     pub incarnation: u32,
     /// Pushes up to this one have been answered for, in order.
     pub last_sequence: u64,
+    /// How many of this incarnation's were answered as applied.
+    #[serde(default)]
+    pub applied: u64,
     /// Whether it had not departed.
     pub present: bool,
+    /// Whether it departed with its work done.
+    #[serde(default)]
+    pub finished: bool,
     /// The last of them, oldest first, by sequence number.
     pub recent: Vec<(u64, Answer)>,
     pub tally: Tally,

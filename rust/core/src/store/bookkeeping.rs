@@ -7,7 +7,7 @@ use super::book::{
 use super::ledger::{self, LedgerEntry, WorkerKey};
 use super::push::{PushHead, PushRecord};
 use super::receipt::Receipt;
-use super::registry::{MAX_WORKERS, RECENT, Registry};
+use super::registry::{MAX_WORKERS, RECENT, Registry, Resumed};
 use super::resume::Life;
 use super::root::Root;
 use super::slot::{Recent, Slot};
@@ -68,6 +68,7 @@ impl Registry {
             run: self.run.as_ref().map(|run| RunPage { spec: run.spec.clone(), epoch: run.epoch }),
             tickets: TicketCounts { issued: line.last, dropped, open: 0, ..tickets },
             totals: self.totals.clone(),
+            lost_updates: self.lost_updates,
             last_incarnation: self.last_incarnation,
             workers: slots.filter_map(|(i, slot)| Some(self.page(i, slot.as_ref()?, line, &open))).collect(),
         }
@@ -86,7 +87,9 @@ impl Registry {
             worker_id: slot.worker_id.clone(),
             incarnation: slot.incarnation,
             last_sequence,
+            applied: slot.applied, // none after the line was: it could not commit
             present: slot.present || slot.expected,
+            finished: slot.finished,
             recent: before.map(|(sequence, recent)| (*sequence, self.answer(recent, open))).collect(),
             tally: slot.tally.clone(),
         }
@@ -137,6 +140,7 @@ impl Registry {
             let key = WorkerKey { slot: page.slot, incarnation: page.incarnation };
             let mut slot = Slot::new(&page.worker_id, page.incarnation);
             (slot.last_sequence, slot.tally) = (page.last_sequence, page.tally);
+            (slot.applied, slot.finished) = (page.applied, page.finished);
             (slot.present, slot.expected) = (false, page.present);
             for (sequence, answer) in page.recent {
                 let recent = match answer {
@@ -167,7 +171,9 @@ impl Registry {
             totals: book.totals,
             tickets: book.tickets,
             slots,
+            lost_updates: book.lost_updates,
             last_incarnation: life.last_incarnation.max(book.last_incarnation),
+            resumed: Some(Resumed { first_term: life.term, last_incarnation: book.last_incarnation }),
             ..Self::new(life.term, config.max_workers)
         })
     }
@@ -265,7 +271,7 @@ impl Book {
     /// Looks for what no registry would have written, before any of it is used.
     pub(crate) fn check(&self, num_fragments: usize) -> Result<(), BookError> {
         let TicketCounts { issued, applied, dropped, partial, open } = self.tickets;
-        let counts = [self.term, self.version, issued, applied, dropped, partial, open];
+        let counts = [self.term, self.version, issued, applied, dropped, partial, open, self.lost_updates];
         check_counts("tickets", &counts)?;
         check_tally("totals", &self.totals)?;
         if let Some(page) = self.run.as_ref().filter(|page| page.epoch > MOST_INCARNATIONS) {
@@ -288,7 +294,7 @@ impl Book {
             if page.incarnation > self.last_incarnation {
                 return Err(error(&field, format!("has incarnation {}, not issued", page.incarnation)));
             }
-            check_counts(&field, &[page.last_sequence])?;
+            check_counts(&field, &[page.last_sequence, page.applied])?;
             check_tally(&field, &page.tally)?;
             let sequences: Vec<u64> = page.recent.iter().map(|(sequence, _)| *sequence).collect();
             let is_ascending = sequences.windows(2).all(|pair| pair[0] < pair[1]);

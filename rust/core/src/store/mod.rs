@@ -25,6 +25,7 @@ pub mod push;
 pub mod reader;
 pub mod receipt;
 mod registry;
+pub mod rejoin;
 pub mod resume;
 pub mod root;
 mod slot;
@@ -42,6 +43,7 @@ pub use push::{Admission, OpenPush, PushHead, PushRecord};
 pub use reader::{Reader, Turn};
 pub use receipt::{Fate, Receipt};
 pub use registry::{Full, MAX_WORKERS};
+pub use rejoin::{Claim, NoWayBack, Rejoin, Standing, Unsettled};
 pub use resume::{Life, ResumeError, ResumedFragment, StoreState};
 pub use root::Root;
 pub use status::StoreStatus;
@@ -211,12 +213,20 @@ impl Store {
         self.registry().run.clone()
     }
 
-    /// Gives a worker a slot and a new incarnation; an older one with the same id is fenced.
+    /// Gives a worker's new incarnation, which nobody else has had, a slot; an older one with the same id is fenced.
     ///
     /// # Errors
     /// [`Full`] if every slot is taken by a worker that has not departed.
-    pub fn register(&self, worker_id: &str) -> Result<WorkerKey, Full> {
-        self.registry().register(worker_id)
+    pub fn register(&self, worker_id: &str, incarnation: u32) -> Result<WorkerKey, Full> {
+        self.registry().register(worker_id, incarnation)
+    }
+
+    /// A worker process is back on another connection, after its old one has ended: see [`rejoin`].
+    ///
+    /// # Errors
+    /// [`NoWayBack`], and nothing has changed.
+    pub fn rejoin(&self, worker_id: &str, claim: &Claim) -> Result<Rejoin, NoWayBack> {
+        self.registry().rejoin(worker_id, claim)
     }
 
     /// The worker has not been heard of: what it read before now is too old to push.
@@ -226,9 +236,9 @@ impl Store {
         self.registry().lost(key, newest);
     }
 
-    /// The worker is gone for good; its slot may be given away.
-    pub fn depart(&self, key: WorkerKey) {
-        self.registry().depart(key);
+    /// The worker is gone for good, with its work done or not; its slot may be given away.
+    pub fn depart(&self, key: WorkerKey, finished: bool) {
+        self.registry().depart(key, finished);
     }
 
     /// Judges a push by its head.

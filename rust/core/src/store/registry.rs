@@ -25,6 +25,15 @@ pub struct Full {
     pub max_workers: usize,
 }
 
+/// The life that a registry goes on from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resumed {
+    /// The first term of this life: what was read under an earlier one may be of a future that never was.
+    pub(super) first_term: u64,
+    /// Incarnations above this one came after the book was written: nothing of theirs is in the store.
+    pub(super) last_incarnation: u32,
+}
+
 /// What the registry says to an arriving push.
 pub(super) enum Ruling {
     Ticketed(Arc<PushRecord>),
@@ -39,9 +48,13 @@ pub(super) struct Registry {
     pub(super) run: Option<Arc<Run>>,
     pub(super) totals: Tally,
     pub(super) tickets: TicketCounts,
+    /// Updates of which workers had been told, and which the checkpoint that was gone on from did not have.
+    pub(super) lost_updates: u64,
     pub(super) slots: Vec<Option<Slot>>,
     pub(super) max_workers: usize,
+    /// The newest incarnation that has a slot or had one.
     pub(super) last_incarnation: u32,
+    pub(super) resumed: Option<Resumed>,
     pub(super) open: BTreeMap<u64, Arc<PushRecord>>,
 }
 
@@ -54,18 +67,19 @@ impl Registry {
             run: None,
             totals: Tally::default(),
             tickets: TicketCounts::default(),
+            lost_updates: 0,
             slots: Vec::new(),
             max_workers: max_workers.min(MAX_WORKERS),
             last_incarnation: 0,
+            resumed: None,
             open: BTreeMap::new(),
         }
     }
 
-    /// Gives a worker its slot and a fresh incarnation. The same id keeps its slot (and its tally): its older
-    /// incarnation is fenced off by that alone.
-    pub(super) fn register(&mut self, worker_id: &str) -> Result<WorkerKey, Full> {
-        self.last_incarnation += 1;
-        let incarnation = self.last_incarnation;
+    /// Gives a worker's new incarnation its slot. The same id keeps its slot (and its tally): its older incarnation is
+    /// fenced off by that alone.
+    pub(super) fn register(&mut self, worker_id: &str, incarnation: u32) -> Result<WorkerKey, Full> {
+        self.last_incarnation = self.last_incarnation.max(incarnation);
         let known = self.slots.iter().position(|s| s.as_ref().is_some_and(|s| s.worker_id == worker_id));
         let index = match known {
             Some(index) => index,
@@ -100,13 +114,13 @@ impl Registry {
         self.slot(key).and_then(|slot| slot.lost_at).unwrap_or(0)
     }
 
-    pub(super) fn depart(&mut self, key: WorkerKey) {
+    pub(super) fn depart(&mut self, key: WorkerKey, finished: bool) {
         if let Some(slot) = self.slot(key) {
-            slot.present = false;
+            (slot.present, slot.expected, slot.finished) = (false, false, finished);
         }
     }
 
-    fn slot(&mut self, key: WorkerKey) -> Option<&mut Slot> {
+    pub(super) fn slot(&mut self, key: WorkerKey) -> Option<&mut Slot> {
         let slot = self.slots.get_mut(key.slot as usize)?.as_mut()?;
         (slot.incarnation == key.incarnation).then_some(slot)
     }
@@ -229,7 +243,7 @@ impl Registry {
         receipt
     }
 
-    fn remember(&mut self, head: &PushHead, receipt: &Receipt) {
+    pub(super) fn remember(&mut self, head: &PushHead, receipt: &Receipt) {
         self.totals.count(receipt, head.samples);
         if let Some(slot) = self.slot(head.worker) {
             slot.tally.count(receipt, head.samples);
@@ -238,7 +252,7 @@ impl Registry {
     }
 
     /// A retry goes on with a ticket that was counted as ended.
-    fn reopen(&mut self, record: &Arc<PushRecord>, counted: Ending) {
+    pub(super) fn reopen(&mut self, record: &Arc<PushRecord>, counted: Ending) {
         let counter = self.counter(counted);
         *counter = counter.saturating_sub(1);
         self.open.insert(record.ticket.number, Arc::clone(record));
@@ -263,6 +277,7 @@ impl Registry {
         self.totals.count(&receipt, record.samples);
         if let Some(slot) = self.slot(record.worker) {
             slot.tally.count(&receipt, record.samples);
+            slot.applied += u64::from(receipt.applied);
             slot.remember(record.sequence, Recent::Settled(receipt.clone()), RECENT);
         }
         receipt
@@ -356,7 +371,7 @@ mod tests {
     #[test]
     fn a_fragment_applied_between_the_end_of_a_sender_and_its_retry_changes_no_other_count() {
         let (mut registry, layout) = registry();
-        let worker = registry.register("a").unwrap();
+        let worker = registry.register("a", 1).unwrap();
         let present = Presence::all(1);
         let head =
             PushHead { worker, sequence: 1, term: 1, base: 0, epoch: 1, samples: 1, present, norm: None };

@@ -5,6 +5,7 @@ use super::book::Ending;
 use super::push::PushRecord;
 use super::receipt::Receipt;
 use super::tally::Tally;
+use futures_channel::oneshot;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -26,6 +27,8 @@ pub(super) struct Slot {
     pub(super) incarnation: u32,
     /// Pushes up to this one have been answered for, in order.
     pub(super) last_sequence: u64,
+    /// How many of this incarnation's were answered as applied.
+    pub(super) applied: u64,
     /// The last pushes, oldest first, by sequence number.
     pub(super) recent: VecDeque<(u64, Recent)>,
     /// The newest version that could be read when the worker was lost: what is older is too old to push.
@@ -33,6 +36,10 @@ pub(super) struct Slot {
     pub(super) present: bool,
     /// Whether it was present in the life before: others' slots are given away first.
     pub(super) expected: bool,
+    /// Whether it said that its work was done.
+    pub(super) finished: bool,
+    /// Who waits for its pushes under way to end.
+    pub(super) waiting: Vec<oneshot::Sender<()>>,
     pub(super) tally: Tally,
 }
 
@@ -42,16 +49,33 @@ impl Slot {
             worker_id: worker_id.to_owned(),
             incarnation,
             last_sequence: 0,
+            applied: 0,
             recent: VecDeque::new(),
             lost_at: None,
             present: true,
             expected: false,
+            finished: false,
+            waiting: Vec::new(),
             tally: Tally::default(),
         }
     }
 
     /// Remembers an answer, forgetting all but the last `keep`.
     pub(super) fn remember(&mut self, sequence: u64, recent: Recent, keep: usize) {
+        self.note(sequence, recent, keep);
+        if !self.is_busy() {
+            for waiting in self.waiting.drain(..) {
+                waiting.send(()).ok(); // it may have given up
+            }
+        }
+    }
+
+    /// Whether fragments of its pushes are arriving, or being committed.
+    pub(super) fn is_busy(&self) -> bool {
+        self.recent.iter().any(|(_, recent)| matches!(recent, Recent::Open(_)))
+    }
+
+    fn note(&mut self, sequence: u64, recent: Recent, keep: usize) {
         if let Some(entry) = self.recent.iter_mut().find(|(s, _)| *s == sequence) {
             entry.1 = recent;
             return;

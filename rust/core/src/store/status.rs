@@ -14,6 +14,8 @@ pub struct StoreStatus {
     pub version: u64,
     pub samples: u64,
     pub tickets: TicketCounts,
+    /// Updates of which workers had been told, and which the checkpoint that the store went on from did not have.
+    pub lost_updates: u64,
     pub totals: Tally,
     /// (worker id, incarnation, counts), in slot order.
     pub workers: Vec<(String, u32, Tally)>,
@@ -41,6 +43,7 @@ impl Store {
             version: registry.version,
             samples: registry.samples,
             tickets,
+            lost_updates: registry.lost_updates,
             totals: registry.totals.clone(),
             workers: registry.tallies(),
             root_bytes,

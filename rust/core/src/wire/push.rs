@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! push: 0 form u8 = 1   1 flags u8   2 reserved [u8; 2] = 0   4 epoch u32   8 samples u64
-//!       then, where its flag is set: norm f64 | presence: u32 length, bytes | have: u32 count, u64 each
+//!       then, where its flag is set: norm f64 | answered u32 | presence: u32 length, bytes | have: u32 count, u64 each
 //! pull: 0 form u8 = 1   1 flags u8   2 reserved [u8; 6] = 0
 //!       then, where its flag is set: have
 //! ```
@@ -18,13 +18,14 @@ const WANT_PARAMETERS: u8 = 1;
 const HAS_NORM: u8 = 2;
 const HAS_PRESENCE: u8 = 4;
 const HAS_VERSIONS: u8 = 8;
+const HAS_ANSWERED: u8 = 16;
 
 /// Most samples that one push may say it is of: more is no number of samples, and the run's count must not be at its
 /// mercy.
 pub const MAX_SAMPLES: u64 = 1 << 32;
 
 /// Bytes of a push's head without its lists, these with their lengths' four each.
-const FIXED_BYTES: usize = 24 + 4 + 4;
+const FIXED_BYTES: usize = 24 + 4 + 4 + 4;
 // Of the largest model there is, a worker can say what it has.
 const _: () = assert!(FIXED_BYTES + MAX_TENSORS.div_ceil(8) + 8 * MAX_FRAGMENTS <= MAX_HEAD_BYTES as usize);
 
@@ -46,6 +47,8 @@ pub struct PushRequest<'a> {
     /// L2 norm of the whole gradient, where the run asks for it and what is sent is not the gradient itself.
     pub norm: Option<f64>,
     pub want: Want,
+    /// Of a push that is sent again: fragments below this one were answered before, and do not come again.
+    pub answered: u32,
     /// [`Presence::as_bytes`]; `None`: every tensor.
     pub present: Option<&'a [u8]>,
     /// `None`: send every fragment. Else send what changed; the versions are those of the fragments that are
@@ -110,11 +113,15 @@ impl<'a> PushRequest<'a> {
         flags |= if self.norm.is_some() { HAS_NORM } else { 0 };
         flags |= if self.present.is_some() { HAS_PRESENCE } else { 0 };
         flags |= if self.have.is_some() { HAS_VERSIONS } else { 0 };
+        flags |= if self.answered > 0 { HAS_ANSWERED } else { 0 };
         out.extend_from_slice(&[FORM, flags, 0, 0]);
         out.extend_from_slice(&self.epoch.to_le_bytes());
         out.extend_from_slice(&self.samples.to_le_bytes());
         if let Some(norm) = self.norm {
             out.extend_from_slice(&norm.to_le_bytes());
+        }
+        if self.answered > 0 {
+            out.extend_from_slice(&self.answered.to_le_bytes());
         }
         if let Some(present) = self.present {
             put_len(out, present.len());
@@ -129,13 +136,14 @@ impl<'a> PushRequest<'a> {
     /// [`MessageError`] if a byte is missing, too much, or set where nothing may be.
     pub fn decode(bytes: &'a [u8]) -> Result<Self, MessageError> {
         let mut cursor = Cursor(bytes);
-        let flags = cursor.open(WANT_PARAMETERS | HAS_NORM | HAS_PRESENCE | HAS_VERSIONS)?;
+        let flags = cursor.open(WANT_PARAMETERS | HAS_NORM | HAS_PRESENCE | HAS_VERSIONS | HAS_ANSWERED)?;
         let epoch = cursor.array().map(u32::from_le_bytes)?;
         let samples = cursor.u64()?;
         if samples > MAX_SAMPLES {
             return Err(MessageError::Form("it says that it is of more samples than a push can be"));
         }
         let norm = if flags & HAS_NORM != 0 { Some(f64::from_bits(cursor.u64()?)) } else { None };
+        let answered = if flags & HAS_ANSWERED != 0 { cursor.array().map(u32::from_le_bytes)? } else { 0 };
         let present = if flags & HAS_PRESENCE != 0 {
             let len = cursor.len()?;
             Some(cursor.take(len)?)
@@ -145,7 +153,7 @@ impl<'a> PushRequest<'a> {
         let have = cursor.versions(flags)?;
         cursor.end()?;
         let want = if flags & WANT_PARAMETERS != 0 { Want::Parameters } else { Want::Receipt };
-        Ok(Self { epoch, samples, norm, want, present, have })
+        Ok(Self { epoch, samples, norm, want, answered, present, have })
     }
 
     /// The tensors this push brings.
@@ -231,12 +239,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_push_survives_the_wire(epoch: u32, samples in 0..=MAX_SAMPLES, norm in prop::option::of(0.0_f64..1e300), all: bool,
+        fn a_push_survives_the_wire(epoch: u32, answered: u32, samples in 0..=MAX_SAMPLES, norm in prop::option::of(0.0_f64..1e300), all: bool,
                 present in prop::option::of(prop::collection::vec(any::<u8>(), 0..40)),
                 have in prop::option::of(prop::collection::vec(any::<u64>(), 0..40))) {
             let want = if all { Want::Parameters } else { Want::Receipt };
             let have = have.as_deref().map(Versions::Numbers);
-            let push = PushRequest { epoch, samples, norm, want, present: present.as_deref(), have };
+            let push = PushRequest { epoch, samples, norm, want, answered, present: present.as_deref(), have };
             let mut bytes = vec![];
             push.encode(&mut bytes);
             prop_assert_eq!(PushRequest::decode(&bytes), Ok(push));
@@ -259,7 +267,7 @@ mod tests {
             drop(PushRequest::decode(&bytes));
             if bytes.len() >= 8 {
                 bytes[0] = FORM;
-                bytes[1] &= 15;
+                bytes[1] &= 31;
                 bytes[2..8].fill(0);
                 drop(PullRequest::decode(&bytes));
                 if let Ok(push) = PushRequest::decode(&bytes) {
@@ -300,15 +308,23 @@ mod tests {
         let present = Presence::from_fn(MAX_TENSORS, |i| i != 0);
         let (norm, present) = (Some(1.0), Some(present.as_bytes()));
         let mut bytes = vec![];
-        PushRequest { epoch: 1, samples: 1, norm, want: Want::Parameters, present, have }.encode(&mut bytes);
+        PushRequest { epoch: 1, samples: 1, norm, want: Want::Parameters, answered: 1, present, have }
+            .encode(&mut bytes);
         assert!(bytes.len() <= Kind::Push.cap() as usize);
     }
 
     #[test]
     fn more_samples_than_a_push_can_be_of_are_refused() {
         for samples in [MAX_SAMPLES + 1, 1 << 63, u64::MAX] {
-            let push =
-                PushRequest { epoch: 1, samples, norm: None, want: Want::Receipt, present: None, have: None };
+            let push = PushRequest {
+                epoch: 1,
+                samples,
+                norm: None,
+                want: Want::Receipt,
+                answered: 0,
+                present: None,
+                have: None,
+            };
             let mut bytes = vec![];
             push.encode(&mut bytes);
             assert!(PushRequest::decode(&bytes).unwrap_err().to_string().contains("more samples"));
@@ -322,6 +338,7 @@ mod tests {
             samples: 1,
             norm: None,
             want: Want::Receipt,
+            answered: 0,
             present: Some(&[0xff]),
             have: None,
         };

@@ -21,6 +21,9 @@ pub struct ClientConfig {
     pub in_flight: usize,
     /// How long a server that does not answer is tried.
     pub connect_timeout: Duration,
+    /// How long a server is waited for that was there and is lost: 0 not at all. `None`: 300 s if it keeps checkpoints,
+    /// and may be started again; else 30 s, for the way to it.
+    pub patience: Option<Duration>,
 }
 
 /// Whether the caller wants out (Ctrl-C). Asked at least every 100 ms while a call waits.

@@ -2,7 +2,7 @@
 //! both sides never wait for each other, and what a broken-off call leaves behind is finished by the next one.
 
 use super::error::ClientError;
-use super::flight::Flight;
+use super::flight::{End, Flight, PushPart};
 use super::held::Held;
 use super::inbound::Inbound;
 use super::memory::Memory;
@@ -12,6 +12,7 @@ use super::outgoing::{Outgoing, Workshop, frame};
 use super::payload::Makings;
 use super::stream::Stream;
 use crate::frame::FrameError;
+use offbeat_core::store::Receipt;
 use offbeat_core::wire::message::{Call, Parting};
 use offbeat_core::wire::{Kind, encode};
 use std::io::IoSlice;
@@ -26,6 +27,18 @@ struct Owed {
     first: Vec<u8>,
     rest: Vec<u8>,
     sent: usize,
+}
+
+/// A push that was under way when its connection was lost.
+#[derive(Debug)]
+pub(super) struct Unsettled {
+    pub(super) push: PushPart,
+    /// Fragments below this one have been answered.
+    pub(super) answered: usize,
+    /// Whether it cannot be sent again.
+    pub(super) gone: bool,
+    /// Whether a call waits for its end.
+    pub(super) awaited: bool,
 }
 
 /// What one call does with the connection.
@@ -145,6 +158,52 @@ impl Connection {
         }
     }
 
+    /// The connection is gone, and the caller's memory about to go. What is left to settle, and the ends that are known
+    /// already, of pushes that somebody waits for, or not.
+    pub(super) fn lose(&mut self, turn: Turn<'_>) -> (Vec<Unsettled>, Vec<(bool, Receipt)>) {
+        let torn = self.inbound.leave_out();
+        if let (Some(fragment), Some(held)) = (torn, &mut self.held) {
+            held.tear(fragment);
+        }
+        (self.owed, self.unsendable) = (None, None);
+        self.inbound = Inbound::default();
+        if let Some(model) = &self.model {
+            self.inbound.expect(model);
+        }
+        // A velocity that was taken, or a buffer's change that was counted, when it was sent, is not made twice.
+        let counts_at_once = self.momentum.is_some() || self.model.as_ref().is_some_and(|m| m.has_buffers);
+        let is_repeatable = self.keep == Keep::Settled || !counts_at_once;
+        let (mut unsettled, mut ends) = (Vec::new(), Vec::new());
+        for pending in self.flight.take_all() {
+            // Calls and pulls are made again.
+            let Some(mut push) = pending.push else { continue };
+            match pending.end {
+                Some(End::Receipt { receipt, .. }) => ends.push((!pending.abandoned, receipt)),
+                Some(_) => {} // it was refused, and has not used its number
+                None => {
+                    let due = pending.due.start;
+                    // The next root, half read: its fragment was answered, and lies there no more.
+                    let begun = usize::from(torn == Some(due) && turn.target == Some(pending.request));
+                    let answered = due + begun;
+                    let outgoing = turn.outgoing.as_ref().filter(|(request, _)| *request == pending.request);
+                    if let Some((_, outgoing)) = outgoing {
+                        push.made = push.fragments.len() - outgoing.num_unmade();
+                    }
+                    let is_overwritten = turn.overlaps == Overlap::Anywhere && answered > 0;
+                    let is_here = outgoing.is_some() && !pending.abandoned;
+                    let gone = !(is_here && is_repeatable) || is_overwritten;
+                    unsettled.push(Unsettled { push, answered, gone, awaited: !pending.abandoned });
+                }
+            }
+        }
+        (unsettled, ends)
+    }
+
+    /// Goes on with another stream.
+    pub(super) fn renew(&mut self, stream: Stream) {
+        self.stream = stream;
+    }
+
     /// Ends the connection; the server notices.
     pub(super) fn hang_up(&self) {
         if let Err(error) = self.stream.shutdown() {
@@ -201,14 +260,10 @@ impl Connection {
         self.flight.abandon_all();
     }
 
-    /// Says goodbye if the socket takes it whole at once, and waits for nothing: the last word of a client that is
-    /// dropped, or that could not be made.
+    /// The last word of a client that is dropped.
     pub(super) fn last_word(&mut self, parting: Parting) {
-        let mut payload = Vec::new();
-        encode(&Call::Goodbye { parting }, &mut payload);
-        let frame = frame(Kind::Call, self.flight.next_request(), &payload);
-        if self.owed.is_none() && !matches!(self.stream.try_write_all(&frame), Ok(true)) {
-            tracing::debug!(address = self.address, "the server did not hear the goodbye");
+        if self.owed.is_none() {
+            last_word(&self.stream, &self.address, self.flight.next_request(), parting);
         }
     }
 
@@ -266,5 +321,14 @@ impl Connection {
         let (stream, mut with) = self.makings(*request);
         ready!(outgoing.poll(stream, &mut with))?;
         Poll::Ready(Ok(true))
+    }
+}
+
+/// Says goodbye if the socket takes it whole at once, and waits for nothing.
+pub(super) fn last_word(stream: &Stream, address: &str, request: u32, parting: Parting) {
+    let mut payload = Vec::new();
+    encode(&Call::Goodbye { parting }, &mut payload);
+    if !matches!(stream.try_write_all(&frame(Kind::Call, request, &payload)), Ok(true)) {
+        tracing::debug!(address, "the server did not hear the goodbye");
     }
 }

@@ -164,6 +164,7 @@ async fn listen(socket: &Socket, reader: &mut FrameReader, shared: &Shared) -> F
             Event::Term { term } => events.term = Some(term),
             Event::Fenced { detail } => events.fenced = Some(detail),
             Event::Finished { reason } => events.finished = Some(reason),
+            Event::Restarting => {} // what is under way is told by the data connection
         }
     }
 }

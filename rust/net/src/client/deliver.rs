@@ -3,11 +3,12 @@
 
 use super::connection::{Connection, Turn};
 use super::error::ClientError;
-use super::flight::{Early, End};
+use super::flight::{Early, End, PushPart};
 use super::inbound::{Arrived, Place, Surroundings, fits_runs};
 use super::memory::Memory;
 use super::model::Model;
 use offbeat_core::pipeline::Reason;
+use offbeat_core::store::Receipt;
 use offbeat_core::wire::message::Refused;
 use offbeat_core::wire::{Header, Kind, MessageError, decode, flags};
 use std::task::Poll;
@@ -153,25 +154,34 @@ impl Connection {
             let cause = format!("{kind:?} ends a request that waits for {due} roots and {ends_with:?}");
             return Err(self.broke(cause));
         }
-        if let (End::Receipt { receipt, .. }, Some(push)) = (&end, &mut pending.push) {
-            self.outdated |= receipt.reason == Some(Reason::OptimizerChanged);
-            let (sequence, buffers_sent) = (push.sequence, std::mem::take(&mut push.buffers_sent));
-            if receipt.applied {
-                if let Some(momentum) = &mut self.momentum {
-                    momentum.applied(&push.fragments, &push.present);
-                }
-                if let (Some(model), Some(held)) = (&self.model, &mut self.held) {
-                    for (fragment, values) in buffers_sent {
-                        held.pushed(model, fragment, &push.present, &values);
-                    }
+        let mut push = pending.push.take();
+        if let (End::Receipt { receipt, .. }, Some(push)) = (&end, &mut push) {
+            self.conclude(push, receipt);
+        }
+        if let Some(pending) = self.flight.get_mut(header.request) {
+            (pending.push, pending.end) = (push, Some(end));
+        }
+        Ok(())
+    }
+
+    /// What a push that has ended means to the next one.
+    pub(super) fn conclude(&mut self, push: &mut PushPart, receipt: &Receipt) {
+        self.outdated |= receipt.reason == Some(Reason::OptimizerChanged);
+        let buffers_sent = std::mem::take(&mut push.buffers_sent);
+        if receipt.applied {
+            if let Some(momentum) = &mut self.momentum {
+                momentum.applied(&push.fragments[..push.made], &push.present);
+            }
+            if let (Some(model), Some(held)) = (&self.model, &mut self.held) {
+                for (fragment, values) in buffers_sent {
+                    held.pushed(model, fragment, &push.present, &values);
                 }
             }
-            pending.end = Some(end);
-            self.flight.settled = self.flight.settled.max(sequence);
-            return Ok(());
         }
-        pending.end = Some(end);
-        Ok(())
+        if push.sequence > self.flight.settled {
+            self.flight.settled = push.sequence;
+            self.flight.applied += u64::from(receipt.applied);
+        }
     }
 
     pub(super) fn broke(&self, cause: String) -> ClientError {

@@ -39,8 +39,12 @@ pub(super) enum End {
 #[derive(Debug)]
 pub(super) struct PushPart {
     pub(super) sequence: u64,
+    pub(super) samples: u64,
+    pub(super) norm: Option<f64>,
     pub(super) present: Arc<Presence>,
     pub(super) fragments: Arc<[usize]>,
+    /// How many of them were made, on this connection or one before: all, unless the connection was lost.
+    pub(super) made: usize,
     /// The values of buffers as sent, per fragment, until the server's have come.
     pub(super) buffers_sent: Vec<(usize, Vec<u8>)>,
 }
@@ -88,6 +92,8 @@ pub(super) struct Flight {
     last_request: u32,
     /// Sequence of the newest push with a receipt.
     pub(super) settled: u64,
+    /// How many of the pushes with a receipt were applied.
+    pub(super) applied: u64,
 }
 
 impl Flight {
@@ -171,6 +177,11 @@ impl Flight {
     /// Whether everything that was abandoned has ended.
     pub(super) fn is_settled(&self) -> bool {
         self.pending.iter().all(|p| !p.abandoned || p.end.is_some())
+    }
+
+    /// Takes everything: the connection is gone.
+    pub(super) fn take_all(&mut self) -> Vec<Pending> {
+        self.pending.drain(..).collect()
     }
 
     /// Takes the ends of what was abandoned.

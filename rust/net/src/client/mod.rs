@@ -4,7 +4,7 @@
 //! for, and answers Ctrl-C. Only opening a connection, and the control thread, run an event loop. One idea a file:
 //!
 //! - [`memory`](Memory): tensors that belong to the caller, sent and received in place
-//! - `address`, `connect`, `join`: who answers, handshake, who we are; `control`: heartbeats and what the server has to say
+//! - `address`, `connect`, `join`: who answers, handshake, who we are; `back`: who we were; `control`: heartbeats and what the server has to say
 //! - `stream`: the data connection's descriptor, and the wait for it; `outgoing` with `payload`, `inbound`: its two
 //!   directions, with their half-done frames
 //! - `connection`: one call's turn on both at once; `deliver`: where what arrives goes; `flight`: what was asked for
@@ -24,9 +24,12 @@
 //!   the client asks for the run before its next one: momentum and velocity are never those of another optimizer.
 //! - CLIENT-6 In a forked child every call returns [`ClientError::Forked`] and dropping does nothing.
 //!
-//! A connection that is lost ends the session: every later call says so.
+//! - CLIENT-7 A connection that is lost is made again by the call that finds it so, within [`ClientConfig::patience`]:
+//!   this process is who it was, and every push is applied once. With one in flight it is sent again where it is
+//!   missing; with two, one whose memory is gone ends as it is, and its receipt says how.
 
 mod address;
+mod back;
 mod bring;
 mod config;
 mod connect;
@@ -135,7 +138,7 @@ impl Client {
     /// [`ClientError::Interrupted`], [`ClientError::Lost`], [`ClientError::Protocol`], [`ClientError::Refused`]; and
     /// from here on, for every call: [`ClientError::Fenced`], [`ClientError::Forked`], [`ClientError::Closed`].
     pub fn wait_for_model(&mut self, interrupt: &dyn Interrupt) -> Result<Arc<TensorTable>, ClientError> {
-        self.inner()?.wait_for_model(interrupt)
+        self.inner()?.again(interrupt, &mut |inner| inner.wait_for_model(interrupt))
     }
 
     /// Brings a model: `values` are the tensors' bytes in the table's order. Waits while another worker brings one.
@@ -151,7 +154,8 @@ impl Client {
         blueprint: Option<&str>,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
-        self.inner()?.init(table, values, blueprint, interrupt)
+        let inner = self.inner()?;
+        inner.again(interrupt, &mut |inner| inner.init(table, values, blueprint, interrupt))
     }
 
     /// Says what this worker's pushes carry and which optimizer it was given.
@@ -164,15 +168,17 @@ impl Client {
         optimizer: Option<&OptimizerSpec>,
         interrupt: &dyn Interrupt,
     ) -> Result<RunConfig, ClientError> {
+        let call = Call::Configure { contribution, optimizer: optimizer.cloned() };
         let inner = self.inner()?;
-        match inner.call(&Call::Configure { contribution, optimizer: optimizer.cloned() }, interrupt)? {
+        inner.again(interrupt, &mut |inner| match inner.call(&call, interrupt)? {
             Reply::Configured { run } => {
                 inner.set_run(run.clone());
                 inner.contribution = Some(contribution);
+                inner.way.configured = Some((contribution, optimizer.cloned()));
                 Ok(run)
             }
             reply => Err(inner.unexpected(&reply)),
-        }
+        })
     }
 
     /// Fetches the parameters into `out`, one memory per tensor of the table. `incremental`: `out` holds what the last
@@ -245,11 +251,10 @@ impl Client {
     /// # Errors
     /// As [`Self::wait_for_model`].
     pub fn status(&mut self, interrupt: &dyn Interrupt) -> Result<String, ClientError> {
-        let inner = self.inner()?;
-        match inner.call(&Call::Status, interrupt)? {
+        self.inner()?.again(interrupt, &mut |inner| match inner.call(&Call::Status, interrupt)? {
             Reply::Status { json } => Ok(json),
             reply => Err(inner.unexpected(&reply)),
-        }
+        })
     }
 
     /// What the heartbeats say; a worker whose number stands still is shown as stalled.
@@ -333,6 +338,7 @@ mod tests {
             run_id: None,
             in_flight: 1,
             connect_timeout: GOODBYE,
+            patience: None,
         };
         let mut client = Client::connect(config, None, &never).unwrap();
         client.origin = Origin::elsewhere();

@@ -64,6 +64,11 @@ impl<'m> Outgoing<'m> {
         self.is_between() && self.made == self.fragments.len()
     }
 
+    /// Fragments that are not made yet.
+    pub(super) fn num_unmade(&self) -> usize {
+        self.fragments.len() - self.made
+    }
+
     /// Whether the frame that was made last has left.
     fn is_between(&self) -> bool {
         self.sent == self.head.len() + self.payload.len()

@@ -2,7 +2,7 @@
 //! the answer goes.
 
 use super::config::{Interrupt, Pulled, PushInput};
-use super::connection::{Connection, Overlap, Turn};
+use super::connection::{Connection, Overlap, Turn, Unsettled};
 use super::error::ClientError;
 use super::finite;
 use super::flight::{End, Pending, PushPart};
@@ -35,6 +35,12 @@ impl Inner {
         to: Destination<'_>,
         interrupt: &dyn Interrupt,
     ) -> Result<Pulled, ClientError> {
+        let pulled = self.again(interrupt, &mut |inner| inner.try_pull(to, interrupt));
+        self.give_up_waiting();
+        pulled
+    }
+
+    fn try_pull(&mut self, to: Destination<'_>, interrupt: &dyn Interrupt) -> Result<Pulled, ClientError> {
         let model = self.model()?;
         model.check_out(to.out)?;
         self.settle(interrupt)?;
@@ -80,6 +86,45 @@ impl Inner {
             let message = format!("samples is {}: a push is of at most {MAX_SAMPLES}", input.samples);
             return Err(ClientError::bad_input(message));
         }
+        let mut has_begun = false;
+        let pushed = self.again(interrupt, &mut |inner| {
+            let makings = match (inner.take_repeatable(), inner.told.front().cloned()) {
+                (Some(Unsettled { push, answered, .. }), _) => PushMakings::again(push, answered),
+                (None, Some(receipt)) if has_begun => return inner.told_of(&model, receipt, to, interrupt),
+                (None, _) => inner.new_push(&model, input, interrupt)?,
+            };
+            has_begun = true;
+            inner.send_push(&model, input, makings, to, interrupt)
+        });
+        if pushed.is_err() {
+            self.give_up_waiting();
+        }
+        pushed
+    }
+
+    /// Ends a push whose receipt came with a new connection: its parameters have not.
+    fn told_of(
+        &mut self,
+        model: &Model,
+        receipt: Receipt,
+        to: Option<Destination<'_>>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Option<Receipt>, ClientError> {
+        if let Some(to) = to {
+            self.try_pull(to, interrupt)?;
+        }
+        self.told.pop_front();
+        self.unclaimed.extend(self.told.drain(..));
+        self.read_run_anew(model, receipt, to, interrupt).map(Some)
+    }
+
+    /// What is found out about a push before a byte of it leaves.
+    fn new_push(
+        &mut self,
+        model: &Model,
+        input: &PushInput<'_>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<PushMakings, ClientError> {
         self.settle(interrupt)?;
         if self.connection.outdated {
             self.refresh_run(interrupt)?;
@@ -88,9 +133,21 @@ impl Inner {
             let message = "pull before the first push: a gradient belongs to parameters that were read";
             return Err(ClientError::out_of_order(message));
         };
-        let (present, fragments) = held.presence(&model, input.values);
-        finite::check(self.isa, &model, &present, input.values)?;
-        let x_read = self.x_read(&model, to)?;
+        let (present, fragments) = held.presence(model, input.values);
+        finite::check(self.isa, model, &present, input.values)?;
+        let norm = self.norm(model, &present, input.values);
+        Ok(PushMakings { present, fragments, norm, answered: 0 })
+    }
+
+    fn send_push(
+        &mut self,
+        model: &Arc<Model>,
+        input: &PushInput<'_>,
+        makings: PushMakings,
+        to: Option<Destination<'_>>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Option<Receipt>, ClientError> {
+        let x_read = self.x_read(model, to)?;
         if to.is_none() {
             self.abandon(); // the answers to older pushes have nowhere to go
         }
@@ -98,9 +155,9 @@ impl Inner {
         self.check_pair(before, to)?;
         if let Some(to) = to {
             let copies = self.reads_parameters() && !to.incremental;
-            held_of(&mut self.connection.held, &model).keep_parameters(&model, copies);
+            held_of(&mut self.connection.held, model).keep_parameters(model, copies);
         }
-        let (request, mut outgoing) = self.begin_push(&model, input, present, fragments, to, x_read);
+        let (request, mut outgoing) = self.begin_push(model, input, makings, to, x_read);
         if self.connection.flight.get(request).is_some_and(|p| p.granted) {
             self.connection.join_first(request, &mut outgoing);
         }
@@ -108,22 +165,38 @@ impl Inner {
         let turn = Turn {
             out: to.map(|to| to.out),
             target,
-            overlaps: self.overlaps(&model, input, to),
+            overlaps: self.overlaps(model, input, to),
             ..Turn::send(request, outgoing)
         };
         if let Some(target) = target {
             let receipt = self.receipt_of(target, turn, to.is_some(), interrupt)?;
-            if self.connection.outdated
-                && let Err(error) = self.catch_up(&model, to, interrupt)
-            {
-                self.unclaimed.push_back(receipt); // the push has ended, whatever became of this
-                return Err(error);
-            }
-            Ok(Some(receipt))
+            self.read_run_anew(model, receipt, to, interrupt).map(Some)
         } else {
             self.turn(turn, interrupt, &Connection::is_sent)?;
-            Ok(None)
+            let before = self.told.pop_front(); // that of a push which was lost with its connection
+            self.unclaimed.extend(self.told.drain(..));
+            Ok(before)
         }
+    }
+
+    /// After a push that was made for an optimizer of before: learns of the run's.
+    fn read_run_anew(
+        &mut self,
+        model: &Model,
+        receipt: Receipt,
+        to: Option<Destination<'_>>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Receipt, ClientError> {
+        if self.connection.outdated
+            && let Err(error) = self.catch_up(model, to, interrupt)
+        {
+            if self.is_lost() {
+                return Ok(receipt); // the run is told anew with the next connection
+            }
+            self.unclaimed.push_back(receipt); // the push has ended, whatever became of this
+            return Err(error);
+        }
+        Ok(receipt)
     }
 
     /// Learns which optimizer the run has by now, while the parameters that the next push is based on still lie in the
@@ -152,13 +225,30 @@ impl Inner {
         } else {
             self.abandon();
         }
+        let flushed = self.again(interrupt, &mut |inner| inner.try_flush(out, interrupt));
+        if flushed.is_err() {
+            self.give_up_waiting();
+        }
+        flushed?;
+        Ok(self.unclaimed.drain(..).collect())
+    }
+
+    fn try_flush(
+        &mut self,
+        out: Option<&[Memory<'_>]>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<(), ClientError> {
+        if let (Some(out), false) = (out, self.told.is_empty()) {
+            self.try_pull(Destination { out, incremental: false }, interrupt)?;
+        }
+        self.unclaimed.extend(self.told.drain(..));
         self.settle(interrupt)?;
         while let Some(request) = self.connection.flight.oldest_push() {
             let turn = Turn { out, target: Some(request), ..Turn::wait() };
             let receipt = self.receipt_of(request, turn, true, interrupt)?;
             self.unclaimed.push_back(receipt);
         }
-        Ok(self.unclaimed.drain(..).collect())
+        Ok(())
     }
 
     fn receipt_of(
@@ -261,12 +351,11 @@ impl Inner {
         &mut self,
         model: &Model,
         input: &PushInput<'m>,
-        present: Arc<Presence>,
-        fragments: Arc<[usize]>,
+        makings: PushMakings,
         to: Option<Destination<'m>>,
         x_read: Option<&'m [Memory<'m>]>,
     ) -> (u32, Outgoing<'m>) {
-        let norm = self.norm(model, &present, input.values);
+        let PushMakings { present, fragments, norm, answered } = makings;
         let held = held_of(&mut self.connection.held, model);
         let flight = &mut self.connection.flight;
         let (request, sequence) = (flight.next_request(), flight.next_sequence());
@@ -282,6 +371,7 @@ impl Inner {
             samples: input.samples,
             norm,
             want: if to.is_some() { Want::Parameters } else { Want::Receipt },
+            answered: u32::try_from(answered).unwrap_or(u32::MAX), // there are at most MAX_FRAGMENTS
             present: Some(present.as_bytes()).filter(|_| !model.is_all(&present)),
             have: incremental.then_some(Versions::Numbers(&other)),
         };
@@ -293,8 +383,11 @@ impl Inner {
         flight.begin(Pending {
             push: Some(PushPart {
                 sequence,
+                samples: input.samples,
+                norm,
                 present: of_push,
                 fragments: fragments.clone(),
+                made: fragments.len(),
                 buffers_sent: Vec::new(),
             }),
             due: 0..if to.is_some() { model.num_fragments() } else { 0 },
@@ -305,8 +398,30 @@ impl Inner {
         let (values, versions) = (input.values, held.versions.clone());
         let content = Content::Push { values, present: of_content, versions, x_read };
         let template = Header { kind: Kind::Fragment, ..header };
+        let fragments = match answered {
+            0 => fragments,
+            answered => fragments.iter().copied().filter(|&f| f >= answered).collect(),
+        };
         let workshop = std::mem::take(&mut self.connection.workshop);
         (request, Outgoing::push(Some(header), &payload, template, fragments, content, workshop))
+    }
+}
+
+/// What a push is made of besides its values.
+#[derive(Debug)]
+struct PushMakings {
+    present: Arc<Presence>,
+    fragments: Arc<[usize]>,
+    norm: Option<f64>,
+    /// Fragments below this one were answered on a connection before.
+    answered: usize,
+}
+
+impl PushMakings {
+    /// Those that it had: its buffers and gradients may lie where the answer has come since.
+    fn again(push: PushPart, answered: usize) -> Self {
+        let PushPart { present, fragments, norm, .. } = push;
+        Self { present, fragments, norm, answered }
     }
 }
 

@@ -1,7 +1,8 @@
 //! A session from the inside: one turn on the connection after another, driven by the thread that calls.
 
+use super::back::Way;
 use super::config::{Interrupt, Session};
-use super::connection::{Connection, Step, Turn};
+use super::connection::{Connection, Step, Turn, Unsettled};
 use super::control::Control;
 use super::error::ClientError;
 use super::flight::{End, Pending};
@@ -49,6 +50,14 @@ pub(super) struct Inner {
     pub(super) isa: Isa,
     /// Of pushes whose call was broken off.
     pub(super) unclaimed: VecDeque<Receipt>,
+    /// What it needs to come back, and is to settle then.
+    pub(super) way: Way,
+    /// Why the connection is gone, until there is another one.
+    pub(super) lost: Option<ClientError>,
+    /// What was under way then.
+    pub(super) unsettled: Vec<Unsettled>,
+    /// Receipts of pushes that a call waits for, which came with a new connection.
+    pub(super) told: VecDeque<Receipt>,
     /// Why the session is over.
     pub(super) broken: Option<ClientError>,
 }
@@ -63,6 +72,11 @@ impl Inner {
             Some(message) => Err(ClientError::Fenced { message }),
             None => Ok(()),
         }
+    }
+
+    /// Whether there is no connection at the moment.
+    pub(super) const fn is_lost(&self) -> bool {
+        self.lost.is_some()
     }
 
     pub(super) fn model(&self) -> Result<Arc<Model>, ClientError> {
@@ -150,10 +164,10 @@ impl Inner {
                     &|connection, _| connection.is_settled();
                 match self.drive(&mut Turn::wait(), &patience, settled) {
                     Ok(()) | Err(ClientError::Interrupted) => {}
-                    Err(error) => self.broken = Some(error),
+                    Err(error) => self.lose(Turn::wait(), error),
                 }
             }
-            Err(error) => self.broken = Some(error.clone()),
+            Err(error) => self.lose(turn, error.clone()),
         }
         result
     }
@@ -265,23 +279,36 @@ impl Inner {
         error
     }
 
-    /// Says goodbye, in at most `limit`.
+    /// Says goodbye, in at most `limit`. Who has finished comes back to say so, since the server would wait for it.
     pub(super) fn goodbye(&mut self, parting: Parting, interrupt: &dyn Interrupt, limit: Duration) {
         self.abandon();
         // The server reads nothing while it answers a call that was given up, and some wait for other workers.
         let limit = if self.connection.flight.is_calling() { GRACE } else { limit };
-        let begun = Instant::now();
-        let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
-        if self.broken.is_none()
-            && let Err(error) = self.call(&Call::Goodbye { parting }, &out_of_time)
-        {
+        if self.broken.is_some() {
+            return;
+        }
+        let has_finished = parting == Parting::Finished;
+        let call = Call::Goodbye { parting };
+        let said = if has_finished {
+            self.again_within(self.last_patience(), interrupt, &mut |inner| {
+                let begun = Instant::now();
+                let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
+                inner.call(&call, &out_of_time)
+            })
+        } else if self.is_lost() {
+            return;
+        } else {
+            let begun = Instant::now();
+            self.call(&call, &|| begun.elapsed() > limit || interrupt.interrupted())
+        };
+        if let Err(error) = said {
             tracing::debug!(address = self.connection.address, %error, "the server did not hear the goodbye");
         }
     }
 
     /// Says goodbye without waiting for anything.
     pub(super) fn last_word(&mut self) {
-        if self.broken.is_none() {
+        if self.broken.is_none() && !self.is_lost() {
             self.connection.last_word(Parting::Left { cause: None });
         }
     }

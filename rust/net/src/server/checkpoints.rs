@@ -3,10 +3,11 @@
 
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
+use super::membership::State;
 use crate::checkpoint::{Directory, DirectoryError, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
-use offbeat_core::store::book::Answer;
-use offbeat_core::store::{Life, Store, StoreState};
+use offbeat_core::store::book::{Answer, WorkerPage};
+use offbeat_core::store::{Life, Store, StoreState, WorkerKey};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -70,6 +71,8 @@ pub(super) struct Resumed {
     pub(super) path: PathBuf,
     pub(super) run: RunRecord,
     pub(super) store: Arc<Store>,
+    /// Who was in the run, and how it was last known to stand.
+    pub(super) workers: Vec<(String, WorkerKey, State)>,
 }
 
 /// Takes a directory, and what there is to go on from.
@@ -84,8 +87,9 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             let book = &checkpoint.manifest.book;
             let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
             let (path, run) = (checkpoint.path.clone(), checkpoint.manifest.run.clone());
+            let workers = book.workers.iter().map(standing).collect();
             let store = checkpoint.restore(config.store(), life, &Watch::none())?;
-            Ok((life, Resumed { path, run, store }))
+            Ok((life, Resumed { path, run, store, workers }))
         })?,
     };
     let (life, resumed) = match found {
@@ -111,6 +115,15 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
         news: Mutex::default(),
     };
     Ok(Opened { checkpoints, life, resumed })
+}
+
+fn standing(page: &WorkerPage) -> (String, WorkerKey, State) {
+    let state = match (page.present, page.finished) {
+        (true, _) => State::Lost,
+        (false, true) => State::Finished,
+        (false, false) => State::Left,
+    };
+    (page.worker_id.clone(), WorkerKey { slot: page.slot, incarnation: page.incarnation }, state)
 }
 
 /// Nothing is left half changed by a panic: what is on the disk is whole whenever it has its name.

@@ -13,6 +13,15 @@ use std::time::Duration;
 /// Connections that may wait for the listener to take them.
 const BACKLOG: i32 = 1024;
 
+/// What a server tells its workers when it stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// The run is over.
+    Finished,
+    /// It will come again, from its last checkpoint: they wait for it.
+    Restarting,
+}
+
 /// How a server is set up. The defaults are for a run whose first worker brings the model and the optimizer.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {

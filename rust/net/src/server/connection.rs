@@ -86,6 +86,14 @@ impl Connection {
         *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = answer;
     }
 
+    /// Whether a push or a pull is under way.
+    pub(super) fn is_exchanging(&self) -> bool {
+        let phase = Phase::from_byte(self.phase.load(Ordering::Relaxed));
+        let answer = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(phase, Phase::Receiving | Phase::Sending | Phase::Waiting)
+            && matches!(answer, Answer::Exchange { .. })
+    }
+
     /// What is being sent, if the peer owes us room for it.
     pub(super) fn sending(&self) -> Option<Answer> {
         let sending = self.phase.load(Ordering::Relaxed) == Phase::Sending as u8;

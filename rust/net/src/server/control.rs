@@ -1,6 +1,7 @@
 //! The control thread: it takes connections, opens the door for those that prove themselves, hears the workers'
 //! heartbeats, answers status, and looks at the clock for everybody.
 
+use super::config::Ending;
 use super::connection::{Answer, Connection, Phase, Watch};
 use super::end::End;
 use super::membership::{Attached, Forgotten, Ticked};
@@ -31,6 +32,11 @@ const MAX_TICK: Duration = Duration::from_millis(250);
 const LOOKS: u32 = 8;
 /// So many looks late, half of the shortest timeout, and the server itself stood still.
 const LOOKS_MISSED: u32 = LOOKS / 2;
+/// A stopping server waits so long for pushes that are under way, in all and while nothing of one moves.
+const DRAIN: Duration = Duration::from_secs(10);
+const DRAIN_PROGRESS: Duration = Duration::from_secs(1);
+/// Between two looks at them.
+const DRAIN_LOOK: Duration = Duration::from_millis(2);
 /// A pause after the operating system had no descriptor for a new connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -217,9 +223,7 @@ async fn status(
         let header = tokio::select! {
             biased;
             () = is_true(&shared.stopping) => {
-                let message = format!("the server is {FINISHED_STOPPED}");
-                let refused = Refused { code: RefusalCode::Finished, message, fatal: true };
-                return Err(End::Refused { request: 0, refused });
+                return Err(End::Refused { request: 0, refused: shared.refusal() });
             }
             header = reader.header(socket) => header?,
         };
@@ -270,7 +274,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         }
         for Forgotten { key, connections } in forgotten {
             if let (Some(key), Some(store)) = (key, store) {
-                store.depart(key);
+                store.depart(key, false);
             }
             connections.close(RefusalCode::Timeout, "the worker was not heard of for too long", None);
         }
@@ -317,13 +321,39 @@ fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, standstill: Duratio
     }
 }
 
-/// Tells everybody that the server stops, and ends what is waiting.
-pub(super) fn dismiss(shared: &Shared) {
-    shared.members().tell_all(&Event::Finished { reason: FINISHED_STOPPED.to_owned() });
-    for (_, connection) in shared.connections() {
-        if connection.thread.is_some() {
-            connection.close(RefusalCode::Finished, "the server was stopped", Shutdown::Read);
+/// Tells everybody that the server stops, and ends what is waiting. Pushes that are under way have a while to end, as
+/// long as something moves.
+pub(super) async fn dismiss(shared: &Shared) {
+    shared.members().tell_all(&match shared.ending() {
+        Ending::Finished => Event::Finished { reason: FINISHED_STOPPED.to_owned() },
+        Ending::Restarting => Event::Restarting,
+    });
+    let refused = shared.refusal();
+    let begun = Instant::now();
+    let mut seen: HashMap<u64, (u64, Instant)> = HashMap::new();
+    loop {
+        let now = Instant::now();
+        let mut num_busy = 0;
+        for (number, connection) in shared.connections() {
+            if connection.thread.is_none() {
+                continue;
+            }
+            let moved = connection.socket.received() + connection.socket.sent();
+            let last = seen.entry(number).or_insert((moved, now));
+            if last.0 != moved {
+                *last = (moved, now);
+            }
+            let is_stuck = now.duration_since(last.1) >= DRAIN_PROGRESS;
+            if connection.is_exchanging() && !is_stuck && now.duration_since(begun) < DRAIN {
+                num_busy += 1;
+            } else {
+                connection.close(refused.code, &refused.message, Shutdown::Read);
+            }
         }
+        if num_busy == 0 {
+            break;
+        }
+        sleep(DRAIN_LOOK).await;
     }
     shared.notify();
 }
@@ -356,6 +386,7 @@ mod tests {
             run_id: None,
             in_flight: 1,
             connect_timeout: Duration::from_secs(20),
+            patience: None,
         };
         let _client = Client::connect(config, None, &|| false).unwrap();
         let (halted, over) = mpsc::channel();

@@ -30,6 +30,18 @@ impl From<io::Error> for End {
     }
 }
 
+/// Waits for something that is not the peer's to give, unless the peer goes away.
+pub(super) async fn or_closed<T>(connection: &Connection, wait: impl Future<Output = T>) -> Result<T, End> {
+    tokio::select! {
+        biased;
+        done = wait => Ok(done),
+        closed = connection.socket.closed() => {
+            closed?;
+            Err(End::Frame(FrameError::Closed { inside: false }))
+        }
+    }
+}
+
 impl End {
     pub(super) fn refused(header: &Header, code: RefusalCode, message: impl Into<String>) -> Self {
         Self::Refused {

@@ -22,6 +22,8 @@ use std::sync::atomic::Ordering;
 pub(super) struct Asked {
     pub(super) head: PushHead,
     pub(super) want: Want,
+    /// Fragments below this one were answered on a connection before, and do not come again.
+    pub(super) answered: usize,
     /// Versions of the fragments that are not in the push; `None`: the worker wants all of them anew.
     pub(super) have: Option<Vec<u64>>,
 }
@@ -96,7 +98,7 @@ impl Session {
             present,
             norm: request.norm,
         };
-        Ok(Asked { head, want: request.want, have })
+        Ok(Asked { head, want: request.want, answered: request.answered as usize, have })
     }
 
     async fn push_streamed(&mut self, header: &Header, place: &Place, asked: Asked) -> Result<(), End> {
@@ -109,7 +111,10 @@ impl Session {
         let mut num_absent = 0;
         let mut term = LowestTerm::default();
         for (index, fragment) in layout.fragments.iter().enumerate() {
-            let (root, has) = if is_in(fragment, &asked.head.present) {
+            let is_in = is_in(fragment, &asked.head.present);
+            let (root, has) = if is_in && index < asked.answered {
+                (reader.root(index), None)
+            } else if is_in {
                 let frame = self.fragment_header(header, index, fragment, &asked.head.present).await?;
                 let root = match &admission {
                     Admission::Open(push) => {

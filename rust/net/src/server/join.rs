@@ -1,5 +1,7 @@
-//! A worker comes in: what it says of itself is checked, it becomes a member, and it is told where it stands.
+//! A worker comes in: what it says of itself is checked, it becomes a member or is the one that it was ([`back`]), and it
+//! is told where it stands.
 
+use super::back;
 use super::config::MAX_ID_BYTES;
 use super::connection::{Connection, Phase};
 use super::end::End;
@@ -9,59 +11,76 @@ use super::shared::Shared;
 use crate::frame::FrameReader;
 use crate::handshake;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
-use offbeat_core::wire::message::{FINISHED_STOPPED, Join, Joined, RefusalCode, Refused, cut};
-use offbeat_core::wire::{Kind, decode};
+use offbeat_core::wire::message::{Join, Joined, RefusalCode, Refused, cut};
+use offbeat_core::wire::{Header, Kind, decode};
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::OwnedSemaphorePermit;
 
 /// Most pushes a worker may have in flight: as many as the store remembers the answers of.
 const MAX_IN_FLIGHT: u32 = 2;
 /// How often a worker should say that it is alive, as a part of the lease.
 const HEARTBEATS_A_LEASE: u32 = 10;
 
+/// A worker that is in.
+pub(super) struct Entered {
+    pub(super) worker_id: String,
+    pub(super) incarnation: u32,
+    pub(super) traffic: Arc<Traffic>,
+    /// Let go of when the session has ended.
+    pub(super) seat: OwnedSemaphorePermit,
+    /// The newest version that holds a push of its.
+    pub(super) own_version: u64,
+    /// Whether it has pushed or pulled before.
+    pub(super) has_begun: bool,
+}
+
+/// What a worker is told of itself.
+pub(super) struct Known<'a> {
+    pub(super) worker_id: &'a str,
+    pub(super) incarnation: u32,
+    pub(super) secret: [u8; 16],
+    /// Pushes that it wants in flight.
+    pub(super) in_flight: u32,
+}
+
 /// Receives Join, answers Joined.
 pub(super) async fn join(
     shared: &Arc<Shared>,
     connection: &Arc<Connection>,
     reader: &mut FrameReader,
-) -> Result<(String, u32, Arc<Traffic>), End> {
+) -> Result<Entered, End> {
     let socket = &connection.socket;
     let header = reader.header(socket).await?;
     if header.kind != Kind::Join || header.payload_len > MAX_TABLE_BYTES {
         return Err(End::out_of_place(&header, "Join"));
     }
-    let join: Join =
+    let mut join: Join =
         decode(reader.message(socket, &header).await?).map_err(|e| End::malformed(&header, &e))?;
     check_join(shared, &join).map_err(|refused| End::Refused { request: header.request, refused })?;
-    let secret = handshake::random()?;
-    let host = if join.host.is_empty() { socket.peer().ip().to_canonical().to_string() } else { join.host };
+    if join.host.is_empty() {
+        join.host = socket.peer().ip().to_canonical().to_string();
+    }
+    if let Some(back) = join.back.take() {
+        return back::rejoin(shared, connection, &header, join, back).await;
+    }
+    let (secret, host) = (handshake::random()?, join.host);
     let admitted =
         shared.members().join(join.worker_id, host, secret, Arc::clone(connection), Instant::now());
+    let seat = admitted.seat.try_acquire_owned().expect("nobody else knows of a new member's seat yet");
     if let Some(replaced) = admitted.replaced {
         shared.fence(replaced);
     }
     tracing::info!(worker = admitted.id, incarnation = admitted.incarnation, peer = %socket.peer(), "a worker joined");
     shared.notify();
     let joined = async {
-        let place = Place::of(shared, &admitted.id, admitted.incarnation, &header)?;
-        let run = shared.run_config(&shared.agreement());
-        let store = place.as_ref().map(|p| &p.model.store);
-        let lease = shared.config.lease;
-        let reply = Joined {
-            run_id: shared.run_id.clone(),
-            worker_id: admitted.id.clone(),
-            slot: place.as_ref().map_or(0, |p| p.key.slot),
+        let known = Known {
+            worker_id: &admitted.id,
             incarnation: admitted.incarnation,
             secret,
-            term: store.map_or(0, |s| s.term()),
-            version: store.map_or(0, |s| s.version()),
-            durable_version: 0,
-            model: place.as_ref().map(|p| p.model.info()),
-            run,
-            in_flight: join.in_flight.clamp(1, MAX_IN_FLIGHT),
-            heartbeat_ms: millis(lease / HEARTBEATS_A_LEASE),
-            lease_ms: millis(lease),
+            in_flight: join.in_flight,
         };
+        let reply = joined(shared, &known, &header)?;
         connection.enter(Phase::Sending);
         handshake::send(socket, Kind::Joined, header.request, &reply).await?;
         Ok::<_, End>(())
@@ -75,7 +94,40 @@ pub(super) async fn join(
         }
         return Err(end);
     }
-    Ok((admitted.id, admitted.incarnation, admitted.traffic))
+    Ok(Entered {
+        worker_id: admitted.id,
+        incarnation: admitted.incarnation,
+        traffic: admitted.traffic,
+        seat,
+        own_version: 0,
+        has_begun: false,
+    })
+}
+
+/// Where a worker stands.
+pub(super) fn joined(shared: &Shared, known: &Known<'_>, header: &Header) -> Result<Joined, End> {
+    let place = Place::of(shared, known.worker_id, known.incarnation, header)?;
+    let run = shared.run_config(&shared.agreement());
+    let store = place.as_ref().map(|p| &p.model.store);
+    let lease = shared.config.lease;
+    Ok(Joined {
+        run_id: shared.run_id.clone(),
+        worker_id: known.worker_id.to_owned(),
+        slot: place.as_ref().map_or(0, |p| p.key.slot),
+        incarnation: known.incarnation,
+        secret: known.secret,
+        term: store.map_or(0, |s| s.term()),
+        version: store.map_or(0, |s| s.version()),
+        durable_version: 0,
+        model: place.as_ref().map(|p| p.model.info()),
+        run,
+        in_flight: known.in_flight.clamp(1, MAX_IN_FLIGHT),
+        heartbeat_ms: millis(lease / HEARTBEATS_A_LEASE),
+        lease_ms: millis(lease),
+        keeps_checkpoints: shared.checkpoints.is_some(),
+        answers: Vec::new(),
+        lost_updates: 0,
+    })
 }
 
 fn millis(time: std::time::Duration) -> u64 {
@@ -85,7 +137,7 @@ fn millis(time: std::time::Duration) -> u64 {
 fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
     let refuse = |code, message| Err(Refused { code, message, fatal: true });
     if shared.is_stopping() {
-        return refuse(RefusalCode::Finished, format!("the server is {FINISHED_STOPPED}"));
+        return Err(shared.refusal());
     }
     if let Some(run_id) = join.run_id.as_ref().filter(|id| **id != shared.run_id) {
         let wanted = cut(run_id, MAX_ID_BYTES);

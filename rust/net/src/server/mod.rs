@@ -6,6 +6,7 @@
 //! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
 //! [`checkpoints`], and written by [`keeper`].
 
+mod back;
 mod checkpoints;
 mod config;
 mod connection;
@@ -32,7 +33,7 @@ mod threads;
 mod values;
 mod wait;
 
-pub use config::{CheckpointConfig, Every, Resume, ServerConfig};
+pub use config::{CheckpointConfig, Ending, Every, Resume, ServerConfig};
 pub use error::ServerError;
 pub use snapshot::Snapshot;
 
@@ -41,6 +42,7 @@ use crate::handshake::random;
 use checkpoints::Opened;
 use keeper::Keeper;
 use offbeat_core::spec::OptimizerSpec;
+use offbeat_core::store::Life;
 use offbeat_core::wire::message::FIRST_TERM;
 use shared::Shared;
 use std::fmt::Write as _;
@@ -184,11 +186,17 @@ impl Server {
 
     /// Stops the server: workers are told that the run has finished, connections end. Twice is fine.
     pub fn stop(&self) {
+        self.end(Ending::Finished);
+    }
+
+    /// Stops the server, after pushes that are under way have ended. One that keeps no checkpoints is finished, whatever is
+    /// said.
+    pub fn end(&self, how: Ending) {
         if self.origin.is_elsewhere() {
             return;
         }
-        self.shared.stopping.send_replace(true);
-        self.shared.notify();
+        let keeps = self.shared.checkpoints.is_some();
+        self.shared.begin_to_stop(if keeps { how } else { Ending::Finished });
         // Held to the end: whoever else stops it returns when it has stopped, too.
         let mut threads = lock(&self.threads);
         for thread in threads.drain(..) {
@@ -219,8 +227,8 @@ fn open(config: ServerConfig) -> Result<(Arc<Shared>, Listener), ServerError> {
     };
     let processors = thread::available_parallelism().map_or(1, usize::from);
     let num_data_threads = config.num_data_threads.unwrap_or(processors);
-    let kept = (life.map_or(FIRST_TERM, |life| life.term), checkpoints);
-    let shared = Shared::new(config, address, run_id, num_data_threads, kept)?;
+    let life_now = life.unwrap_or(Life { term: FIRST_TERM, last_incarnation: 0 });
+    let shared = Shared::new(config, address, run_id, num_data_threads, (life_now, checkpoints))?;
     if let Some(resumed) = resumed {
         shared.resume(resumed)?;
     }

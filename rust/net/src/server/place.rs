@@ -29,7 +29,7 @@ impl Place {
     ) -> Result<Option<Self>, End> {
         let Some(model) = shared.model.get() else { return Ok(None) };
         let mut members = shared.members();
-        match members.register(incarnation, |id| model.store.register(id)) {
+        match members.register(incarnation, |id| model.store.register(id, incarnation)) {
             Some(Ok(key)) => {
                 let all = Presence::all(model.store.layout().num_tensors());
                 Ok(Some(Self { model: Arc::clone(model), key, all }))

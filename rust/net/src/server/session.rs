@@ -2,9 +2,9 @@
 //! one data thread from its first frame to its last.
 
 use super::connection::{Answer, Connection, Phase};
-use super::end::End;
+use super::end::{End, or_closed};
 use super::init::Init;
-use super::join::join;
+use super::join::{Entered, join};
 use super::membership::Traffic;
 use super::outbox::Outbox;
 use super::place::Place;
@@ -38,6 +38,8 @@ pub(super) struct Session {
     /// It has brought the model, pushed or pulled: if it ends now, a worker of the run does.
     has_begun: bool,
     goodbye: bool,
+    /// Let go of at the very end: then the worker may come back on another connection.
+    _seat: OwnedSemaphorePermit,
 }
 
 /// Serves a connection that has proved who it is, to its end.
@@ -60,21 +62,22 @@ pub(super) async fn serve(
     let _watched = shared.enrol(&connection); // to the last word
     let (mut reader, peer) = (reader, connection.socket.peer());
     let joined = join(&shared, &connection, &mut reader).await;
-    let (worker_id, incarnation, traffic) = match joined {
-        Ok(joined) => joined,
+    let entered = match joined {
+        Ok(entered) => entered,
         Err(end) => {
             tracing::warn!(%peer, cause = end.cause(&connection), "a worker could not join");
             farewell(&connection, end).await;
             return;
         }
     };
+    let Entered { worker_id, incarnation, traffic, seat, own_version, has_begun } = entered;
     let mut session = Session {
         outbox: Outbox::default(),
         place: None,
         init: None,
-        own_version: 0,
+        own_version,
         has_answered: false,
-        has_begun: false,
+        has_begun,
         goodbye: false,
         shared,
         connection,
@@ -82,6 +85,7 @@ pub(super) async fn serve(
         traffic,
         worker_id,
         incarnation,
+        _seat: seat,
     };
     let Err(end) = session.run().await else { return };
     let cause = end.cause(&session.connection);
@@ -119,6 +123,9 @@ impl Session {
             count(&traffic.received, before.0, socket.received());
             count(&traffic.sent, before.1, socket.sent());
             connection.idle(self.reader.buffered());
+            if self.shared.is_stopping() {
+                return Err(End::Refused { request: 0, refused: self.shared.refusal() });
+            }
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
             if !self.has_answered {
@@ -265,14 +272,7 @@ impl Session {
 
     /// Waits for something that is not the peer's to give, unless the peer goes away.
     pub(super) async fn or_closed<T>(&self, wait: impl Future<Output = T>) -> Result<T, End> {
-        tokio::select! {
-            biased;
-            done = wait => Ok(done),
-            closed = self.connection.socket.closed() => {
-                closed?;
-                Err(End::Frame(FrameError::Closed { inside: false }))
-            }
-        }
+        or_closed(&self.connection, wait).await
     }
 }
 

@@ -2,7 +2,7 @@
 //! agreement, members, then the store's own.
 
 use super::checkpoints::{Checkpoints, Resumed};
-use super::config::{Resume, ServerConfig};
+use super::config::{Ending, Resume, ServerConfig};
 use super::connection::Connection;
 use super::error::ServerError;
 use super::membership::{Ended, Members};
@@ -10,8 +10,8 @@ use super::model::{Model, ModelSlot};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
 use offbeat_core::pipeline::Reason;
-use offbeat_core::store::{Receipt, Run, Store};
-use offbeat_core::wire::message::{Event, FINISHED_BUDGET, Parting, RefusalCode, RunConfig};
+use offbeat_core::store::{Life, Receipt, Run, Store};
+use offbeat_core::wire::message::{Event, FINISHED_BUDGET, Parting, RefusalCode, Refused, RunConfig};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -46,6 +46,8 @@ pub(super) struct Shared {
     pub(super) stopping: watch::Sender<bool>,
     /// True: everything has ended, the data threads may go.
     pub(super) ended: watch::Sender<bool>,
+    /// Whether it will come again, once it stops.
+    restarting: AtomicBool,
     /// Whether `max_samples` is reached.
     over: AtomicBool,
     /// Whether it was said that several workers push into one velocity.
@@ -74,10 +76,10 @@ impl Shared {
         address: SocketAddr,
         run_id: String,
         num_data_threads: usize,
-        (first_term, checkpoints): (u64, Option<Checkpoints>),
+        (life, checkpoints): (Life, Option<Checkpoints>),
     ) -> Result<Self, ServerError> {
         Ok(Self {
-            first_term,
+            first_term: life.term,
             checkpoints,
             address,
             run_id,
@@ -88,10 +90,11 @@ impl Shared {
             serving: watch::Sender::new(false),
             stopping: watch::Sender::new(false),
             ended: watch::Sender::new(false),
+            restarting: AtomicBool::new(false),
             over: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             agreement: Mutex::new(Agreement::new(&config)?),
-            members: Mutex::new(Members::new()),
+            members: Mutex::new(Members::new(life)),
             changed: Condvar::new(),
             connections: Mutex::new(BTreeMap::new()),
             next_connection: AtomicU64::new(0),
@@ -124,6 +127,31 @@ impl Shared {
         *self.stopping.borrow()
     }
 
+    /// How it stops.
+    pub(super) fn ending(&self) -> Ending {
+        if self.restarting.load(Ordering::Relaxed) { Ending::Restarting } else { Ending::Finished }
+    }
+
+    /// Begins to stop. Whoever said so first has said how.
+    pub(super) fn begin_to_stop(&self, how: Ending) {
+        let members = self.members(); // held, so that two do not both come first
+        if !self.is_stopping() {
+            self.restarting.store(how == Ending::Restarting, Ordering::Relaxed); // ordered by the flag
+            self.stopping.send_replace(true);
+        }
+        drop(members);
+        self.notify();
+    }
+
+    /// What a worker is told when the server stops.
+    pub(super) fn refusal(&self) -> Refused {
+        let (code, message) = match self.ending() {
+            Ending::Finished => (RefusalCode::Finished, "the server was stopped"),
+            Ending::Restarting => (RefusalCode::Restarting, "the server goes away, and will come again"),
+        };
+        Refused { code, message: message.to_owned(), fatal: true }
+    }
+
     pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed) // a flag that only rises; the members' lock orders what depends on it
     }
@@ -144,7 +172,7 @@ impl Shared {
 
     /// Goes on from a checkpoint, with what has been agreed on then.
     pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
-        let Resumed { path, run, store } = resumed;
+        let Resumed { path, run, store, workers } = resumed;
         let (term, version) = (store.term(), store.version());
         let mut agreement = self.agreement();
         agreement.resume(run.agreed)?;
@@ -152,6 +180,9 @@ impl Shared {
         let before = store.run();
         let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec())?;
         drop(agreement);
+        for (id, key, state) in workers {
+            self.members().expect(&id, key, state, Instant::now());
+        }
         let path = path.display();
         if self.config.checkpoints.as_ref().is_some_and(|kept| kept.resume == Resume::Must) {
             tracing::info!(checkpoint = %path, version, term, "the server goes on from a checkpoint");
@@ -253,8 +284,11 @@ impl Shared {
         let now = Instant::now();
         let is_dismissed = self.is_stopping();
         let mut members = self.members();
+        if !members.has(incarnation, ended_one) {
+            return; // its worker has come back on another
+        }
         let ended = if is_dismissed {
-            members.dismissed(incarnation, "the server was stopped", now)
+            members.dismissed(incarnation, &self.refusal().message, now)
         } else {
             members.lost(incarnation, cause, now)
         };
@@ -282,7 +316,7 @@ impl Shared {
             _ => tracing::info!(worker, incarnation, cause, "a worker leaves"),
         }
         if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
-            model.store.depart(key);
+            model.store.depart(key, *parting == Parting::Finished);
         }
         self.notify();
     }
@@ -306,8 +340,8 @@ impl Shared {
     }
 
     fn clean_up(&self, ended: &Ended, cause: &str, ended_one: &Arc<Connection>) {
-        if let (Some(key), Some(model)) = (ended.key, self.model.get()) {
-            if ended.withdrawn { model.store.depart(key) } else { model.store.lost(key) }
+        if let (true, Some(key), Some(model)) = (ended.withdrawn, ended.key, self.model.get()) {
+            model.store.depart(key, false);
         }
         // The one that has ended is told why by its own task.
         ended.connections.close(RefusalCode::Lost, cause, Some(ended_one));

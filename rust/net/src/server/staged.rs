@@ -22,6 +22,14 @@ impl Session {
         let store = &place.model.store;
         let layout = Arc::clone(store.layout());
         let connection = Arc::clone(&self.connection);
+        if asked.answered > 0 {
+            // Nothing is answered before all of it has come, and then it is not sent again.
+            return Err(End::refused(
+                header,
+                RefusalCode::Malformed,
+                "a push that is taken whole comes whole",
+            ));
+        }
         let present = asked.head.present.clone();
         let indices: Vec<usize> = layout.present_fragments(&present).collect();
         let bytes = indices.iter().map(|&i| layout.fragments[i].push_bytes(&present) as u64).sum();

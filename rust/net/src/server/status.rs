@@ -31,6 +31,8 @@ struct Status<'a> {
     workers: Vec<Worker>,
     departures: Vec<DepartureStatus>,
     tickets: TicketCounts,
+    /// Of which workers had been told, and which the checkpoint that was gone on from did not have.
+    lost_updates: u64,
     rejected: BTreeMap<String, u64>,
     duplicates: u64,
     memory: Memory,
@@ -126,6 +128,7 @@ pub(super) fn json(shared: &Shared) -> String {
         workers,
         departures,
         tickets: store.as_ref().map(|s| s.tickets.clone()).unwrap_or_default(),
+        lost_updates: store.as_ref().map_or(0, |s| s.lost_updates),
         rejected: totals.rejected,
         duplicates: totals.duplicates,
         memory: memory(shared, store.as_ref()),

@@ -47,10 +47,13 @@ pub(super) fn start(
                     () = is_true(&shared.stopping) => {}
                 }
                 is_true(&shared.stopping).await;
-                control::dismiss(&shared);
+                let dismissed = async {
+                    control::dismiss(&shared).await;
+                    drained(&shared).await;
+                };
                 tokio::select! {
                     () = control::tick(Arc::clone(&shared)) => {}
-                    () = drained(&shared) => {}
+                    () = dismissed => {}
                 }
             });
         }

@@ -109,6 +109,9 @@ pub(crate) fn join(listener: &TcpListener, table: TensorTable, run: RunConfig) -
         in_flight: join.in_flight,
         heartbeat_ms: 10,
         lease_ms: 10_000,
+        keeps_checkpoints: false,
+        answers: Vec::new(),
+        lost_updates: 0,
     };
     data.send(Kind::Joined, 0, &joined);
     data

@@ -70,6 +70,7 @@ pub(crate) fn client_config(address: impl ToString, in_flight: usize) -> ClientC
         run_id: None,
         in_flight,
         connect_timeout: DEADLINE,
+        patience: Some(Duration::ZERO),
     }
 }
 

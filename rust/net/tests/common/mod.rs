@@ -134,6 +134,7 @@ pub fn try_client(
         run_id: None,
         in_flight: 1,
         connect_timeout: DEADLINE,
+        patience: Some(Duration::ZERO),
     };
     Client::connect(config, table, &NEVER)
 }
@@ -249,7 +250,8 @@ impl Raw {
     /// The head of a push based on `at`.
     pub fn push_head(&mut self, sequence: u64, at: (u64, u64), want: Want, have: Option<&[u64]>) {
         let have = have.map(Versions::Numbers);
-        let request = PushRequest { epoch: self.epoch, samples: 1, norm: None, want, present: None, have };
+        let request =
+            PushRequest { epoch: self.epoch, samples: 1, norm: None, want, answered: 0, present: None, have };
         let mut bytes = vec![];
         request.encode(&mut bytes);
         let request = u32::try_from(sequence).unwrap();
@@ -311,7 +313,14 @@ impl Raw {
 }
 
 pub fn join(id: &str) -> Join {
-    Join { worker_id: Some(id.into()), run_id: None, table: None, host: "here".into(), in_flight: 1 }
+    Join {
+        worker_id: Some(id.into()),
+        run_id: None,
+        table: None,
+        host: "here".into(),
+        in_flight: 1,
+        back: None,
+    }
 }
 
 #[derive(Debug)]

@@ -138,7 +138,14 @@ mod tests {
             encode(&message, &mut bytes);
             assert!(decode::<Call>(&bytes) == Ok(message));
         }
-        let join = Join { worker_id: None, run_id: None, table: Some(table), host: "h".into(), in_flight: 1 };
+        let join = Join {
+            worker_id: None,
+            run_id: None,
+            table: Some(table),
+            host: "h".into(),
+            in_flight: 1,
+            back: None,
+        };
         let mut bytes = vec![];
         encode(&join, &mut bytes);
         assert!(decode::<Join>(&bytes) == Ok(join));

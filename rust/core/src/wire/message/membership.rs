@@ -1,6 +1,7 @@
 //! Messages by which a worker comes into a run, stays in it and is told of it.
 
 use crate::spec::{Contribution, OptimizerSpec, Schedule, StalenessSpec, Transaction};
+use crate::store::{Claim, Receipt};
 use crate::table::TensorTable;
 use crate::wire::encode;
 use crate::wire::header::MAX_MODEL_BYTES;
@@ -24,6 +25,17 @@ pub struct Join {
     /// Pushes the worker wants in flight.
     #[serde(default = "one")]
     pub in_flight: u32,
+    /// `None`: a new process. Else one that was in, and has lost its connection.
+    #[serde(default)]
+    pub back: Option<Back>,
+}
+
+/// A worker process that is back, and what it knows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Back {
+    pub claim: Claim,
+    /// [`Joined::secret`], which a server that was started again does not know.
+    pub secret: [u8; 16],
 }
 
 const fn one() -> u32 {
@@ -112,6 +124,15 @@ pub struct Joined {
     /// How often it wants to hear from the control connection, and after what silence it holds the worker for lost.
     pub heartbeat_ms: u64,
     pub lease_ms: u64,
+    /// Whether it keeps checkpoints: then a server that is gone may come again.
+    #[serde(default)]
+    pub keeps_checkpoints: bool,
+    /// Of one that is back: what has become of the pushes in its claim. What is not among them is to be sent again.
+    #[serde(default)]
+    pub answers: Vec<(u64, Receipt)>,
+    /// Of one that is back: updates of which it had been told and which a server that was started again does not have.
+    #[serde(default)]
+    pub lost_updates: u64,
 }
 
 /// Worker → server, control connection: which data session this belongs to.
@@ -140,6 +161,8 @@ pub enum Event {
     Fenced { detail: String },
     /// The run is over: [`FINISHED_BUDGET`] or [`FINISHED_STOPPED`].
     Finished { reason: String },
+    /// The server goes away, and will come again: nothing that it was told is lost.
+    Restarting,
 }
 
 /// `max_samples` is reached.

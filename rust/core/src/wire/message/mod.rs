@@ -13,7 +13,7 @@ mod refusal;
 pub use call::{Call, FIRST_TERM, Parting, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
-    Attach, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, ModelTooLong,
+    Attach, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, ModelTooLong,
     RunConfig,
 };
 pub use refusal::{RefusalCode, Refused, cut};
@@ -51,7 +51,7 @@ mod tests {
     use crate::dtype::Dtype;
     use crate::pipeline::Reason;
     use crate::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, StalenessSpec, Transaction};
-    use crate::store::{Fate, Receipt};
+    use crate::store::{Claim, Fate, Receipt, Unsettled};
     use crate::table::{Role, TensorSpec, TensorTable};
     use proptest::prelude::*;
     use std::fmt;
@@ -98,6 +98,20 @@ mod tests {
         }
     }
 
+    fn receipt() -> Receipt {
+        Receipt {
+            term: 1,
+            version: 2,
+            staleness: 3,
+            weight: 0.5,
+            verdict: Fate::Damp,
+            applied: true,
+            duplicate: true,
+            reason: Some(Reason::Stale),
+            detail: "why".into(),
+        }
+    }
+
     #[test]
     fn every_message_survives_the_wire() {
         survives(&Hello { protocol_min: 1, protocol_max: 3, nonce: [200; 32], purpose: Purpose::Data });
@@ -110,7 +124,11 @@ mod tests {
             table: Some(table()),
             host: "a".into(),
             in_flight: 2,
+            back: None,
         });
+        let unsettled = vec![Unsettled { sequence: 8, samples: 32, gone: true }];
+        let claim = Claim { incarnation: 3, term: 2, settled: 7, applied: 5, unsettled };
+        survives(&Back { claim, secret: [255; 16] });
         survives(&Joined {
             run_id: "r".into(),
             worker_id: "w".into(),
@@ -125,6 +143,9 @@ mod tests {
             in_flight: 2,
             heartbeat_ms: 1000,
             lease_ms: 10_000,
+            keeps_checkpoints: true,
+            answers: vec![(8, receipt())],
+            lost_updates: 3,
         });
         survives(&Attach { incarnation: 1, secret: [9; 16] });
         survives(&Call::InitBegin { table: table(), blueprint: None });
@@ -217,7 +238,7 @@ mod tests {
         #[test]
         fn a_damaged_message_never_panics(at in 0_usize..400, byte: u8) {
             let mut bytes = vec![];
-            encode(&Join { worker_id: None, run_id: None, table: Some(table()), host: String::new(), in_flight: 1 }, &mut bytes);
+            encode(&Join { worker_id: None, run_id: None, table: Some(table()), host: String::new(), in_flight: 1, back: None }, &mut bytes);
             let at = at % bytes.len();
             bytes[at] = byte;
             drop(decode::<Join>(&bytes));

@@ -44,6 +44,10 @@ pub enum RefusalCode {
     Lost,
     /// The run is over or ending.
     Finished,
+    /// The server goes away, and will come again.
+    Restarting,
+    /// Nothing is known (any more) of a worker that wants to go on.
+    Forgotten,
     /// A code of a newer build.
     #[serde(other)]
     Unknown,

@@ -17,6 +17,13 @@ impl Connections {
         self.data.is_none() && self.control.is_none()
     }
 
+    /// Ends them in both directions: nothing is waited for.
+    pub(crate) fn cut(&self, code: RefusalCode, cause: &str) {
+        for connection in [&self.data, &self.control].into_iter().flatten() {
+            connection.close(code, cause, Shutdown::Both);
+        }
+    }
+
     /// Ends them, but for one that has ended already.
     pub(crate) fn close(&self, code: RefusalCode, cause: &str, but: Option<&Arc<Connection>>) {
         for connection in [&self.data, &self.control].into_iter().flatten() {

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedSender;
 
 /// The span over which samples per second are measured.
@@ -37,6 +38,16 @@ impl State {
     }
 }
 
+/// How a worker is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Link {
+    Stands,
+    /// One of its connections has ended: what is still heard was sent before.
+    CutOff,
+    /// It is back, and waits for its old session to end, which is no news.
+    Returning,
+}
+
 /// What a worker's session counts while it serves; read by status and the rates.
 #[derive(Debug, Default)]
 pub(crate) struct Traffic {
@@ -53,7 +64,10 @@ pub(crate) struct Member {
     pub(crate) incarnation: u32,
     /// The last process of this name before it that had begun; what the name goes back to if this one cannot.
     pub(super) predecessor: Option<Box<Member>>,
-    pub(super) secret: [u8; 16],
+    /// `None`: what it was told in another life of the server is not known.
+    pub(super) secret: Option<[u8; 16]>,
+    /// Held by the session that serves it: one that comes back waits until its old session has let go.
+    pub(super) seat: Arc<Semaphore>,
     pub(crate) host: String,
     pub(crate) state: State,
     pub(crate) cause: Option<String>,
@@ -70,8 +84,7 @@ pub(crate) struct Member {
     pub(super) control: Option<(UnboundedSender<Event>, Weak<Connection>)>,
     pub(super) key: Option<WorkerKey>,
     pub(super) forgotten: bool,
-    /// One of its connections has ended: what is still heard was sent before.
-    pub(super) is_cut_off: bool,
+    pub(super) link: Link,
     /// Something has come since it was told that it is in: it has heard that.
     pub(super) has_answered: bool,
 }
@@ -89,7 +102,8 @@ impl Member {
         Self {
             incarnation,
             predecessor: None,
-            secret,
+            secret: Some(secret),
+            seat: Arc::new(Semaphore::new(1)),
             host,
             state: State::Joined,
             cause: None,
@@ -103,9 +117,54 @@ impl Member {
             control: None,
             key: None,
             forgotten: false,
-            is_cut_off: false,
+            link: Link::Stands,
             has_answered: false,
         }
+    }
+
+    /// One that is not here: of another life of the server.
+    pub(super) fn absent(
+        incarnation: u32,
+        key: Option<WorkerKey>,
+        state: State,
+        cause: &str,
+        now: Instant,
+    ) -> Self {
+        Self {
+            incarnation,
+            predecessor: None,
+            secret: None,
+            seat: Arc::new(Semaphore::new(1)),
+            host: String::new(),
+            state,
+            cause: Some(cause.to_owned()),
+            since: now,
+            heard: now,
+            progress: 0,
+            moved: now,
+            traffic: Arc::default(),
+            history: VecDeque::new(),
+            connection: Weak::new(),
+            control: None,
+            key,
+            forgotten: false,
+            link: Link::CutOff,
+            has_answered: true,
+        }
+    }
+
+    /// It is back, on this connection.
+    pub(super) fn sit(&mut self, host: String, secret: [u8; 16], connection: &Arc<Connection>, now: Instant) {
+        self.enter(State::Joined, None, now);
+        (self.host, self.secret, self.connection) = (host, Some(secret), Arc::downgrade(connection));
+        (self.heard, self.moved, self.control) = (now, now, None);
+        (self.forgotten, self.link) = (false, Link::Stands);
+    }
+
+    /// Whether it is this connection of its that has ended, and not one that it had before it came back.
+    pub(super) fn has(&self, connection: &Arc<Connection>) -> bool {
+        let control = self.control.as_ref().map(|(_, control)| control.as_ptr());
+        self.is_served_by(connection) || control.is_some_and(|c| std::ptr::eq(c, Arc::as_ptr(connection)))
     }
 
     pub(super) fn is_served_by(&self, connection: &Arc<Connection>) -> bool {
@@ -127,6 +186,12 @@ impl Member {
         }
     }
 
+    /// Whether it says what it was told. Every byte is looked at, so that the time says nothing about the first that
+    /// differs.
+    pub(super) fn is_secret(&self, given: &[u8; 16]) -> bool {
+        self.secret.is_some_and(|secret| secret.iter().zip(given).fold(0, |sum, (a, b)| sum | (a ^ b)) == 0)
+    }
+
     /// Whether it never had a place in the store, or never heard of it, and has not said goodbye: nothing is missed
     /// when it goes. One that heard nothing may come again, without a name as another one.
     pub(super) const fn has_not_begun(&self) -> bool {
@@ -135,7 +200,7 @@ impl Member {
 
     /// Whether it is lost by its silence alone, and its place in the store is still its own.
     pub(super) fn may_come_back(&self) -> bool {
-        self.state == State::Lost && !self.is_cut_off && !self.forgotten
+        self.state == State::Lost && self.link == Link::Stands && !self.forgotten
     }
 
     /// What its name goes back to if the newer process that takes it cannot begin. One that was there is lost: it was
@@ -148,7 +213,7 @@ impl Member {
             self.enter(State::Lost, Some(REPLACED.to_owned()), now);
         }
         // Its session is over, whatever is still heard of it; of a lost one the slot is still to be given up.
-        (self.is_cut_off, self.forgotten, self.predecessor) = (true, false, None);
+        (self.link, self.forgotten, self.predecessor) = (Link::CutOff, false, None);
         Some(Box::new(self))
     }
 

@@ -2,24 +2,28 @@
 //!
 //! Lost is not gone: a lost worker whose connections stand goes on as soon as it is heard again. What ends a
 //! membership is a goodbye, or a newer process with the same name; of a worker that has no place in the store yet, or has
-//! not been heard since it was given one, the end of a connection or of its grace, too.
+//! not been heard since it was given one, the end of a connection or of its grace, too. One whose connections have ended may
+//! come back on others ([`back`]).
 
+mod back;
 mod connections;
 mod departures;
 mod member;
 
+pub(super) use back::{Called, NoSeat};
 pub(super) use connections::Connections;
 pub(super) use departures::Departure;
 pub(super) use member::{Member, State, Traffic};
 
 use super::connection::Connection;
 use departures::Departures;
-use member::REPLACED;
-use offbeat_core::store::WorkerKey;
-use offbeat_core::wire::message::{Event, Parting};
+use member::{Link, REPLACED};
+use offbeat_core::store::{Life, WorkerKey};
+use offbeat_core::wire::message::{Event, FIRST_TERM, Parting};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedSender;
 
 /// Members that have gone for good and are still remembered by name: as many as departures.
@@ -36,6 +40,7 @@ pub(super) struct Admitted {
     /// Whether no process of this name has ever begun.
     pub(super) newcomer: bool,
     pub(super) traffic: Arc<Traffic>,
+    pub(super) seat: Arc<Semaphore>,
     /// The process that had the name, if it is still connected: to be fenced.
     pub(super) replaced: Option<Ended>,
 }
@@ -106,6 +111,8 @@ pub(super) struct Members {
     by_id: BTreeMap<String, Member>,
     bygone: Bygone,
     last_incarnation: u32,
+    /// The life that it is the membership of: incarnations up to its last were other lives'.
+    life: Life,
     departures: Departures,
     /// When one that could not begin went: it is no member, and somebody was there until then.
     last_withdrawn: Option<Instant>,
@@ -114,9 +121,17 @@ pub(super) struct Members {
 }
 
 impl Members {
-    pub(super) fn new() -> Self {
-        let (by_id, bygone, departures) = (BTreeMap::new(), Bygone::default(), Departures::default());
-        Self { by_id, bygone, last_incarnation: 0, departures, last_withdrawn: None, looked: None }
+    /// Nobody yet.
+    pub(super) fn new(life: Life) -> Self {
+        Self {
+            by_id: BTreeMap::new(),
+            bygone: Bygone::default(),
+            last_incarnation: life.last_incarnation,
+            life,
+            departures: Departures::default(),
+            last_withdrawn: None,
+            looked: None,
+        }
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -134,34 +149,42 @@ impl Members {
         let traffic = old.as_ref().map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let mut member =
             Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
-        let replaced = old.and_then(|mut old| {
-            let (news, connections) = (old.state.is_present(), old.connections());
-            // A lost one may be frozen, and what it has of connections would stand for ever.
-            let frozen = old.state == State::Lost && !connections.have_ended();
-            let withdrawn = old.has_not_begun();
-            let (state, cause) = if withdrawn {
-                (State::Left, told("could not begin", Some(REPLACED)))
-            } else {
-                (State::Lost, REPLACED.to_owned())
-            };
-            if news {
-                self.departures.remember(&id, old.incarnation, state, &cause, now);
-            }
-            let control = old.control.take().map(|(tell, _)| tell);
-            let (id, incarnation, key) = (id.clone(), old.incarnation, old.key);
-            member.predecessor = old.into_predecessor(now);
-            let ended = Ended { id, incarnation, key, connections, control, cause, withdrawn, news };
-            (news || frozen).then_some(ended)
-        });
+        let seat = Arc::clone(&member.seat);
+        let replaced = old.and_then(|old| self.replace(&id, old, &mut member, now));
         let newcomer = member.predecessor.is_none();
         self.by_id.insert(id.clone(), member);
-        Admitted { id, incarnation: self.last_incarnation, newcomer, traffic, replaced }
+        Admitted { id, incarnation: self.last_incarnation, newcomer, traffic, seat, replaced }
     }
 
+    /// A newer process takes the name of an older one. What is left to do about that one, if it is still there.
+    fn replace(&mut self, id: &str, mut old: Member, newer: &mut Member, now: Instant) -> Option<Ended> {
+        let (news, connections) = (old.state.is_present(), old.connections());
+        // A lost one may be frozen, and what it has of connections would stand for ever.
+        let frozen = old.state == State::Lost && !connections.have_ended();
+        let withdrawn = old.has_not_begun();
+        let (state, cause) = if withdrawn {
+            (State::Left, told("could not begin", Some(REPLACED)))
+        } else {
+            (State::Lost, REPLACED.to_owned())
+        };
+        if news {
+            self.departures.remember(id, old.incarnation, state, &cause, now);
+        }
+        let control = old.control.take().map(|(tell, _)| tell);
+        let (incarnation, key) = (old.incarnation, old.key);
+        newer.predecessor = old.into_predecessor(now);
+        let ended =
+            Ended { id: id.to_owned(), incarnation, key, connections, control, cause, withdrawn, news };
+        (news || frozen).then_some(ended)
+    }
+
+    /// A name that nobody has; nor may have who came after the last checkpoint of a life before, and is not known here.
     fn free_name(&self) -> String {
         let mut number = self.num_joined();
+        let of_life =
+            if self.life.term > FIRST_TERM { format!("-t{}", self.life.term) } else { String::new() };
         loop {
-            let name = format!("worker-{number}");
+            let name = format!("worker-{number}{of_life}");
             if !self.by_id.contains_key(&name) {
                 return name;
             }
@@ -183,9 +206,7 @@ impl Members {
         now: Instant,
     ) -> Option<Attached> {
         let (id, member) = self.find(incarnation)?;
-        // Every byte is looked at, so that the time says nothing about the first that differs.
-        let differs = member.secret.iter().zip(secret).fold(0, |sum, (a, b)| sum | (a ^ b));
-        if differs != 0 || !(member.state.is_present() || member.may_come_back()) {
+        if !member.is_secret(secret) || !(member.state.is_present() || member.may_come_back()) {
             return None;
         }
         let back = member.state == State::Lost;
@@ -207,6 +228,11 @@ impl Members {
     fn find(&mut self, incarnation: u32) -> Option<(String, &mut Member)> {
         let (id, member) = self.by_id.iter_mut().find(|(_, m)| m.incarnation == incarnation)?;
         Some((id.clone(), member))
+    }
+
+    /// Whether this is a connection of a worker's, and not one that it had before it came back.
+    pub(super) fn has(&mut self, incarnation: u32, connection: &Arc<Connection>) -> bool {
+        self.find(incarnation).is_some_and(|(_, member)| member.has(connection))
     }
 
     /// Whether this is the data connection of a worker that is heard.
@@ -269,12 +295,16 @@ impl Members {
     /// A connection ended without a goodbye. One that has not begun is not lost: it could not begin.
     pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
         let (_, member) = self.find(incarnation)?;
+        if member.link == Link::Returning && member.state.is_present() {
+            member.enter(State::Lost, Some(on_one_line(cause)), now);
+            return None;
+        }
         if member.has_not_begun() {
             // Of one that was silent it was told before that it went.
             let state = if member.state == State::Lost { State::Lost } else { State::Left };
             return self.end_unbegun(incarnation, state, told("could not begin", Some(cause)), now);
         }
-        member.is_cut_off = true;
+        member.link = Link::CutOff;
         self.end(incarnation, State::Lost, on_one_line(cause), now)
     }
 

@@ -6,6 +6,8 @@ const LEASE: Duration = Duration::from_secs(10);
 const PATIENCE: Patience =
     Patience { linger: Duration::from_secs(10), rejoin_grace: Duration::from_secs(60) };
 
+const FIRST: Life = Life { term: FIRST_TERM, last_incarnation: 0 };
+
 fn connection() -> Arc<Connection> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -43,7 +45,7 @@ fn seconds(s: u64) -> Duration {
 
 #[tokio::test]
 async fn silence_for_the_lease_is_a_loss_and_a_heartbeat_undoes_it() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     assert!(members.tick(LEASE, seconds(60), start + seconds(9)).lost.is_empty());
     let ticked = members.tick(LEASE, seconds(60), start + seconds(10));
@@ -56,7 +58,7 @@ async fn silence_for_the_lease_is_a_loss_and_a_heartbeat_undoes_it() {
 
 #[tokio::test]
 async fn who_never_heard_that_it_was_in_could_not_begin_and_leaves_its_name() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = come(&mut members, "worker-0", start);
     members.register::<()>(a, |_| Ok(key(a))).unwrap().unwrap();
     let ended = members.lost(a, "the line broke", start).unwrap();
@@ -68,7 +70,7 @@ async fn who_never_heard_that_it_was_in_could_not_begin_and_leaves_its_name() {
 
 #[tokio::test]
 async fn who_was_lost_before_it_could_speak_is_back_when_it_attaches() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (come(&mut members, "a", start), come(&mut members, "b", start));
     let late = start + seconds(11);
     assert_eq!(members.tick(LEASE, seconds(60), late).lost.len(), 2);
@@ -83,7 +85,7 @@ async fn who_was_lost_before_it_could_speak_is_back_when_it_attaches() {
 
 #[tokio::test]
 async fn who_was_forgotten_is_not_brought_back_by_what_was_under_way() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     members.tick(LEASE, seconds(60), start + seconds(10));
     assert_eq!(members.tick(LEASE, seconds(60), start + seconds(70)).forgotten.len(), 1);
@@ -93,7 +95,7 @@ async fn who_was_forgotten_is_not_brought_back_by_what_was_under_way() {
 
 #[tokio::test]
 async fn a_grace_without_end_is_no_time_to_add() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
     members.goodbye(a, &Parting::Finished, start);
     members.lost(b, "killed", start);
@@ -104,7 +106,7 @@ async fn a_grace_without_end_is_no_time_to_add() {
 
 #[tokio::test]
 async fn a_heartbeat_that_was_under_way_brings_nobody_back_whose_connection_has_ended() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     assert!(members.lost(a, "killed", start).unwrap().news);
     assert_eq!(members.heard(a, 1, start), None);
@@ -114,7 +116,7 @@ async fn a_heartbeat_that_was_under_way_brings_nobody_back_whose_connection_has_
 
 #[tokio::test]
 async fn heartbeats_without_progress_show_a_stall() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     for s in 1..10 {
         members.heard(a, 0, start + seconds(s));
@@ -126,7 +128,7 @@ async fn heartbeats_without_progress_show_a_stall() {
 
 #[tokio::test]
 async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
     members.lost(a, "killed", start);
     let before = start + seconds(9);
@@ -145,7 +147,7 @@ async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
 
 #[tokio::test]
 async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     assert!(members.goodbye(a, &Parting::Finished, start).unwrap().news);
     assert!(members.lost(a, "hung up", start).is_none());
@@ -156,7 +158,7 @@ async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
 
 #[tokio::test]
 async fn a_newer_process_takes_the_name_and_fences_the_older() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     let next = members.join(Some("a".into()), String::new(), [8; 16], connection(), start);
     assert_eq!(next.replaced.unwrap().incarnation, a);
@@ -169,7 +171,7 @@ async fn a_newer_process_takes_the_name_and_fences_the_older() {
 
 #[tokio::test]
 async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (first, second) = (connection(), connection());
     let join = |members: &mut Members, connection: &Arc<Connection>| {
         let joined = members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start);
@@ -189,7 +191,7 @@ async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
 
 #[tokio::test]
 async fn only_the_secret_attaches_a_control_connection() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     let control = || (tokio::sync::mpsc::unbounded_channel().0, connection());
     assert_eq!(members.attach(a, &[6; 16], control(), start), None);
@@ -199,7 +201,7 @@ async fn only_the_secret_attaches_a_control_connection() {
 
 #[tokio::test]
 async fn waiting_ends_when_enough_have_come_and_nobody_was_there_for_the_linger() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
     let a = join(&mut members, "a", start);
     members.goodbye(a, &Parting::Finished, start + seconds(5));
@@ -211,7 +213,7 @@ async fn waiting_ends_when_enough_have_come_and_nobody_was_there_for_the_linger(
 
 #[tokio::test]
 async fn a_lost_worker_counts_as_there_for_its_grace() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
     members.goodbye(a, &Parting::Finished, start);
     members.lost(b, "killed", start);
@@ -221,7 +223,7 @@ async fn a_lost_worker_counts_as_there_for_its_grace() {
 
 #[tokio::test]
 async fn what_is_waited_for_when_nobody_is_there_is_known() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "nobody has come");
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
     members.goodbye(a, &Parting::Finished, start);
@@ -234,7 +236,7 @@ async fn what_is_waited_for_when_nobody_is_there_is_known() {
 
 #[tokio::test]
 async fn who_left_before_its_work_was_done_has_not_finished() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
     members.goodbye(a, &Parting::Left { cause: None }, start);
     members.lost(b, "killed", start);
@@ -247,7 +249,7 @@ async fn who_left_before_its_work_was_done_has_not_finished() {
 
 #[tokio::test]
 async fn all_lost_and_none_finished_is_an_error_with_each_cause() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
     members.lost(a, "killed", start);
     members.lost(b, "unplugged", start + seconds(1));
@@ -261,7 +263,7 @@ async fn all_lost_and_none_finished_is_an_error_with_each_cause() {
 
 #[tokio::test]
 async fn names_are_given_where_none_is_brought() {
-    let (mut members, now) = (Members::new(), Instant::now());
+    let (mut members, now) = (Members::new(FIRST), Instant::now());
     join(&mut members, "worker-1", now);
     let name = |members: &mut Members| members.join(None, String::new(), [0; 16], connection(), now).id;
     assert_eq!((name(&mut members), name(&mut members)), ("worker-2".into(), "worker-3".into()));
@@ -269,7 +271,7 @@ async fn names_are_given_where_none_is_brought() {
 
 #[tokio::test]
 async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let connection = connection();
     let come = |members: &mut Members, id: Option<&str>, at: u64| {
         let id = id.map(str::to_owned);
@@ -299,7 +301,7 @@ async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
 
 #[tokio::test]
 async fn who_cannot_begin_is_no_member_and_is_told_of() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let withdrawn = |cause: &str| Parting::Withdrawn { cause: Some(cause.to_owned()) };
     let first = members.join(None, String::new(), [7; 16], connection(), start);
     let ended = members.goodbye(first.incarnation, &withdrawn("it\ndiffers"), start).unwrap();
@@ -319,7 +321,7 @@ async fn who_cannot_begin_is_no_member_and_is_told_of() {
 
 #[tokio::test]
 async fn who_leaves_while_there_is_no_model_could_not_begin() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let left = Parting::Left { cause: Some("ZeroDivisionError".to_owned()) };
     let waiting = come(&mut members, "a", start);
     let ended = members.goodbye(waiting, &left, start).unwrap();
@@ -332,7 +334,7 @@ async fn who_leaves_while_there_is_no_model_could_not_begin() {
 
 #[tokio::test]
 async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let withdrawn = Parting::Withdrawn { cause: Some("it differs".to_owned()) };
     let come = |members: &mut Members, id: &str, host: &str, connection: &Arc<Connection>, now: Instant| {
         members.join(Some(id.into()), host.into(), [7; 16], Arc::clone(connection), now).incarnation
@@ -379,7 +381,7 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
 
 #[tokio::test]
 async fn who_is_replaced_before_it_began_leaves_the_name_as_it_was() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let finished = join(&mut members, "old", start);
     members.goodbye(finished, &Parting::Finished, start);
     for id in ["old", "new"] {
@@ -398,7 +400,7 @@ async fn who_is_replaced_before_it_began_leaves_the_name_as_it_was() {
 
 #[tokio::test]
 async fn who_could_not_begin_was_there_until_it_went() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     members.goodbye(a, &Parting::Finished, start);
     let b = join(&mut members, "b", start + seconds(5));
@@ -412,7 +414,7 @@ async fn who_could_not_begin_was_there_until_it_went() {
 
 #[tokio::test]
 async fn a_replacement_that_could_not_begin_is_lingered_for_where_all_others_are_lost() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let crashed = join(&mut members, "a", start);
     members.lost(crashed, "killed", start);
     let replacement = join(&mut members, "b", start + seconds(50));
@@ -428,7 +430,7 @@ async fn a_replacement_that_could_not_begin_is_lingered_for_where_all_others_are
 
 #[tokio::test]
 async fn who_falls_silent_before_it_began_is_told_of_once_and_out_with_its_grace() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let grace = PATIENCE.rejoin_grace;
     let lost = join(&mut members, "a", start);
     members.lost(lost, "killed", start);
@@ -451,7 +453,7 @@ async fn who_falls_silent_before_it_began_is_told_of_once_and_out_with_its_grace
 
 #[tokio::test]
 async fn a_long_cause_is_cut_whatever_it_is_the_cause_of() {
-    let (mut members, now) = (Members::new(), Instant::now());
+    let (mut members, now) = (Members::new(FIRST), Instant::now());
     let long = format!("it was refused:\n{}", "x".repeat(1000));
     let (a, b) = (join(&mut members, "a", now), come(&mut members, "b", now));
     for worker in [a, b] {
@@ -464,7 +466,7 @@ async fn a_long_cause_is_cut_whatever_it_is_the_cause_of() {
 
 #[tokio::test]
 async fn only_who_is_there_is_measured() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
     begin(&mut members, a.incarnation);
     members.tick(LEASE, seconds(60), start);
@@ -482,7 +484,7 @@ async fn only_who_is_there_is_measured() {
 
 #[tokio::test]
 async fn a_newcomer_that_is_refused_has_never_come() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let finished = join(&mut members, "a", start);
     members.goodbye(finished, &Parting::Finished, start);
     let b = members.join(Some("b".into()), String::new(), [7; 16], connection(), start);
@@ -495,7 +497,7 @@ async fn a_newcomer_that_is_refused_has_never_come() {
 
 #[tokio::test]
 async fn the_slot_of_a_lost_worker_is_given_up_once_after_its_grace() {
-    let (mut members, start) = (Members::new(), Instant::now());
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
     members.lost(a, "killed", start);
     assert!(members.tick(LEASE, seconds(60), start + seconds(59)).forgotten.is_empty());
