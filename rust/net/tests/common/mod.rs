@@ -63,7 +63,11 @@ pub fn config() -> ServerConfig {
 }
 
 pub fn start(config: ServerConfig) -> Server {
-    Server::with_model(config, Snapshot::of(table(), &values(0.0)).unwrap()).unwrap()
+    start_with(config, table(), &values(0.0))
+}
+
+pub fn start_with(config: ServerConfig, table: TensorTable, values: &[Vec<u8>]) -> Server {
+    Server::with_model(config, Snapshot::of(table, values).unwrap()).unwrap()
 }
 
 pub fn status(server: &Server) -> Value {
