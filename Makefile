@@ -28,7 +28,7 @@ ifdef CI
 export CARGO_INCREMENTAL := 0
 endif
 
-.PHONY: help setup develop demo test lint bench wheel clean distclean
+.PHONY: help setup develop demo test chaos lint bench wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test: lint $(STAMPS)/nextest ## Run everything that is checked, cheap things fir
 	@$(STAGE) "build the extension and the wheel" $(MAKE) --no-print-directory develop wheel
 	@$(STAGE) "stub against extension (stubtest)" $(PY) -m mypy.stubtest offbeat._offbeat --mypy-config-file pyproject.toml
 	@$(STAGE) "Python tests" $(PY) -m pytest $(ARGS)
+
+chaos: develop ## Disturb checkpoints at every system call that writes or reads one; `make test` tries some
+	@$(STAGE) "faults of the disk" $(PY) -m pytest tests/python/chaos --every-fault -raP $(ARGS)
 
 lint: $(STAMPS)/tools ## Formats, lints, types and layers; builds no wheel
 	@$(STAGE) "Rust format" cargo fmt --all --check

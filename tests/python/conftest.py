@@ -25,6 +25,15 @@ hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
+
+def pytest_addoption(parser):
+    group = parser.getgroup("faults of the disk")
+    group.addoption("--every-fault", action="store_true", help="try all of them: `make chaos`")
+    group.addoption(
+        "--fault-seed", type=int, default=0, metavar="N", help="which of them are tried without that"
+    )
+
+
 RunPython = Callable[..., str]
 
 

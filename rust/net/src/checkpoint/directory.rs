@@ -84,8 +84,7 @@ impl Directory {
         let new = self.path.join(NEW);
         let draft = Draft::new(store.table(), store.layout(), state);
         let draft = draft.map_err(DirectoryError::checkpoint(&folder))?;
-        let written = write(&new, &draft, run, store.transaction())
-            .and_then(|()| fs::rename(&new, &folder).map_err(DirectoryError::io("rename", &new)));
+        let written = write(&new, &draft, run, store.transaction()).and_then(|()| self.name(&new, &folder));
         if let Err(error) = written {
             // What is half done needs its room; the next save or start tries again to remove it.
             let left =
@@ -93,11 +92,21 @@ impl Directory {
             files::remove(&new).inspect_err(left).ok();
             return Err(error);
         }
-        files::sync_names(&self.path)?;
         if let Err(error) = self.prune() {
             tracing::warn!(%error, "older checkpoints could not be removed");
         }
         Ok(folder)
+    }
+
+    /// Gives a checkpoint its name, and takes it back if the name does not get to the disk: one that the next crash may
+    /// undo is not to be counted among the newest, nor to stay beside those that follow.
+    fn name(&self, new: &Path, folder: &Path) -> Result<(), DirectoryError> {
+        fs::rename(new, folder).map_err(DirectoryError::io("rename", new))?;
+        files::sync_names(&self.path).inspect_err(|_| {
+            if let Err(error) = fs::rename(folder, new).map_err(DirectoryError::io("rename", folder)) {
+                tracing::warn!(%error, "a checkpoint is left that a crash of the machine may undo");
+            }
+        })
     }
 
     /// The newest checkpoint that is as it was written and that `restore` can use; `None` where there is none at all. One
@@ -374,6 +383,34 @@ mod tests {
         std::os::unix::fs::symlink(&precious, place.0.join(LOCK)).unwrap();
         assert!(Directory::open(&place.0).unwrap_err().to_string().starts_with("cannot lock"));
         assert_eq!(fs::read(&precious).unwrap(), b"to be kept");
+    }
+
+    #[test]
+    fn a_directory_may_be_a_link_and_what_is_removed_may_hold_directories_but_no_link_is_followed() {
+        let place = Temporary::new();
+        let (elsewhere, link) = (place.0.join("elsewhere"), place.0.join("link"));
+        fs::create_dir_all(&elsewhere).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &link).unwrap();
+        let store = store();
+        let mut directory = Directory::open(&link).unwrap();
+        let precious = place.0.join("precious");
+        fs::create_dir(&precious).unwrap();
+        fs::write(precious.join("file"), "to be kept").unwrap();
+        let first = save(&mut directory, &store, 1);
+        fs::create_dir_all(first.join("within/another")).unwrap();
+        std::os::unix::fs::symlink(&precious, first.join("within/link")).unwrap();
+        for version in 2..=4 {
+            save(&mut directory, &store, version);
+        }
+        let kept: Vec<u64> = checkpoints(&link).unwrap().into_iter().map(|(number, _)| number).collect();
+        assert_eq!(kept, [4, 3, 2]);
+        assert!(!elsewhere.join(OLD).exists());
+        assert_eq!(fs::read(precious.join("file")).unwrap(), b"to be kept");
+        std::os::unix::fs::symlink(&precious, elsewhere.join(NEW)).unwrap();
+        let state = store.begin_cut().unwrap().take().unwrap();
+        let refused = directory.save(&store, &state, RunRecord::default()).unwrap_err().to_string();
+        assert!(refused.starts_with("cannot remove"), "{refused}");
+        assert_eq!(fs::read(precious.join("file")).unwrap(), b"to be kept");
     }
 
     #[test]

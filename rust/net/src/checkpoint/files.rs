@@ -1,9 +1,13 @@
 //! Files that are on the disk when they say so, and that are what they seem.
 
 use super::error::DirectoryError;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, openat, unlinkat};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::path::Arg;
+use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::AsFd;
 use std::path::Path;
 
 /// Makes a new file for `write`, and returns when its bytes are on the disk.
@@ -55,19 +59,49 @@ pub(super) fn open_lock(path: &Path) -> io::Result<File> {
 fn open_plain(path: &Path, how: OFlags) -> io::Result<File> {
     let flags = how | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let open = || rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR);
-    let file = File::from(rustix::io::retry_on_intr(open)?);
+    let file = File::from(retry_on_intr(open)?);
     if file.metadata()?.is_file() {
         return Ok(file);
     }
     Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no plain file"))
 }
 
+/// The names in a directory. The standard library's way to them panics where a directory cannot be closed.
+pub(super) fn names(path: &Path) -> io::Result<Vec<CString>> {
+    Ok(names_in(&mut open_directory(CWD, path, OFlags::empty())?)?)
+}
+
 /// Removes a directory with what is in it, if it is there.
 pub(super) fn remove(path: &Path) -> Result<(), DirectoryError> {
-    match fs::remove_dir_all(path) {
-        Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
-            Err(DirectoryError::io("remove", path)(cause))
-        }
-        _ => Ok(()),
+    match remove_directory(CWD, path) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(cause) => Err(DirectoryError::io("remove", path)(cause.into())),
     }
+}
+
+fn remove_directory(place: impl AsFd, path: impl Arg + Copy) -> rustix::io::Result<()> {
+    let mut directory = open_directory(&place, path, OFlags::NOFOLLOW)?;
+    for name in names_in(&mut directory)? {
+        match unlinkat(directory.fd()?, &name, AtFlags::empty()) {
+            Err(Errno::ISDIR) => remove_directory(directory.fd()?, &*name)?,
+            removed => removed?,
+        }
+    }
+    unlinkat(place, path, AtFlags::REMOVEDIR)
+}
+
+fn open_directory(place: impl AsFd, path: impl Arg + Copy, how: OFlags) -> rustix::io::Result<Dir> {
+    let flags = how | OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Dir::new(retry_on_intr(|| openat(&place, path, flags, Mode::empty()))?)
+}
+
+fn names_in(directory: &mut Dir) -> rustix::io::Result<Vec<CString>> {
+    let mut names = Vec::new();
+    while let Some(entry) = directory.read() {
+        let entry = entry?;
+        if ![c".", c".."].contains(&entry.file_name()) {
+            names.push(entry.file_name().to_owned());
+        }
+    }
+    Ok(names)
 }

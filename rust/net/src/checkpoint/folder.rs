@@ -87,13 +87,12 @@ pub(super) fn next_number(directory: &Path) -> Result<u64, DirectoryError> {
 fn named(directory: &Path, prefix: &str) -> Result<Vec<(u64, PathBuf, bool)>, DirectoryError> {
     let io = || DirectoryError::io("read", directory);
     let mut found = Vec::new();
-    for entry in fs::read_dir(directory).map_err(io())? {
-        let entry = entry.map_err(io())?;
-        let name = entry.file_name();
-        let number = name.to_str().and_then(|name| name.strip_prefix(prefix)).and_then(number);
-        if let Some(number) = number {
-            let is_folder = entry.file_type().map_err(io())?.is_dir();
-            found.push((number, entry.path(), is_folder));
+    for name in files::names(directory).map_err(io())? {
+        let Ok(name) = name.to_str() else { continue };
+        if let Some(number) = name.strip_prefix(prefix).and_then(number) {
+            let path = directory.join(name);
+            let is_folder = fs::symlink_metadata(&path).map_err(io())?.is_dir();
+            found.push((number, path, is_folder));
         }
     }
     Ok(found)

@@ -186,7 +186,6 @@ impl Checkpoints {
             Some(directory) => directory.save(store, &state, run),
         };
         drop(state); // its memory, before anything else
-        let mut news = lock(&self.news);
         match saved {
             Ok(path) => {
                 let (at, took) = (Instant::now(), begun.elapsed());
@@ -197,20 +196,25 @@ impl Checkpoints {
                     "a checkpoint is written"
                 );
                 let last = Some(Written { path, term, version, whole, agreed, at, took });
-                *news = News { last, failed: None };
+                *lock(&self.news) = News { last, failed: None };
                 true
             }
             Err(error) => {
-                let what = if is_last {
-                    "the last checkpoint could not be written: what came after the one before is lost"
-                } else {
-                    "a checkpoint could not be written: the run goes on, and would be lost from the one before"
-                };
-                tracing::error!(%error, version, "{what}");
-                news.failed = Some(error.to_string());
+                self.tell_failure(error.to_string(), version, is_last);
                 false
             }
         }
+    }
+
+    /// Tells that one could not be written.
+    pub(super) fn tell_failure(&self, error: String, version: u64, is_last: bool) {
+        let what = if is_last {
+            "the last checkpoint could not be written: what came after the one before is lost"
+        } else {
+            "a checkpoint could not be written: the run goes on, and would be lost from the one before"
+        };
+        tracing::error!(%error, version, "{what}");
+        lock(&self.news).failed = Some(error);
     }
 
     /// Leaves the directory to others.

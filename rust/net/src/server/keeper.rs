@@ -1,12 +1,14 @@
 //! The thread that writes checkpoints: the first when the model is in place, then when it is time, and the last when all
 //! else has ended.
 
+use super::checkpoints::Checkpoints;
 use super::cut;
 use super::error::ServerError;
 use super::model::Model;
 use super::shared::Shared;
 use offbeat_core::checkpoint::RunRecord;
 use offbeat_core::store::StoreState;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -58,8 +60,7 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
             if is_last {
                 tracing::info!("the last checkpoint is being written");
             }
-            let (state, run) = now(shared, model);
-            if !checkpoints.save(&model.store, state, run, is_last) {
+            if !save(shared, checkpoints, model, is_last) {
                 not_before = Instant::now() + RETRY;
             }
         }
@@ -68,6 +69,28 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
         }
         is_last = !matches!(ends.recv_timeout(LOOK), Err(RecvTimeoutError::Timeout));
     }
+}
+
+/// Saves what there is now; false if that failed.
+fn save(shared: &Shared, checkpoints: &Checkpoints, model: &Model, is_last: bool) -> bool {
+    let saved = unless_it_panics(|| {
+        let (state, run) = now(shared, model);
+        checkpoints.save(&model.store, state, run, is_last)
+    });
+    saved.unwrap_or_else(|what| {
+        let error = format!("the save in {} broke off: {what}", checkpoints.directory().display());
+        checkpoints.tell_failure(error, model.store.version(), is_last);
+        false
+    })
+}
+
+/// A panic is a failure too, and not the end of the thread: nobody would hear that no checkpoint is written any more.
+fn unless_it_panics(save: impl FnOnce() -> bool) -> Result<bool, String> {
+    // Nothing is left half changed: what is on the disk is whole whenever it has its name.
+    catch_unwind(AssertUnwindSafe(save)).map_err(|panic| {
+        let said = panic.downcast_ref::<String>().map(String::as_str);
+        said.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it does not say why").to_owned()
+    })
 }
 
 /// The store's state and the run's, which belong together: who changes the run holds its lock until the store obeys.
@@ -79,4 +102,18 @@ fn now(shared: &Shared, model: &Model) -> (StoreState, RunRecord) {
     });
     let (run_id, port, blueprint) = (shared.run_id.clone(), shared.address.port(), model.blueprint.clone());
     (state, RunRecord { run_id, port, blueprint, agreed })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_save_that_panics_is_a_failure_with_its_words() {
+        assert_eq!(unless_it_panics(|| true), Ok(true));
+        assert_eq!(unless_it_panics(|| panic!("as it cannot be")), Err("as it cannot be".to_owned()));
+        let number = std::hint::black_box(7);
+        assert_eq!(unless_it_panics(|| panic!("fragment {number}")), Err("fragment 7".to_owned()));
+        assert!(unless_it_panics(|| std::panic::panic_any(number)).is_err());
+    }
 }
