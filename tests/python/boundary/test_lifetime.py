@@ -16,7 +16,8 @@ import pytest
 import offbeat
 from offbeat import optim
 from offbeat.errors import StateError
-from support.relay import Relay
+from support.fault_plan import Bytes, Hold, plan
+from support.fault_proxy import FaultProxy
 from support.targets import push_once
 from support.waiting import AT_ONCE_S
 
@@ -332,18 +333,18 @@ def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards():
     wide = {"w": np.zeros(400_000, np.float32)}
     with (
         offbeat.ParameterServer(wide, optimizer=optim.SGD(lr=1.0)) as server,
-        Relay(server.address, 300_000) as relay,
+        FaultProxy(server.address, plan(Hold(Bytes(300_000)))) as proxy,
     ):
-        client = offbeat.Client(relay.address, worker_id="it")
+        client = offbeat.Client(proxy.address, worker_id="it")
         client.pull()
         thread = threading.Thread(target=client.push, args=(wide,))
         thread.start()
         try:
-            assert relay.reached.wait(20)
+            proxy.wait_for("holds")
             with pytest.raises(StateError, match="another thread is in a call"):
                 client.close()
         finally:
-            relay.go_on()
+            proxy.heal()
             thread.join()
         client.close()
         wait_for_state(server, "it", "finished", timeout_s=5)
@@ -386,7 +387,7 @@ def test_ctrl_c_in_a_push_leaves_the_client_usable():
     large = {"w": np.zeros(2_000_000, np.float32)}
     with (
         offbeat.ParameterServer(large, optimizer=optim.SGD(lr=1.0)) as server,
-        Relay(server.address, limit=1 << 20) as relay,
+        FaultProxy(server.address, plan(Hold(Bytes(1 << 20)))) as proxy,
     ):
         program = started(
             "import sys, numpy as np, offbeat\n"
@@ -399,12 +400,12 @@ def test_ctrl_c_in_a_push_leaves_the_client_usable():
             "    print('interrupted', flush=True)\n"
             "sys.stdin.readline()\n"
             "print(len(client.flush()), client.pull(out=out)['w'][:2].tolist(), flush=True)",
-            relay.address,
+            proxy.address,
         )
-        assert relay.reached.wait(20), program.kill()  # the push is under way, and waits
+        proxy.wait_for("holds")  # the push is under way, and waits
         program.send_signal(signal.SIGINT)
         assert program.stdout.readline() == "interrupted\n", program.kill()
-        relay.go_on()
+        proxy.heal()
         out, err = program.communicate("\n", timeout=30)
         assert out == "1 [-1.0, -1.0]\n", (out, err)
 

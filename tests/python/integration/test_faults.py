@@ -2,7 +2,7 @@
 
 One run per transaction: four workers, each a process that pauses between its pushes. One is killed and one is
 stopped (SIGSTOP) while the server has a part of their third push; two survive. The broken pushes go through a
-relay, which passes on just so many bytes. The gradients are whole numbers, so that the parameters tell which
+proxy, which passes on just so many bytes. The gradients are whole numbers, so that the parameters tell which
 pushes are in them.
 """
 
@@ -25,7 +25,8 @@ import pytest
 
 import offbeat
 from support.command import Command, command, running
-from support.relay import Relay
+from support.fault_plan import Bytes, Hold, plan
+from support.fault_proxy import FaultProxy
 
 # Each run starts a process with torch, and the server takes ten seconds to give a silent peer up.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -169,7 +170,8 @@ def play(transaction, stack):
     server = stack.enter_context(
         offbeat.ParameterServer(model, transaction=transaction, optimizer=offbeat.optim.SGD(lr=1.0))
     )
-    relays = [stack.enter_context(Relay(server.address, LIMIT_BYTES)) for _ in BROKEN]
+    held = plan(Hold(Bytes(LIMIT_BYTES)))
+    proxies = [stack.enter_context(FaultProxy(server.address, held)) for _ in BROKEN]
 
     def workers():
         return {worker["id"]: worker for worker in server.status()["workers"]}
@@ -177,8 +179,8 @@ def play(transaction, stack):
     def start(name, *arguments, **keywords):
         return stack.enter_context(running(Worker(name, *arguments, **keywords)))
 
-    killed = start("killed", relays[0].address, LOADING, calm=WHOLE_PUSHES)
-    stopped = start("stopped", relays[1].address, calm=WHOLE_PUSHES)
+    killed = start("killed", proxies[0].address, LOADING, calm=WHOLE_PUSHES)
+    stopped = start("stopped", proxies[1].address, calm=WHOLE_PUSHES)
     survivors = [start(name, server.address) for name in SURVIVORS]
     for worker in (killed, stopped, *survivors):
         for _ in range(WHOLE_PUSHES):
@@ -186,15 +188,15 @@ def play(transaction, stack):
     loaders = killed.children()
     stack.callback(kill, loaders)
 
-    for worker, relay in zip((killed, stopped), relays, strict=True):
+    for worker, proxy in zip((killed, stopped), proxies, strict=True):
         worker.go()
-        assert relay.reached.wait(DEADLINE_S)
+        proxy.wait_for("holds", timeout_s=DEADLINE_S)
     stopped.process.send_signal(signal.SIGSTOP)
     assert os.WIFSTOPPED(os.waitpid(stopped.process.pid, os.WUNTRACED)[1])
     began = time.monotonic()
     killed.process.kill()
-    for relay in relays:
-        relay.lose_the_rest()
+    for proxy in proxies:
+        proxy.lose_the_rest()
     wait_for(lambda: workers()["killed"]["state"] == "lost")
     noticed = {"killed": time.monotonic() - began}
     num_loaders = sum(Path(f"/proc/{pid}").exists() for pid in loaders)

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, StateError
+from support.fault_plan import Bytes, Hold, plan
+from support.fault_proxy import FaultProxy
 from support.host import Host
-from support.relay import Relay
 from support.waiting import AT_ONCE_S, wait_for
 from support.worker import train_in_a_process
 
@@ -96,12 +97,12 @@ def test_repr_names_worker_and_server_or_says_closed(serve, join):
     assert repr(worker) == "<offbeat.AsyncWorker, closed>"
 
 
-def busy(worker, relay):
-    """A thread that stays in a step of the worker until the relay goes on."""
+def busy(worker, proxy):
+    """A thread that stays in a step of the worker until the proxy heals."""
     worker.model.weight.sum().backward()
     thread = threading.Thread(target=worker.step)
     thread.start()
-    assert relay.reached.wait(20)
+    proxy.wait_for("holds")
     return thread
 
 
@@ -153,27 +154,27 @@ def test_a_worker_that_was_never_made_was_never_there(serve):
 
 def test_version_may_be_read_while_another_thread_is_in_a_call(serve, join):
     server = serve(nn.Linear(4, 100_000))
-    with Relay(server.address, 300_000) as relay:
-        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC, reconnect_timeout_s=0)
-        thread = busy(worker, relay)
+    with FaultProxy(server.address, plan(Hold(Bytes(300_000)))) as proxy:
+        worker = join(proxy.address, nn.Linear(4, 100_000), optimizer=SPEC, reconnect_timeout_s=0)
+        thread = busy(worker, proxy)
         try:
             assert (worker.version, worker.id, worker.run_id) == (0, "worker-0", server.status()["run_id"])
         finally:
-            relay.go_on()
+            proxy.heal()
             thread.join()
         assert worker.version == 1
 
 
 def test_close_while_another_thread_is_in_a_call_raises_and_works_afterwards(serve, join):
     server = serve(nn.Linear(4, 100_000))
-    with Relay(server.address, 300_000) as relay:
-        worker = join(relay.address, nn.Linear(4, 100_000), optimizer=SPEC, reconnect_timeout_s=0)
-        thread = busy(worker, relay)
+    with FaultProxy(server.address, plan(Hold(Bytes(300_000)))) as proxy:
+        worker = join(proxy.address, nn.Linear(4, 100_000), optimizer=SPEC, reconnect_timeout_s=0)
+        thread = busy(worker, proxy)
         try:
             with pytest.raises(StateError, match="another thread is in a call"):
                 worker.close()
         finally:
-            relay.go_on()
+            proxy.heal()
             thread.join()
         assert states(server) == ["joined"]
         worker.close()
@@ -191,11 +192,11 @@ def test_one_that_cannot_say_goodbye_at_the_end_of_the_process_keeps_no_other_fr
         threading.Thread(target=worker.step, daemon=True).start()
         sys.stdin.readline()
     """)
-    with Relay(server.address, 300_000) as relay:
+    with FaultProxy(server.address, plan(Hold(Bytes(300_000)))) as proxy:
         process = subprocess.Popen(
-            [sys.executable, "-c", script, server.address, relay.address], stdin=subprocess.PIPE
+            [sys.executable, "-c", script, server.address, proxy.address], stdin=subprocess.PIPE
         )
-        assert relay.reached.wait(40)
+        proxy.wait_for("holds", timeout_s=40)
         process.communicate(b"\n", timeout=40)
         idle = {w["id"]: w["state"] for w in server.status()["workers"] if w["id"] != "busy"}
         assert idle == {f"idle {n}": "finished" for n in range(8)}

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 import offbeat
 from offbeat.errors import ConfigError, NonFiniteError, StateError
-from support.relay import Relay
+from support.fault_plan import Bytes, Hold, plan
+from support.fault_proxy import FaultProxy
 from support.small_net import backward, net, normed, same, values
 
 SPEC = offbeat.optim.SGD(lr=0.1)
@@ -469,11 +470,11 @@ def wide():
     return nn.Linear(4, WIDE, bias=False)
 
 
-def broken_off_step(worker, relay):
+def broken_off_step(worker, proxy):
     """Press Ctrl-C while the push is under way; what is left of it goes on to the server afterwards."""
 
     def press():
-        assert relay.reached.wait(20)
+        proxy.wait_for("holds")
         os.kill(os.getpid(), signal.SIGINT)
 
     pressing = threading.Thread(target=press)
@@ -481,7 +482,7 @@ def broken_off_step(worker, relay):
     with pytest.raises(KeyboardInterrupt):
         worker.step()
     pressing.join()
-    relay.go_on()
+    proxy.heal()
 
 
 def square(model):
@@ -492,12 +493,12 @@ def square(model):
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_live_optimizer_s_step_that_was_broken_off_is_applied_once(serve, join, in_flight):
     server, model = serve(wide()), wide()
-    with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
+    with FaultProxy(server.address, plan(Hold(Bytes(MIDDLE_OF_THE_PUSH)))) as proxy:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        worker = join(relay.address, model, optimizer=optimizer, in_flight=in_flight, reconnect_timeout_s=0)
+        worker = join(proxy.address, model, optimizer=optimizer, in_flight=in_flight, reconnect_timeout_s=0)
         read = values(model)[0]
         square(model)
-        broken_off_step(worker, relay)
+        broken_off_step(worker, proxy)
         halved = values(model)[0] == read / 2  # where the server's answer had come
         assert torch.equal(values(model)[0][~halved], read[~halved])
         assert not halved.all()
@@ -517,9 +518,9 @@ def test_a_second_ctrl_c_while_the_first_is_met_changes_nothing_of_that(serve, j
             sys.setprofile(None)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
+    with FaultProxy(server.address, plan(Hold(Bytes(MIDDLE_OF_THE_PUSH)))) as proxy:
         worker = join(
-            relay.address,
+            proxy.address,
             model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.25),
             reconnect_timeout_s=0,
@@ -527,7 +528,7 @@ def test_a_second_ctrl_c_while_the_first_is_met_changes_nothing_of_that(serve, j
         read = values(model)[0]
         square(model)
         sys.setprofile(press_again)
-        broken_off_step(worker, relay)
+        broken_off_step(worker, proxy)
         assert torch.equal(values(model)[0], read / 2), "the second came too late for this test"
         square(model)  # a quarter of what was read is still to go
         worker.step()
@@ -538,10 +539,10 @@ def test_a_second_ctrl_c_while_the_first_is_met_changes_nothing_of_that(serve, j
 
 def test_what_was_written_to_the_module_after_a_push_was_broken_off_is_undone_by_the_next_pull(serve, join):
     server, model = serve(nn.Linear(4, WIDE)), nn.Linear(4, WIDE)
-    with Relay(server.address, MIDDLE_OF_THE_PUSH) as relay:
-        worker = join(relay.address, model, optimizer=SPEC, reconnect_timeout_s=0)
+    with FaultProxy(server.address, plan(Hold(Bytes(MIDDLE_OF_THE_PUSH)))) as proxy:
+        worker = join(proxy.address, model, optimizer=SPEC, reconnect_timeout_s=0)
         square(model)  # of the weight alone: the bias stays what it is on the server
-        broken_off_step(worker, relay)
+        broken_off_step(worker, proxy)
         with torch.no_grad():
             model.bias.zero_()
         assert [r.applied for r in worker.flush()] == [True]
