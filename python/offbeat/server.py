@@ -279,6 +279,30 @@ class ParameterServer(process.Live):
                 raise no_such_tensor(name, known, "the state")
         server.load_tensors([_value_of(entry, state) for entry in entries])
 
+    def rollback(self, version: int | None = None) -> int:
+        """Go back to a checkpoint, while the run goes on: as after a learning rate that was too high.
+
+        Model and optimizer state are what they were then; the learning rate, counts, versions and the
+        schedule's place go on from now, in a new `term`. Pushes that were made on the values in between are
+        rejected (`server_rolled_back`), and their workers read anew.
+
+        Args:
+            version: That of the checkpoint; None means the newest.
+
+        Returns:
+            The checkpoint's version.
+
+        Raises:
+            CheckpointError: If there is none of that version (the error says which there are), or it is
+                damaged.
+            StateError: If this server keeps no checkpoints, or has no model yet.
+        """
+        if version is not None and not is_count(version):
+            raise ConfigError(
+                f"version is {version!r}: give a checkpoint's, a whole number, 0 or more, or None"
+            )
+        return self._open().roll_back(version)
+
     def set_lr(self, lr: float, group: int | None = None) -> None:
         """Change the learning rate, from the next push on; the schedule's factor multiplies it as before.
 

@@ -201,6 +201,10 @@ impl Server {
         self.call(py, |server, _| server.load_tensors(&values))
     }
 
+    fn roll_back(&self, py: Python<'_>, version: Option<u64>) -> PyResult<u64> {
+        self.call(py, |server, _| server.roll_back(version))
+    }
+
     fn stop(&self, py: Python<'_>, is_over: bool) -> PyResult<()> {
         self.call(py, |server, _| {
             server.end(if is_over { Ending::Finished } else { Ending::Restarting });

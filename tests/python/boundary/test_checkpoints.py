@@ -11,7 +11,7 @@ import pytest
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
+from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError, StateError
 from support.waiting import wait_for
 
 MODEL = {"w": np.zeros(70_000, np.float32), "b": np.zeros(3, np.float32)}
@@ -157,3 +157,45 @@ def test_what_does_not_fit_the_checkpoint_is_refused(tmp_path):
     ) as anew:
         assert anew.status()["version"] == 0
     assert len(list(tmp_path.glob("earlier-checkpoint-*"))) == 2
+
+
+@pytest.mark.parametrize("transaction", ["fragment", "model"])
+def test_a_server_goes_back_to_a_checkpoint_and_the_run_goes_on(tmp_path, transaction):
+    adam = offbeat.optim.Adam(lr=0.1)
+    server = offbeat.ParameterServer(
+        {"w": np.zeros(5, np.float32)},
+        optimizer=adam,
+        checkpoint_dir=tmp_path,
+        checkpoint_frequency=1,
+        transaction=transaction,
+    )
+    with server, offbeat.Client(server.address) as client:
+        parameters = client.pull()
+
+        def push(value):
+            return client.push_pull({"w": np.full(5, value, np.float32)}, out=parameters)
+
+        for n in range(3):
+            assert push(n + 1).applied
+            wait_for(lambda n=n: server.status()["checkpoints"]["version"] == n + 1)
+        then = server.state_dict()["w"].copy()
+        undisturbed = push(4.0)
+        after = parameters["w"].copy()
+        wait_for(lambda: server.status()["checkpoints"]["version"] == 4)
+        assert server.rollback(3) == 3
+        assert (server.state_dict()["w"] == then).all()
+        late = push(9.0)
+        assert (late.applied, late.reason, late.term) == (False, "server_rolled_back", undisturbed.term + 1)
+        assert (parameters["w"] == then).all()
+        again = push(4.0)
+        assert (again.applied, again.version) == (True, 5)
+        assert (parameters["w"] == after).all(), "the optimizer remembers what it had then"
+        with pytest.raises(CheckpointError, match=r"no checkpoint of version 77 .* of versions \["):
+            server.rollback(77)
+        with pytest.raises(ConfigError, match="version is -1"):
+            server.rollback(-1)
+    with (
+        offbeat.ParameterServer({"w": np.zeros(5, np.float32)}, optimizer=adam) as keeps_none,
+        pytest.raises(StateError, match="keeps no checkpoints"),
+    ):
+        keeps_none.rollback()

@@ -27,6 +27,7 @@ pub mod receipt;
 mod registry;
 pub mod rejoin;
 pub mod resume;
+mod rollback;
 pub mod root;
 mod slot;
 pub mod status;
@@ -322,6 +323,11 @@ impl Store {
     /// parameters and are rejected as rolled back. Optimizer state starts anew. Resolves when the last fragment has
     /// changed; any roles that come back are to be driven like a submission's.
     pub fn load(self: &Arc<Self>, fill: &mut dyn FnMut(usize, &mut [u8])) -> Load {
+        self.replace_all(&mut |i, term| filled(&self.layout, i, (term, 0), Box::default(), &self.pool, fill))
+    }
+
+    /// Replaces every root by those that `make` gives for a fragment and the new term.
+    fn replace_all(self: &Arc<Self>, make: &mut dyn FnMut(usize, u64) -> Root) -> Load {
         // It guards no value: a load that panicked has left the fragments it had queued.
         let _in_order = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let term = {
@@ -329,7 +335,7 @@ impl Store {
             registry.term += 1;
             registry.term
         };
-        let mut root = |i: usize| filled(&self.layout, i, (term, 0), Box::default(), &self.pool, fill);
+        let mut root = |i: usize| make(i, term);
         let mut load = Load::default();
         if self.config.transaction == Transaction::Model {
             let (done, heard) = oneshot::channel();

@@ -100,7 +100,7 @@ fn rules(spec: &RunSpec) -> impl Iterator<Item = &Rule> {
 }
 
 /// Whether workers and store go on as before: the parts of both are compared.
-fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
+pub(super) fn same_rules(a: &RunSpec, b: &RunSpec) -> bool {
     a.optimizer.momentum_correction == b.optimizer.momentum_correction
         && patterns(a).eq(patterns(b))
         && rules(a).eq(rules(b))

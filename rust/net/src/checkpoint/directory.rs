@@ -135,6 +135,25 @@ impl Directory {
         Ok(Some(used))
     }
 
+    /// The newest checkpoint, or the newest of a version, once its files are found to be as they were written; else the
+    /// versions that there are.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::verified`]: one that is damaged is not passed over.
+    pub fn find(&self, version: Option<u64>) -> Result<Result<Checkpoint, Vec<u64>>, DirectoryError> {
+        let mut versions = Vec::new();
+        for folder in folders(&self.path)? {
+            let checkpoint = Checkpoint::unverified(&folder)?;
+            let found = checkpoint.manifest.book.version;
+            if version.is_none_or(|wanted| wanted == found) {
+                checkpoint.verify(&Watch::none())?;
+                return Ok(Ok(checkpoint));
+            }
+            versions.push(found);
+        }
+        Ok(Err(versions))
+    }
+
     /// Gives every checkpoint another name: a run that begins anew neither goes on from them nor removes them.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use super::membership::State;
 use crate::checkpoint::{Directory, DirectoryError, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
-use offbeat_core::store::{Life, Store, StoreState, WorkerKey};
+use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -145,6 +145,26 @@ impl Checkpoints {
     pub(super) fn reserve_term(&self, term: u64) -> Result<(), DirectoryError> {
         // Without a directory the server has stopped, and nobody hears of the term.
         lock(&self.directory).as_mut().map_or(Ok(()), |directory| directory.reserve_term(term))
+    }
+
+    /// The store that a checkpoint describes, the newest or that of a version.
+    pub(super) fn recall(
+        &self,
+        version: Option<u64>,
+        config: StoreConfig,
+    ) -> Result<Arc<Store>, ServerError> {
+        // Held, so that it is not removed meanwhile.
+        let directory = lock(&self.directory);
+        let directory = directory.as_ref().ok_or(ServerError::Stopped)?;
+        let found = directory.find(version)?.map_err(|kept| ServerError::NoSuchCheckpoint {
+            directory: self.path.clone(),
+            version,
+            kept,
+        })?;
+        let book = &found.manifest.book;
+        // A life that nobody hears of.
+        let life = Life { term: book.term + 1, last_incarnation: book.last_incarnation };
+        Ok(found.restore(config, life, &Watch::none())?)
     }
 
     pub(super) fn status(&self, now: Instant) -> CheckpointStatus {

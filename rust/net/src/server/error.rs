@@ -30,6 +30,11 @@ pub enum ServerError {
     Insecure { host: String },
     #[error(transparent)]
     Spec(#[from] SpecError),
+    #[error("a server that keeps no checkpoints has nothing to go back to: give checkpoint_dir")]
+    KeepsNone,
+    #[error("there is no checkpoint{} in {}; there are those of versions {kept:?}",
+        .version.map(|version| format!(" of version {version}")).unwrap_or_default(), .directory.display())]
+    NoSuchCheckpoint { directory: PathBuf, version: Option<u64>, kept: Vec<u64> },
     #[error("{name} is {value}: {remedy}")]
     Config { name: &'static str, value: String, remedy: &'static str },
     #[error(

@@ -5,6 +5,7 @@ use super::cut;
 use super::error::ServerError;
 use super::snapshot::check_values;
 use crate::tensors::{self, Tensors, gather};
+use offbeat_core::store::{Load, Store};
 use offbeat_core::wire::message::Event;
 use std::sync::{Arc, PoisonError};
 
@@ -37,7 +38,39 @@ impl Server {
             checkpoints.reserve_term(store.term() + 1)?;
         }
         let layout = Arc::clone(store.layout());
-        let mut load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
+        let load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
+        let term = self.finish(store, load);
+        drop(whole);
+        tracing::info!(term, "the model's values were replaced");
+        self.shared.members().tell_all(&Event::Term { term });
+        Ok(())
+    }
+
+    /// Goes back to a checkpoint, the newest or that of a version: model and optimizer state are what they were then, in
+    /// a new term; counts go on. Gives the checkpoint's version.
+    ///
+    /// # Errors
+    /// [`ServerError`] if no checkpoints are kept, there is none of that version, or it cannot be read; nothing has changed
+    /// then.
+    pub fn roll_back(&self, version: Option<u64>) -> Result<u64, ServerError> {
+        self.check()?;
+        let checkpoints = self.shared.checkpoints.as_ref().ok_or(ServerError::KeepsNone)?;
+        let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
+        let store = &model.store;
+        // Beside the run: it takes a while.
+        let earlier = checkpoints.recall(version, self.shared.config.store())?;
+        let (then, now) = (earlier.version(), store.version());
+        let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        checkpoints.reserve_term(store.term() + 1)?;
+        let term = self.finish(store, store.roll_back(&earlier));
+        drop(whole);
+        tracing::warn!(from = now, to = then, term, "the model is back where it was");
+        self.shared.members().tell_all(&Event::Term { term });
+        Ok(then)
+    }
+
+    /// Drives a load to its end; gives its term.
+    fn finish(&self, store: &Arc<Store>, mut load: Load) -> u64 {
         let mut role = load.model_role.take();
         while let Some(held) = role {
             role = held.step();
@@ -46,10 +79,6 @@ impl Server {
             // Driven by whoever held the turn; an error says that the store is gone.
             self.control.block_on(done).ok();
         }
-        let term = store.term();
-        drop(whole);
-        tracing::info!(term, "the model's values were replaced");
-        self.shared.members().tell_all(&Event::Term { term });
-        Ok(())
+        store.term()
     }
 }

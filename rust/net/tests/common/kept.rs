@@ -1,6 +1,7 @@
 //! A server's checkpoints in a directory of the test's own, and what goes on between them.
 
 use super::{Raw, config, eventually};
+use offbeat_core::store::Receipt;
 use offbeat_core::wire::Want;
 use offbeat_core::wire::message::Joined;
 use offbeat_net::Tensors;
@@ -58,10 +59,15 @@ impl Steps {
     }
 
     pub fn push(&mut self, value: f32) {
+        let receipt = self.try_push(value);
+        assert!(receipt.applied, "{receipt:?}");
+    }
+
+    pub fn try_push(&mut self, value: f32) -> Receipt {
         self.sequence += 1;
         let answer = self.raw.push(self.sequence, self.read, self.base, value, Want::Parameters);
-        assert!(answer.receipt().applied, "{:?}", answer.receipt());
         (self.read, self.base) = (answer.read, answer.roots[0].0);
+        answer.receipt().clone()
     }
 }
 
