@@ -8,8 +8,9 @@
 or all of them under `multiprocessing.Process`: python examples/document_tutorial.py all 2
 
 Where the page is divided by lines, the code between them is the interface as it was first described, and
-keeps running as it stands; only imports, data, address and device are this example's. The server's two
-checkpoint keywords are left out: with them, a second run would go on from where the first has ended.
+keeps running as it stands; only imports, data, address, device and the place of checkpoints are this
+example's. With TUTORIAL_CHECKPOINTS=DIRECTORY the server keeps some there: killed and started again, it goes
+on from the newest, and so do the workers, by themselves.
 """
 
 import functools
@@ -27,6 +28,8 @@ from offbeat.demo.data import load_digits
 
 ADDRESS = os.environ.get("TUTORIAL_SERVER", "127.0.0.1:5000")
 PORT = int(ADDRESS.rpartition(":")[2])
+CHECKPOINTS = os.environ.get("TUTORIAL_CHECKPOINTS")
+FREQUENCY = int(os.environ.get("TUTORIAL_FREQUENCY", "1000")) if CHECKPOINTS else None
 
 # How many processes read data, and how they are started, is this machine's affair.
 NUM_WORKERS = int(os.environ.get("TUTORIAL_NUM_WORKERS", "0"))
@@ -64,6 +67,8 @@ def run_server() -> None:
         staleness_policy="adaptive_lr",
         staleness_lr_factor=0.9,
         max_staleness=10,
+        checkpoint_dir=CHECKPOINTS,
+        checkpoint_frequency=FREQUENCY,
     )
     server.start()
     server.wait_for_workers()
