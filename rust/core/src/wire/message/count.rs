@@ -1,26 +1,29 @@
 //! How many values a message holds, counted before it is decoded: one byte on the wire may be an empty string or a
-//! number of unknown use, which are 24 and 32 bytes in memory.
+//! number of unknown use, which are 24 and 32 bytes in memory; and five may promise four thousand million values, for
+//! which a decoder makes room at once.
 
 use crate::wire::cursor::{Cursor, MessageError};
 
-/// Shorter messages may hold what they will.
+/// Shorter messages may hold what they will, if it came.
 const SMALL_BYTES: usize = 4 << 10;
 /// Most values of a message. A table of the most tensors with the most names and dimensions, and an optimizer of the
 /// most groups, have fewer together.
 const MAX_VALUES: usize = 5_000_000;
 
 /// Refuses a message that would take many times its own size in memory. One that ends too early, or is none, is left to
-/// the decoder. Ours have at least two bytes a value: keys are words, and names differ.
+/// the decoder, but for lists that promise more than came. Ours have at least two bytes a value: keys are words, and
+/// names differ.
 pub(super) fn check(bytes: &[u8]) -> Result<(), MessageError> {
-    if bytes.len() <= SMALL_BYTES {
-        return Ok(());
-    }
-    let most = MAX_VALUES.min(bytes.len() / 2);
+    let most = if bytes.len() <= SMALL_BYTES { usize::MAX } else { MAX_VALUES.min(bytes.len() / 2) };
     let mut cursor = Cursor(bytes);
     let (mut counted, mut due) = (0, 1_u64);
     while due > 0 {
         let Ok(inner) = next(&mut cursor) else { return Ok(()) };
         due = (due - 1).saturating_add(inner);
+        // Of all lists that are open, one within another: each value is a byte at least.
+        if due > cursor.0.len() as u64 {
+            return Err(MessageError::Form("its lists promise more values than came"));
+        }
         counted += 1;
         if counted > most {
             return Err(MessageError::Form("it holds more values than any message of its size does"));
@@ -89,6 +92,31 @@ mod tests {
         );
         assert!(refused(with(&bytes, 1 << 20, 0)).contains("more values"));
         assert!(decode::<Call>(&with(&bytes, 9, 0)).is_ok());
+    }
+
+    #[test]
+    fn a_list_that_promises_more_than_came_is_refused_before_room_is_made_for_it() {
+        let shortest =
+            [b"\xdc\xff\xff".as_slice(), b"\xdd\xff\xff\xff\xff", b"\xde\xff\xff", b"\xdf\xff\xff\xff\xff"];
+        for list in shortest {
+            for padding in [0, 1, super::SMALL_BYTES, 0xfffe] {
+                let mut bytes = vec![0x92]; // within another, and behind a string
+                bytes.extend_from_slice(b"\xdb\0\0\x12\x34");
+                bytes.resize(bytes.len() + 0x1234, b'x');
+                bytes.extend_from_slice(list);
+                bytes.resize(bytes.len() + padding, EMPTY_STRING);
+                let refused = super::check(&bytes).unwrap_err().to_string();
+                let is_said = refused.contains("promise more") || refused.contains("more values");
+                assert!(is_said, "{list:x?} with {padding}: {refused}");
+                assert!(super::check(list).unwrap_err().to_string().contains("promise more"));
+            }
+        }
+        let mut bytes = b"\xdc\0\x20".to_vec();
+        bytes.resize(bytes.len() + 0x20, EMPTY_STRING);
+        assert!(super::check(&bytes).is_ok(), "all of them have come");
+        assert!(super::check(&bytes[..bytes.len() - 1]).is_err(), "one has not");
+        // Short lists, each the first value of another, add up.
+        assert!(super::check(&[0x8f; 100]).unwrap_err().to_string().contains("promise more"));
     }
 
     /// The message with an array in the place of "HERE", of so many values of one byte.
