@@ -28,7 +28,7 @@ ifdef CI
 export CARGO_INCREMENTAL := 0
 endif
 
-.PHONY: help setup develop demo test chaos lint bench wheel clean distclean
+.PHONY: help setup develop demo test chaos lint fuzz bench wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,7 @@ chaos: develop ## Disturb checkpoints at every system call that writes or reads 
 
 lint: $(STAMPS)/tools ## Formats, lints, types and layers; builds no wheel
 	@$(STAGE) "Rust format" cargo fmt --all --check
+	@$(STAGE) "Rust format of the fuzz targets" cargo fmt --manifest-path fuzz/Cargo.toml --check
 	@$(STAGE) "Python format" $(VENV)/bin/ruff format --check .
 	@$(STAGE) "Python lints (ruff)" $(VENV)/bin/ruff check .
 	@PYTHONPATH=python $(STAGE) "Python layers (import-linter)" $(VENV)/bin/lint-imports --no-cache --no-logo
@@ -60,6 +61,9 @@ lint: $(STAMPS)/tools ## Formats, lints, types and layers; builds no wheel
 	@$(STAGE) "types of the examples (mypy)" $(VENV)/bin/mypy examples
 	@$(STAGE) "types of the examples (pyright)" $(VENV)/bin/basedpyright
 	@$(STAGE) "Rust lints (clippy)" cargo clippy $(LOCKED) --workspace --all-targets -- -D warnings
+
+fuzz: $(STAMPS)/fuzz ## Run every fuzz target for FUZZ_SECONDS (60) each; a crash fails
+	@$(STAGE) "fuzzing" scripts/fuzz $(ARGS)
 
 bench: wheel ## Measure the crates, then the release wheel as installed, beside its peers
 	@rm -rf $(SITE) && $(PY) -m pip install --quiet --no-deps --target $(SITE) dist/offbeat-*.whl
@@ -86,6 +90,10 @@ $(STAMPS)/tools: pyproject.toml scripts/make-venv scripts/setup-machine
 
 $(STAMPS)/nextest: scripts/setup-nextest $(STAMPS)/tools
 	@$(STAGE) "set up cargo-nextest" scripts/setup-nextest
+	@touch $@
+
+$(STAMPS)/fuzz: scripts/setup-fuzz $(STAMPS)/tools
+	@$(STAGE) "set up cargo-fuzz" scripts/setup-fuzz
 	@touch $@
 
 # Python's own files are used where they lie, so only Rust's make this stale.

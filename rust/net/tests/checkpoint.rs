@@ -312,48 +312,48 @@ fn a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() {
 
 #[test]
 fn a_server_that_goes_back_to_a_checkpoint_goes_on_as_one_that_was_started_on_it() {
-        let place = Place::new();
-        let rule = Rule::Adam {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.01,
-            amsgrad: false,
-            maximize: false,
-            decoupled_weight_decay: true,
-        };
-        let groups = vec![Group { pattern: "*".into(), lr: 0.1, rule }];
-        let optimizer = Some(OptimizerSpec { groups, momentum_correction: false });
-        let config = |place: &Place| {
-            let every = place.every(Every::Versions(1), Resume::Auto);
-            ServerConfig { optimizer: optimizer.clone(), ..every }
-        };
-        let server = start(config(&place));
-        until_the_first(&server);
-        let mut worker = Steps::of(&server, "a");
-        for n in 1..=3_u8 {
-            worker.push(f32::from(n));
-            eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == u64::from(n));
-        }
-        let then = bytes(&server);
-        let copy = Place::new();
-        copy_files(&place.0, &copy.0);
-        worker.push(4.0);
-        eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 4);
-        assert_eq!(server.roll_back(Some(3)).unwrap(), 3);
-        assert_eq!(bytes(&server), then);
-        let now = status(&server);
-        assert_eq!((&now["version"], &now["term"], &now["lost_updates"]), (&4.into(), &2.into(), &0.into()));
-        // A push on what was there in between is refused; its worker reads, and goes on.
-        let late = worker.try_push(9.0);
-        assert_eq!(late.reason, Some(Reason::ServerRolledBack));
-        worker.push(5.0);
-        let another = Server::start(config(&copy)).unwrap();
-        Steps::of(&another, "b").push(5.0);
-        assert_eq!(bytes(&server), bytes(&another), "the optimizer remembers what it had then");
-        let told = server.roll_back(Some(77)).unwrap_err().to_string();
-        assert!(told.contains("no checkpoint of version 77") && told.contains("of versions ["), "{told}");
-        eventually(&server, "one of the new term", |s| s["checkpoints"]["version"] == 5);
-        assert_eq!(server.roll_back(None).unwrap(), 5, "the newest");
+    let place = Place::new();
+    let rule = Rule::Adam {
+        betas: (0.9, 0.999),
+        eps: 1e-8,
+        weight_decay: 0.01,
+        amsgrad: false,
+        maximize: false,
+        decoupled_weight_decay: true,
+    };
+    let groups = vec![Group { pattern: "*".into(), lr: 0.1, rule }];
+    let optimizer = Some(OptimizerSpec { groups, momentum_correction: false });
+    let config = |place: &Place| {
+        let every = place.every(Every::Versions(1), Resume::Auto);
+        ServerConfig { optimizer: optimizer.clone(), ..every }
+    };
+    let server = start(config(&place));
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    for n in 1..=3_u8 {
+        worker.push(f32::from(n));
+        eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == u64::from(n));
+    }
+    let then = bytes(&server);
+    let copy = Place::new();
+    copy_files(&place.0, &copy.0);
+    worker.push(4.0);
+    eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 4);
+    assert_eq!(server.roll_back(Some(3)).unwrap(), 3);
+    assert_eq!(bytes(&server), then);
+    let now = status(&server);
+    assert_eq!((&now["version"], &now["term"], &now["lost_updates"]), (&4.into(), &2.into(), &0.into()));
+    // A push on what was there in between is refused; its worker reads, and goes on.
+    let late = worker.try_push(9.0);
+    assert_eq!(late.reason, Some(Reason::ServerRolledBack));
+    worker.push(5.0);
+    let another = Server::start(config(&copy)).unwrap();
+    Steps::of(&another, "b").push(5.0);
+    assert_eq!(bytes(&server), bytes(&another), "the optimizer remembers what it had then");
+    let told = server.roll_back(Some(77)).unwrap_err().to_string();
+    assert!(told.contains("no checkpoint of version 77") && told.contains("of versions ["), "{told}");
+    eventually(&server, "one of the new term", |s| s["checkpoints"]["version"] == 5);
+    assert_eq!(server.roll_back(None).unwrap(), 5, "the newest");
     let told = start(common::config()).roll_back(None).unwrap_err().to_string();
     assert!(told.contains("keeps no checkpoints"), "{told}");
 }
