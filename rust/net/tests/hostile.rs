@@ -103,6 +103,32 @@ fn only_so_many_connections_are_heard_before_they_have_proved_themselves() {
 }
 
 #[test]
+fn a_byte_now_and_then_does_not_keep_a_worker_in_its_frame() {
+    let time = Duration::from_secs(1);
+    let server = start(ServerConfig { progress_timeout: time, ..config() });
+    for in_head in [true, false] {
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        if in_head {
+            raw.write(&Header::new(Kind::Pull).encode()[..10]).unwrap();
+        } else {
+            raw.push_head(1, (joined.term, joined.version), Want::Receipt, None);
+            let header = Header { sequence: 1, ..Header::new(Kind::Fragment) };
+            raw.write(&header.with_payload(&floats(FRAGMENTS[0], 1.0)).encode()).unwrap();
+        }
+        raw.stream.set_read_timeout(Some(time / 5)).unwrap();
+        let end = std::time::Instant::now() + common::DEADLINE;
+        // Until there is something to read: what it was told, or its end.
+        while matches!(raw.stream.peek(&mut [0]), Err(e) if e.kind() == ErrorKind::WouldBlock) {
+            assert!(std::time::Instant::now() < end, "nobody minds");
+            raw.write(&[0]).ok(); // it may be over
+        }
+        let cause = if in_head { until_withdrawn(&server, "a") } else { until_state(&server, "a", "lost") };
+        assert!(cause.contains("bytes for 1 s in the middle of a frame"), "{cause}");
+    }
+    assert!(parameters(&server).iter().all(|&p| p == 0.0));
+}
+
+#[test]
 fn an_unknown_kind_and_a_flipped_bit_are_refused() {
     let server = start(config());
     let damaged = |damage: &dyn Fn(&mut [u8; 64])| {

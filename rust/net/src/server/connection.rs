@@ -9,6 +9,10 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+/// What a peer that owes something must move within the timeout, unless it is done with less: a packet brings more. Less
+/// would let one that sends a byte now and then hold what it holds for ever.
+const PROGRESS_BYTES: u64 = 1 << 10;
+
 /// What a connection's task is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -125,9 +129,9 @@ impl Connection {
         };
         // Whatever the peer still sends does not put off the end.
         if phase == Phase::Parting {
-            Sight { phase, received: 0, sent: 0 }
+            Sight { phase, boundary: 0, received: 0, sent: 0 }
         } else {
-            Sight { phase, received, sent }
+            Sight { phase, boundary: self.boundary.load(Ordering::Relaxed), received, sent }
         }
     }
 }
@@ -135,20 +139,36 @@ impl Connection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Sight {
     phase: Phase,
+    boundary: u64,
     received: u64,
     sent: u64,
+}
+
+impl Sight {
+    /// Bytes moved since an earlier look.
+    fn moved(&self, before: &Self) -> u64 {
+        self.received.saturating_sub(before.received) + self.sent.saturating_sub(before.sent)
+    }
+
+    /// Whether that is another frame, or much of the same.
+    fn is_progress(&self, before: &Self) -> bool {
+        (self.phase, self.boundary) != (before.phase, before.boundary) || self.moved(before) >= PROGRESS_BYTES
+    }
 }
 
 /// The watchdog's memory of one connection.
 #[derive(Debug)]
 pub(super) struct Watch {
-    sight: Sight,
+    last: Sight,
+    /// When the peer last got on, and how things were then.
+    progress: Sight,
     since: Instant,
 }
 
 impl Watch {
     pub(super) fn new(connection: &Connection, now: Instant) -> Self {
-        Self { sight: connection.sight(), since: now }
+        let sight = connection.sight();
+        Self { last: sight, progress: sight, since: now }
     }
 
     /// The server stood still for so long: no peer owes anything for that time.
@@ -156,7 +176,7 @@ impl Watch {
         self.since = (self.since + standstill).min(now);
     }
 
-    /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and nothing has
+    /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and too little has
     /// moved for `timeout`, what to say about it and whether it can still be told.
     pub(super) fn look(
         &mut self,
@@ -165,28 +185,32 @@ impl Watch {
         timeout: Duration,
     ) -> (u64, Option<(String, Shutdown)>) {
         let sight = connection.sight();
-        let moved =
-            sight.received.saturating_sub(self.sight.received) + sight.sent.saturating_sub(self.sight.sent);
-        if sight != self.sight {
-            *self = Self { sight, since: now };
+        let moved = sight.moved(&self.last);
+        self.last = sight;
+        if sight.is_progress(&self.progress) {
+            (self.progress, self.since) = (sight, now);
             return (moved, None);
         }
         let timeout = if sight.phase == Phase::Parting { FAREWELL } else { timeout };
         if now.duration_since(self.since) < timeout {
-            return (0, None);
+            return (moved, None);
         }
         let seconds = timeout.as_secs_f64();
+        let (came, taken) = match sight.moved(&self.progress) {
+            0 => ("no byte".to_owned(), "none".to_owned()),
+            few => (format!("only {few} bytes"), format!("only {few}")),
+        };
         let cause = match sight.phase {
             Phase::Idle | Phase::Waiting => None,
             Phase::Receiving => {
-                Some((format!("no byte for {seconds} s in the middle of a frame"), Shutdown::Read))
+                Some((format!("{came} for {seconds} s in the middle of a frame"), Shutdown::Read))
             }
             Phase::Parting => Some((format!("did not close within {seconds} s"), Shutdown::Both)),
             Phase::Sending => {
-                Some((format!("took none of the bytes sent to it for {seconds} s"), Shutdown::Both))
+                Some((format!("took {taken} of the bytes sent to it for {seconds} s"), Shutdown::Both))
             }
         };
-        (0, cause)
+        (moved, cause)
     }
 }
 
@@ -239,19 +263,49 @@ mod tests {
         assert!(watch.look(&connection, start + FAREWELL, FAREWELL * 9).1.is_some());
     }
 
+    /// Reads what the peer has sent.
+    async fn read(connection: &Connection, bytes: usize) {
+        let mut room = vec![0; bytes];
+        let mut left = &mut room[..];
+        while !left.is_empty() {
+            let n = connection.socket.read_vectored(&mut [std::io::IoSliceMut::new(left)]).await.unwrap();
+            left = &mut left[n..];
+        }
+    }
+
     #[tokio::test]
-    async fn a_part_of_a_header_is_a_debt_and_every_byte_a_respite() {
+    async fn a_part_of_a_header_is_a_debt_and_a_byte_now_and_then_no_payment() {
         let (mut peer, connection) = pair();
         connection.idle(0);
         let (start, timeout) = (Instant::now(), Duration::from_secs(10));
         let mut watch = Watch::new(&connection, start);
         assert_eq!(watch.look(&connection, start + timeout * 9, timeout), (0, None));
         peer.write_all(&[1, 2, 3]).unwrap();
-        let mut bytes = [0; 8];
-        let n = connection.socket.read_vectored(&mut [std::io::IoSliceMut::new(&mut bytes)]).await.unwrap();
-        assert_eq!(n, 3);
+        read(&connection, 3).await;
         let now = start + timeout * 9;
-        assert_eq!(watch.look(&connection, now, timeout), (3, None));
-        assert!(watch.look(&connection, now + timeout, timeout).1.unwrap().0.contains("no byte for 10 s"));
+        assert_eq!(watch.look(&connection, now, timeout), (3, None), "now it owes the rest");
+        peer.write_all(&[4]).unwrap();
+        read(&connection, 1).await;
+        assert_eq!(watch.look(&connection, now + timeout / 2, timeout), (1, None));
+        let said = watch.look(&connection, now + timeout, timeout).1.unwrap().0;
+        assert!(said.contains("only 1 bytes for 10 s"), "{said}");
+    }
+
+    #[tokio::test]
+    async fn a_packet_or_the_end_of_a_frame_is_a_respite() {
+        let (mut peer, connection) = pair();
+        let (start, timeout) = (Instant::now(), Duration::from_secs(10));
+        connection.enter(Phase::Receiving);
+        let mut watch = Watch::new(&connection, start);
+        let packet = usize::try_from(PROGRESS_BYTES).unwrap();
+        peer.write_all(&vec![0; packet + 7]).unwrap();
+        read(&connection, packet).await;
+        assert_eq!(watch.look(&connection, start + timeout, timeout), (PROGRESS_BYTES, None));
+        read(&connection, 7).await;
+        connection.idle(0); // between two looks
+        connection.enter(Phase::Receiving);
+        assert_eq!(watch.look(&connection, start + timeout * 2, timeout), (7, None));
+        let said = watch.look(&connection, start + timeout * 3, timeout).1.unwrap().0;
+        assert!(said.contains("no byte for 10 s"), "{said}");
     }
 }
