@@ -3,6 +3,7 @@
 
 use super::config::Ending;
 use super::connection::{Answer, Connection, Phase, Watch};
+use super::door::{Door, Place};
 use super::end::End;
 use super::membership::{Attached, Forgotten, Ticked};
 use super::poll;
@@ -23,7 +24,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 /// The longest time between two looks at the clock.
@@ -55,12 +56,12 @@ pub(super) async fn accept(
     };
     is_true(&shared.serving).await;
     let data: Arc<[Handle]> = data.into();
-    let pending = Arc::new(Semaphore::new(shared.config.max_pending));
+    let mut door = Door::new(shared.config.max_pending);
     loop {
-        let place = Arc::clone(&pending).acquire_owned().await.expect("the semaphore is never closed");
         match listener.accept().await {
             Ok((stream, peer)) => match Socket::of(ClosedInChildren::new(stream)) {
                 Ok(socket) => {
+                    let place = door.enter().await;
                     tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
                 }
                 Err(error) => {
@@ -76,18 +77,26 @@ pub(super) async fn accept(
 }
 
 /// Lets one connection prove itself, then serves it or hands it on.
-async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, place: OwnedSemaphorePermit) {
+async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, mut place: Place) {
     let mut reader = FrameReader::default();
     let peer = socket.peer();
     let handshake = handshake::admit(&socket, &mut reader, shared.config.token.as_deref());
-    let purpose = match timeout(shared.config.handshake_timeout, handshake).await {
-        Ok(Ok(purpose)) => purpose,
-        Ok(Err(error)) => {
-            tracing::warn!(%peer, %error, "a connection did not get in");
-            return;
-        }
-        Err(_) => {
-            tracing::warn!(%peer, "a connection did not prove itself in time");
+    let proved = tokio::select! {
+        biased;
+        proved = timeout(shared.config.handshake_timeout, handshake) => match proved {
+            Ok(Ok(purpose)) => Ok(purpose),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err("it did not prove itself in time".to_owned()),
+        },
+        () = place.wanted() => Err("it had not proved itself when another needed its place".to_owned()),
+    };
+    let purpose = match proved {
+        Ok(purpose) => purpose,
+        Err(error) => {
+            drop(socket); // before its place is given to another
+            if shared.strangers().tells(Instant::now()) {
+                tracing::warn!(%peer, error, "a connection did not get in");
+            }
             return;
         }
     };
@@ -260,6 +269,10 @@ pub(super) async fn tick(shared: Arc<Shared>) {
             shared.members().excuse(standstill, now);
         }
         watch(&shared, &mut watches, standstill, now);
+        let untold = shared.strangers().untold(now);
+        if let Some(connections) = untold {
+            tracing::warn!(connections, "more connections did not get in");
+        }
         let Ticked { lost, stalled, forgotten } =
             shared.members().tick(config.lease, config.rejoin_grace, now);
         let store = shared.model.get().map(|m| &m.store);

@@ -1,10 +1,10 @@
 //! The parameter server: the store of the core behind sockets.
 //!
 //! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]); a
-//! connection stays on its thread. One more takes connections, hears heartbeats and looks at the clock ([`control`]).
-//! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; their owner
-//! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
-//! [`checkpoints`], and written by [`keeper`].
+//! connection stays on its thread. One more takes connections at the [`door`], hears heartbeats and looks at the clock
+//! ([`control`]). [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in
+//! [`membership`]; their owner waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives
+//! the server is in [`checkpoints`], and written by [`keeper`].
 
 mod back;
 mod checkpoints;
@@ -12,6 +12,7 @@ mod config;
 mod connection;
 mod control;
 mod cut;
+mod door;
 mod end;
 mod error;
 mod exchange;
@@ -29,6 +30,7 @@ mod shared;
 mod snapshot;
 mod staged;
 mod status;
+mod strangers;
 mod threads;
 mod values;
 mod wait;

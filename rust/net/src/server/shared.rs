@@ -9,6 +9,7 @@ use super::membership::{Ended, Members};
 use super::model::{Model, ModelSlot};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
+use super::strangers::Strangers;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::store::{Life, Receipt, Run, Store};
 use offbeat_core::wire::message::{Event, FINISHED_BUDGET, Parting, RefusalCode, Refused, RunConfig};
@@ -57,6 +58,7 @@ pub(super) struct Shared {
     changed: Condvar,
     connections: Mutex<BTreeMap<u64, Arc<Connection>>>,
     next_connection: AtomicU64,
+    strangers: Mutex<Strangers>,
 }
 
 /// Nothing here is left half changed by a panic: every method of the locked values is one step.
@@ -98,6 +100,7 @@ impl Shared {
             changed: Condvar::new(),
             connections: Mutex::new(BTreeMap::new()),
             next_connection: AtomicU64::new(0),
+            strangers: Mutex::default(),
             config,
         })
     }
@@ -108,6 +111,10 @@ impl Shared {
 
     pub(super) fn members(&self) -> MutexGuard<'_, Members> {
         lock(&self.members)
+    }
+
+    pub(super) fn strangers(&self) -> MutexGuard<'_, Strangers> {
+        lock(&self.strangers)
     }
 
     /// Waits for something to change in the membership, for at most `time`.
