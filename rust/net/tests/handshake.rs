@@ -4,13 +4,18 @@
 mod common;
 
 use common::{Raw, client, config, join, start, status, table, tensor, try_client};
+use offbeat_core::checksum::checksum;
 use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::auth::{Side, prove, verify};
 use offbeat_core::wire::message::{
     Authenticate, Challenge, Hello, Join, Purpose, RefusalCode, Refused, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, PROTOCOL};
-use offbeat_net::client::{ClientError, fetch_status};
+use offbeat_net::client::{Client, ClientConfig, ClientError, fetch_status};
 use offbeat_net::server::{ServerConfig, ServerError};
+use std::net::TcpListener;
+use std::thread;
+use std::time::Duration;
 
 fn with_token() -> ServerConfig {
     ServerConfig { token: Some("secret".into()), ..config() }
@@ -84,26 +89,79 @@ fn a_worker_with_a_token_does_not_trust_a_server_without() {
     assert!(matches!(refused, ClientError::Authentication { .. }), "{refused}");
 }
 
+/// The same words again and again, as somebody says them who has only heard them.
+const HEARD: Hello =
+    Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [5; 32], purpose: Purpose::Data };
+
+/// What the server answers to them.
+fn challenge(raw: &mut Raw) -> Challenge {
+    raw.send(Kind::Hello, 0, &HEARD);
+    raw.expect(Kind::Challenge)
+}
+
 #[test]
-fn a_proof_cannot_be_replayed() {
+fn a_proof_that_opened_one_connection_opens_no_other() {
     let server = start(with_token());
-    let hello =
-        Hello { protocol_min: PROTOCOL, protocol_max: PROTOCOL, nonce: [5; 32], purpose: Purpose::Data };
-    let challenge = |raw: &mut Raw| -> Challenge {
-        raw.send(Kind::Hello, 0, &hello);
-        raw.expect(Kind::Challenge)
-    };
     let (mut first, mut second) = (Raw::connect(server.address()), Raw::connect(server.address()));
     let (a, b) = (challenge(&mut first), challenge(&mut second));
     assert_ne!(a.nonce, b.nonce);
     assert_ne!(a.proof, b.proof);
-    // The server's own proof, sent back as the worker's.
-    second.send(Kind::Authenticate, 0, &Authenticate { proof: b.proof });
+    let captured = Authenticate { proof: Some(prove("secret", Side::Worker, &HEARD.nonce, &a.nonce)) };
+    first.send(Kind::Authenticate, 0, &captured);
+    let _: Welcome = first.expect(Kind::Welcome);
+    second.send(Kind::Authenticate, 0, &captured);
     assert_eq!(second.refused().code, RefusalCode::Authentication);
 }
 
 #[test]
-fn no_protocol_in_common_is_said() {
+fn a_servers_proof_is_none_of_a_worker() {
+    let server = start(with_token());
+    let mut raw = Raw::connect(server.address());
+    let Challenge { proof, nonce, .. } = challenge(&mut raw);
+    assert!(
+        verify("secret", Side::Server, &HEARD.nonce, &nonce, &proof.unwrap()),
+        "it is right, as a server's"
+    );
+    raw.send(Kind::Authenticate, 0, &Authenticate { proof });
+    assert_eq!(raw.refused().code, RefusalCode::Authentication);
+}
+
+#[test]
+fn a_server_that_repeats_what_another_has_said_is_not_trusted_and_is_given_no_proof() {
+    let server = start(with_token());
+    let heard = challenge(&mut Raw::connect(server.address()));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let worker = thread::spawn(move || {
+        let (worker_id, token, run_id) = (None, Some("secret".to_owned()), None);
+        let connect_timeout = common::DEADLINE;
+        let config = ClientConfig {
+            address,
+            worker_id,
+            token,
+            run_id,
+            in_flight: 1,
+            connect_timeout,
+            patience: Some(Duration::ZERO),
+        };
+        Client::connect(config, None, &|| false).unwrap_err()
+    });
+    let mut raw = Raw::of(listener.accept().unwrap().0);
+    let (hello, said) = raw.next().unwrap();
+    assert_eq!(hello.kind, Kind::Hello);
+    raw.send(Kind::Challenge, 0, &heard);
+    let (refused, why) = raw.next().unwrap();
+    assert_eq!(refused.kind, Kind::Refused, "instead of a proof, which somebody else might use");
+    assert!(raw.next().is_none());
+    let refused = worker.join().unwrap();
+    assert!(matches!(refused, ClientError::Authentication { .. }), "{refused}");
+    for bytes in [said, why] {
+        assert!(!bytes.is_empty() && !bytes.windows(6).any(|w| w == b"secret"), "the token was sent");
+    }
+}
+
+#[test]
+fn no_protocol_in_common_is_said_with_both() {
     let server = start(config());
     let mut raw = Raw::connect(server.address());
     raw.send(
@@ -113,7 +171,21 @@ fn no_protocol_in_common_is_said() {
     );
     let refused = raw.refused();
     assert_eq!(refused.code, RefusalCode::Protocol);
-    assert!(refused.message.contains("protocol 1"), "{refused}");
+    assert!(refused.message.contains("protocol 1, the worker 7 to 9"), "{refused}");
+}
+
+#[test]
+fn a_frame_of_another_protocol_is_refused_with_both() {
+    let server = start(config());
+    let mut raw = Raw::connect(server.address());
+    let mut bytes = Header::new(Kind::Hello).encode();
+    bytes[4..6].copy_from_slice(&9_u16.to_le_bytes());
+    let checksum = checksum(&bytes[..60]);
+    bytes[60..].copy_from_slice(&checksum.to_le_bytes());
+    raw.write(&bytes).unwrap();
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::Protocol);
+    assert!(refused.message.contains("protocol 9, this build protocol 1"), "{refused}");
 }
 
 #[test]

@@ -7,8 +7,12 @@ use common::{
     FRAGMENTS, Raw, client, config, eventually, floats, parameters, start, status, until_state,
     until_withdrawn,
 };
+use offbeat_core::pipeline::Reason;
+use offbeat_core::spec::Transaction;
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
-use offbeat_core::wire::message::{Authenticate, Challenge, Hello, Joined, Purpose, RefusalCode, Welcome};
+use offbeat_core::wire::message::{
+    Authenticate, Call, Challenge, Hello, Joined, Parting, Purpose, RefusalCode, Welcome,
+};
 use offbeat_core::wire::{Header, Kind, PROTOCOL, Want, encode};
 use offbeat_net::server::ServerConfig;
 use proptest::prelude::*;
@@ -215,6 +219,85 @@ fn heads_that_make_no_sense_are_refused() {
     bytes.extend_from_slice(&1_u32.to_le_bytes());
     bytes.extend_from_slice(&5_u64.to_le_bytes());
     assert_eq!(push(&bytes), RefusalCode::Malformed);
+}
+
+#[test]
+fn a_push_that_ends_anywhere_leaves_whole_fragments_under_fragment_and_nothing_under_model() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let server = start(ServerConfig { transaction, ..config() });
+        let (_, joined) = Raw::joined(&server, "a");
+        let at = (joined.term, joined.version);
+        let frames: Vec<Vec<u8>> = (0..2).map(|i| fragment_frame(i, 1.0)).collect();
+        let [first, second] = [frames[0].len(), frames[1].len()];
+        let middle = [first / 2, first - 1, first, first + 1, first + 63, first + 64, first + 65];
+        for cut in [0, 1, 63, 64, 65].into_iter().chain(middle).chain([first + second - 1]) {
+            let (mut raw, _) = Raw::joined(&server, "a");
+            raw.push_head(1, at, Want::Receipt, None);
+            if transaction == Transaction::Model {
+                assert_eq!(raw.next().unwrap().0.kind, Kind::Grant);
+            }
+            let before = parameters(&server);
+            raw.write(&frames.concat()[..cut]).unwrap();
+            drop(raw);
+            assert!(until_state(&server, "a", "lost").contains("closed"));
+            let after = parameters(&server);
+            let moved: Vec<f32> = before.iter().zip(&after).map(|(before, after)| before - after).collect();
+            let (of_first, of_second) = moved.split_at(FRAGMENTS[0]);
+            let whole = transaction == Transaction::Fragment && cut >= first;
+            assert!(of_first.iter().all(|&m| m == if whole { 1.0 } else { 0.0 }), "cut at {cut}");
+            assert!(of_second.iter().all(|&m| m == 0.0), "cut at {cut}");
+        }
+    }
+}
+
+/// A fragment of the first push, of one value everywhere.
+fn fragment_frame(index: usize, value: f32) -> Vec<u8> {
+    let payload = floats(FRAGMENTS[index], value);
+    let fragment = u32::try_from(index).unwrap();
+    let header = Header { sequence: 1, fragment, ..Header::new(Kind::Fragment) }.with_payload(&payload);
+    [&header.encode()[..], &payload].concat()
+}
+
+#[test]
+fn finite_gradients_whose_result_is_not_finite_move_nothing() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let server = start(ServerConfig { transaction, ..config() });
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let at = (joined.term, joined.version);
+        let push = |raw: &mut Raw, sequence, base| {
+            raw.push_head(sequence, at, Want::Receipt, None);
+            if transaction == Transaction::Model {
+                assert_eq!(raw.next().unwrap().0.kind, Kind::Grant);
+            }
+            for (i, len) in FRAGMENTS.into_iter().enumerate() {
+                raw.fragment(sequence, u32::try_from(i).unwrap(), base, &floats(len, 3e38));
+            }
+            raw.answer().receipt().clone()
+        };
+        assert!(push(&mut raw, 1, 0).applied);
+        let refused = push(&mut raw, 2, 1);
+        assert!(!refused.applied && refused.reason == Some(Reason::NonfiniteResult), "{refused:?}");
+        assert!(parameters(&server).iter().all(|&p| p == -3e38), "{transaction:?}");
+    }
+}
+
+#[test]
+fn a_connection_for_status_may_ask_for_nothing_else() {
+    let server = start(config());
+    let frames: [&dyn Fn(&mut Raw); 4] = [
+        &|raw| raw.call(1, &Call::Goodbye { parting: Parting::Finished }),
+        &|raw| raw.call(1, &Call::InitCommit),
+        &|raw| raw.frame(Header::new(Kind::Pull), &[]),
+        &|raw| raw.send(Kind::Join, 0, &common::join("a")),
+    ];
+    for ask in frames {
+        let mut raw = Raw::connect(server.address());
+        raw.greet(None, Purpose::Status);
+        let _: Welcome = raw.expect(Kind::Welcome);
+        ask(&mut raw);
+        assert_eq!(raw.refused().code, RefusalCode::State);
+    }
+    assert_eq!(status(&server)["workers"].as_array().unwrap().len(), 0);
 }
 
 #[test]

@@ -153,7 +153,10 @@ pub struct Raw {
 
 impl Raw {
     pub fn connect(address: SocketAddr) -> Self {
-        let stream = TcpStream::connect(("127.0.0.1", address.port())).unwrap();
+        Self::of(TcpStream::connect(("127.0.0.1", address.port())).unwrap())
+    }
+
+    pub fn of(stream: TcpStream) -> Self {
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
