@@ -40,6 +40,18 @@ def test_a_system_under_load_gives_one_line(system):
         assert line["applied"] == line["samples"] + 2 * 3  # and the warm-ups
 
 
+def test_strangers_at_the_door_are_compared_with_none():
+    counts = ("--idle", "70", "--slow", "10")
+    load = ("--params", "1000", "--workers", "1", "--seconds", "0.1", "--rounds", "2")
+    done = run_bench("hostile.py", *counts, *load)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    assert (line["idle"], line["slow"]) == (70, 10)
+    assert len(line["alone_updates_per_s"]) == len(line["beside_updates_per_s"]) == 2
+    assert line["ratio"] > 0
+    assert line["strangers_cut_off"] > 0  # they were there, more than have a place
+
+
 def test_a_run_measures_between_two_references_names_what_fails_and_writes_the_page(tmp_path):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed, so the reference in C cannot be compiled")
