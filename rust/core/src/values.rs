@@ -71,6 +71,21 @@ pub fn all_finite(isa: Isa, dtype: Dtype, bytes: &[u8]) -> bool {
     }
 }
 
+/// The smallest magnitudes that are infinite as f16 and as bf16, rounded to nearest: half a step above their largest.
+const F16_INFINITY: f32 = 65_520.0;
+const BF16_INFINITY: f32 = f32::from_bits(0x7f7f_8000);
+
+/// Whether f32 values are finite, and stay so where they are [narrowed](narrow): a half's largest value is smaller.
+#[must_use]
+pub fn stay_finite(isa: Isa, dtype: Dtype, values: &[f32]) -> bool {
+    let limit = match dtype {
+        Dtype::F16 => F16_INFINITY,
+        Dtype::BF16 => BF16_INFINITY,
+        _ => f32::INFINITY,
+    };
+    optim::all_smaller(isa, values, limit.to_bits())
+}
+
 /// The first element that is NaN or infinite, and its place.
 #[must_use]
 pub fn first_nonfinite(isa: Isa, dtype: Dtype, bytes: &[u8]) -> Option<(usize, f64)> {
@@ -158,6 +173,24 @@ mod tests {
                 narrow(dtype, &wide, &mut back);
                 assert!(wide[0].is_nan() || back == bits.to_le_bytes(), "{dtype:?} {bits:#x}");
             }
+        }
+    }
+
+    #[test]
+    fn what_stays_finite_is_finite_when_it_is_narrowed() {
+        let isa = Isa::detect();
+        for (dtype, first) in
+            [(Dtype::F16, F16_INFINITY), (Dtype::BF16, BF16_INFINITY), (Dtype::F32, f32::INFINITY)]
+        {
+            for (value, stays) in [(first.next_down(), true), (first, false), (first.next_up(), false)] {
+                for value in [value, -value] {
+                    let mut bytes = vec![0; dtype.size()];
+                    narrow(dtype, &[value], &mut bytes);
+                    assert_eq!(all_finite(isa, dtype, &bytes), stays, "{value} as {dtype:?}");
+                    assert_eq!(stay_finite(isa, dtype, &[0.0, value]), stays, "{value} as {dtype:?}");
+                }
+            }
+            assert!(!stay_finite(isa, dtype, &[f32::NAN]));
         }
     }
 

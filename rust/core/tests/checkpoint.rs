@@ -294,6 +294,16 @@ fn forged_file(name: &str, change: impl FnOnce(&mut Vec<u8>)) -> String {
 }
 
 #[test]
+fn a_parameter_that_would_be_infinite_as_a_half_is_refused() {
+    let told = forged_file(MODEL, |bytes| {
+        let tensors = SafeTensors::deserialize(bytes).unwrap();
+        let at = tensors.tensor("half").unwrap().data().as_ptr() as usize - bytes.as_ptr() as usize;
+        bytes[at..at + 4].copy_from_slice(&f32::MAX.to_le_bytes());
+    });
+    assert!(told.contains("\"half\" holds") && told.contains("bfloat16"), "{told}");
+}
+
+#[test]
 fn tensors_that_no_store_has_written_are_refused() {
     for name in [MODEL, OPTIMIZER] {
         let told = forged_file(name, |bytes| {

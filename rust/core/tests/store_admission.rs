@@ -18,6 +18,7 @@ use offbeat_core::store::{
     Turn, WorkerKey,
 };
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
+use offbeat_core::values;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -694,6 +695,44 @@ fn an_overflowing_update_is_never_published_even_in_part() {
     assert_eq!((receipt.applied, receipt.reason), (false, Some(Reason::NonfiniteResult)));
     assert_eq!(value(&store, 0).to_bits(), f32::MIN.to_bits());
     assert_eq!(store.status().tickets.dropped, 1);
+}
+
+#[test]
+fn a_half_that_would_be_infinite_where_it_is_sent_is_never_published() {
+    // The largest half, and a gradient that takes the float32 behind it past the last value that rounds to it.
+    for (dtype, largest, more) in
+        [(Dtype::F16, 65_504.0_f32, 32.0_f32), (Dtype::BF16, f32::from_bits(0x7f7f_0000), 1e36)]
+    {
+        for transaction in [Transaction::Fragment, Transaction::Model] {
+            let spec = TensorSpec { dtype, ..tensor("w", 3, Role::Parameter) };
+            let config = StoreConfig { transaction, ..StoreConfig::default() };
+            let store = store_of(vec![spec], config, StalenessSpec::default(), None);
+            let worker = enter(&store, "a").unwrap();
+            let push = |sequence, value: f32| {
+                let mut block = store.staging(3 * dtype.size());
+                values::narrow(dtype, &[value; 3], block.bytes_mut());
+                let (head, checksum) = (head(&store, worker, sequence), checksum(block.bytes()));
+                if transaction == Transaction::Model {
+                    let staged = StagedFragment { fragment: 0, base: 0, payload: block, checksum };
+                    let mut commit = store.commit(head, vec![staged]);
+                    drop(commit.role);
+                    return commit.receipt.try_recv().unwrap().unwrap();
+                }
+                let Admission::Open(push) = store.admit(&head) else { panic!("it is admitted") };
+                drop(store.submit(&push, 0, 0, block, checksum));
+                push.settle()
+            };
+            assert!(push(1, largest).applied);
+            let refused = push(2, more);
+            assert_eq!((refused.applied, refused.reason), (false, Some(Reason::NonfiniteResult)));
+            let mut scratch = vec![];
+            let sent = store.reader().root(0).payload(&mut scratch).to_vec();
+            let mut due = vec![0; sent.len()];
+            values::narrow(dtype, &[-largest; 3], &mut due);
+            assert_eq!(sent, due, "{dtype:?}");
+            assert!(push(3, -more).applied, "the way back is open");
+        }
+    }
 }
 
 #[test]

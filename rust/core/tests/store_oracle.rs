@@ -138,8 +138,13 @@ fn payload(program: &Program, layout: &Layout, worker: WorkerKey, sequence: u64,
     let fragment = &layout.fragments[f];
     let planned = &program.workers[worker.slot as usize][sequence as usize - 1];
     let is_huge = planned.huge.is_some_and(|huge| huge % layout.fragments.len() == f);
-    if is_huge && fragment.kind == FragmentKind::Parameters && fragment.dtype == Dtype::F32 {
-        bytemuck::cast_slice_mut(bytes).fill(f32::MAX);
+    if is_huge && fragment.kind == FragmentKind::Parameters {
+        let huge = match fragment.dtype {
+            Dtype::F16 => 65_504.0,
+            Dtype::BF16 => f32::from_bits(0x7f7f_0000),
+            _ => f32::MAX,
+        };
+        values::narrow(fragment.dtype, &vec![huge; bytes.len() / fragment.dtype.size()], bytes);
     } else {
         fill(fragment.dtype, seed(worker, sequence, f), bytes);
     }

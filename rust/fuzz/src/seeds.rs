@@ -147,6 +147,14 @@ fn push(sequence: u64, byte: u8) -> Vec<u8> {
     [vec![head(sequence, Want::Parameters, None, None)], fragments.collect()].concat().concat()
 }
 
+/// A push of zeros but for the halves.
+fn push_of_halves(sequence: u64, half: [u8; 2]) -> Vec<u8> {
+    let header = Header { request: 1, sequence, fragment: 1, term: 1, ..Header::new(Kind::Fragment) };
+    let zeros = |index| fragment(Kind::Fragment, sequence, index, 0);
+    let head = head(sequence, Want::Receipt, None, None);
+    [head, zeros(0), frame(header, &half.repeat(3)), zeros(2)].concat()
+}
+
 fn pull(have: Option<&[u64]>) -> Vec<u8> {
     let mut bytes = vec![];
     PullRequest { have: have.map(Versions::Numbers) }.encode(&mut bytes);
@@ -263,6 +271,7 @@ fn sessions() -> Vec<Seed> {
         of("init", 2, init),
         of("attack-not-finite", 0, vec![push(1, 0xff)]),
         of("attack-large", 0, vec![push(1, 0x7f), push(2, 0x7e)]),
+        of("attack-large-half", 0, vec![push(1, 0x7f), push_of_halves(2, [0x40, 0x7b])]),
         of("attack-replay", 0, vec![push(1, 1), push(1, 2)]),
         of("attack-gap", 0, vec![push(u64::MAX, 0)]),
         of("attack-fragment-first", 0, vec![fragment(Kind::Fragment, 1, 0, 0)]),

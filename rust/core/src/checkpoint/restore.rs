@@ -11,6 +11,7 @@ use crate::store::book::MOST;
 use crate::store::root::OptimizerState;
 use crate::store::{Life, Pool, ResumeError, ResumedFragment, Run, Store, StoreConfig};
 use crate::table::TensorTable;
+use crate::values::stay_finite;
 use std::collections::HashMap;
 use std::io::{self, Read, Seek};
 use std::sync::Arc;
@@ -134,9 +135,13 @@ impl<F: Read + Seek> Reader<F> {
             let to = &mut data.bytes_mut()[segment.start * size..][..segment.len * size];
             self.model.read(&spec.name, (segment.offset * size) as u64, to)?;
             if fragment.kind == FragmentKind::Parameters
-                && !optim::all_finite(self.isa, &data.floats()[segment.start..][..segment.len])
+                && !stay_finite(self.isa, spec.dtype, &data.floats()[segment.start..][..segment.len])
             {
-                let what = format!("parameter {:?} holds NaN or an infinity", spec.name);
+                let what = format!(
+                    "parameter {:?} holds NaN or an infinity, or what is one as {}",
+                    spec.name,
+                    spec.dtype.name()
+                );
                 return Err(CheckpointError::malformed(MODEL, what));
             }
         }

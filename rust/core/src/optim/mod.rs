@@ -20,6 +20,7 @@ mod scan;
 pub(crate) mod sgd;
 
 pub use isa::Isa;
+pub(crate) use scan::all_smaller;
 pub use scan::{all_finite, sum_squares};
 
 use crate::spec::Rule;

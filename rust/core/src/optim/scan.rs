@@ -22,6 +22,12 @@ pub(super) fn larger(largest: u32, value: f32) -> u32 {
 /// Whether every value is finite. Stops at the first block that is not.
 #[must_use]
 pub fn all_finite(isa: Isa, x: &[f32]) -> bool {
+    all_smaller(isa, x, INFINITY)
+}
+
+/// Whether every magnitude is smaller than the float of these bits, of which no NaN is.
+#[must_use]
+pub(crate) fn all_smaller(isa: Isa, x: &[f32], limit: u32) -> bool {
     isa.run(
         #[inline(always)]
         || {
@@ -30,7 +36,7 @@ pub fn all_finite(isa: Isa, x: &[f32]) -> bool {
                 for &value in block {
                     largest = larger(largest, value);
                 }
-                if largest >= INFINITY {
+                if largest >= limit {
                     return false;
                 }
             }

@@ -69,7 +69,7 @@ reasons! {
     NoOptimizer = "no_optimizer",
     /// The optimizer was replaced while the push was under way, or before its worker had heard of the new one.
     OptimizerChanged = "optimizer_changed",
-    /// Applying it would have made a parameter or a moment NaN or infinite.
+    /// Applying it would have made a parameter (in its own type) or a moment NaN or infinite.
     NonfiniteResult = "nonfinite_result",
     /// Applying it went wrong inside the server; the old state stands.
     Failed = "failed",

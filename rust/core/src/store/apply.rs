@@ -119,7 +119,7 @@ fn decide(root: &Root, version: u64, ledger: &[LedgerEntry], arrival: &Arrival<'
 
 fn nonfinite(place: Place<'_>, payload: &[u8]) -> Decision {
     if values::all_finite(place.isa, place.fragment.dtype, payload) {
-        let detail = "applying it would have made a parameter or an optimizer moment infinite or NaN";
+        let detail = "applying it would have made a parameter, in its own type, or an optimizer moment infinite or NaN";
         Decision::Refused(Reason::NonfiniteResult, detail.to_owned())
     } else {
         Decision::Refused(Reason::NonFinite, "the push holds NaN or infinite values".to_owned())
@@ -204,7 +204,7 @@ fn optimize(place: Place<'_>, root: &Root, moving: &[Moving<'_>]) -> Option<(Blo
             let held = segment.start + part.start..segment.start + part.end;
             let source =
                 Source { param: &root.data.floats()[held.clone()], state: parts(&source_state.slots, &held) };
-            if !step(place.isa, &pushes, part, &source, target(&mut data, &mut slots, &held)) {
+            if !step(place, &pushes, part, &source, target(&mut data, &mut slots, &held)) {
                 return None;
             }
         }
@@ -212,9 +212,9 @@ fn optimize(place: Place<'_>, root: &Root, moving: &[Moving<'_>]) -> Option<(Blo
     Some((data, Some(OptimizerState { epoch, slots, steps })))
 }
 
-/// All pushes' steps on one run of elements; false if a value written is not finite.
+/// All pushes' steps on one run of elements; false if a value written is not finite, or would not be where it is sent.
 fn step(
-    isa: Isa,
+    place: Place<'_>,
     pushes: &[(Stepper, &[f32])],
     part: Range<usize>,
     source: &Source<'_>,
@@ -227,9 +227,14 @@ fn step(
         }
         return true;
     };
+    let Place { fragment: Fragment { dtype, .. }, isa, .. } = place;
+    // Looked at after each push, so that a batch ends as its pushes one by one.
+    let stays = |param: &[f32]| *dtype == Dtype::F32 || values::stay_finite(isa, *dtype, param);
     let mut finite = optim::step_into(isa, first, &gradient[part.clone()], source, to.reborrow());
+    finite &= stays(to.param);
     for (stepper, gradient) in later {
         finite &= optim::step_in_place(isa, stepper, &gradient[part.clone()], to.reborrow());
+        finite &= stays(to.param);
     }
     finite
 }
