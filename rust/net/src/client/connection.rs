@@ -189,7 +189,10 @@ impl Connection {
                     if let Some((_, outgoing)) = outgoing {
                         push.made = push.fragments.len() - outgoing.num_unmade();
                     }
-                    let is_overwritten = turn.overlaps == Overlap::Anywhere && answered > 0;
+                    // Once all of it has left, the answer to the push before may have come where it lies.
+                    let of_another = turn.target != Some(pending.request)
+                        && outgoing.is_some_and(|(_, outgoing)| outgoing.is_done());
+                    let is_overwritten = turn.overlaps == Overlap::Anywhere && (answered > 0 || of_another);
                     let is_here = outgoing.is_some() && !pending.abandoned;
                     let gone = !(is_here && is_repeatable) || is_overwritten;
                     unsettled.push(Unsettled { push, answered, gone, awaited: !pending.abandoned });

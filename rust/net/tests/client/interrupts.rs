@@ -1,7 +1,9 @@
 //! Ctrl-C in the middle of a call, and what the server may do in its worst moments.
 
-use crate::script::{Peer, join, run, serve};
-use crate::support::{bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor};
+use crate::script::{Peer, attach, join, rejoin, run, serve, serve_again};
+use crate::support::{
+    DEADLINE, bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor,
+};
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Layout;
 use offbeat_core::pipeline::Reason;
@@ -10,9 +12,9 @@ use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::message::{Call, ModelInfo, Parting, Reply};
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, encode, flags};
-use offbeat_net::client::{Client, ClientError, Interrupt, Memory, PushInput};
+use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -658,6 +660,64 @@ fn a_gradient_in_the_memory_of_the_parameters_is_sent_before_they_come() {
     let out: Vec<Memory<'_>> = params.iter_mut().map(|p| Memory::of(p)).collect();
     assert_eq!(client.flush(Some(&out), &never).unwrap().len(), 1);
     assert!(floats(&params[0]).iter().all(|&p| p == 3.0));
+    client.close(Parting::Finished, &never).unwrap();
+    server.join().unwrap();
+}
+
+/// A small model, and a client that waits for its server.
+fn small() -> (TensorTable, Layout) {
+    let table = table(vec![parameter("w", 8)]);
+    let layout = Layout::of(&table);
+    (table, layout)
+}
+
+fn patient(address: SocketAddr, in_flight: usize) -> Client {
+    let config = ClientConfig { patience: Some(DEADLINE), ..client_config(address, in_flight) };
+    Client::connect(config, None, &never).unwrap()
+}
+
+fn rejected() -> Receipt {
+    let reason = Some(Reason::ConnectionLost);
+    Receipt { verdict: Fate::Reject, applied: false, weight: 0.0, reason, ..receipt(1) }
+}
+
+#[test]
+fn a_gradient_that_lies_where_the_answer_to_the_push_before_has_come_is_not_sent_again() {
+    let (table, layout) = small();
+    let (address, server) = serve_again(table.clone(), run(Transaction::Fragment), {
+        let (table, layout) = (table.clone(), layout.clone());
+        move |mut peer, control, listener| {
+            let (first, _) = peer.next(Kind::Pull);
+            roots(&mut peer, &layout, first.request, 0, 0, 1.0);
+            pull_end(&mut peer, first.request, 0);
+            let (head, _) = push(&mut peer, &layout);
+            push(&mut peer, &layout);
+            roots(&mut peer, &layout, head.request, 0, 1, 2.0); // over the gradient of the second
+            drop((peer, control));
+            let answers = vec![(1, receipt(1)), (2, rejected())];
+            let run = run(Transaction::Fragment);
+            let (mut peer, claim) = rejoin(listener, table, run, answers);
+            let _control = attach(listener);
+            assert!(claim.unsettled.iter().all(|u| u.gone), "it is no gradient any more: {claim:?}");
+            let (pull, _) = peer.next(Kind::Pull);
+            roots(&mut peer, &layout, pull.request, 0, 1, 2.0);
+            pull_end(&mut peer, pull.request, 1);
+            peer.goodbye();
+        }
+    });
+    let mut client = patient(address, 2);
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    for due in [None, Some(receipt(1))] {
+        let start = params[0].as_mut_ptr();
+        #[expect(unsafe_code, reason = "only so can the same memory be sent and written")]
+        // SAFETY: `params` outlives these, and nobody else touches it.
+        let twice = || unsafe { Memory::from_raw(start, 32) };
+        let (sent, out) = ([Some(twice())], [twice()]);
+        let got = client.push_pull(PushInput { values: &sent, samples: 1 }, &out, true, &never).unwrap();
+        assert_eq!(got, due);
+    }
+    assert_eq!(client.flush(None, &never).unwrap(), [rejected()]);
     client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
 }

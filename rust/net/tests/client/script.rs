@@ -2,6 +2,7 @@
 
 use crate::support::DEADLINE;
 use offbeat_core::spec::{Schedule, StalenessSpec, Transaction};
+use offbeat_core::store::{Claim, Receipt};
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{
     Attach, Authenticate, Call, Challenge, Hello, Join, Joined, ModelInfo, RunConfig, Welcome,
@@ -95,7 +96,26 @@ pub(crate) fn run(transaction: Transaction) -> RunConfig {
 pub(crate) fn join(listener: &TcpListener, table: TensorTable, run: RunConfig) -> Peer {
     let mut data = Peer::greet(listener);
     let join: Join = data.expect(Kind::Join);
-    let joined = Joined {
+    data.send(Kind::Joined, 0, &joined(&join, table, run));
+    data
+}
+
+/// The same of one that is back, which hears these answers: gives its data connection, and what it said of itself.
+pub(crate) fn rejoin(
+    listener: &TcpListener,
+    table: TensorTable,
+    run: RunConfig,
+    answers: Vec<(u64, Receipt)>,
+) -> (Peer, Claim) {
+    let mut data = Peer::greet(listener);
+    let join: Join = data.expect(Kind::Join);
+    data.send(Kind::Joined, 0, &Joined { answers, ..joined(&join, table, run) });
+    (data, join.back.unwrap().claim)
+}
+
+/// A worker, always the same, is in.
+pub(crate) fn joined(join: &Join, table: TensorTable, run: RunConfig) -> Joined {
+    Joined {
         run_id: "run".into(),
         worker_id: "worker".into(),
         slot: 0,
@@ -112,9 +132,7 @@ pub(crate) fn join(listener: &TcpListener, table: TensorTable, run: RunConfig) -
         keeps_checkpoints: false,
         answers: Vec::new(),
         lost_updates: 0,
-    };
-    data.send(Kind::Joined, 0, &joined);
-    data
+    }
 }
 
 /// Attaches the worker that joined: gives its control connection.
@@ -132,14 +150,24 @@ pub(crate) fn serve(
     run: RunConfig,
     script: impl FnOnce(&mut Peer, &mut Peer) + Send + 'static,
 ) -> (SocketAddr, JoinHandle<()>) {
+    serve_again(table, run, |mut data, mut control, _| script(&mut data, &mut control))
+}
+
+/// The same, and the script may let it in again.
+pub(crate) fn serve_again(
+    table: TensorTable,
+    run: RunConfig,
+    script: impl FnOnce(Peer, Peer, &TcpListener) + Send + 'static,
+) -> (SocketAddr, JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     // Else it grows to 32 MB, and takes a large push while the script reads nothing.
     SockRef::from(&listener).set_recv_buffer_size(RECEIVE_BUFFER_BYTES).unwrap();
+    SockRef::from(&listener).set_read_timeout(Some(DEADLINE)).unwrap(); // of whom it waits for, too
     let address = listener.local_addr().unwrap();
     let thread = std::thread::spawn(move || {
-        let mut data = join(&listener, table, run);
-        let mut control = attach(&listener);
-        script(&mut data, &mut control);
+        let data = join(&listener, table, run);
+        let control = attach(&listener);
+        script(data, control, &listener);
     });
     (address, thread)
 }
