@@ -328,7 +328,7 @@ impl Session {
     }
 }
 
-fn is_in(fragment: &Fragment, present: &Presence) -> bool {
+pub(super) fn is_in(fragment: &Fragment, present: &Presence) -> bool {
     fragment.present_segments(present).next().is_some()
 }
 

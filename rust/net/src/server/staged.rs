@@ -3,7 +3,7 @@
 
 use super::connection::{Answer, Phase};
 use super::end::End;
-use super::exchange::{Asked, LowestTerm};
+use super::exchange::{Asked, LowestTerm, is_in};
 use super::place::Place;
 use super::poll;
 use super::session::Session;
@@ -11,6 +11,11 @@ use offbeat_core::store::{ModelRole, Receipt, StagedFragment};
 use offbeat_core::wire::message::RefusalCode;
 use offbeat_core::wire::{Header, Kind, Want};
 use std::sync::Arc;
+
+/// The term of no life: the first is [`FIRST_TERM`].
+///
+/// [`FIRST_TERM`]: offbeat_core::wire::message::FIRST_TERM
+const NO_TERM: u64 = 0;
 
 impl Session {
     pub(super) async fn push_staged(
@@ -22,16 +27,9 @@ impl Session {
         let store = &place.model.store;
         let layout = Arc::clone(store.layout());
         let connection = Arc::clone(&self.connection);
-        if asked.answered > 0 {
-            // Nothing is answered before all of it has come, and then it is not sent again.
-            return Err(End::refused(
-                header,
-                RefusalCode::Malformed,
-                "a push that is taken whole comes whole",
-            ));
-        }
         let present = asked.head.present.clone();
-        let indices: Vec<usize> = layout.present_fragments(&present).collect();
+        let all = layout.present_fragments(&present);
+        let indices: Vec<usize> = all.filter(|&index| index >= asked.answered).collect();
         let bytes = indices.iter().map(|&i| layout.fragments[i].push_bytes(&present) as u64).sum();
         connection.enter(Phase::Waiting);
         let reserved = self.or_closed(place.model.staging.reserve(bytes)).await?;
@@ -69,6 +67,8 @@ impl Session {
                 let has = if indices.get(next) == Some(&index) {
                     next += 1;
                     asked.has_base(bases[next - 1])
+                } else if is_in(&layout.fragments[index], &present) {
+                    None
                 } else {
                     num_absent += 1;
                     asked.has(num_absent - 1)
@@ -92,7 +92,13 @@ impl Session {
         asked: &Asked,
         fragments: Vec<StagedFragment>,
     ) -> Result<Receipt, End> {
-        let commit = place.model.store.commit(asked.head.clone(), fragments);
+        let mut head = asked.head.clone();
+        if asked.answered > 0 {
+            // Nothing is answered before all of it was committed, so that the life which did that is over; if this one
+            // has not heard of it, what has come is but a part.
+            head.term = NO_TERM;
+        }
+        let commit = place.model.store.commit(head, fragments);
         if let Some(role) = commit.role {
             tokio::spawn(poll::timed(self.meter(), drive(role)));
         }

@@ -424,6 +424,33 @@ fn a_push_of_which_the_checkpoint_has_heard_is_answered_by_another_life() {
 }
 
 #[test]
+fn a_push_whose_answer_broke_off_is_rejected_whole_by_a_life_that_takes_whole_ones_and_has_not_heard_of_it() {
+    let place = Place::new("whole");
+    let server = start(place.config(Transaction::Model), false);
+    let relay = Relay::new(server.address(), []);
+    let mut worker = join_as(&relay, 1, Some("a"));
+    until_kept(&server, 0);
+    let before = place.copy("whole-before");
+    let mut values = cells(&mut worker, 0);
+    let (receipt, again) = std::thread::scope(|scope| {
+        relay.cut_answer_after(MODEL_BYTES - FRAGMENT); // two fragments have come
+        relay.send_on_to_nobody();
+        let pushing = scope.spawn(|| worker.push_pull(&mut values, false).unwrap().unwrap());
+        eventually("a cut", || relay.num_cut() > 0);
+        relay.go_down();
+        server.stop();
+        let again = start(before.config(Transaction::Model), false);
+        relay.come_up(again.address());
+        (pushing.join().unwrap(), again)
+    });
+    assert_eq!((receipt.applied, receipt.reason), (false, Some(Reason::ServerRolledBack)), "{receipt:?}");
+    let mut values = cells(&mut worker, 1);
+    assert!(worker.push_pull(&mut values, true).unwrap().unwrap().applied);
+    let held = held(&again, 2);
+    assert!(held[0].iter().all(|w| *w == 0.0) && held[1].iter().all(|w| *w == 1.0), "{held:?}");
+}
+
+#[test]
 fn who_was_there_is_waited_for_after_a_restart() {
     let place = Place::new("waited");
     let server = start(place.config(Transaction::Fragment), false);
