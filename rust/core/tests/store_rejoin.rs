@@ -356,3 +356,33 @@ proptest! {
         prop_assert_eq!(values[0] - values[1], tickets.partial as f32);
     }
 }
+
+#[test]
+fn a_number_that_no_worker_reaches_is_taken_over_by_no_life() {
+    let store = store();
+    let worker = store.register("a", 1).unwrap();
+    assert!(answer(&store, &head(&store, worker, 1)).applied);
+    let later = another_life(&store);
+    for settled in [1 << 59, 1 << 60, u64::MAX - 1, u64::MAX] {
+        let settled = settled + u64::from(settled < u64::MAX);
+        for gone in [&[][..], &[false]] {
+            let unsettled = gone.iter().map(|&gone| Unsettled {
+                sequence: settled.saturating_add(1),
+                samples: SAMPLES,
+                gone,
+            });
+            let unsettled = unsettled.collect();
+            let claim = Claim { settled, applied: settled, unsettled, ..claim(worker, 0, 0, &[]) };
+            let refused = later.rejoin("a", &claim).unwrap_err();
+            assert!(matches!(refused, NoWayBack::Impossible { .. }), "{refused}");
+        }
+    }
+    // Those that lie within what can be are not added up beyond it.
+    let most = 1 << 59;
+    for incarnation in 2..6 {
+        let who = WorkerKey { slot: 0, incarnation };
+        assert!(matches!(later.rejoin("a", &claim(who, most, most, &[])), Ok(Rejoin::Back(_))));
+    }
+    assert_eq!(later.status().lost_updates, 1 << 60);
+    assert_eq!(another_life(&later).status().lost_updates, 1 << 60, "it can be gone on from");
+}

@@ -8,6 +8,7 @@
 //! A registry that goes on from a checkpoint may know less than the worker. What the worker was told of and the
 //! checkpoint does not hold is lost, counted, and the worker's numbers go on from its own: nobody is fenced for it.
 
+use super::book::MOST;
 use super::ledger::WorkerKey;
 use super::push::PushHead;
 use super::receipt::{Fate, Receipt};
@@ -17,6 +18,9 @@ use crate::layout::Presence;
 use crate::pipeline::Reason;
 use futures_channel::oneshot;
 use serde::{Deserialize, Serialize};
+
+/// No worker gets so far.
+const MOST_PUSHES: u64 = MOST / 2;
 
 /// What a worker process knows of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,7 +115,7 @@ impl Registry {
             WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation: claim.incarnation };
         let lost = slot.catch_up(claim);
         (slot.present, slot.expected) = (true, false);
-        self.lost_updates += lost;
+        self.count_lost(lost);
         Ok(Rejoin::Back(self.stand(key, claim, lost)))
     }
 
@@ -130,8 +134,13 @@ impl Registry {
         }
         let key = self.register(worker_id, claim.incarnation)?;
         let lost = self.slot(key).map_or(0, |slot| slot.catch_up(claim));
-        self.lost_updates += lost;
+        self.count_lost(lost);
         Ok(Rejoin::Back(self.stand(key, claim, lost)))
+    }
+
+    /// As far as anybody counts.
+    fn count_lost(&mut self, updates: u64) {
+        self.lost_updates = (self.lost_updates + updates).min(MOST);
     }
 
     /// What is said to a worker that is back; what it no longer has ends as it is.
@@ -226,7 +235,9 @@ fn check(worker_id: &str, claim: &Claim) -> Result<(), NoWayBack> {
     });
     // One that is to be sent again has to be the last: what came after it would be a gap.
     let again = claim.unsettled.iter().rev().skip(1).any(|u| !u.gone);
-    if in_order && !again && claim.unsettled.len() <= RECENT && claim.applied <= claim.settled {
+    // They are taken over, go on, and have to be within what a checkpoint may say.
+    let can_be = claim.settled <= MOST_PUSHES && claim.applied <= claim.settled;
+    if in_order && !again && claim.unsettled.len() <= RECENT && can_be {
         return Ok(());
     }
     let what = format!("its open pushes are {:?}, of {} answered", claim.unsettled, claim.settled);
