@@ -386,3 +386,19 @@ fn a_number_that_no_worker_reaches_is_taken_over_by_no_life() {
     assert_eq!(later.status().lost_updates, 1 << 60);
     assert_eq!(another_life(&later).status().lost_updates, 1 << 60, "it can be gone on from");
 }
+
+#[test]
+fn a_receipt_tells_of_a_part_that_was_answered_and_is_not_there() {
+    let store = store();
+    let worker = store.register("a", 1).unwrap();
+    let first = head(&store, worker, 1);
+    let push = open(&store, &first);
+    drop(push);
+    let later = another_life(&store);
+    // What the life before had applied and answered after the cut, the worker does not send again.
+    let again = open(&later, &first);
+    submit(&later, &again, 1);
+    let receipt = again.settle();
+    assert_eq!((receipt.applied, receipt.reason), (true, Some(Reason::ServerRolledBack)), "{receipt:?}");
+    assert_eq!(later.status().tickets.partial, 1);
+}
