@@ -8,7 +8,7 @@ use super::error::ClientError;
 use super::join::{self, Entered, unless_interrupted};
 use super::session::Inner;
 use offbeat_core::spec::{Contribution, OptimizerSpec};
-use offbeat_core::store::{self, Claim};
+use offbeat_core::store::{self, Claim, Receipt};
 use offbeat_core::wire::message::{Back, Call, FINISHED_STOPPED, Join, Joined, RefusalCode, Reply};
 use std::time::{Duration, Instant};
 
@@ -109,9 +109,17 @@ impl Inner {
         let (unsettled, ends) = self.connection.lose(turn);
         self.unsettled.extend(unsettled);
         for (awaited, receipt) in ends {
-            if awaited { self.told.push_back(receipt) } else { self.unclaimed.push_back(receipt) }
+            self.tell(awaited, receipt);
         }
         self.lost = Some(error);
+    }
+
+    fn tell(&mut self, awaited: bool, receipt: Receipt) {
+        if awaited {
+            self.told.push_back(receipt);
+        } else {
+            self.keep_for_flush([receipt]);
+        }
     }
 
     /// The push that goes on where it was broken off.
@@ -125,7 +133,7 @@ impl Inner {
         for unsettled in &mut self.unsettled {
             (unsettled.gone, unsettled.awaited) = (true, false);
         }
-        self.unclaimed.extend(self.told.drain(..));
+        self.keep_told_for_flush();
     }
 
     /// Makes a connection again, if there is none.
@@ -218,8 +226,7 @@ impl Inner {
             let Some(at) = self.unsettled.iter().position(|u| u.push.sequence == sequence) else { continue };
             let mut ended = self.unsettled.remove(at);
             self.connection.conclude(&mut ended.push, &receipt);
-            let to = if ended.awaited { &mut self.told } else { &mut self.unclaimed };
-            to.push_back(receipt);
+            self.tell(ended.awaited, receipt);
         }
         let has_optimizer = run.optimizer.is_some();
         self.set_run(run);

@@ -242,7 +242,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Closed`].
     pub fn unclaim(&mut self, receipts: &[Receipt]) -> Result<(), ClientError> {
-        self.inner()?.unclaimed.extend(receipts.iter().cloned());
+        self.inner()?.keep_for_flush(receipts.iter().cloned());
         Ok(())
     }
 

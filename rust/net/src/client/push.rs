@@ -88,6 +88,9 @@ impl Inner {
         }
         let mut has_begun = false;
         let pushed = self.again(interrupt, &mut |inner| {
+            if to.is_none() && !has_begun {
+                inner.keep_told_for_flush(); // those of pushes before
+            }
             let makings = match (inner.take_repeatable(), inner.told.front().cloned()) {
                 (Some(Unsettled { push, answered, .. }), _) => PushMakings::again(push, answered),
                 (None, Some(receipt)) if has_begun => return inner.told_of(&model, receipt, to, interrupt),
@@ -114,7 +117,7 @@ impl Inner {
             self.try_pull(to, interrupt)?;
         }
         self.told.pop_front();
-        self.unclaimed.extend(self.told.drain(..));
+        self.keep_told_for_flush();
         self.read_run_anew(model, receipt, to, interrupt).map(Some)
     }
 
@@ -174,7 +177,7 @@ impl Inner {
         } else {
             self.turn(turn, interrupt, &Connection::is_sent)?;
             let before = self.told.pop_front(); // that of a push which was lost with its connection
-            self.unclaimed.extend(self.told.drain(..));
+            self.keep_told_for_flush();
             Ok(before)
         }
     }
@@ -193,7 +196,7 @@ impl Inner {
             if self.is_lost() {
                 return Ok(receipt); // the run is told anew with the next connection
             }
-            self.unclaimed.push_back(receipt); // the push has ended, whatever became of this
+            self.keep_for_flush([receipt]); // the push has ended, whatever became of this
             return Err(error);
         }
         Ok(receipt)
@@ -241,12 +244,12 @@ impl Inner {
         if let (Some(out), false) = (out, self.told.is_empty()) {
             self.try_pull(Destination { out, incremental: false }, interrupt)?;
         }
-        self.unclaimed.extend(self.told.drain(..));
+        self.keep_told_for_flush();
         self.settle(interrupt)?;
         while let Some(request) = self.connection.flight.oldest_push() {
             let turn = Turn { out, target: Some(request), ..Turn::wait() };
             let receipt = self.receipt_of(request, turn, true, interrupt)?;
-            self.unclaimed.push_back(receipt);
+            self.keep_for_flush([receipt]);
         }
         Ok(())
     }

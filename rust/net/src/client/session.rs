@@ -220,12 +220,22 @@ impl Inner {
     pub(super) fn collect(&mut self) {
         for end in self.connection.flight.take_abandoned() {
             if let End::Receipt { receipt, .. } = end {
-                if self.unclaimed.len() == MAX_UNCLAIMED {
-                    self.unclaimed.pop_front();
-                }
-                self.unclaimed.push_back(receipt);
+                self.keep_for_flush([receipt]);
             }
         }
+    }
+
+    /// Keeps receipts that nobody waits for; beyond [`MAX_UNCLAIMED`] the oldest go.
+    pub(super) fn keep_for_flush(&mut self, receipts: impl IntoIterator<Item = Receipt>) {
+        self.unclaimed.extend(receipts);
+        let num_over = self.unclaimed.len().saturating_sub(MAX_UNCLAIMED);
+        self.unclaimed.drain(..num_over);
+    }
+
+    /// The same of those that came with a new connection.
+    pub(super) fn keep_told_for_flush(&mut self) {
+        let told = std::mem::take(&mut self.told);
+        self.keep_for_flush(told);
     }
 
     /// Nobody will ask for the parameters of the pushes in flight; their receipts are kept.

@@ -723,6 +723,20 @@ fn a_gradient_that_lies_where_the_answer_to_the_push_before_has_come_is_not_sent
 }
 
 #[test]
+fn what_is_kept_for_a_flush_has_an_end() {
+    let (table, _) = small();
+    let server = Server::with_model(
+        ServerConfig::default(),
+        offbeat_net::server::Snapshot::of(table.clone(), &filled(&table, 0)).unwrap(),
+    );
+    let server = server.unwrap();
+    let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
+    client.unclaim(&(1..=70).map(receipt).collect::<Vec<_>>()).unwrap();
+    let kept: Vec<u64> = client.flush(None, &never).unwrap().iter().map(|receipt| receipt.version).collect();
+    assert_eq!(kept, (7..=70).collect::<Vec<_>>(), "the newest 64");
+}
+
+#[test]
 fn waiting_for_a_model_can_be_given_up() {
     let server = Server::start(ServerConfig::default()).unwrap();
     let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();

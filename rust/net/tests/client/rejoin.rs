@@ -451,6 +451,23 @@ fn a_push_whose_answer_broke_off_is_rejected_whole_by_a_life_that_takes_whole_on
 }
 
 #[test]
+fn a_push_gives_its_own_receipt_and_not_that_of_one_before_it() {
+    let server = start(config(sgd(1.0, 0.0, 0.0)), false);
+    let relay = Relay::new(server.address(), []);
+    let mut worker = join(&relay, 2);
+    let mut values = cells(&mut worker, 0);
+    assert_eq!(worker.push_pull(&mut values, false), Ok(None));
+    eventually("the first push", || status(&server)["tickets"]["applied"] == 1);
+    relay.disturb([]);
+    worker.client.status(&never).unwrap();
+    relay.cut_answer_after(10);
+    let mut values = cells(&mut worker, 1);
+    assert_eq!(worker.push(&mut values).unwrap().version, 2);
+    let left: Vec<u64> = worker.flush().unwrap().iter().map(|receipt| receipt.version).collect();
+    assert_eq!(left, [1]);
+}
+
+#[test]
 fn who_was_there_is_waited_for_after_a_restart() {
     let place = Place::new("waited");
     let server = start(place.config(Transaction::Fragment), false);
