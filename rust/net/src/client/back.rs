@@ -136,6 +136,13 @@ impl Inner {
         self.keep_told_for_flush();
     }
 
+    /// A push that could have been made again cannot be after all: it ends as it is, with the next connection.
+    pub(super) fn give_up(&mut self, unsettled: Unsettled, why: &ClientError) {
+        self.unsettled.push(Unsettled { gone: true, ..unsettled });
+        let address = self.connection.address.clone();
+        self.lose(Turn::wait(), ClientError::Lost { address, cause: why.to_string() });
+    }
+
     /// Makes a connection again, if there is none.
     fn come_back(&mut self, limit: Duration, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
         let Some(loss) = self.lost.clone() else { return Ok(()) };
@@ -144,7 +151,7 @@ impl Inner {
         tracing::warn!("{loss}; coming back, for up to {} s", limit.as_secs_f64());
         loop {
             let left = limit.saturating_sub(begun.elapsed());
-            let error = match self.try_to_come_back(left, interrupt) {
+            let error = match self.try_to_come_back(&loss, left, interrupt) {
                 Ok(()) => break,
                 Err(error) => error,
             };
@@ -189,7 +196,12 @@ impl Inner {
     }
 
     /// One try: opens both connections, and settles what was under way.
-    fn try_to_come_back(&mut self, left: Duration, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
+    fn try_to_come_back(
+        &mut self,
+        loss: &ClientError,
+        left: Duration,
+        interrupt: &dyn Interrupt,
+    ) -> Result<(), ClientError> {
         let unsettled = self.unsettled.iter().map(|u| store::Unsettled {
             sequence: u.push.sequence,
             samples: u.push.samples,
@@ -212,6 +224,13 @@ impl Inner {
             back: Some(Back { claim, secret: self.way.secret }),
         };
         let Entered { stream, control, joined } = join::enter(&self.way.target, &join, left, interrupt)?;
+        if joined.incarnation != self.session.incarnation {
+            let cause = format!(
+                "incarnation {} is back, and it says {}",
+                self.session.incarnation, joined.incarnation
+            );
+            return Err(self.connection.broke(cause));
+        }
         let Joined { term, model, run, keeps_checkpoints, answers, lost_updates, .. } = joined;
         self.connection.renew(stream);
         self.control = control;
@@ -228,6 +247,10 @@ impl Inner {
             self.connection.conclude(&mut ended.push, &receipt);
             self.tell(ended.awaited, receipt);
         }
+        if let Some(unsaid) = self.unsettled.iter().find(|u| u.gone) {
+            let sequence = unsaid.push.sequence;
+            return Err(self.connection.broke(format!("it does not say what has become of push {sequence}")));
+        }
         let has_optimizer = run.optimizer.is_some();
         self.set_run(run);
         if let Some(model) = model {
@@ -235,9 +258,15 @@ impl Inner {
         }
         // One that was started again may not have heard of it.
         if let (false, Some((contribution, optimizer))) = (has_optimizer, self.way.configured.clone()) {
-            match self.call(&Call::Configure { contribution, optimizer }, interrupt)? {
-                Reply::Configured { run } => self.set_run(run),
-                reply => return Err(self.unexpected(&reply)),
+            match self.call(&Call::Configure { contribution, optimizer }, interrupt) {
+                Ok(Reply::Configured { run }) => self.set_run(run),
+                Ok(reply) => return Err(self.unexpected(&reply)),
+                Err(ClientError::Interrupted) if !self.is_lost() && self.broken.is_none() => {
+                    // Not with this connection: a push that is to go on would be passed over, and its number taken.
+                    self.lose(Turn::wait(), loss.clone());
+                    return Err(ClientError::Interrupted);
+                }
+                Err(error) => return Err(error),
             }
         }
         Ok(())

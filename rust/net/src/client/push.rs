@@ -2,7 +2,7 @@
 //! the answer goes.
 
 use super::config::{Interrupt, Pulled, PushInput};
-use super::connection::{Connection, Overlap, Turn, Unsettled};
+use super::connection::{Connection, Overlap, Turn};
 use super::error::ClientError;
 use super::finite;
 use super::flight::{End, Pending, PushPart};
@@ -92,7 +92,13 @@ impl Inner {
                 inner.keep_told_for_flush(); // those of pushes before
             }
             let makings = match (inner.take_repeatable(), inner.told.front().cloned()) {
-                (Some(Unsettled { push, answered, .. }), _) => PushMakings::again(push, answered),
+                (Some(unsettled), _) => {
+                    if let Err(error) = inner.x_read(&model, to) {
+                        inner.give_up(unsettled, &error);
+                        return Err(error);
+                    }
+                    PushMakings::again(unsettled.push, unsettled.answered)
+                }
                 (None, Some(receipt)) if has_begun => return inner.told_of(&model, receipt, to, interrupt),
                 (None, _) => inner.new_push(&model, input, interrupt)?,
             };

@@ -1,16 +1,16 @@
 //! Ctrl-C in the middle of a call, and what the server may do in its worst moments.
 
-use crate::script::{Peer, attach, join, rejoin, run, serve, serve_again};
+use crate::script::{Peer, attach, join, joined, rejoin, run, serve, serve_again};
 use crate::support::{
     DEADLINE, bytes_of, client_config, filled, floats, memories, never, parameter, table, tensor,
 };
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Layout;
 use offbeat_core::pipeline::Reason;
-use offbeat_core::spec::Transaction;
+use offbeat_core::spec::{Contribution, Transaction};
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{Call, ModelInfo, Parting, Reply};
+use offbeat_core::wire::message::{Attach, Call, Join, Joined, ModelInfo, Parting, Reply};
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, encode, flags};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig};
@@ -720,6 +720,92 @@ fn a_gradient_that_lies_where_the_answer_to_the_push_before_has_come_is_not_sent
     assert_eq!(client.flush(None, &never).unwrap(), [rejected()]);
     client.close(Parting::Finished, &never).unwrap();
     server.join().unwrap();
+}
+
+#[test]
+fn who_gives_up_while_it_says_again_what_it_pushes_forgets_no_push() {
+    let (table, layout) = small();
+    let key = Key::default();
+    let (address, server) = serve_again(table.clone(), run(Transaction::Fragment), {
+        let (table, layout, key) = (table.clone(), layout.clone(), key.clone());
+        let run = || run(Transaction::Fragment);
+        move |mut peer, control, listener| {
+            let (first, _) = peer.next(Kind::Pull);
+            roots(&mut peer, &layout, first.request, 0, 0, 1.0);
+            pull_end(&mut peer, first.request, 0);
+            let (configure, _) = peer.next(Kind::Call);
+            peer.send(Kind::Reply, configure.request, &Reply::Configured { run: run() });
+            peer.next(Kind::Push);
+            drop((peer, control));
+            // It is to be sent again; but first the run has no optimizer, and is told of the worker's.
+            let (mut silent, claim) = rejoin(listener, table.clone(), run(), vec![]);
+            let _control = attach(listener);
+            assert_eq!(claim.unsettled.iter().map(|u| u.gone).collect::<Vec<_>>(), [false]);
+            silent.next(Kind::Call);
+            key.press();
+            let (mut peer, claim) = rejoin(listener, table, run(), vec![(1, rejected())]);
+            let _control = attach(listener);
+            assert_eq!(claim.unsettled.iter().map(|u| u.gone).collect::<Vec<_>>(), [true]);
+            let (configure, _) = peer.next(Kind::Call);
+            peer.send(Kind::Reply, configure.request, &Reply::Configured { run: run() });
+            let (head, _) = push(&mut peer, &layout);
+            assert_eq!(head.sequence, 2);
+            settle(&mut peer, head.request, 1);
+            peer.goodbye();
+        }
+    });
+    let mut client = patient(address, 1);
+    let mut params = filled(&table, 0);
+    pull(&mut client, &mut params, false, &never).unwrap();
+    client.configure(Contribution::Gradient, None, &never).unwrap();
+    let mut gradient = vec![Some(bytes_of(&[1.0; 8]))];
+    let given_up = client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &key);
+    assert_eq!(given_up, Err(ClientError::Interrupted));
+    let told = client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &never);
+    assert_eq!(told, Ok(receipt(1)));
+    assert_eq!(client.flush(None, &never).unwrap(), [rejected()]);
+    client.close(Parting::Finished, &never).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_server_that_takes_who_is_back_for_another_or_passes_a_push_over_breaks_the_protocol() {
+    for (incarnation, why) in [(8, "incarnation 7 is back"), (7, "what has become of push 1")] {
+        let (table, layout) = small();
+        let key = Key::default();
+        let (on, go_on) = waits();
+        let (address, server) = serve_again(table.clone(), run(Transaction::Fragment), {
+            let (table, layout, key) = (table.clone(), layout.clone(), key.clone());
+            move |mut peer, control, listener| {
+                let (first, _) = peer.next(Kind::Pull);
+                roots(&mut peer, &layout, first.request, 0, 0, 1.0);
+                pull_end(&mut peer, first.request, 0);
+                push(&mut peer, &layout);
+                key.press();
+                go_on.recv().unwrap();
+                drop((peer, control));
+                let mut data = Peer::greet(listener);
+                let join: Join = data.expect(Kind::Join);
+                let joined = joined(&join, table, run(Transaction::Fragment));
+                data.send(Kind::Joined, 0, &Joined { incarnation, ..joined });
+                let mut control = Peer::greet(listener);
+                let _: Attach = control.expect(Kind::Attach);
+                control.frame(Header::new(Kind::Attached), &[]);
+                assert!(!matches!(data.read(&mut [0]), Ok(1..)), "it does not go on");
+            }
+        });
+        let mut client = patient(address, 1);
+        let mut params = filled(&table, 0);
+        pull(&mut client, &mut params, false, &never).unwrap();
+        let mut gradient = vec![Some(bytes_of(&[1.0; 8]))];
+        let given_up = client.push(PushInput { values: &memories(&mut gradient), samples: 1 }, &key);
+        assert_eq!(given_up, Err(ClientError::Interrupted));
+        on.send(()).unwrap();
+        let told = client.flush(None, &never).unwrap_err();
+        assert!(matches!(&told, ClientError::Protocol { cause, .. } if cause.contains(why)), "{told}");
+        drop(client);
+        server.join().unwrap();
+    }
 }
 
 #[test]

@@ -468,6 +468,26 @@ fn a_push_gives_its_own_receipt_and_not_that_of_one_before_it() {
 }
 
 #[test]
+fn a_push_that_cannot_be_made_again_for_the_runs_new_optimizer_ends_as_it_is() {
+    let server = start(config(sgd(1.0, 0.5, 0.0)), false);
+    let relay = Relay::new(server.address(), []);
+    let mut worker = join(&relay, 1);
+    relay.go_down();
+    let mut values = cells(&mut worker, 0);
+    let receipt = std::thread::scope(|scope| {
+        let pushing = scope.spawn(|| worker.push_pull(&mut values, false));
+        // Its weight decay asks for the parameters that were read, of which there is no copy.
+        server.set_optimizer(sgd(1.0, 0.5, 0.1)).unwrap();
+        relay.come_up(server.address());
+        pushing.join().unwrap().unwrap().unwrap()
+    });
+    assert_eq!((receipt.applied, receipt.reason), (false, Some(Reason::ConnectionLost)), "{receipt:?}");
+    let mut values = cells(&mut worker, 1);
+    worker.pull(false).unwrap();
+    assert!(worker.push(&mut values).unwrap().applied, "its number goes on");
+}
+
+#[test]
 fn who_was_there_is_waited_for_after_a_restart() {
     let place = Place::new("waited");
     let server = start(place.config(Transaction::Fragment), false);

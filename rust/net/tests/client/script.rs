@@ -36,6 +36,11 @@ impl Peer {
         self.frame(Header { request, ..Header::new(kind) }, &bytes);
     }
 
+    /// What comes, frame or not.
+    pub(crate) fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.0.read(bytes)
+    }
+
     /// The next frame, which is of this kind.
     pub(crate) fn next(&mut self, kind: Kind) -> (Header, Vec<u8>) {
         let header = self.header();
