@@ -4,12 +4,13 @@
 
 A server with a token, and workers that push as fast as they can. For every second measurement a process of
 its own holds idle connections open, and others on which it sends a byte of a header now and then; what the
-server cuts off comes back at once. One line of JSON: updates a second of every round, without and with
+server cuts off comes back a second later. One line of JSON: updates a second of every round, without and with
 strangers, and the median of the rounds' ratios, of which the target is 0.8; what the server had resident; how
 often it has cut a stranger off.
 """
 
 import argparse
+import collections
 import itertools
 import multiprocessing
 import os
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 HEADER = b"OFBT\x01\x00\x01" + bytes(56)
 """A header but for its last byte, which never comes."""
 DRIP_INTERVAL_S = 0.2
+BACK_AFTER_S = 1.0
+"""At once, all of them together would fill the kernel's queue for ever, and not only the server's places."""
 SPARE_FILES = 200
 STANDING_TIMEOUT_S = 60.0
 
@@ -88,6 +91,7 @@ class Crowd:
         self._connected: set[int] = set()
         self._slow: dict[int, tuple[socket.socket, itertools.cycle[int]]] = {}
         self._drip_s = time.monotonic()
+        self._cut: collections.deque[tuple[float, int]] = collections.deque()
         for number in range(self._num_all):
             self._open(number)
 
@@ -99,6 +103,8 @@ class Crowd:
                 self._look(key.fileobj, key.data, events)
             if len(self._connected) == self._num_all:
                 self._strangers.standing.set()
+            while self._cut and time.monotonic() - self._cut[0][0] >= BACK_AFTER_S:
+                self._open(self._cut.popleft()[1])
             if time.monotonic() - self._drip_s >= DRIP_INTERVAL_S:
                 self._drip_s = time.monotonic()
                 for stream, header in self._slow.values():
@@ -116,7 +122,7 @@ class Crowd:
             stream.close()
             self._slow.pop(number, None)
             self._strangers.num_cut.value += 1
-            self._open(number)
+            self._cut.append((time.monotonic(), number))
         elif events & selectors.EVENT_WRITE:  # it has connected
             self._selector.modify(stream, selectors.EVENT_READ, number)
             self._connected.add(number)
