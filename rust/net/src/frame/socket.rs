@@ -96,6 +96,16 @@ impl Socket {
         Ok(Moving { stream: self.into_std()?, received, sent })
     }
 
+    /// A second handle of the stream, to go on with on another runtime, as [`Self::into_moving`] does. This one is good for
+    /// [`Self::shutdown`] as long as somebody has it: it ends the stream for both.
+    ///
+    /// # Errors
+    /// What the operating system says, for instance that there are no more descriptors.
+    pub fn to_moving(&self) -> io::Result<Moving> {
+        let stream = ClosedInChildren::new(SockRef::from(&*self.stream).try_clone()?.into());
+        Ok(Moving { stream, received: self.received(), sent: self.sent() })
+    }
+
     /// Ends one or both directions for everybody who holds the stream; may be called from any thread.
     ///
     /// # Errors

@@ -5,8 +5,8 @@ use crate::frame::Socket;
 use crate::handshake::FAREWELL;
 use offbeat_core::wire::message::RefusalCode;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a peer that owes something must move within the timeout, unless it is done with less: a packet brings more. Less
@@ -60,18 +60,41 @@ pub(super) struct Connection {
     pub(super) socket: Socket,
     /// The data thread that serves it; `None`: the control thread.
     pub(super) thread: Option<usize>,
+    /// The data thread that is to serve it.
+    asked: AtomicUsize,
     phase: AtomicU8,
     /// Bytes received when the last frame had been taken whole.
     boundary: AtomicU64,
     answer: Mutex<Answer>,
-    end: Mutex<Option<(RefusalCode, String)>>,
+    /// Shared with what it was on another thread: whoever still has that one may close it.
+    end: Arc<Mutex<Option<(RefusalCode, String)>>>,
 }
 
 impl Connection {
     pub(super) fn new(socket: Socket, thread: Option<usize>) -> Self {
         let phase = AtomicU8::new(Phase::Receiving as u8);
         let (boundary, answer) = (AtomicU64::new(0), Mutex::new(Answer::Awaited));
-        Self { socket, thread, phase, boundary, answer, end: Mutex::new(None) }
+        let asked = AtomicUsize::new(thread.unwrap_or_default());
+        Self { socket, thread, asked, phase, boundary, answer, end: Arc::default() }
+    }
+
+    /// The same connection on another thread, between two frames; its socket was [`Socket::to_moving`]'s.
+    pub(super) fn moved(&self, socket: Socket, thread: usize) -> Self {
+        let moved = Self { end: Arc::clone(&self.end), ..Self::new(socket, Some(thread)) };
+        moved.boundary.store(self.boundary.load(Ordering::Relaxed), Ordering::Relaxed);
+        moved.enter(Phase::Idle);
+        moved
+    }
+
+    /// Asks its task to go on on another data thread. Relaxed: it looks between any two frames.
+    pub(super) fn ask_to_move(&self, to: usize) {
+        self.asked.store(to, Ordering::Relaxed);
+    }
+
+    /// The data thread that it is to move to, if it is not there.
+    pub(super) fn asked_to_move(&self) -> Option<usize> {
+        let asked = self.asked.load(Ordering::Relaxed);
+        self.thread.is_some_and(|thread| thread != asked).then_some(asked)
     }
 
     /// Relaxed, as all that the watchdog reads: it looks again, and acts on what has not changed for seconds.
@@ -163,17 +186,23 @@ pub(super) struct Watch {
     /// When the peer last got on, and how things were then.
     progress: Sight,
     since: Instant,
+    /// Bytes moved recently: an eighth is forgotten at each look.
+    recent_bytes: u64,
 }
 
 impl Watch {
     pub(super) fn new(connection: &Connection, now: Instant) -> Self {
         let sight = connection.sight();
-        Self { last: sight, progress: sight, since: now }
+        Self { last: sight, progress: sight, since: now, recent_bytes: 0 }
     }
 
     /// The server stood still for so long: no peer owes anything for that time.
     pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
         self.since = (self.since + standstill).min(now);
+    }
+
+    pub(super) const fn recent_bytes(&self) -> u64 {
+        self.recent_bytes
     }
 
     /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and too little has
@@ -187,6 +216,7 @@ impl Watch {
         let sight = connection.sight();
         let moved = sight.moved(&self.last);
         self.last = sight;
+        self.recent_bytes = self.recent_bytes - self.recent_bytes / 8 + moved;
         if sight.is_progress(&self.progress) {
             (self.progress, self.since) = (sight, now);
             return (moved, None);

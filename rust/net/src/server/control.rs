@@ -1,6 +1,7 @@
 //! The control thread: it takes connections, opens the door for those that prove themselves, hears the workers'
 //! heartbeats, answers status, and looks at the clock for everybody.
 
+use super::balance::{Balance, Served};
 use super::config::Ending;
 use super::connection::{Answer, Connection, Phase, Watch};
 use super::door::{Door, Place};
@@ -113,7 +114,14 @@ async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, mut plac
             match socket.into_moving() {
                 Ok(stream) => {
                     shared.loads[thread].connections.fetch_add(1, Ordering::Relaxed); // a statistic
-                    let task = session::serve(Arc::clone(&shared), thread, stream, reader, admitted);
+                    let task = session::serve(
+                        Arc::clone(&shared),
+                        Arc::clone(&data),
+                        thread,
+                        stream,
+                        reader,
+                        admitted,
+                    );
                     data[thread].spawn(poll::timed(Meter::new(&shared, thread), task));
                 }
                 Err(error) => tracing::debug!(%peer, %error, "a connection could not be handed on"),
@@ -258,6 +266,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut watches: HashMap<u64, Watch> = HashMap::new();
+    let mut balance = Balance::default();
     let mut looked = Instant::now();
     loop {
         ticks.tick().await;
@@ -268,7 +277,9 @@ pub(super) async fn tick(shared: Arc<Shared>) {
             tracing::warn!(seconds = standstill.as_secs_f64(), "the server itself stood still");
             shared.members().excuse(standstill, now);
         }
-        watch(&shared, &mut watches, standstill, now);
+        let connections = shared.connections();
+        watch(&shared, &connections, &mut watches, standstill, now);
+        spread(&shared, &connections, &watches, &mut balance);
         let untold = shared.strangers().untold(now);
         if let Some(connections) = untold {
             tracing::warn!(connections, "more connections did not get in");
@@ -305,11 +316,16 @@ fn standstill(looked: Instant, now: Instant, period: Duration) -> Duration {
 }
 
 /// Closes the connections on which nothing moves that should, and measures how busy each data thread is.
-fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, standstill: Duration, now: Instant) {
-    let connections = shared.connections();
+fn watch(
+    shared: &Shared,
+    connections: &[(u64, Arc<Connection>)],
+    watches: &mut HashMap<u64, Watch>,
+    standstill: Duration,
+    now: Instant,
+) {
     let mut moved = vec![0_u64; shared.loads.len()];
     watches.retain(|number, _| connections.binary_search_by_key(number, |(n, _)| *n).is_ok());
-    for (number, connection) in &connections {
+    for (number, connection) in connections {
         let watch = watches.entry(*number).or_insert_with(|| Watch::new(connection, now));
         watch.excuse(standstill, now);
         let (bytes, slow) = watch.look(connection, now, shared.config.progress_timeout);
@@ -331,6 +347,30 @@ fn watch(shared: &Shared, watches: &mut HashMap<u64, Watch>, standstill: Duratio
         // Relaxed: a statistic, written here only.
         let recent = load.recent_bytes.load(Ordering::Relaxed);
         load.recent_bytes.store(recent / 2 + moved, Ordering::Relaxed);
+    }
+}
+
+/// Asks connections to move where some data threads have become busier than others.
+fn spread(
+    shared: &Shared,
+    connections: &[(u64, Arc<Connection>)],
+    watches: &HashMap<u64, Watch>,
+    balance: &mut Balance,
+) {
+    let served = || {
+        let served = |(number, connection): &(u64, Arc<Connection>)| {
+            Some(Served {
+                number: *number,
+                thread: connection.asked_to_move().or(connection.thread)?,
+                recent_bytes: watches.get(number).map_or(0, Watch::recent_bytes),
+            })
+        };
+        connections.iter().filter_map(served).collect()
+    };
+    for moves in balance.look(shared.loads.len(), served) {
+        if let Ok(at) = connections.binary_search_by_key(&moves.number, |(number, _)| *number) {
+            connections[at].1.ask_to_move(moves.to);
+        }
     }
 }
 

@@ -1,12 +1,14 @@
 //! The parameter server: the store of the core behind sockets.
 //!
-//! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]); a
-//! connection stays on its thread. One more takes connections at the [`door`], hears heartbeats and looks at the clock
-//! ([`control`]). [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in
-//! [`membership`]; their owner waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives
-//! the server is in [`checkpoints`], and written by [`keeper`].
+//! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]). Where some
+//! threads have become busier than others, connections move between two frames ([`balance`] says which, [`moving`] how).
+//! One more thread takes connections at the [`door`], hears heartbeats and looks at the clock ([`control`]).
+//! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; their owner
+//! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
+//! [`checkpoints`], and written by [`keeper`].
 
 mod back;
+mod balance;
 mod checkpoints;
 mod config;
 mod connection;
@@ -21,6 +23,7 @@ mod join;
 mod keeper;
 mod membership;
 mod model;
+mod moving;
 mod outbox;
 mod place;
 mod poll;

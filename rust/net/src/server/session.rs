@@ -1,11 +1,12 @@
-//! One worker's data connection: it joins, then sends calls, pulls and pushes, one after the other. The task runs on
-//! one data thread from its first frame to its last.
+//! One worker's data connection: it joins, then sends calls, pulls and pushes, one after the other. Between two of them
+//! its task may end on one data thread and go on on another ([`super::moving`]).
 
 use super::connection::{Answer, Connection, Phase};
 use super::end::{End, or_closed};
 use super::init::Init;
 use super::join::{Entered, join};
 use super::membership::Traffic;
+use super::moving::{Attended, attend};
 use super::outbox::Outbox;
 use super::place::Place;
 use super::poll;
@@ -15,8 +16,10 @@ use crate::handshake::{self, frame_refusal};
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{Call, ModelInfo, Parting, RefusalCode, Refused, Reply};
 use offbeat_core::wire::{Header, Kind, decode};
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 
 /// A worker and its data connection.
@@ -37,6 +40,8 @@ pub(super) struct Session {
     has_answered: bool,
     /// It has brought the model, pushed or pulled: if it ends now, a worker of the run does.
     has_begun: bool,
+    /// What its worker had received and sent before on other connections.
+    before: (u64, u64),
     goodbye: bool,
     /// Let go of at the very end: then the worker may come back on another connection.
     _seat: OwnedSemaphorePermit,
@@ -45,10 +50,11 @@ pub(super) struct Session {
 /// Serves a connection that has proved who it is, to its end.
 pub(super) async fn serve(
     shared: Arc<Shared>,
+    data: Arc<[Handle]>,
     thread: usize,
     stream: Moving,
     reader: FrameReader,
-    _admitted: OwnedSemaphorePermit,
+    admitted: OwnedSemaphorePermit,
 ) {
     let socket = match stream.arrive() {
         Ok(socket) => socket,
@@ -59,7 +65,7 @@ pub(super) async fn serve(
         }
     };
     let connection = Arc::new(Connection::new(socket, Some(thread)));
-    let _watched = shared.enrol(&connection); // to the last word
+    let watched = shared.enrol(&connection); // to the last word
     let (mut reader, peer) = (reader, connection.socket.peer());
     let joined = join(&shared, &connection, &mut reader).await;
     let entered = match joined {
@@ -71,13 +77,16 @@ pub(super) async fn serve(
         }
     };
     let Entered { worker_id, incarnation, traffic, seat, own_version, has_begun } = entered;
-    let mut session = Session {
+    // Relaxed: statistics.
+    let before = (traffic.received.load(Ordering::Relaxed), traffic.sent.load(Ordering::Relaxed));
+    let session = Session {
         outbox: Outbox::default(),
         place: None,
         init: None,
         own_version,
         has_answered: false,
         has_begun,
+        before,
         goodbye: false,
         shared,
         connection,
@@ -87,17 +96,19 @@ pub(super) async fn serve(
         incarnation,
         _seat: seat,
     };
-    let Err(end) = session.run().await else { return };
-    let cause = end.cause(&session.connection);
-    session.shared.lost(session.incarnation, &cause, &session.connection);
-    session.goodbye = true; // what there was to say is said
-    let connection = Arc::clone(&session.connection);
-    drop(session); // an open push is given up before the farewell, which may take a moment
-    farewell(&connection, end).await;
+    attend(Attended { session, watched, data, admitted }).await;
+}
+
+/// Why a session does not go on where it was.
+pub(super) enum Pause {
+    /// The worker has said goodbye.
+    Gone,
+    /// To another data thread, where the stream is to arrive.
+    Moves { to: usize, stream: Moving },
 }
 
 /// Tells the worker why, where it can still be told.
-async fn farewell(connection: &Connection, end: End) {
+pub(super) async fn farewell(connection: &Connection, end: End) {
     let (request, refused) = match (connection.end(), end) {
         // What this end refused comes before what its other connection's end made of it.
         (_, End::Refused { request, refused }) => (request, Some(refused)),
@@ -111,20 +122,25 @@ async fn farewell(connection: &Connection, end: End) {
 }
 
 impl Session {
-    /// Serves frame after frame; returns after a goodbye.
-    async fn run(&mut self) -> Result<(), End> {
+    /// Serves frame after frame; returns after a goodbye, or to move.
+    pub(super) async fn run(&mut self) -> Result<Pause, End> {
         let connection = Arc::clone(&self.connection);
         let socket = &connection.socket;
         // Relaxed throughout: statistics, which go on from what an earlier process with this name has moved.
         let count = |total: &AtomicU64, before: u64, now: u64| total.store(before + now, Ordering::Relaxed);
-        let traffic = Arc::clone(&self.traffic);
-        let before = (traffic.received.load(Ordering::Relaxed), traffic.sent.load(Ordering::Relaxed));
+        let (traffic, before) = (Arc::clone(&self.traffic), self.before);
         while !self.goodbye {
             count(&traffic.received, before.0, socket.received());
             count(&traffic.sent, before.1, socket.sent());
             connection.idle(self.reader.buffered());
             if self.shared.is_stopping() {
                 return Err(End::Refused { request: 0, refused: self.shared.refusal() });
+            }
+            if let Some(to) = connection.asked_to_move() {
+                match socket.to_moving() {
+                    Ok(stream) => return Ok(Pause::Moves { to, stream }),
+                    Err(error) => self.stay(&error),
+                }
             }
             let header = self.reader.header(socket).await?;
             connection.enter(Phase::Receiving);
@@ -148,7 +164,23 @@ impl Session {
             }
             poll::breathe().await;
         }
-        Ok(())
+        Ok(Pause::Gone)
+    }
+
+    /// It goes on where it is, though it was asked to move.
+    pub(super) fn stay(&self, error: &io::Error) {
+        tracing::debug!(worker = self.worker_id, %error, "a connection could not move to another thread");
+        if let Some(thread) = self.connection.thread {
+            self.connection.ask_to_move(thread);
+        }
+    }
+
+    /// The session ends here; what is left to say is said by its [`farewell`].
+    pub(super) fn end(mut self, end: &End) -> Arc<Connection> {
+        let cause = end.cause(&self.connection);
+        self.shared.lost(self.incarnation, &cause, &self.connection);
+        self.goodbye = true; // what there was to say is said
+        Arc::clone(&self.connection)
     }
 
     /// The session's place in the store, made when there is a model.

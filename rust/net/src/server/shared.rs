@@ -59,6 +59,8 @@ pub(super) struct Shared {
     connections: Mutex<BTreeMap<u64, Arc<Connection>>>,
     next_connection: AtomicU64,
     strangers: Mutex<Strangers>,
+    /// Of connections, from one data thread to another.
+    pub(super) num_moves: AtomicU64,
 }
 
 /// Nothing here is left half changed by a panic: every method of the locked values is one step.
@@ -101,6 +103,7 @@ impl Shared {
             connections: Mutex::new(BTreeMap::new()),
             next_connection: AtomicU64::new(0),
             strangers: Mutex::default(),
+            num_moves: AtomicU64::new(0),
             config,
         })
     }
@@ -376,6 +379,21 @@ pub(super) struct Enrolled {
     shared: Arc<Shared>,
     number: u64,
     thread: Option<usize>,
+}
+
+impl Enrolled {
+    /// The connection has moved to another data thread.
+    pub(super) fn moved(&mut self, connection: &Arc<Connection>) {
+        lock(&self.shared.connections).insert(self.number, Arc::clone(connection));
+        let loads = &self.shared.loads;
+        // Relaxed: statistics.
+        if let (Some(from), Some(to)) = (self.thread, connection.thread) {
+            loads[from].connections.fetch_sub(1, Ordering::Relaxed);
+            loads[to].connections.fetch_add(1, Ordering::Relaxed);
+        }
+        self.thread = connection.thread;
+        self.shared.num_moves.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl Drop for Enrolled {

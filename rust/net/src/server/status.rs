@@ -38,6 +38,10 @@ struct Status<'a> {
     memory: Memory,
     checkpoints: Option<CheckpointStatus>,
     connections: usize,
+    /// Of them, the workers' data connections: one number a data thread.
+    connections_by_thread: Vec<usize>,
+    /// How often one has gone to another data thread.
+    moved_connections: u64,
     num_data_threads: usize,
     longest_poll_ms: f64,
 }
@@ -134,8 +138,10 @@ pub(super) fn json(shared: &Shared) -> String {
         memory: memory(shared, store.as_ref()),
         checkpoints: shared.checkpoints.as_ref().map(|checkpoints| checkpoints.status(now)),
         connections: shared.num_connections(),
+        // Relaxed: statistics.
+        connections_by_thread: shared.loads.iter().map(|l| l.connections.load(Ordering::Relaxed)).collect(),
+        moved_connections: shared.num_moves.load(Ordering::Relaxed),
         num_data_threads: shared.loads.len(),
-        // Relaxed: a statistic.
         longest_poll_ms: shared
             .loads
             .iter()

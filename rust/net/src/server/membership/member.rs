@@ -171,6 +171,11 @@ impl Member {
         std::ptr::eq(self.connection.as_ptr(), Arc::as_ptr(connection))
     }
 
+    /// Its data connection is this one from now on.
+    pub(super) fn go_on_with(&mut self, connection: &Arc<Connection>) {
+        self.connection = Arc::downgrade(connection);
+    }
+
     pub(super) fn connections(&self) -> Connections {
         Connections {
             data: self.connection.upgrade(),

@@ -218,6 +218,14 @@ impl Members {
         Some(Attached { id, back })
     }
 
+    /// A worker's data connection goes on on another thread, as another one of ours.
+    pub(super) fn moved(&mut self, incarnation: u32, from: &Arc<Connection>, to: &Arc<Connection>) {
+        let member = self.find(incarnation).map(|(_, member)| member);
+        if let Some(member) = member.filter(|member| member.is_served_by(from)) {
+            member.go_on_with(to);
+        }
+    }
+
     /// A worker's first frame since it was let in.
     pub(super) fn answered(&mut self, incarnation: u32) {
         if let Some((_, member)) = self.find(incarnation) {
