@@ -8,6 +8,7 @@ mod describe;
 pub mod fork;
 pub mod frame;
 pub mod handshake;
+mod limits;
 pub mod server;
 mod tensors;
 

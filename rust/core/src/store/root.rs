@@ -119,7 +119,7 @@ impl Root {
     pub fn bytes(&self) -> usize {
         let state =
             self.state.iter().flat_map(|s| s.slots.iter().flatten()).map(|b| b.bytes().len()).sum::<usize>();
-        self.data.bytes().len() + state
+        self.data.bytes().len() + state + size_of_val(&*self.ledger)
     }
 
     fn sent_as_held(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use super::error::ClientError;
 use crate::fork::ClosedInChildren;
+use crate::limits::explained;
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -186,7 +187,7 @@ pub(super) async fn reach(
         let cause = format!("no answer within {:.1} s", limit.as_secs_f64());
         return Err(Failure::OutOfTime { cause, waited: limit, accepted: false });
     };
-    reached.map_err(|error| Failure::Again(error.to_string()))
+    reached.map_err(|error| Failure::Again(explained(&error)))
 }
 
 /// Connects; closed in children that are forked meanwhile too.

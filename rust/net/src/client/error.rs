@@ -2,6 +2,7 @@
 
 use crate::frame::FrameError;
 use crate::handshake::HandshakeError;
+use crate::limits::explained;
 use offbeat_core::wire::message::{RefusalCode, Refused};
 use std::time::Duration;
 
@@ -69,7 +70,8 @@ impl ClientError {
     pub(super) fn from_frame(address: &str, error: &FrameError) -> Self {
         let (address, cause) = (address.to_owned(), error.to_string());
         match error {
-            FrameError::Io(_) | FrameError::Closed { .. } => Self::Lost { address, cause },
+            FrameError::Io(error) => Self::Lost { address, cause: explained(error) },
+            FrameError::Closed { .. } => Self::Lost { address, cause },
             FrameError::Header(_) | FrameError::Checksum { .. } | FrameError::Message(_) => {
                 Self::Protocol { address, cause }
             }

@@ -12,6 +12,7 @@ use super::session::{Inner, check_size};
 use super::stream::{LOOK, Stream};
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{FAREWELL, refused};
+use crate::limits::explained;
 use offbeat_core::optim::Isa;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
@@ -50,7 +51,10 @@ pub(super) async fn unless_interrupted<T>(
 /// A runtime for the calling thread.
 pub(super) fn runtime(address: &str) -> Result<Runtime, ClientError> {
     let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    built.map_err(|e| ClientError::Lost { address: address.to_owned(), cause: format!("no runtime: {e}") })
+    built.map_err(|e| ClientError::Lost {
+        address: address.to_owned(),
+        cause: format!("no runtime: {}", explained(&e)),
+    })
 }
 
 /// Both connections of a session, and what the server has said of it.

@@ -13,6 +13,7 @@ use super::shared::{Meter, Shared, is_true};
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal, refuse};
+use crate::limits::explained;
 use offbeat_core::wire::header::MAX_HANDSHAKE_BYTES;
 use offbeat_core::wire::message::{
     Attach, Call, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Purpose, RefusalCode, Refused, Reply,
@@ -58,19 +59,30 @@ pub(super) async fn accept(
     is_true(&shared.serving).await;
     let data: Arc<[Handle]> = data.into();
     let mut door = Door::new(shared.config.max_pending);
+    let mut is_told = false;
     loop {
         match listener.accept().await {
-            Ok((stream, peer)) => match Socket::of(ClosedInChildren::new(stream)) {
-                Ok(socket) => {
-                    let place = door.enter().await;
-                    tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
+            Ok((stream, peer)) => {
+                is_told = false;
+                match Socket::of(ClosedInChildren::new(stream)) {
+                    Ok(socket) => {
+                        let place = door.enter().await;
+                        tokio::spawn(open(Arc::clone(&shared), Arc::clone(&data), socket, place));
+                    }
+                    Err(error) => {
+                        tracing::debug!(%peer, %error, "a connection was gone before it was opened");
+                    }
                 }
-                Err(error) => {
-                    tracing::debug!(%peer, %error, "a connection was gone before it was opened");
-                }
-            },
+            }
             Err(error) => {
-                tracing::warn!(%error, "a connection could not be taken");
+                // Once: it is tried again, and may be so for long.
+                if !std::mem::replace(&mut is_told, true) {
+                    let error = explained(&error);
+                    tracing::warn!(
+                        error,
+                        "connections cannot be taken; a worker needs two, and waits until then"
+                    );
+                }
                 sleep(ACCEPT_PAUSE).await;
             }
         }

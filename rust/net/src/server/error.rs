@@ -3,6 +3,7 @@
 //! [`Refused`]: offbeat_core::wire::message::Refused
 
 use crate::checkpoint::DirectoryError;
+use crate::limits::explained;
 use offbeat_core::spec::SpecError;
 use offbeat_core::wire::message::ModelTooLong;
 use std::fmt::Write as _;
@@ -91,7 +92,7 @@ pub enum ServerError {
     Interrupted,
     #[error("this server belongs to the process that started it: create it after the fork, or use spawn")]
     Forked,
-    #[error("the operating system refused what the server needs: {0}")]
+    #[error("the operating system refused what the server needs: {}", explained(.0))]
     System(io::Error),
 }
 

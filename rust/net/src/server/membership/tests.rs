@@ -1,5 +1,8 @@
 use super::*;
 use crate::frame::Socket;
+use offbeat_core::dtype::Dtype;
+use offbeat_core::store::{Store, StoreConfig};
+use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use std::net::{TcpListener, TcpStream};
 
 const LEASE: Duration = Duration::from_secs(10);
@@ -297,6 +300,39 @@ async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
     assert_eq!(members.outcome(MAX_GONE + 5, PATIENCE, false, last + grace + LEASE), Outcome::Done);
     let next = come(&mut members, None, 9999);
     assert_eq!(next.id, format!("worker-{}", MAX_GONE + 5), "a name that nobody had");
+}
+
+#[tokio::test]
+async fn ten_thousand_that_came_and_went_take_no_more_room_than_those_who_are_remembered() {
+    const WORKERS: usize = 10_000;
+    let config = StoreConfig { max_workers: 8, ..StoreConfig::default() };
+    let (name, dtype, role) = ("w".into(), Dtype::F32, Role::Parameter);
+    let tensor = TensorSpec { name, aliases: vec![], shape: vec![4], dtype, role };
+    let table = Arc::new(TensorTable::new(vec![tensor]).unwrap());
+    let store = Store::new(table, config, FIRST_TERM, &mut |_, bytes| bytes.fill(0));
+    let (mut members, start, connection) = (Members::new(FIRST), Instant::now(), connection());
+    let (grace, mut most) = (PATIENCE.rejoin_grace, 0);
+    for n in 0..WORKERS {
+        let now = start + Duration::from_millis(100) * u32::try_from(n).unwrap();
+        let joined = members.join(None, String::new(), [7; 16], Arc::clone(&connection), now);
+        let incarnation = joined.incarnation;
+        let key = members.register(incarnation, |id| store.register(id, incarnation)).unwrap().unwrap();
+        members.answered(incarnation);
+        match n % 3 {
+            0 => drop(members.goodbye(incarnation, &Parting::Finished, now)),
+            1 => drop(members.goodbye(incarnation, &Parting::Left { cause: None }, now)),
+            _ => drop(members.lost(incarnation, "killed", now)),
+        }
+        store.depart(key, n % 3 == 0);
+        members.tick(LEASE, grace, now);
+        most = most.max(members.iter().count());
+    }
+    // One in three of those who came within the grace, at ten a second, may come back.
+    let may_come_back = 10 * usize::try_from(grace.as_secs()).unwrap() / 3;
+    assert!(most <= MAX_GONE + may_come_back + 2, "{most}");
+    assert_eq!(members.num_joined(), WORKERS);
+    assert_eq!(members.departures().count(), 1000);
+    assert_eq!(store.status().workers.len(), 8, "slots are given away");
 }
 
 #[tokio::test]
