@@ -27,6 +27,8 @@ MEMORY_TARGET_MODELS = 1.5
 MEMORY_TARGET_MB = 60.0
 FORMULA_TOLERANCE = 0.05
 """Share by which resident memory may exceed what `status()` says; the allocator and the sockets take some."""
+MEMORY_TERMS = ("roots", "ledgers", "pinned", "idle", "staging")
+"""Of the memory that `status()` tells."""
 MLP_TARGET = 1.1
 """Offbeat's samples per second with one push in flight, over Python sockets'."""
 MLP_BATCH = 32
@@ -303,7 +305,7 @@ def _memory_table(lines: list[Line]) -> str:
     for line in lines:
         if line["kind"] == "memory":
             held = line["memory"]
-            parts = [held[f"{part}_bytes"] for part in ("roots", "pinned", "idle", "staging")]
+            parts = [held[f"{part}_bytes"] for part in MEMORY_TERMS]
             rows.append(
                 (
                     line["system"],
@@ -320,7 +322,7 @@ def _memory_table(lines: list[Line]) -> str:
         f"## The server's memory, N = {_size(line['n_params'])}, W = {line['workers']}\n\n"
         "MB. The terms are `status()`'s at its largest total under load; a server that holds next to nothing "
         f"has {line['base_mb']} MB.\n\n"
-        + _table(("system", "roots", "pinned", "idle", "staging", "with base", "resident", "models"), rows)
+        + _table(("system", *MEMORY_TERMS, "with base", "resident", "models"), rows)
     )
 
 

@@ -169,8 +169,7 @@ def _departures(departures: Sequence[Status]) -> str:
 
 
 def _memory(memory: Status) -> str:
-    terms = {
-        name: memory[f"{name}_bytes"] / 2**20 for name in ("total", "roots", "pinned", "idle", "staging")
-    }
-    listed = " + ".join(f"{terms[name]:.1f}" for name in ("roots", "pinned", "idle", "staging"))
+    names = ("roots", "ledgers", "pinned", "idle", "staging")
+    terms = {name: memory[f"{name}_bytes"] / 2**20 for name in ("total", *names)}
+    listed = " + ".join(f"{terms[name]:.1f}" for name in names)
     return f"memory {terms['total']:.1f} MiB = {memory['formula'] or 'no model yet'} = {listed}"

@@ -60,9 +60,10 @@ def status(**changes):
         "tickets": {"applied": 1234, "partial": 1, "dropped": 0},
         "rejected": {"stale": 2},
         "memory": {
-            "formula": "roots + pinned + idle + staging",
+            "formula": "roots + ledgers + pinned + idle + staging",
             "total_bytes": 3 << 20,
             "roots_bytes": 2 << 20,
+            "ledgers_bytes": 0,
             "pinned_bytes": 0,
             "idle_bytes": 1 << 20,
             "staging_bytes": 0,
@@ -83,7 +84,7 @@ def status(**changes):
         "1,234 applied, 1 partial, 0 dropped, 2 (2 stale) rejected",
         "no heartbeat for 10 s",
         "1 min 15 s ago",
-        "memory 3.0 MiB = roots + pinned + idle + staging = 2.0 + 0.0 + 1.0 + 0.0",
+        "memory 3.0 MiB = roots + ledgers + pinned + idle + staging = 2.0 + 0.0 + 0.0 + 1.0 + 0.0",
         "0.6 ms",
     ],
 )
@@ -133,7 +134,8 @@ def test_each_worker_has_a_row_below_its_headings():
 
 
 def test_a_server_without_a_model_or_workers_has_a_report_too():
-    empty = {"formula": "", **{f"{n}_bytes": 0 for n in ("total", "roots", "pinned", "idle", "staging")}}
+    terms = ("total", "roots", "ledgers", "pinned", "idle", "staging")
+    empty = {"formula": "", **{f"{term}_bytes": 0 for term in terms}}
     text = report(
         status(
             state="waiting_for_model",

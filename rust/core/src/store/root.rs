@@ -114,12 +114,17 @@ impl Root {
         self.state.as_ref()
     }
 
-    /// Bytes this root keeps alive.
+    /// Bytes of values and optimizer state that this root keeps alive.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let state =
             self.state.iter().flat_map(|s| s.slots.iter().flatten()).map(|b| b.bytes().len()).sum::<usize>();
-        self.data.bytes().len() + state + size_of_val(&*self.ledger)
+        self.data.bytes().len() + state
+    }
+
+    /// Bytes of its memory of who has pushed what: 16 for each worker slot.
+    pub(super) fn ledger_bytes(&self) -> usize {
+        size_of_val(&*self.ledger)
     }
 
     fn sent_as_held(&self) -> bool {

@@ -21,6 +21,8 @@ pub struct StoreStatus {
     pub workers: Vec<(String, u32, Tally)>,
     /// Bytes of the newest roots: parameters, buffers and optimizer state.
     pub root_bytes: usize,
+    /// Bytes of their ledgers.
+    pub ledger_bytes: usize,
     /// Bytes that only older model versions hold, which readers still pin.
     pub pinned_bytes: usize,
     /// Recycled memory waiting for the next root or push.
@@ -33,7 +35,9 @@ impl Store {
     #[must_use]
     pub fn status(self: &Arc<Self>) -> StoreStatus {
         let reader = self.reader();
-        let root_bytes = (0..self.cells.len()).map(|i| reader.root(i).bytes()).sum();
+        let roots = || (0..self.cells.len()).map(|i| reader.root(i));
+        let root_bytes = roots().map(|root| root.bytes()).sum();
+        let ledger_bytes = roots().map(|root| root.ledger_bytes()).sum();
         let newest = self.model();
         let (live_versions, pinned_bytes) = self.pins.with_live(|live| (live.len(), pinned(live, &newest)));
         let registry = self.registry();
@@ -47,6 +51,7 @@ impl Store {
             totals: registry.totals.clone(),
             workers: registry.tallies(),
             root_bytes,
+            ledger_bytes,
             pinned_bytes,
             idle_bytes: self.pool.idle_bytes(),
             live_versions,

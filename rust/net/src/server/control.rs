@@ -264,7 +264,8 @@ async fn status(
         if call != Call::Status {
             return Err(End::refused(&header, RefusalCode::State, "this connection may ask for status only"));
         }
-        let reply = Reply::Status { json: super::status::json(shared) };
+        connection.enter(Phase::Waiting);
+        let reply = Reply::Status { json: super::status::told(shared, &header).await? };
         connection.enter(Phase::Sending);
         handshake::send(socket, Kind::Reply, header.request, &reply).await?;
     }

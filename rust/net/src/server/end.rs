@@ -6,6 +6,7 @@ use crate::frame::FrameError;
 use offbeat_core::wire::message::{RefusalCode, Refused};
 use offbeat_core::wire::{Header, MessageError};
 use std::io;
+use tokio::task::JoinError;
 
 /// Why a session ends before its goodbye.
 #[derive(Debug)]
@@ -48,6 +49,12 @@ impl End {
             request: header.request,
             refused: Refused { code, message: message.into(), fatal: true },
         }
+    }
+
+    /// What was made on another thread was not: mostly it panicked.
+    pub(super) fn lost_inside(header: &Header, what: &str, error: &JoinError) -> Self {
+        let message = format!("{what} was lost inside the server ({error}); please report this");
+        Self::refused(header, RefusalCode::Unknown, message)
     }
 
     /// A frame that may not come now.

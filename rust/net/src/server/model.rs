@@ -104,23 +104,21 @@ impl ModelSlot {
         Arc::clone(&self.bringing).acquire_owned().await.expect("the semaphore is never closed")
     }
 
-    /// Puts a model there, unless there is one. `run` is in force before anybody sees it.
-    pub(super) fn set(
-        &self,
+    /// The store of a new model; a model that cannot be put there is refused before anything large is made.
+    pub(super) fn store(
         config: &ServerConfig,
         term: u64,
         snapshot: Snapshot,
-        blueprint: Option<String>,
-        run: Option<RunSpec>,
-    ) -> Result<&Arc<Model>, ServerError> {
+        blueprint: Option<&str>,
+    ) -> Result<Arc<Store>, ServerError> {
         let Snapshot { table, mut fragments } = snapshot;
-        ModelInfo::check_size(&table, blueprint.as_deref())?;
-        Staging::new(config, &Layout::of(&table))?; // before anything large is made
+        ModelInfo::check_size(&table, blueprint)?;
+        Staging::new(config, &Layout::of(&table))?;
         let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut fragments[i]));
-        self.go_on(config, Store::new(Arc::new(table), config.store(), term, fill), blueprint, run)
+        Ok(Store::new(Arc::new(table), config.store(), term, fill))
     }
 
-    /// Puts a model there that has its store, as [`Self::set`] does.
+    /// Puts a model there, unless there is one. `run` is in force before anybody sees it.
     pub(super) fn go_on(
         &self,
         config: &ServerConfig,

@@ -88,7 +88,7 @@ mod tests {
         let groups = vec![Group { pattern: "*".into(), lr: 1.0, rule }];
         let optimizer = Some(OptimizerSpec { groups, momentum_correction: false });
         let num_data_threads = Some(2);
-        let config = ServerConfig { optimizer, transaction, num_data_threads, ..ServerConfig::default() };
+        let config = ServerConfig { transaction, optimizer, num_data_threads, ..ServerConfig::default() };
         Server::with_model(config, model).unwrap()
     }
 

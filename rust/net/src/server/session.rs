@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::spawn_blocking;
 
 /// A worker and its data connection.
 pub(super) struct Session {
@@ -224,7 +225,7 @@ impl Session {
     async fn answer(&mut self, header: &Header, call: Call) -> Result<Reply, End> {
         match call {
             Call::InitBegin { table, blueprint } => self.init_begin(header, table, blueprint).await,
-            Call::InitCommit => self.init_commit(header),
+            Call::InitCommit => self.init_commit(header).await,
             Call::WaitModel => {
                 self.or_closed(self.shared.model.wait()).await?;
                 let run = self.shared.run_config(&self.shared.agreement());
@@ -250,7 +251,7 @@ impl Session {
                     Err(refused) => Err(End::Refused { request: header.request, refused }),
                 }
             }
-            Call::Status => Ok(Reply::Status { json: super::status::json(&self.shared) }),
+            Call::Status => Ok(Reply::Status { json: super::status::told(&self.shared, header).await? }),
             Call::Goodbye { parting } => {
                 self.shared.goodbye(self.incarnation, &parting);
                 self.goodbye = true;
@@ -289,13 +290,15 @@ impl Session {
         Ok(Reply::Init { taken: true })
     }
 
-    fn init_commit(&mut self, header: &Header) -> Result<Reply, End> {
+    async fn init_commit(&mut self, header: &Header) -> Result<Reply, End> {
         let Some(init) = self.init.take_if(|init| init.is_whole()) else {
             return Err(End::refused(header, RefusalCode::State, "the model's values have not all come"));
         };
         let (snapshot, blueprint, _right) = init.into_parts();
         let shared = Arc::clone(&self.shared);
-        shared.set_model(snapshot, blueprint).map_err(|e| End::of_model(header, &e))?;
+        // All values are copied: not on a thread that others wait for.
+        let put = spawn_blocking(move || shared.set_model(snapshot, blueprint).map(drop)).await;
+        put.map_err(|e| End::lost_inside(header, "the model", &e))?.map_err(|e| End::of_model(header, &e))?;
         tracing::info!(worker = self.worker_id, "the worker brought the model");
         self.place(header)?;
         self.has_begun = true;

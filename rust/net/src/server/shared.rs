@@ -172,9 +172,10 @@ impl Shared {
         snapshot: Snapshot,
         blueprint: Option<String>,
     ) -> Result<&Arc<Model>, ServerError> {
+        // Before the lock, which everybody who joins takes: it copies all values.
+        let store = ModelSlot::store(&self.config, self.first_term, snapshot, blueprint.as_deref())?;
         let agreement = self.agreement();
-        let run = agreement.store_spec();
-        let model = self.model.set(&self.config, self.first_term, snapshot, blueprint, run)?;
+        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec())?;
         drop(agreement);
         Self::announce(model);
         Ok(model)

@@ -1,15 +1,19 @@
 //! The server's status: one JSON document for `server.status()`, `offbeat status` and the demo.
 
 use super::checkpoints::CheckpointStatus;
+use super::end::End;
 use super::membership::{Departure, Member, Members, State};
 use super::shared::Shared;
 use crate::describe::{OptimizerTold, ScheduleTold};
 use offbeat_core::spec::{Contribution, StalenessSpec, Transaction};
 use offbeat_core::store::{StoreStatus, Tally, TicketCounts};
+use offbeat_core::wire::Header;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
+use tokio::task::spawn_blocking;
 
 #[derive(Serialize)]
 struct Status<'a> {
@@ -53,6 +57,8 @@ struct Worker {
     cause: Option<String>,
     host: String,
     incarnation: u32,
+    /// Which of the data threads serves it now.
+    data_thread: Option<usize>,
     samples: u64,
     samples_per_s: f64,
     pushes: u64,
@@ -76,13 +82,15 @@ struct DepartureStatus {
     age_s: f64,
 }
 
-/// Resident memory of the model and its traffic: total = roots + pinned + idle + staging.
+/// Resident memory of the model and its traffic: total = roots + ledgers + pinned + idle + staging.
 #[derive(Default, Serialize)]
 struct Memory {
     formula: &'static str,
     total_bytes: u64,
     /// The newest parameters, buffers and optimizer state.
     roots_bytes: u64,
+    /// Who has pushed what: 16 bytes in each fragment for each place of a worker.
+    ledgers_bytes: u64,
     /// What only older versions hold, which pulls under way keep alive: what they share with the newest is in the roots.
     pinned_bytes: u64,
     /// Recycled memory that waits for its next use.
@@ -91,6 +99,12 @@ struct Memory {
     staging_bytes: u64,
     staging_budget_bytes: u64,
     live_versions: usize,
+}
+
+/// The status as JSON, made where nobody waits for the thread: with many workers it takes its time.
+pub(super) async fn told(shared: &Arc<Shared>, header: &Header) -> Result<String, End> {
+    let shared = Arc::clone(shared);
+    spawn_blocking(move || json(&shared)).await.map_err(|e| End::lost_inside(header, "the status", &e))
 }
 
 /// The status as JSON.
@@ -155,9 +169,10 @@ pub(super) fn json(shared: &Shared) -> String {
 
 fn workers(shared: &Shared, members: &Members, store: Option<&StoreStatus>, now: Instant) -> Vec<Worker> {
     let none = Tally::default();
+    let known = store.into_iter().flat_map(|s| &s.workers);
+    let tallies: HashMap<&str, &Tally> = known.map(|(name, _, tally)| (name.as_str(), tally)).collect();
     let worker = |(id, member): (&String, &Member)| {
-        let tally =
-            store.and_then(|s| s.workers.iter().find(|(name, ..)| name == id)).map_or(&none, |(_, _, t)| t);
+        let tally = *tallies.get(id.as_str()).unwrap_or(&&none);
         let traffic = &member.traffic;
         // Relaxed: statistics.
         let last_push_ms = Some(traffic.last_push_ms.load(Ordering::Relaxed)).filter(|&ms| ms > 0);
@@ -168,6 +183,7 @@ fn workers(shared: &Shared, members: &Members, store: Option<&StoreStatus>, now:
             cause: member.cause.clone(),
             host: member.host.clone(),
             incarnation: member.incarnation,
+            data_thread: member.thread(),
             samples: tally.samples,
             samples_per_s: member.rate(),
             pushes: tally.pushes,
@@ -200,12 +216,14 @@ fn departures(members: &Members, now: Instant) -> Vec<DepartureStatus> {
 
 fn memory(shared: &Shared, store: Option<&StoreStatus>) -> Memory {
     let (Some(model), Some(store)) = (shared.model.get(), store) else { return Memory::default() };
-    let (roots, pinned) = (store.root_bytes as u64, store.pinned_bytes as u64);
+    let (roots, ledgers) = (store.root_bytes as u64, store.ledger_bytes as u64);
+    let pinned = store.pinned_bytes as u64;
     let (idle, staging) = (store.idle_bytes as u64, model.staging.reserved());
     Memory {
-        formula: "roots + pinned + idle + staging",
-        total_bytes: roots + pinned + idle + staging,
+        formula: "roots + ledgers + pinned + idle + staging",
+        total_bytes: roots + ledgers + pinned + idle + staging,
         roots_bytes: roots,
+        ledgers_bytes: ledgers,
         pinned_bytes: pinned,
         idle_bytes: idle,
         staging_bytes: staging,

@@ -72,7 +72,8 @@ fn start_thread(
     body: impl FnOnce(Runtime) + Send + 'static,
 ) -> Result<(Handle, JoinHandle<()>), ServerError> {
     let mut builder = Builder::new_current_thread();
-    let runtime = drivers(&mut builder).build().map_err(ServerError::System)?;
+    // One more for each, for what takes longer than a turn may: a status, a model put in place.
+    let runtime = drivers(&mut builder).max_blocking_threads(1).build().map_err(ServerError::System)?;
     let handle = runtime.handle().clone();
     let thread = thread::Builder::new()
         .name(name.to_owned())

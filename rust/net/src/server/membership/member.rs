@@ -176,6 +176,11 @@ impl Member {
         self.connection = Arc::downgrade(connection);
     }
 
+    /// The data thread that serves it, as long as it is connected.
+    pub(crate) fn thread(&self) -> Option<usize> {
+        self.connection.upgrade()?.thread
+    }
+
     pub(super) fn connections(&self) -> Connections {
         Connections {
             data: self.connection.upgrade(),
