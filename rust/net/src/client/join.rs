@@ -105,7 +105,13 @@ pub(super) fn enter(
         match attached {
             // Why there is none is told on the other connection.
             Err(error @ ClientError::Refused { code: RefusalCode::State, .. }) => {
-                Err(timeout(FAREWELL, over).await.unwrap_or(error))
+                let cause = error.to_string();
+                let untold = match join.back {
+                    // The server has heard of an end of the other connection that this side has not.
+                    Some(_) => ClientError::Lost { address: address.clone(), cause },
+                    None => error,
+                };
+                Err(timeout(FAREWELL, over).await.unwrap_or(untold))
             }
             Ok(_) if socket.received() > due => {
                 let waited = FAREWELL; // for the rest of it

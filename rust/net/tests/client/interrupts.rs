@@ -10,7 +10,9 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Transaction};
 use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{Attach, Call, Join, Joined, ModelInfo, Parting, Reply};
+use offbeat_core::wire::message::{
+    Attach, Call, Join, Joined, ModelInfo, Parting, RefusalCode, Refused, Reply,
+};
 use offbeat_core::wire::{Header, Kind, PullRequest, PushRequest, encode, flags};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Interrupt, Memory, PushInput};
 use offbeat_net::server::{Server, ServerConfig};
@@ -806,6 +808,36 @@ fn a_server_that_takes_who_is_back_for_another_or_passes_a_push_over_breaks_the_
         drop(client);
         server.join().unwrap();
     }
+}
+
+#[test]
+fn who_is_back_and_is_cut_off_between_its_two_connections_tries_again() {
+    let (table, layout) = small();
+    let (address, server) = serve_again(table.clone(), run(Transaction::Fragment), {
+        let table = table.clone();
+        move |mut peer, control, listener| {
+            peer.next(Kind::Pull);
+            drop((peer, control));
+            let again = || rejoin(listener, table.clone(), run(Transaction::Fragment), vec![]).0;
+            let _silent = again();
+            let mut control = Peer::greet(listener);
+            let _: Attach = control.expect(Kind::Attach);
+            // The server has heard the end of the data connection, and the worker has not.
+            let message = "there is no such session (any more)".to_owned();
+            control.send(Kind::Refused, 0, &Refused { code: RefusalCode::State, message, fatal: true });
+            let mut peer = again();
+            let _control = attach(listener);
+            let (pull, _) = peer.next(Kind::Pull);
+            roots(&mut peer, &layout, pull.request, 0, 0, 1.0);
+            pull_end(&mut peer, pull.request, 0);
+            peer.goodbye();
+        }
+    });
+    let mut client = patient(address, 1);
+    let mut params = filled(&table, 0);
+    assert_eq!(pull(&mut client, &mut params, false, &never), Ok(0));
+    client.close(Parting::Finished, &never).unwrap();
+    server.join().unwrap();
 }
 
 #[test]
