@@ -21,6 +21,8 @@ const LAST_KEPT: Duration = Duration::from_secs(30);
 const LAST_UNKEPT: Duration = Duration::from_secs(5);
 /// Connections that one call may lose before it gives up.
 const MAX_LOSSES: usize = 100;
+/// Of these so many without a pause.
+const FREE_LOSSES: usize = 8;
 /// Before another try where a server lets nobody in for long, or breaks every connection off.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -82,15 +84,26 @@ impl Inner {
         interrupt: &dyn Interrupt,
         call: &mut dyn FnMut(&mut Self) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
-        for _ in 1..MAX_LOSSES {
+        for num_lost in 1..MAX_LOSSES {
             self.come_back(patience, interrupt)?;
             match call(self) {
                 Err(_) if self.is_lost() => {}
                 ended => return ended,
             }
+            if num_lost > FREE_LOSSES {
+                self.pause(interrupt)?;
+            }
         }
         self.come_back(patience, interrupt)?;
         call(self)
+    }
+
+    fn pause(&self, interrupt: &dyn Interrupt) -> Result<(), ClientError> {
+        let nap = unless_interrupted(interrupt, async {
+            tokio::time::sleep(PAUSE).await;
+            Ok(())
+        });
+        join::runtime(&self.connection.address)?.block_on(nap)
     }
 
     /// How long who has finished tries to say so to a server that is lost, and would wait for it.
@@ -158,17 +171,15 @@ impl Inner {
             if error == ClientError::Interrupted {
                 return Err(error);
             }
-            if !error.is_of_the_connection() || begun.elapsed() >= limit {
+            // Its places may be taken by connections of before, of whose end it has not heard.
+            let is_full = matches!(error, ClientError::Refused { code: RefusalCode::Full, .. });
+            if !(error.is_of_the_connection() || is_full) || begun.elapsed() >= limit {
                 let error = self.no_way_back(error, &loss, begun.elapsed());
                 self.broken = Some(error.clone());
                 return Err(error);
             }
             tracing::debug!(%error, address, "the connection was lost again");
-            let nap = unless_interrupted(interrupt, async {
-                tokio::time::sleep(PAUSE).await;
-                Ok(())
-            });
-            join::runtime(&address)?.block_on(nap)?;
+            self.pause(interrupt)?;
         }
         let (run, seconds) = (&self.session.run_id, begun.elapsed().as_secs_f64());
         tracing::info!("back in run {run} at {address} after {seconds:.1} s");

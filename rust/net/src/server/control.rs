@@ -297,22 +297,21 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         if let Some(connections) = untold {
             tracing::warn!(connections, "more connections did not get in");
         }
-        let Ticked { lost, stalled, forgotten } =
-            shared.members().tick(config.lease, config.rejoin_grace, now);
-        let store = shared.model.get().map(|m| &m.store);
-        for (worker, incarnation, key, cause) in &lost {
+        let mut members = shared.members();
+        let Ticked { lost, stalled, forgotten } = members.tick(config.lease, config.rejoin_grace, now);
+        if let Some(model) = shared.model.get() {
+            // Under the members' lock: one that comes back meanwhile comes after it.
+            lost.iter().filter_map(|(.., key, _)| *key).for_each(|key| model.store.lost(key));
+            forgotten.iter().filter_map(|f| f.key).for_each(|key| model.store.depart(key, false));
+        }
+        drop(members);
+        for (worker, incarnation, _, cause) in &lost {
             tracing::warn!(worker, incarnation, cause, "a worker is lost");
-            if let (Some(key), Some(store)) = (key, store) {
-                store.lost(*key);
-            }
         }
         for worker in stalled {
             tracing::warn!(worker, "a worker is alive but makes no progress");
         }
-        for Forgotten { key, connections } in forgotten {
-            if let (Some(key), Some(store)) = (key, store) {
-                store.depart(key, false);
-            }
+        for Forgotten { connections, .. } in forgotten {
             connections.close(RefusalCode::Timeout, "the worker was not heard of for too long", None);
         }
         if !lost.is_empty() {
