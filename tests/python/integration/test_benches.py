@@ -52,6 +52,16 @@ def test_strangers_at_the_door_are_compared_with_none():
     assert line["strangers_cut_off"] > 0  # they were there, more than have a place
 
 
+@pytest.mark.parametrize("part", ["fairness", "many", "control", "joins"])
+def test_each_part_of_the_load_gives_a_line_and_a_summary(part):
+    done = run_bench("load.py", "--quick", "--only", part)
+    assert done.returncode == 0, done.stderr
+    line, *summary = [line for line in done.stdout.splitlines() if line]
+    assert json.loads(line)["bench"] == part
+    assert all("target" in said or part == "control" or "threads" in said for said in summary)
+    assert summary
+
+
 def test_a_run_measures_between_two_references_names_what_fails_and_writes_the_page(tmp_path):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed, so the reference in C cannot be compiled")
