@@ -220,6 +220,11 @@ fn a_life_that_goes_on_from_before_counts_what_is_lost_and_goes_on_from_there() 
 #[test]
 fn who_came_after_the_checkpoint_goes_on_and_who_was_there_before_it_and_is_forgotten_does_not() {
     let store = store();
+    for (gone, incarnation) in [("gone", 3), ("also gone", 4)] {
+        let gone = store.register(gone, incarnation).unwrap();
+        assert!(answer(&store, &head(&store, gone, 1)).applied);
+        store.depart(gone, false);
+    }
     let present = store.register("a", 5).unwrap();
     assert!(answer(&store, &head(&store, present, 1)).applied);
     let later = another_life(&store);
@@ -227,11 +232,80 @@ fn who_came_after_the_checkpoint_goes_on_and_who_was_there_before_it_and_is_forg
     let Rejoin::Back(standing) = later.rejoin("late", &after).unwrap() else { panic!() };
     assert_eq!((standing.lost_updates, standing.key.incarnation), (2, 6));
     assert!(answer(&later, &head(&later, standing.key, 4)).applied);
-    let forgotten = claim(WorkerKey { slot: 0, incarnation: 4 }, 3, 2, &[]);
+    let forgotten = claim(WorkerKey { slot: 0, incarnation: 3 }, 3, 2, &[]);
     assert!(matches!(later.rejoin("gone", &forgotten), Err(NoWayBack::Forgotten { .. })));
     let replacing = claim(WorkerKey { slot: 0, incarnation: 7 }, 1, 1, &[]);
     assert_eq!(back(&later, &replacing).key.slot, present.slot, "it had taken the name after the checkpoint");
     assert!(matches!(later.rejoin("a", &claim(present, 1, 1, &[])), Err(NoWayBack::Fenced { .. })));
+}
+
+#[test]
+fn who_came_after_the_checkpoint_and_was_away_for_a_whole_life_goes_on() {
+    let store = store();
+    store.register("a", 1).unwrap();
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let late = store.register("late", 2).unwrap();
+    assert!(answer(&store, &head(&store, late, 1)).applied);
+    let config = || StoreConfig { max_workers: 2, ..StoreConfig::default() };
+    let missed = common::resumed(&store, &state, config());
+    let later = another_life(&missed);
+    let Rejoin::Back(standing) = later.rejoin("late", &claim(late, 1, 1, &[])).unwrap() else { panic!() };
+    assert_eq!(standing.lost_updates, 1);
+    assert!(answer(&later, &head(&later, standing.key, 2)).applied);
+}
+
+#[test]
+fn a_push_of_which_all_has_come_is_whole_though_its_worker_has_it_no_more() {
+    let store = store();
+    let worker = store.register("a", 1).unwrap();
+    let push = open(&store, &head(&store, worker, 1));
+    submit(&store, &push, 0);
+    submit(&store, &push, 1);
+    drop(push);
+    let standing = back(&store, &claim(worker, 0, 0, &[true]));
+    let [(1, receipt)] = &standing.answers[..] else { panic!("{standing:?}") };
+    assert_eq!((receipt.applied, receipt.reason), (true, None));
+    assert_eq!(store.status().tickets.applied, 1);
+}
+
+#[test]
+fn a_push_that_ends_with_the_life_that_had_begun_it_counts_as_told() {
+    let store = store();
+    let worker = store.register("a", 1).unwrap();
+    let push = open(&store, &head(&store, worker, 1));
+    submit(&store, &push, 0);
+    let run = store.run().unwrap();
+    let (momentum, dampening, weight_decay, nesterov, maximize) = (0.0, 0.0, 0.0, false, false);
+    let rule = Rule::Sgd { momentum, dampening, weight_decay, nesterov, maximize };
+    let group = Group { rule, ..run.spec.optimizer.groups[0].clone() };
+    let optimizer = OptimizerSpec { groups: vec![group], momentum_correction: false };
+    store.configure(RunSpec { optimizer, ..run.spec.clone() });
+    let later = another_life(&store);
+    drop(push);
+    // Of the life before it was told nothing; of this one, that a part of it was applied.
+    let standing = back(&later, &claim(worker, 0, 0, &[false]));
+    let [(1, receipt)] = &standing.answers[..] else { panic!("{standing:?}") };
+    assert_eq!((receipt.applied, receipt.reason), (true, Some(Reason::OptimizerChanged)));
+    let known = Claim { term: 2, ..claim(worker, 1, 1, &[]) };
+    assert_eq!(back(&later, &known).lost_updates, 0);
+    // Had it been told so in the life before, nothing would be lost either.
+    assert_eq!(back(&another_life(&store), &claim(worker, 1, 1, &[])).lost_updates, 0);
+}
+
+#[test]
+fn a_retry_without_what_a_life_before_had_answered_is_told_that_it_is_not_whole() {
+    let store = store();
+    let worker = store.register("a", 1).unwrap();
+    let push = open(&store, &head(&store, worker, 1));
+    submit(&store, &push, 0);
+    let later = another_life(&store);
+    submit(&store, &push, 1); // and is answered, so that it does not come again
+    drop(push);
+    assert_eq!(back(&later, &claim(worker, 0, 0, &[false])).answers, []);
+    let retried = PushHead { term: 1, ..head(&later, worker, 1) };
+    let receipt = open(&later, &retried).settle();
+    assert_eq!((receipt.applied, receipt.reason), (true, Some(Reason::ServerRolledBack)));
+    assert_eq!(later.status().tickets.partial, 1);
 }
 
 /// What a program does to a worker and its store.

@@ -27,6 +27,10 @@ pub struct Book {
     pub lost_updates: u64,
     /// No incarnation above this one was issued before the book was written; some may have been since.
     pub last_incarnation: u32,
+    /// Of an incarnation above this one that is not among the workers nothing is in the store. `None`: not known, as in
+    /// books of before.
+    #[serde(default)]
+    pub last_forgotten: Option<u32>,
     /// In the order of their slots.
     pub workers: Vec<WorkerPage>,
 }

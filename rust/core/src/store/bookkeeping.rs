@@ -70,6 +70,7 @@ impl Registry {
             totals: self.totals.clone(),
             lost_updates: self.lost_updates,
             last_incarnation: self.last_incarnation,
+            last_forgotten: Some(self.last_forgotten),
             workers: slots.filter_map(|(i, slot)| Some(self.page(i, slot.as_ref()?, line, &open))).collect(),
         }
     }
@@ -82,15 +83,25 @@ impl Registry {
         let first_after = slot.recent.iter().find(|(_, recent)| is_after(recent));
         let last_sequence = first_after.map_or(slot.last_sequence, |(sequence, _)| sequence - 1);
         let before = slot.recent.iter().take_while(|(sequence, _)| *sequence <= last_sequence);
+        // What ends with this book is answered by it, and not counted by the slot yet.
+        let mut ended = 0;
+        let recent = before.map(|(sequence, recent)| {
+            let answer = self.answer(recent, open);
+            if let (Answer::Settled(receipt), Recent::Open(_) | Recent::Unfinished(..)) = (&answer, recent) {
+                ended += u64::from(receipt.applied);
+            }
+            (*sequence, answer)
+        });
+        let recent = recent.collect();
         WorkerPage {
             slot: u32::try_from(index).unwrap_or(u32::MAX), // there are at most MAX_WORKERS
             worker_id: slot.worker_id.clone(),
             incarnation: slot.incarnation,
             last_sequence,
-            applied: slot.applied, // none after the line was: it could not commit
+            applied: slot.applied + ended, // none after the line was: it could not commit
             present: slot.present || slot.expected,
             finished: slot.finished,
-            recent: before.map(|(sequence, recent)| (*sequence, self.answer(recent, open))).collect(),
+            recent,
             tally: slot.tally.clone(),
         }
     }
@@ -155,7 +166,11 @@ impl Registry {
                         match config.transaction {
                             Transaction::Fragment => Recent::Unfinished(Arc::new(record), counted),
                             // Whole pushes alone are committed from now on.
-                            Transaction::Model => Recent::Settled(ended(&record, Reason::ServerRolledBack)),
+                            Transaction::Model => {
+                                let receipt = ended(&record, Reason::ServerRolledBack);
+                                slot.applied += u64::from(receipt.applied);
+                                Recent::Settled(receipt)
+                            }
                         }
                     }
                 };
@@ -173,16 +188,18 @@ impl Registry {
             slots,
             lost_updates: book.lost_updates,
             last_incarnation: life.last_incarnation.max(book.last_incarnation),
-            resumed: Some(Resumed { first_term: life.term, last_incarnation: book.last_incarnation }),
+            last_forgotten: book.last_forgotten.unwrap_or(book.last_incarnation),
+            resumed: Some(Resumed { first_term: life.term }),
             ..Self::new(life.term, config.max_workers)
         })
     }
 }
 
-/// The answer to a push that no retry can finish.
+/// The answer to a push that no retry can finish; one of which all has come is whole.
 fn ended(record: &PushRecord, why: Reason) -> Receipt {
     let receipt = record.receipt();
-    Receipt { reason: receipt.reason.or(Some(why)), ..receipt }
+    let why = (record.ending() != Ending::Applied).then_some(why);
+    Receipt { reason: receipt.reason.or(why), ..receipt }
 }
 
 /// The record of a push that a retry is to finish.
@@ -279,6 +296,9 @@ impl Book {
         }
         if self.last_incarnation > MOST_INCARNATIONS {
             return Err(error("last_incarnation", format!("is {}, too many", self.last_incarnation)));
+        }
+        if let Some(last) = self.last_forgotten.filter(|&last| last > self.last_incarnation) {
+            return Err(error("last_forgotten", format!("is {last}, not issued")));
         }
         let (mut ids, mut tickets) = (BTreeSet::new(), BTreeSet::new());
         let mut least_slot = 0;

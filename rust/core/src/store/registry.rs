@@ -18,6 +18,8 @@ pub(super) const RECENT: usize = 2;
 /// Most slots: each fragment's ledger has an entry for every one.
 pub const MAX_WORKERS: usize = 1 << 16;
 
+const UNDONE: &str = "parts of it were applied after the checkpoint that the server went on from, and its worker no longer had them";
+
 /// Every slot is taken: who could leave to make room is the caller's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("all {max_workers} worker slots are taken; raise max_workers or let workers leave")]
@@ -30,8 +32,6 @@ pub struct Full {
 pub(super) struct Resumed {
     /// The first term of this life: what was read under an earlier one may be of a future that never was.
     pub(super) first_term: u64,
-    /// Incarnations above this one came after the book was written: nothing of theirs is in the store.
-    pub(super) last_incarnation: u32,
 }
 
 /// What the registry says to an arriving push.
@@ -52,8 +52,11 @@ pub(super) struct Registry {
     pub(super) lost_updates: u64,
     pub(super) slots: Vec<Option<Slot>>,
     pub(super) max_workers: usize,
-    /// The newest incarnation that has a slot or had one.
+    /// The newest incarnation that has a slot or had one, or was issued in a life before.
     pub(super) last_incarnation: u32,
+    /// The newest one whose slot was given to another worker. Of an incarnation above it that has no slot nothing is in
+    /// the store.
+    pub(super) last_forgotten: u32,
     pub(super) resumed: Option<Resumed>,
     pub(super) open: BTreeMap<u64, Arc<PushRecord>>,
 }
@@ -71,6 +74,7 @@ impl Registry {
             slots: Vec::new(),
             max_workers: max_workers.min(MAX_WORKERS),
             last_incarnation: 0,
+            last_forgotten: 0,
             resumed: None,
             open: BTreeMap::new(),
         }
@@ -95,8 +99,10 @@ impl Registry {
             }
         };
         let mut slot = Slot::new(worker_id, incarnation);
-        if let Some(old) = self.slots[index].take().filter(|old| old.worker_id == worker_id) {
-            slot.tally = old.tally;
+        match self.slots[index].take() {
+            Some(old) if old.worker_id == worker_id => slot.tally = old.tally,
+            Some(old) => self.last_forgotten = self.last_forgotten.max(old.incarnation),
+            None => {}
         }
         self.slots[index] = Some(slot);
         Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
@@ -272,7 +278,12 @@ impl Registry {
     /// All fragments of an open push have their outcome.
     pub(super) fn settle(&mut self, record: &Arc<PushRecord>) -> Receipt {
         self.open.remove(&record.ticket.number);
-        *self.counter(record.ending()) += 1;
+        let ending = record.ending();
+        if ending != Ending::Applied {
+            // Where nothing else is wrong, a retry has left out what a life before had answered.
+            record.count_refused(Reason::ServerRolledBack, UNDONE);
+        }
+        *self.counter(ending) += 1;
         let receipt = record.receipt();
         self.totals.count(&receipt, record.samples);
         if let Some(slot) = self.slot(record.worker) {

@@ -8,11 +8,11 @@
 //! A registry that goes on from a checkpoint may know less than the worker. What the worker was told of and the
 //! checkpoint does not hold is lost, counted, and the worker's numbers go on from its own: nobody is fenced for it.
 
-use super::book::MOST;
+use super::book::{Ending, MOST};
 use super::ledger::WorkerKey;
 use super::push::PushHead;
 use super::receipt::{Fate, Receipt};
-use super::registry::{Full, RECENT, Registry, Resumed};
+use super::registry::{Full, RECENT, Registry};
 use super::slot::{Recent, Slot};
 use crate::layout::Presence;
 use crate::pipeline::Reason;
@@ -85,7 +85,7 @@ impl Registry {
     /// See the module.
     pub(super) fn rejoin(&mut self, worker_id: &str, claim: &Claim) -> Result<Rejoin, NoWayBack> {
         check(worker_id, claim)?;
-        let is_past = self.resumed.filter(|resumed| claim.term < resumed.first_term);
+        let is_past = self.resumed.is_some_and(|resumed| claim.term < resumed.first_term);
         let slot = self.slots.iter_mut().enumerate();
         let known =
             slot.filter_map(|(i, slot)| Some((i, slot.as_mut()?))).find(|(_, s)| s.worker_id == worker_id);
@@ -103,7 +103,7 @@ impl Registry {
         let last = claim.settled + claim.unsettled.len() as u64;
         // Of this life, it was told nothing that is not in the book.
         let knows_more = claim.settled > slot.last_sequence || claim.applied > slot.told(claim);
-        if slot.last_sequence > last || knows_more && is_past.is_none() {
+        if slot.last_sequence > last || knows_more && !is_past {
             let what = format!(
                 "that it was answered up to push {} ({} of them applied) and has sent up to {last}; here the last \
                  that came is {} ({} applied)",
@@ -119,15 +119,11 @@ impl Registry {
         Ok(Rejoin::Back(self.stand(key, claim, lost)))
     }
 
-    /// A worker of which nothing is known comes in: one that has pushed nothing, or that came after the checkpoint.
-    fn enter(
-        &mut self,
-        worker_id: &str,
-        claim: &Claim,
-        is_past: Option<Resumed>,
-    ) -> Result<Rejoin, NoWayBack> {
+    /// A worker of which nothing is known comes in: one that has pushed nothing, or that came after the checkpoint, in
+    /// whichever life before this one.
+    fn enter(&mut self, worker_id: &str, claim: &Claim, is_past: bool) -> Result<Rejoin, NoWayBack> {
         let has_pushed = claim.settled > 0 || !claim.unsettled.is_empty();
-        let came_after = is_past.is_some_and(|resumed| claim.incarnation > resumed.last_incarnation);
+        let came_after = is_past && claim.incarnation > self.last_forgotten;
         if has_pushed && !came_after {
             let (worker_id, incarnation) = (worker_id.to_owned(), claim.incarnation);
             return Err(NoWayBack::Forgotten { worker_id, incarnation });
@@ -169,7 +165,9 @@ impl Registry {
             }
             Some((_, Recent::Unfinished(record, counted))) if gone => {
                 let (record, counted) = (record.clone(), *counted);
-                record.count_refused(Reason::ConnectionLost, LOST);
+                if record.ending() != Ending::Applied {
+                    record.count_refused(Reason::ConnectionLost, LOST);
+                }
                 self.reopen(&record, counted);
                 return Some(self.settle(&record));
             }

@@ -44,7 +44,7 @@ pub(crate) fn restored(files: &Files, config: StoreConfig) -> Result<Arc<Store>,
     checkpoint::restore(manifest, opening(files), config, life)
 }
 
-fn opening<'a>(files: &'a Files) -> impl FnMut(&'static str) -> std::io::Result<Cursor<&'a [u8]>> {
+pub(crate) fn opening<'a>(files: &'a Files) -> impl FnMut(&'static str) -> std::io::Result<Cursor<&'a [u8]>> {
     move |name| {
         let bytes = files.get(name).ok_or_else(|| Error::from(ErrorKind::NotFound))?;
         Ok(Cursor::new(bytes.as_slice()))
