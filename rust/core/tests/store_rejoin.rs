@@ -99,6 +99,8 @@ fn a_push_whose_answer_was_lost_is_answered_and_one_that_never_came_is_asked_for
     let standing = back(&store, &claim(worker, 0, 0, &[false]));
     assert_eq!(standing.answers, [(1, Receipt { duplicate: true, ..receipt })]);
     assert_eq!((standing.key, standing.lost_updates, standing.own_version), (worker, 0, 1));
+    let status = store.status();
+    assert_eq!((status.totals.duplicates, status.workers[0].2.duplicates), (1, 1));
     let standing = back(&store, &claim(worker, 1, 1, &[false]));
     assert_eq!(standing.answers, []);
     assert!(answer(&store, &head(&store, worker, 2)).applied);

@@ -36,7 +36,9 @@ def server(request):
 def test_a_push_whose_reply_is_lost_is_applied_once(server):
     counts = pushed(server, 3, LostReply(push=3))
     assert (counts["lost_replies"], counts["truncated_pushes"]) == (1, 0)
-    assert server.status()["version"] == 3
+    status = server.status()
+    assert (status["version"], status["duplicates"], status["cut_short"]) == (3, 1, 0)
+    assert [worker["duplicates"] for worker in status["workers"]] == [1]
     assert (server.state_dict()["w"] == -3).all()
 
 
@@ -47,6 +49,7 @@ def test_no_element_has_a_push_that_is_cut_short_twice(server, place):
     counts = pushed(server, 2, Cut(place))
     assert (counts["lost_replies"], counts["truncated_pushes"]) == (0, 1)
     wait_for(lambda: server.status()["connections"] == 0)
+    assert server.status()["cut_short"] == 1
     weights = set(server.state_dict()["w"].tolist())
     assert weights <= {-1.0, -2.0}
     if server.status()["transaction"] == "model":

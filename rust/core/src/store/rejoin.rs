@@ -161,7 +161,10 @@ impl Registry {
         let slot = self.slot(key)?;
         match slot.recent.iter().find(|(s, _)| *s == sequence) {
             Some((_, Recent::Settled(receipt))) => {
-                return Some(Receipt { duplicate: true, ..receipt.clone() });
+                let receipt = Receipt { duplicate: true, ..receipt.clone() };
+                slot.tally.duplicates += 1;
+                self.totals.duplicates += 1;
+                return Some(receipt);
             }
             Some((_, Recent::Unfinished(record, counted))) if gone => {
                 let (record, counted) = (record.clone(), *counted);

@@ -8,6 +8,7 @@ use super::outbox::Addressed;
 use super::place::Place;
 use super::poll;
 use super::session::Session;
+use super::shared::Shared;
 use offbeat_core::checksum::checksum;
 use offbeat_core::layout::{Fragment, Presence};
 use offbeat_core::spec::Transaction;
@@ -53,6 +54,28 @@ impl LowestTerm {
     /// What was seen, or `otherwise` if nothing was.
     pub(super) fn or(self, otherwise: u64) -> u64 {
         self.0.unwrap_or(otherwise)
+    }
+}
+
+/// A push of which something is still to come: counted, if its session ends before, whatever ends that.
+pub(super) struct Coming<'a>(Option<&'a Shared>);
+
+impl<'a> Coming<'a> {
+    pub(super) const fn of(shared: &'a Shared) -> Self {
+        Self(Some(shared))
+    }
+
+    pub(super) const fn is_whole(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Coming<'_> {
+    fn drop(&mut self) {
+        if let Some(shared) = self.0 {
+            // Relaxed: a statistic.
+            shared.cut_short.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -104,7 +127,8 @@ impl Session {
     async fn push_streamed(&mut self, header: &Header, place: &Place, asked: Asked) -> Result<(), End> {
         let store = &place.model.store;
         let layout = Arc::clone(store.layout());
-        let connection = Arc::clone(&self.connection);
+        let (connection, shared) = (Arc::clone(&self.connection), Arc::clone(&self.shared));
+        let mut coming = Coming::of(&shared);
         let admission = store.admit(&asked.head);
         // Made after admission: the version it states is one whose tickets the worker may not have seen applied.
         let reader = store.reader();
@@ -152,6 +176,7 @@ impl Session {
             }
             poll::breathe().await;
         }
+        coming.is_whole();
         let (receipt, read) = match admission {
             Admission::Open(push) => {
                 if let Some(paused) = store.pause(&push) {

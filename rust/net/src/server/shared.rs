@@ -39,6 +39,8 @@ pub(super) struct Shared {
     pub(super) started: Instant,
     pub(super) model: ModelSlot,
     pub(super) loads: Vec<Load>,
+    /// Pushes whose sender was gone before they had come whole.
+    pub(super) cut_short: AtomicU64,
     /// Room for connections that have proved who they are.
     pub(super) admitted: Arc<Semaphore>,
     /// True: connections are taken.
@@ -90,6 +92,7 @@ impl Shared {
             started: Instant::now(),
             model: ModelSlot::new(),
             loads: (0..num_data_threads).map(|_| Load::default()).collect(),
+            cut_short: AtomicU64::new(0),
             admitted: Arc::new(Semaphore::new(config.max_connections)),
             serving: watch::Sender::new(false),
             stopping: watch::Sender::new(false),

@@ -3,7 +3,7 @@
 
 use super::connection::{Answer, Phase};
 use super::end::End;
-use super::exchange::{Asked, LowestTerm, is_in};
+use super::exchange::{Asked, Coming, LowestTerm, is_in};
 use super::place::Place;
 use super::poll;
 use super::session::Session;
@@ -26,7 +26,8 @@ impl Session {
     ) -> Result<(), End> {
         let store = &place.model.store;
         let layout = Arc::clone(store.layout());
-        let connection = Arc::clone(&self.connection);
+        let (connection, shared) = (Arc::clone(&self.connection), Arc::clone(&self.shared));
+        let mut coming = Coming::of(&shared);
         let present = asked.head.present.clone();
         let all = layout.present_fragments(&present);
         let indices: Vec<usize> = all.filter(|&index| index >= asked.answered).collect();
@@ -52,6 +53,7 @@ impl Session {
             });
             poll::breathe().await;
         }
+        coming.is_whole();
         let receipt = self.commit(header, place, &asked, fragments).await?;
         drop(reserved);
         if receipt.applied {

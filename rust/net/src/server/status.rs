@@ -39,6 +39,8 @@ struct Status<'a> {
     lost_updates: u64,
     rejected: BTreeMap<String, u64>,
     duplicates: u64,
+    /// Pushes that broke off before they had come whole, in this life of the server.
+    cut_short: u64,
     memory: Memory,
     checkpoints: Option<CheckpointStatus>,
     connections: usize,
@@ -149,6 +151,8 @@ pub(super) fn json(shared: &Shared) -> String {
         lost_updates: store.as_ref().map_or(0, |s| s.lost_updates),
         rejected: totals.rejected,
         duplicates: totals.duplicates,
+        // Relaxed: a statistic.
+        cut_short: shared.cut_short.load(Ordering::Relaxed),
         memory: memory(shared, store.as_ref()),
         checkpoints: shared.checkpoints.as_ref().map(|checkpoints| checkpoints.status(now)),
         connections: shared.num_connections(),
