@@ -1,9 +1,12 @@
-"""Workers that die or freeze in the middle of a push: who notices, how soon, and what is left of the push.
+"""Workers that die, freeze or fall silent in the middle of a push: who notices, and what is left of the push.
 
 One run per transaction: four workers, each a process that pauses between its pushes. One is killed and one is
 stopped (SIGSTOP) while the server has a part of their third push; two survive. The broken pushes go through a
 proxy, which passes on just so many bytes. The gradients are whole numbers, so that the parameters tell which
 pushes are in them.
+
+In another run two fall silent: one is stopped with the answer to its push unread, and over the link of one
+nothing comes any more, either way.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ import pytest
 
 import offbeat
 from support.command import Command, command, running
-from support.fault_plan import Bytes, Hold, plan
+from support.fault_plan import Blackhole, Bytes, Hold, inside, plan
 from support.fault_proxy import FaultProxy
 
 # Each run starts a process with torch, and the server takes ten seconds to give a silent peer up.
@@ -39,7 +42,7 @@ PUSH_BYTES = 4 * NUM_ELEMENTS
 FRAGMENT_ELEMENTS = 64 << 10
 # Into the third push, and into one of its frames: 0.6 of a fragment, less the headers' few bytes.
 LIMIT_BYTES = int(2.4 * PUSH_BYTES)
-GRADIENTS = {"first": 1, "second": 1, "killed": 1 << 12, "stopped": 1 << 14}
+GRADIENTS = {"first": 1, "second": 1, "killed": 1 << 12, "stopped": 1 << 14, "unread": 1, "unreachable": 1}
 SURVIVORS = ("first", "second")
 BROKEN = ("killed", "stopped")
 
@@ -164,12 +167,19 @@ def recorded():
         logging.getLogger("offbeat").removeHandler(handler)
 
 
+def serving(transaction):
+    model = {"weight": np.zeros((NUM_ELEMENTS, 1), np.float32)}
+    return offbeat.ParameterServer(model, transaction=transaction, optimizer=offbeat.optim.SGD(lr=1.0))
+
+
+def freeze(process):
+    process.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+
+
 def play(transaction, stack):
     log = stack.enter_context(recorded())
-    model = {"weight": np.zeros((NUM_ELEMENTS, 1), np.float32)}
-    server = stack.enter_context(
-        offbeat.ParameterServer(model, transaction=transaction, optimizer=offbeat.optim.SGD(lr=1.0))
-    )
+    server = stack.enter_context(serving(transaction))
     held = plan(Hold(Bytes(LIMIT_BYTES)))
     proxies = [stack.enter_context(FaultProxy(server.address, held)) for _ in BROKEN]
 
@@ -191,8 +201,7 @@ def play(transaction, stack):
     for worker, proxy in zip((killed, stopped), proxies, strict=True):
         worker.go()
         proxy.wait_for("holds", timeout_s=DEADLINE_S)
-    stopped.process.send_signal(signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(stopped.process.pid, os.WUNTRACED)[1])
+    freeze(stopped.process)
     began = time.monotonic()
     killed.process.kill()
     for proxy in proxies:
@@ -225,18 +234,28 @@ def play(transaction, stack):
     )
 
 
-@pytest.fixture(scope="module", params=["fragment", "model"])
-def run(request):
+@contextlib.contextmanager
+def without_settings():
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as shell:
         for name in ("OFFBEAT_SERVER", "OFFBEAT_TOKEN", "OFFBEAT_HOST"):
             shell.delenv(name, raising=False)
+        yield stack
+
+
+@pytest.fixture(scope="module", params=["fragment", "model"])
+def run(request):
+    with without_settings() as stack:
         yield play(request.param, stack)
 
 
 def test_no_survivor_waits_longer_than_two_seconds_between_two_pushes(run):
-    for worker in run.survivors:
+    assert_no_gap(run.survivors, run.began, run.began + max(run.noticed.values()))
+
+
+def assert_no_gap(survivors, began, noticed):
+    for worker in survivors:
         times = [when for when, _, _ in worker.pushed]
-        assert times[0] < run.began < run.began + max(run.noticed.values()) < times[-1]
+        assert times[0] < began < noticed < times[-1]
         assert max(after - before for before, after in pairwise(times)) < 2
         assert all(applied and weight == 1 for _, applied, weight in worker.pushed)
 
@@ -296,3 +315,50 @@ def test_what_is_counted_of_a_broken_push_is_said(run):
     assert {name: workers[name]["pushes"] for name in BROKEN} == dict.fromkeys(BROKEN, WHOLE_PUSHES)
     assert f"{broken} partial, 0 dropped" in run.text
     assert run.status["memory"]["staging_bytes"] == 0
+
+
+# ---------------------------------------------------------------------------------------- silent
+
+
+@pytest.mark.parametrize("transaction", ["fragment", "model"])
+def test_no_survivor_waits_longer_than_two_seconds_where_others_do_not_read_or_cannot_be_reached(transaction):
+    with without_settings() as stack:
+        server = stack.enter_context(serving(transaction))
+        faults = {
+            "unread": Hold(inside("Root", 1, push=WHOLE_PUSHES + 1, payload_byte=1000)),
+            "unreachable": Blackhole(Bytes(LIMIT_BYTES)),
+        }
+        proxies = {
+            name: stack.enter_context(FaultProxy(server.address, plan(fault)))
+            for name, fault in faults.items()
+        }
+        silent = {
+            name: stack.enter_context(running(Worker(name, proxy.address, calm=WHOLE_PUSHES)))
+            for name, proxy in proxies.items()
+        }
+        survivors = [stack.enter_context(running(Worker(name, server.address))) for name in SURVIVORS]
+        for worker in (*silent.values(), *survivors):
+            for _ in range(WHOLE_PUSHES):
+                worker.line("pushed")
+        for worker in silent.values():
+            worker.go()
+        proxies["unread"].wait_for("holds", timeout_s=DEADLINE_S)
+        proxies["unreachable"].wait_for("blackholes", timeout_s=DEADLINE_S)
+        began = time.monotonic()
+        freeze(silent["unread"].process)
+
+        def pushes():
+            workers = {worker["id"]: worker for worker in server.status()["workers"]}
+            assert all(workers[name]["state"] == "joined" for name in SURVIVORS)
+            if all(workers[name]["state"] == "lost" for name in silent):
+                return [workers[name]["pushes"] for name in SURVIVORS]
+            return []
+
+        wait_for(pushes)
+        noticed, before = time.monotonic(), pushes()
+        # Of those that are not waited for any more nothing holds the others up either.
+        wait_for(lambda: all(now > then for now, then in zip(pushes(), before, strict=True)))
+        for worker in survivors:
+            worker.process.stdin.close()
+            assert worker.ends() == 0, worker.said
+        assert_no_gap(survivors, began, noticed)
