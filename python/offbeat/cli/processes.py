@@ -19,7 +19,7 @@ from typing import Self
 
 from offbeat.cli.background import Background
 from offbeat.cli.copying import READER_S, Copy, Output
-from offbeat.cli.signals import Signals, Stopped
+from offbeat.cli.signals import LOOK_S, Signals, Stopped
 
 __all__ = ["Ended", "Processes"]
 
@@ -119,7 +119,8 @@ class Processes:
         self._signals.forget()  # one that came before this was for work that has ended
         with self._signals.raised():
             for copy in self._copies:
-                copy.is_done.wait()
+                while not copy.is_done.wait(LOOK_S):
+                    pass
             self._err.drop_bar()
 
     def kill(self) -> None:
@@ -129,7 +130,11 @@ class Processes:
     def as_they_end(self) -> Iterator[Ended]:
         """Give each as it ends, until all have."""
         for _ in self._followers:
-            yield self._ended.get()
+            ended = None
+            while ended is None:
+                with contextlib.suppress(queue.Empty):
+                    ended = self._ended.get(timeout=LOOK_S)
+            yield ended
 
     def left_over(self) -> Iterator[Ended]:
         """Give those that have ended and were not given."""
@@ -214,7 +219,8 @@ class Processes:
             self._signal(signal.SIGKILL)
             with self._signals.raised():  # the system may not let go of one; nobody may read what they wrote
                 for follower in self._followers:
-                    follower.join()
+                    while follower.is_alive():
+                        follower.join(LOOK_S)
 
     def _signal(self, number: signal.Signals) -> int:
         """Signal those that still run, with all that belongs to them, and count them."""

@@ -22,7 +22,7 @@ from offbeat.cli.serving import (
     not_saved,
     stop,
 )
-from offbeat.cli.signals import Signals, Stopped
+from offbeat.cli.signals import LOOK_S, Signals, Stopped
 from offbeat.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -91,7 +91,7 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
         background.say(f"stopped by {stopped}")
         return not_saved(arguments.save, "a signal came before there was a server", background)
     log_to(background)
-    code = ExitCode.OK
+    code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:
         with server:
@@ -100,7 +100,8 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
                     with suppress(OSError):  # workers come, whether or not anybody reads how
                         print(_welcome(server, has_token=bool(token), made_up=made_up), end="", flush=True)
                     if arguments.keep_running:
-                        threading.Event().wait()
+                        while not forever.wait(LOOK_S):
+                            pass
                     server.wait_for_workers(arguments.workers)
             except Stopped as stopped:
                 # Ctrl-C is of somebody who sits there; the others are of a machine that goes away.

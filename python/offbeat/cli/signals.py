@@ -18,7 +18,7 @@ from typing import Any
 
 from offbeat.cli.say import takes_more
 
-__all__ = ["Signals", "Stopped", "handlers", "ignored", "install"]
+__all__ = ["LOOK_S", "Signals", "Stopped", "handlers", "ignored", "install"]
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The last is of a terminal that is closed, or an ssh that has lost its connection."""
@@ -26,6 +26,10 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST = 3
 """This one of those that are kept ends the process at once: what it waits for, a terminal that somebody has
 stopped or a pipe that nobody empties, does not come. Two come from launchers that send theirs twice."""
+
+LOOK_S = 0.1
+"""How long the main thread waits at once: it runs the handlers, and a signal that comes to another thread, or
+just before the wait, does not wake it."""
 
 Handlers = Mapping[int, Any]
 """What `signal.getsignal` gives, by the signal's number."""

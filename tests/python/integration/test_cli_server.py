@@ -109,6 +109,16 @@ def test_a_server_that_waits_stops_at_a_signal_with_code_0(number):
         assert "Traceback" not in server.said
 
 
+@pytest.mark.parametrize("keeps_running", [True, False])
+def test_a_signal_that_the_system_gives_to_another_thread_stops_a_server(keeps_running):
+    with serving(*["--keep-running"] * keeps_running) as server:
+        environment, _ = joining(server)
+        with command("status", environment["OFFBEAT_SERVER"]) as told:
+            assert told.ends() == 0, told.said  # by then it waits
+        server.signal_another_thread(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+
+
 def test_a_save_that_found_no_model_is_code_13(tmp_path):
     with serving("--save", str(tmp_path / "model.safetensors")) as server:
         joining(server)

@@ -116,6 +116,21 @@ def test_a_worker_that_fails_does_not_end_the_others(script, tmp_path):
         assert launch.ends() == 137
 
 
+def test_a_signal_that_the_system_gives_to_another_thread_ends_the_workers(script):
+    train = script(
+        """
+        import time
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    with command("launch", "--workers", "1", train) as launch:
+        launch.line("ready")
+        launch.signal_another_thread(signal.SIGTERM)
+        assert launch.ends() == 128 + signal.SIGINT, launch.said
+        assert "stopped by SIGTERM" in launch.said
+
+
 def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
     train = script(
         """

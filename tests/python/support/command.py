@@ -1,5 +1,6 @@
 """The command line, or another program, as a process of its own, with its output watched line by line."""
 
+import ctypes
 import os
 import queue
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 TIMEOUT_S = 40
 OFFBEAT = (sys.executable, "-m", "offbeat.cli.main")
@@ -100,6 +102,15 @@ class Command:
 
     def signal(self, number=signal.SIGINT):
         self.process.send_signal(number)
+
+    def signal_another_thread(self, number):
+        """Give a signal to a thread that is not the main one, as the system may do with any."""
+        task = next(
+            int(t.name)
+            for t in Path(f"/proc/{self.process.pid}/task").iterdir()
+            if int(t.name) != self.process.pid
+        )
+        assert ctypes.CDLL(None).tgkill(self.process.pid, task, number) == 0
 
     def ends(self):
         """Wait for the end and return the exit code."""
