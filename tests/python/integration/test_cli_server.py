@@ -160,9 +160,9 @@ import signal, sys
 from offbeat import ParameterServer
 from offbeat.cli import main, server
 
-def stop(*arguments):
+def stop(*arguments, **keywords):
     signal.raise_signal(signal.SIGINT)
-    return stops(*arguments)
+    return stops(*arguments, **keywords)
 
 stops, server.stop = server.stop, stop
 if sys.argv[1] == "the work":
