@@ -48,12 +48,12 @@ test: lint $(STAMPS)/nextest ## Run everything that is checked, cheap things fir
 	@$(STAGE) "stub against extension (stubtest)" $(PY) -m mypy.stubtest offbeat._offbeat --mypy-config-file pyproject.toml
 	@$(STAGE) "Python tests" $(PY) -m pytest $(ARGS)
 
-chaos: develop ## Disturb checkpoints at every system call, and runs of worker and server by seeds; `make test` tries some
+chaos: develop ## Break networks, workers, servers and disks in every way that is known; `make test` tries some
 	@OFFBEAT_SEEDS=$${OFFBEAT_SEEDS:-2000} $(STAGE) "runs that break by seeds" \
 		cargo test $(LOCKED) --package offbeat-net --test chaos -- --nocapture
 	@OFFBEAT_SEEDS=$${OFFBEAT_SEEDS:-20000} $(STAGE) "simulated runs by seeds" \
 		cargo test $(LOCKED) --package offbeat-core --test simulation -- --nocapture
-	@$(STAGE) "faults of the disk" $(PY) -m pytest tests/python/chaos --every-fault -raP $(ARGS)
+	@$(STAGE) "faults of networks, processes and disks" $(PY) -m pytest tests/python/chaos --every-fault -raP $(ARGS)
 
 lint: $(STAMPS)/tools ## Formats, lints, types and layers; builds no wheel
 	@$(STAGE) "Rust format" cargo fmt --all --check

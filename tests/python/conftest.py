@@ -27,7 +27,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("faults of the disk")
+    group = parser.getgroup("faults of networks, processes and disks")
     group.addoption("--every-fault", action="store_true", help="try all of them: `make chaos`")
     group.addoption(
         "--fault-seed", type=int, default=0, metavar="N", help="which of them are tried without that"

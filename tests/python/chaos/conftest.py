@@ -1,4 +1,4 @@
-"""Checkpoints to be disturbed, and which of the faults are tried."""
+"""Checkpoints to be disturbed, and which faults are tried."""
 
 import numpy as np
 import pytest

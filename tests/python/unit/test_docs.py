@@ -15,7 +15,8 @@ from offbeat.optim.base import IGNORED
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
-    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+    ROOT / f"{name}.md"
+    for name in ("README", "ARCHITECTURE", "RELIABILITY", "SECURITY", "CONTRIBUTING", "CHANGELOG")
 ]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 
@@ -65,14 +66,18 @@ def declared_in(path):
     return set(re.findall(r"#\[test\]\s*(?:#\[[^\]]*\]\s*|//[^\n]*\n\s*)*fn (\w+)\(", text))
 
 
-@pytest.mark.parametrize("page", RULES)
-def test_every_test_that_a_rule_names_exists(page):
-    named = [(file, test) for rule in RULES[page] for file, test in NAMED.findall(rule[-1])]
-    assert len(named) > NUM_NAMED[page]
+def assert_exist(named):
     for file, test in named:
         path = ROOT / file if file.startswith("rust/") else ROOT / "tests/python" / file
         assert path.is_file(), file
         assert test in declared_in(path), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("page", RULES)
+def test_every_test_that_a_rule_names_exists(page):
+    named = [(file, test) for rule in RULES[page] for file, test in NAMED.findall(rule[-1])]
+    assert len(named) > NUM_NAMED[page]
+    assert_exist(named)
 
 
 @pytest.mark.parametrize("page", RULES)
@@ -90,6 +95,27 @@ def test_every_rule_has_a_test_and_every_cell_of_tests_holds_nothing_else(page):
 def test_no_rule_is_listed_twice(page):
     rules = [rule[:-1] for rule in RULES[page]]
     assert len(set(rules)) == len(rules)
+
+
+# ---------------------------------------------------------------------------------------- RELIABILITY.md
+
+RELIABILITY = (ROOT / "RELIABILITY.md").read_text("utf-8")
+
+
+def test_every_guarantee_has_tests_that_exist_and_says_what_was_tried():
+    guarantees = [row for rows in tables(RELIABILITY).values() for row in rows]
+    assert len(guarantees) > 15
+    for what, tests, tried in guarantees:
+        named = [NAMED.fullmatch(test) for test in tests.split("<br>")]
+        assert all(named), (what, tests)
+        assert_exist([match.groups() for match in named])
+        assert tried, what
+
+
+def test_each_file_of_tests_under_make_chaos_is_of_a_guarantee():
+    files = {path.name for path in (ROOT / "tests/python/chaos").glob("test_*.py")}
+    assert len(files) >= 5
+    assert {Path(file).name for file, _ in NAMED.findall(RELIABILITY) if file.startswith("chaos/")} == files
 
 
 # ---------------------------------------------------------------------------------------- links
