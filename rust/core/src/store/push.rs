@@ -93,17 +93,6 @@ impl PushRecord {
         }
     }
 
-    /// It ends. Of a fragment that it touches, nothing was said: it came in a life of the store of which this one does
-    /// not hold it.
-    pub(super) fn count_missing(&self) {
-        let is_missing = self.progress().applied < self.fragments;
-        if is_missing {
-            let detail =
-                "a part of it that was answered before is not in the checkpoint that the server went on from";
-            self.count_refused(Reason::ServerRolledBack, detail);
-        }
-    }
-
     pub(super) fn ending(&self) -> Ending {
         self.progress().ending(self.fragments)
     }
@@ -166,7 +155,6 @@ impl OpenPush {
     #[must_use]
     pub fn settle(mut self) -> Receipt {
         self.settled = true;
-        self.record.count_missing();
         self.store.settle(&self.record)
     }
 }
