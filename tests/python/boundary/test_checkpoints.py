@@ -178,15 +178,15 @@ def test_a_server_goes_back_to_a_checkpoint_and_the_run_goes_on(tmp_path, transa
         for n in range(3):
             assert push(n + 1).applied
             wait_for(lambda n=n: server.status()["checkpoints"]["version"] == n + 1)
-        then = server.state_dict()["w"].copy()
+        then = server.state_dict()["w"].tolist()
         undisturbed = push(4.0)
         after = parameters["w"].copy()
         wait_for(lambda: server.status()["checkpoints"]["version"] == 4)
         assert server.rollback(3) == 3
-        assert (server.state_dict()["w"] == then).all()
+        assert server.state_dict()["w"].tolist() == then
         late = push(9.0)
         assert (late.applied, late.reason, late.term) == (False, "server_rolled_back", undisturbed.term + 1)
-        assert (parameters["w"] == then).all()
+        assert parameters["w"].tolist() == then
         again = push(4.0)
         assert (again.applied, again.version) == (True, 5)
         assert (parameters["w"] == after).all(), "the optimizer remembers what it had then"

@@ -134,6 +134,7 @@ def test_a_command_that_a_machine_ends_tells_workers_to_wait_and_ctrl_c_ends_the
         assert step(worker).reason == "server_rolled_back"
         assert step(worker).applied
         assert worker.version == 2
+        worker.close()  # before its server
     else:
         with pytest.raises(offbeat.errors.ServerClosedError, match="the server was stopped"):
             step(worker)
