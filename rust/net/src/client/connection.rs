@@ -184,10 +184,11 @@ impl Connection {
                     let due = pending.due.start;
                     // The next root, half read: its fragment was answered, and lies there no more.
                     let begun = usize::from(torn == Some(due) && turn.target == Some(pending.request));
-                    let answered = due + begun;
+                    let answered = push.before.answered.max(due + begun);
                     let outgoing = turn.outgoing.as_ref().filter(|(request, _)| *request == pending.request);
                     if let Some((_, outgoing)) = outgoing {
-                        push.made = push.fragments.len() - outgoing.num_unmade();
+                        let made = push.fragments.len() - outgoing.num_unmade();
+                        push.made = made.max(push.before.made);
                     }
                     // Once all of it has left, the answer to the push before may have come where it lies.
                     let of_another = turn.target != Some(pending.request)

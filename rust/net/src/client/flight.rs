@@ -35,6 +35,15 @@ pub(super) enum End {
     Refused(Refused),
 }
 
+/// How far a push had come on the connections that were lost with it under way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Before {
+    /// Fragments below this one were answered.
+    pub(super) answered: usize,
+    /// So many of its fragments were made.
+    pub(super) made: usize,
+}
+
 /// What a push leaves to do until it has settled.
 #[derive(Debug)]
 pub(super) struct PushPart {
@@ -45,6 +54,7 @@ pub(super) struct PushPart {
     pub(super) fragments: Arc<[usize]>,
     /// How many of them were made, on this connection or one before: all, unless the connection was lost.
     pub(super) made: usize,
+    pub(super) before: Before,
     /// The values of buffers as sent, per fragment, until the server's have come.
     pub(super) buffers_sent: Vec<(usize, Vec<u8>)>,
 }

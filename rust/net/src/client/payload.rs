@@ -126,7 +126,10 @@ impl Payload {
                 (Some(held), _) if model.is_buffers(fragment) => {
                     let sent = self.change(model, fragment, present, values, held);
                     match buffers_sent {
-                        Some(buffers_sent) => buffers_sent.push((fragment, sent)),
+                        Some(buffers_sent) => {
+                            buffers_sent.retain(|(f, _)| *f != fragment); // on a connection that was lost
+                            buffers_sent.push((fragment, sent));
+                        }
                         None => held.pushed(model, fragment, present, &sent),
                     }
                 }

@@ -5,7 +5,7 @@ use super::config::{Interrupt, Pulled, PushInput};
 use super::connection::{Connection, Overlap, Turn};
 use super::error::ClientError;
 use super::finite;
-use super::flight::{End, Pending, PushPart};
+use super::flight::{Before, End, Pending, PushPart};
 use super::held::Held;
 use super::memory::{Memory, overlap};
 use super::model::Model;
@@ -145,7 +145,8 @@ impl Inner {
         let (present, fragments) = held.presence(model, input.values);
         finite::check(self.isa, model, &present, input.values)?;
         let norm = self.norm(model, &present, input.values);
-        Ok(PushMakings { present, fragments, norm, answered: 0 })
+        let (before, buffers_sent) = Default::default();
+        Ok(PushMakings { present, fragments, norm, before, buffers_sent })
     }
 
     fn send_push(
@@ -364,7 +365,7 @@ impl Inner {
         to: Option<Destination<'m>>,
         x_read: Option<&'m [Memory<'m>]>,
     ) -> (u32, Outgoing<'m>) {
-        let PushMakings { present, fragments, norm, answered } = makings;
+        let PushMakings { present, fragments, norm, before, buffers_sent } = makings;
         let held = held_of(&mut self.connection.held, model);
         let flight = &mut self.connection.flight;
         let (request, sequence) = (flight.next_request(), flight.next_sequence());
@@ -380,7 +381,7 @@ impl Inner {
             samples: input.samples,
             norm,
             want: if to.is_some() { Want::Parameters } else { Want::Receipt },
-            answered: u32::try_from(answered).unwrap_or(u32::MAX), // there are at most MAX_FRAGMENTS
+            answered: u32::try_from(before.answered).unwrap_or(u32::MAX), // there are at most MAX_FRAGMENTS
             present: Some(present.as_bytes()).filter(|_| !model.is_all(&present)),
             have: incremental.then_some(Versions::Numbers(&other)),
         };
@@ -397,7 +398,8 @@ impl Inner {
                 present: of_push,
                 fragments: fragments.clone(),
                 made: fragments.len(),
-                buffers_sent: Vec::new(),
+                before,
+                buffers_sent,
             }),
             due: 0..if to.is_some() { model.num_fragments() } else { 0 },
             granted: self.session.run.transaction == Transaction::Fragment,
@@ -407,7 +409,7 @@ impl Inner {
         let (values, versions) = (input.values, held.versions.clone());
         let content = Content::Push { values, present: of_content, versions, x_read };
         let template = Header { kind: Kind::Fragment, ..header };
-        let fragments = match answered {
+        let fragments = match before.answered {
             0 => fragments,
             answered => fragments.iter().copied().filter(|&f| f >= answered).collect(),
         };
@@ -422,15 +424,16 @@ struct PushMakings {
     present: Arc<Presence>,
     fragments: Arc<[usize]>,
     norm: Option<f64>,
-    /// Fragments below this one were answered on a connection before.
-    answered: usize,
+    before: Before,
+    /// The values of buffers as they were sent before, of those that have not been answered.
+    buffers_sent: Vec<(usize, Vec<u8>)>,
 }
 
 impl PushMakings {
     /// Those that it had: its buffers and gradients may lie where the answer has come since.
     fn again(push: PushPart, answered: usize) -> Self {
-        let PushPart { present, fragments, norm, .. } = push;
-        Self { present, fragments, norm, answered }
+        let PushPart { present, fragments, norm, made, buffers_sent, .. } = push;
+        Self { present, fragments, norm, before: Before { answered, made }, buffers_sent }
     }
 }
 

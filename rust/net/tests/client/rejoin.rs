@@ -451,6 +451,47 @@ fn a_push_whose_answer_broke_off_is_rejected_whole_by_a_life_that_takes_whole_on
 }
 
 #[test]
+fn a_forward_pass_that_came_before_two_cuts_and_an_interrupt_is_not_counted_again() {
+    let table = table(vec![
+        parameter("w", W),
+        tensor("count", 1, Dtype::I64, Role::Buffer),
+        tensor("mean", W, Dtype::F32, Role::Buffer),
+    ]);
+    let values = filled(&table, 0);
+    let server =
+        Server::with_model(config(sgd(1.0, 0.0, 0.0)), Snapshot::of(table, &values).unwrap()).unwrap();
+    let relay = Relay::new(server.address(), [WHOLE, WHOLE]);
+    let mut worker = join(&relay, 1);
+    let forward = |worker: &mut Worker| {
+        let count = i64::from_le_bytes(worker.params[1][..].try_into().unwrap()) + 1;
+        worker.params[1] = count.to_le_bytes().to_vec();
+        let mut values = worker.gradient(-1.0);
+        values[1] = Some(worker.params[1].clone());
+        values[2] = Some(crate::support::bytes_of(&vec![count as f32; W])); // what is as it was is not sent
+        values
+    };
+    // The first connection takes the count with it, the second the push's head alone; there is no third for a while.
+    let after = |up| Cut { up, ..WHOLE };
+    relay.disturb(
+        [after(MODEL_BYTES + FRAGMENT), WHOLE, after(FRAGMENT), WHOLE].into_iter().chain([after(0); 100]),
+    );
+    let mut values = forward(&mut worker);
+    let input = crate::support::memories(&mut values);
+    let input = offbeat_net::client::PushInput { values: &input, samples: 1 };
+    assert_eq!(worker.client.push(input, &|| relay.num_cut() > 2), Err(ClientError::Interrupted));
+    relay.disturb([]);
+    let receipts = worker.client.flush(None, &never).unwrap();
+    assert!(
+        matches!(&receipts[..], [r] if r.reason == Some(Reason::ConnectionLost) && r.applied),
+        "{receipts:?}"
+    );
+    let mut values = forward(&mut worker);
+    assert!(worker.push(&mut values).unwrap().applied);
+    let (_, tensors) = server.tensors().unwrap().unwrap();
+    assert_eq!(tensors[1], 2_i64.to_le_bytes(), "forward passes");
+}
+
+#[test]
 fn a_push_gives_its_own_receipt_and_not_that_of_one_before_it() {
     let server = start(config(sgd(1.0, 0.0, 0.0)), false);
     let relay = Relay::new(server.address(), []);
