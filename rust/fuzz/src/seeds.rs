@@ -121,7 +121,15 @@ fn join() -> Vec<u8> {
     message(
         Kind::Join,
         0,
-        &Join { worker_id, run_id: None, table, host: "here".into(), in_flight: 1, back: None },
+        &Join {
+            worker_id,
+            run_id: None,
+            table,
+            host: "here".into(),
+            in_flight: 1,
+            back: None,
+            attempt: None,
+        },
     )
 }
 

@@ -4,15 +4,17 @@
 mod common;
 
 use common::{
-    DEADLINE, NEVER, Raw, W, client, config, eventually, parameters, plain_sgd, start, status, table,
+    DEADLINE, NEVER, Raw, W, client, config, eventually, join, parameters, plain_sgd, start, status, table,
     try_client, until_state, until_withdrawn, values,
 };
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule};
+use offbeat_core::store::Claim;
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::header::{MAX_MODEL_BYTES, MAX_RUN_BYTES};
 use offbeat_core::wire::message::{
-    Call, Event, FINISHED_STOPPED, Parting, Purpose, RefusalCode, Refused, Reply, Welcome,
+    Attempt, Back, Call, Event, FINISHED_STOPPED, Join, Joined, Parting, Purpose, RefusalCode, Refused,
+    Reply, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, Want};
 use offbeat_net::client::{Client, ClientConfig, ClientError};
@@ -48,6 +50,43 @@ fn the_end_of_the_control_connection_ends_the_session() {
     drop(Raw::attached(&server, &joined));
     assert_eq!(until_state(&server, "a", "lost"), "the peer closed the control connection");
     assert_eq!(raw.refused().code, RefusalCode::Lost);
+}
+
+#[test]
+fn of_the_attempts_of_one_process_the_latest_counts_in_whatever_order_they_are_heard() {
+    let server = start(config());
+    let try_it = |clock: u8, at_ns, back: Option<Back>| {
+        let mut raw = Raw::connect(server.address());
+        raw.greet(None, Purpose::Data);
+        let _: Welcome = raw.expect(Kind::Welcome);
+        let attempt = Some(Attempt { clock: [clock; 16], at_ns });
+        raw.send(Kind::Join, 0, &Join { attempt, back, ..join("a") });
+        raw
+    };
+    let is_overtaken = |mut raw: Raw| {
+        let refused = raw.refused();
+        assert_eq!(refused.code, RefusalCode::Fenced);
+        assert!(refused.message.contains("a later attempt"), "{refused}");
+    };
+    let mut first = try_it(1, 20, None);
+    let joined: Joined = first.expect(Kind::Joined);
+    let _control = Raw::attached(&server, &joined);
+    is_overtaken(try_it(1, 10, None));
+    let claim = Claim {
+        incarnation: joined.incarnation,
+        term: joined.term,
+        settled: 0,
+        applied: 0,
+        unsettled: vec![],
+    };
+    let back = || Some(Back { claim: claim.clone(), secret: joined.secret });
+    let mut again = try_it(1, 40, back());
+    assert_eq!(again.expect::<Joined>(Kind::Joined).incarnation, joined.incarnation);
+    is_overtaken(try_it(1, 30, back()));
+    is_overtaken(try_it(1, 30, None));
+    assert_eq!(status(&server)["workers"][0]["incarnation"], joined.incarnation);
+    let mut other = try_it(2, 5, None);
+    assert!(other.expect::<Joined>(Kind::Joined).incarnation > joined.incarnation, "another process");
 }
 
 #[test]
@@ -127,7 +166,7 @@ fn who_finds_no_room_is_not_waited_for() {
     let mut b = Raw::connect(server.address());
     b.greet(None, Purpose::Data);
     let _: Welcome = b.expect(Kind::Welcome);
-    b.send(Kind::Join, 0, &common::join("b"));
+    b.send(Kind::Join, 0, &join("b"));
     assert_eq!(b.refused().code, RefusalCode::Full);
     goodbye(&mut a, Parting::Finished);
     assert!(!server.wait_until_joined(2, Some(Duration::ZERO), NEVER).unwrap());

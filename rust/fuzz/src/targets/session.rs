@@ -45,6 +45,7 @@ fn attacked<R>(bytes: &[u8], then: impl FnOnce(&Server) -> R) -> R {
         host: "here".into(),
         in_flight: 2,
         back: None,
+        attempt: None,
     };
     peer.write(&message(Kind::Join, 0, &join)).expect("the server is well");
     let _: Joined = peer.expect(Kind::Joined).expect("the server is well");

@@ -233,6 +233,7 @@ impl Inner {
             host: host(),
             in_flight: self.way.in_flight,
             back: Some(Back { claim, secret: self.way.secret }),
+            attempt: None,
         };
         let Entered { stream, control, joined } = join::enter(&self.way.target, &join, left, interrupt)?;
         if joined.incarnation != self.session.incarnation {

@@ -1,6 +1,7 @@
 //! Opening a connection: try until the time is up, shake hands, say who we are.
 
 use super::address::{ATTEMPT, Failure, any_of, last_words, reach, resolve, time_until};
+use super::attempt;
 use super::error::ClientError;
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
@@ -193,7 +194,9 @@ async fn say_who_we_are(
 ) -> Result<Opened, HandshakeError> {
     match opening {
         Opening::Data(join) => {
-            send(socket, Kind::Join, 0, join).await?;
+            // Each try says when it was made: the server may hear of one that broke off after the next.
+            let join = Join { attempt: Some(attempt::now()?), ..(*join).clone() };
+            send(socket, Kind::Join, 0, &join).await?;
             let joined = expect(socket, reader, Kind::Joined, MAX_TABLE_BYTES).await?;
             Ok(Opened::Data(Box::new(joined)))
         }

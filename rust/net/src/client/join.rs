@@ -149,7 +149,8 @@ impl Inner {
         };
         let target = Target { address: address.clone(), at: None, token };
         let table = table.cloned();
-        let join = Join { worker_id, run_id, table, host: host(), in_flight: wanted, back: None };
+        let join =
+            Join { worker_id, run_id, table, host: host(), in_flight: wanted, back: None, attempt: None };
         let Entered { stream, control, joined } = enter(&target, &join, connect_timeout, interrupt)?;
         let in_flight = wanted.min(joined.in_flight).max(1);
         let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };

@@ -29,6 +29,7 @@
 //!   missing; with two, one whose memory is gone ends as it is, and its receipt says how.
 
 mod address;
+mod attempt;
 mod back;
 mod bring;
 mod config;

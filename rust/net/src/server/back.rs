@@ -3,7 +3,7 @@
 
 use super::connection::{Connection, Phase};
 use super::end::{End, or_closed};
-use super::join::{Entered, Known, joined};
+use super::join::{Entered, Known, joined, overtaken};
 use super::membership::{Called, Members, NoSeat};
 use super::shared::Shared;
 use crate::handshake;
@@ -28,7 +28,7 @@ pub(super) async fn rejoin(
     let incarnation = claim.incarnation;
     connection.enter(Phase::Waiting);
     let (seat, seated, standing) = loop {
-        let called = shared.members().call_back(&worker_id, incarnation, &secret);
+        let called = shared.members().call_back(&worker_id, incarnation, &secret, join.attempt);
         let Called { seat, connections } = called.map_err(|no| no_seat(header, &worker_id, no))?;
         if let Some(connections) = connections {
             connections.cut(RefusalCode::Lost, "its worker came back on another connection");
@@ -37,21 +37,33 @@ pub(super) async fn rejoin(
         let permit = permit.expect("a seat is never closed");
         let busy = {
             let mut members = shared.members();
-            if !members.is_seat(&worker_id, incarnation, &seat) {
-                continue; // somebody else was faster
+            if !members.is_seat(&worker_id, incarnation, &seat, join.attempt) {
+                continue; // somebody else was faster, or it has tried again
             }
             match settle(shared, &members, &worker_id, &claim).map_err(|no| no_way(header, &no))? {
                 Some(Rejoin::Busy(told)) => told,
                 Some(Rejoin::Back(standing)) => {
                     let who = (incarnation, Some(standing.key));
-                    let seated =
-                        members.seat(&worker_id, who, &seat, (join.host, secret), connection, Instant::now());
+                    let seated = members.seat(
+                        &worker_id,
+                        who,
+                        &seat,
+                        (join.host, join.attempt, secret),
+                        connection,
+                        Instant::now(),
+                    );
                     break (permit, seated, Some(standing));
                 }
                 None => {
                     let who = (incarnation, None);
-                    let seated =
-                        members.seat(&worker_id, who, &seat, (join.host, secret), connection, Instant::now());
+                    let seated = members.seat(
+                        &worker_id,
+                        who,
+                        &seat,
+                        (join.host, join.attempt, secret),
+                        connection,
+                        Instant::now(),
+                    );
                     break (permit, seated, None);
                 }
             }
@@ -107,6 +119,7 @@ fn settle(
 
 fn no_seat(header: &Header, worker_id: &str, no: NoSeat) -> End {
     match no {
+        NoSeat::Overtaken => overtaken(header, worker_id),
         NoSeat::Replaced => {
             let message = format!("a newer process has the name {worker_id:?}; this one must stop");
             End::refused(header, RefusalCode::Fenced, message)

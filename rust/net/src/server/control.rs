@@ -470,7 +470,7 @@ mod tests {
             Arc::new(Connection::new(Socket::new(listener.accept().unwrap().0).unwrap(), None))
         };
         let members = || server.shared.members();
-        members().join(Some("silent".into()), String::new(), [7; 16], connection, Instant::now());
+        members().join(Some("silent".into()), (String::new(), None), [7; 16], connection, Instant::now());
         let end = Instant::now() + Duration::from_secs(20);
         let mut found = members();
         while found.departures().count() == 0 {

@@ -64,9 +64,14 @@ pub(super) async fn join(
     if let Some(back) = join.back.take() {
         return back::rejoin(shared, connection, &header, join, back).await;
     }
-    let (secret, host) = (handshake::random()?, join.host);
-    let admitted =
-        shared.members().join(join.worker_id, host, secret, Arc::clone(connection), Instant::now());
+    let (secret, from) = (handshake::random()?, (join.host, join.attempt));
+    let admitted = {
+        let mut members = shared.members();
+        if let Some(id) = join.worker_id.as_deref().filter(|id| members.is_overtaken(id, join.attempt)) {
+            return Err(overtaken(&header, id));
+        }
+        members.join(join.worker_id, from, secret, Arc::clone(connection), Instant::now())
+    };
     let seat = admitted.seat.try_acquire_owned().expect("nobody else knows of a new member's seat yet");
     if let Some(replaced) = admitted.replaced {
         shared.fence(replaced);
@@ -102,6 +107,12 @@ pub(super) async fn join(
         own_version: 0,
         has_begun: false,
     })
+}
+
+/// Nobody waits for the answer, unless two threads of one process want the same name.
+pub(super) fn overtaken(header: &Header, worker_id: &str) -> End {
+    let message = format!("a later attempt of the same process to be worker {worker_id:?} was heard first");
+    End::refused(header, RefusalCode::Fenced, message)
 }
 
 /// Where a worker stands.

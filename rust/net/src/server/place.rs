@@ -70,7 +70,8 @@ mod tests {
         };
         let join = || {
             let (id, connection) = (Some("a".into()), Arc::clone(&connection));
-            let joined = server.shared.members().join(id, String::new(), [7; 16], connection, Instant::now());
+            let joined =
+                server.shared.members().join(id, (String::new(), None), [7; 16], connection, Instant::now());
             joined.incarnation
         };
         let place = |incarnation| Place::of(&server.shared, "a", incarnation, &Header::new(Kind::Call));

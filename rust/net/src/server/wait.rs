@@ -134,7 +134,8 @@ mod tests {
         has_halted.recv().unwrap();
         {
             let mut members = server.shared.members();
-            let joined = members.join(Some("a".into()), String::new(), [7; 16], connection, Instant::now());
+            let joined =
+                members.join(Some("a".into()), (String::new(), None), [7; 16], connection, Instant::now());
             members.register::<()>(joined.incarnation, |_| Ok(WorkerKey { slot: 0, incarnation: 1 }));
             members.answered(joined.incarnation);
             members.lost(joined.incarnation, "killed", Instant::now());

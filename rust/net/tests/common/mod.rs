@@ -327,6 +327,7 @@ pub fn join(id: &str) -> Join {
         host: "here".into(),
         in_flight: 1,
         back: None,
+        attempt: None,
     }
 }
 

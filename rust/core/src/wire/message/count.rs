@@ -173,6 +173,7 @@ mod tests {
             host: "h".into(),
             in_flight: 1,
             back: None,
+            attempt: None,
         };
         let mut bytes = vec![];
         encode(&join, &mut bytes);

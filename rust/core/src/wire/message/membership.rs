@@ -28,6 +28,25 @@ pub struct Join {
     /// `None`: a new process. Else one that was in, and has lost its connection.
     #[serde(default)]
     pub back: Option<Back>,
+    /// Of those of one machine the latest counts, in whatever order they are heard.
+    #[serde(default)]
+    pub attempt: Option<Attempt>,
+}
+
+/// When a worker has sent this. What an attempt of before had sent may be heard after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attempt {
+    /// By which clock: a random number of a process and of those that it has forked.
+    pub clock: [u8; 16],
+    /// Nanoseconds on it.
+    pub at_ns: u64,
+}
+
+impl Attempt {
+    /// Whether another attempt is known to have been made after this one.
+    pub fn is_before(self, other: Option<Self>) -> bool {
+        other.is_some_and(|other| self.clock == other.clock && self.at_ns < other.at_ns)
+    }
 }
 
 /// A worker process that is back, and what it knows.

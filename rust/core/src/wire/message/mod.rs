@@ -13,8 +13,8 @@ mod refusal;
 pub use call::{Call, FIRST_TERM, Parting, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
-    Attach, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo, ModelTooLong,
-    RunConfig,
+    Attach, Attempt, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo,
+    ModelTooLong, RunConfig,
 };
 pub use refusal::{RefusalCode, Refused, cut};
 
@@ -125,6 +125,7 @@ mod tests {
             host: "a".into(),
             in_flight: 2,
             back: None,
+            attempt: Some(Attempt { clock: [255; 16], at_ns: u64::MAX }),
         });
         let unsettled = vec![Unsettled { sequence: 8, samples: 32, gone: true }];
         let claim = Claim { incarnation: 3, term: 2, settled: 7, applied: 5, unsettled };
@@ -238,7 +239,7 @@ mod tests {
         #[test]
         fn a_damaged_message_never_panics(at in 0_usize..400, byte: u8) {
             let mut bytes = vec![];
-            encode(&Join { worker_id: None, run_id: None, table: Some(table()), host: String::new(), in_flight: 1, back: None }, &mut bytes);
+            encode(&Join { worker_id: None, run_id: None, table: Some(table()), host: String::new(), in_flight: 1, back: None, attempt: None }, &mut bytes);
             let at = at % bytes.len();
             bytes[at] = byte;
             drop(decode::<Join>(&bytes));

@@ -6,6 +6,7 @@ use super::member::{Link, Member, State, Traffic};
 use super::{Ended, Members};
 use crate::server::connection::Connection;
 use offbeat_core::store::WorkerKey;
+use offbeat_core::wire::message::Attempt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
@@ -13,6 +14,8 @@ use tokio::sync::Semaphore;
 /// Why a process has no seat to come back to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::server) enum NoSeat {
+    /// It has tried again since.
+    Overtaken,
     /// A newer process has its name.
     Replaced,
     /// It said goodbye, or was told to go.
@@ -55,6 +58,7 @@ impl Members {
         id: &str,
         incarnation: u32,
         secret: &[u8; 16],
+        attempt: Option<Attempt>,
     ) -> Result<Called, NoSeat> {
         let is_other_lifes = incarnation > 0 && incarnation <= self.life.last_incarnation;
         match self.by_id.get_mut(id) {
@@ -66,6 +70,10 @@ impl Members {
                 if matches!(member.state, State::Left | State::Finished) {
                     return Err(NoSeat::Gone);
                 }
+                if attempt.is_some_and(|attempt| attempt.is_before(member.attempt)) {
+                    return Err(NoSeat::Overtaken);
+                }
+                member.attempt = attempt;
                 member.link = Link::Returning;
                 let connections = Some(member.connections());
                 Ok(Called { seat: Arc::clone(&member.seat), connections })
@@ -78,9 +86,17 @@ impl Members {
     }
 
     /// Whether it is still this seat that a process has to wait for.
-    pub(in crate::server) fn is_seat(&self, id: &str, incarnation: u32, seat: &Arc<Semaphore>) -> bool {
+    pub(in crate::server) fn is_seat(
+        &self,
+        id: &str,
+        incarnation: u32,
+        seat: &Arc<Semaphore>,
+        attempt: Option<Attempt>,
+    ) -> bool {
         match self.by_id.get(id) {
-            Some(member) if member.incarnation == incarnation => Arc::ptr_eq(&member.seat, seat),
+            Some(member) if member.incarnation == incarnation => {
+                Arc::ptr_eq(&member.seat, seat) && !self.is_overtaken(id, attempt)
+            }
             Some(member) => member.incarnation < incarnation,
             None => true,
         }
@@ -98,7 +114,7 @@ impl Members {
         id: &str,
         (incarnation, key): (u32, Option<WorkerKey>),
         seat: &Arc<Semaphore>,
-        (host, secret): (String, [u8; 16]),
+        (host, attempt, secret): (String, Option<Attempt>, [u8; 16]),
         connection: &Arc<Connection>,
         now: Instant,
     ) -> Seated {
@@ -113,6 +129,7 @@ impl Members {
             }
         };
         member.key = key.or(member.key);
+        member.attempt = attempt;
         member.sit(host, secret, connection, now);
         let traffic = Arc::clone(&member.traffic);
         self.by_id.insert(id.to_owned(), member);

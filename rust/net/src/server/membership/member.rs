@@ -3,7 +3,7 @@
 use super::connections::Connections;
 use crate::server::connection::Connection;
 use offbeat_core::store::WorkerKey;
-use offbeat_core::wire::message::Event;
+use offbeat_core::wire::message::{Attempt, Event};
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,6 +69,8 @@ pub(crate) struct Member {
     /// Held by the session that serves it: one that comes back waits until its old session has let go.
     pub(super) seat: Arc<Semaphore>,
     pub(crate) host: String,
+    /// The latest of its process's that was heard.
+    pub(super) attempt: Option<Attempt>,
     pub(crate) state: State,
     pub(crate) cause: Option<String>,
     /// When the state was entered.
@@ -95,6 +97,7 @@ impl Member {
         incarnation: u32,
         secret: [u8; 16],
         host: String,
+        attempt: Option<Attempt>,
         traffic: Arc<Traffic>,
         connection: &Arc<Connection>,
         now: Instant,
@@ -105,6 +108,7 @@ impl Member {
             secret: Some(secret),
             seat: Arc::new(Semaphore::new(1)),
             host,
+            attempt,
             state: State::Joined,
             cause: None,
             since: now,
@@ -136,6 +140,7 @@ impl Member {
             secret: None,
             seat: Arc::new(Semaphore::new(1)),
             host: String::new(),
+            attempt: None,
             state,
             cause: Some(cause.to_owned()),
             since: now,

@@ -19,7 +19,7 @@ use super::connection::Connection;
 use departures::Departures;
 use member::{Link, REPLACED};
 use offbeat_core::store::{Life, WorkerKey};
-use offbeat_core::wire::message::{Event, FIRST_TERM, Parting};
+use offbeat_core::wire::message::{Attempt, Event, FIRST_TERM, Parting};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -134,11 +134,17 @@ impl Members {
         }
     }
 
+    /// Whether a process has tried again since, and that was heard first: this is of a connection that it has given up.
+    pub(super) fn is_overtaken(&self, id: &str, attempt: Option<Attempt>) -> bool {
+        let latest = self.by_id.get(id).and_then(|member| member.attempt);
+        attempt.is_some_and(|attempt| attempt.is_before(latest))
+    }
+
     /// A worker process comes in. Without a name it gets one.
     pub(super) fn join(
         &mut self,
         id: Option<String>,
-        host: String,
+        (host, attempt): (String, Option<Attempt>),
         secret: [u8; 16],
         connection: Arc<Connection>,
         now: Instant,
@@ -148,7 +154,7 @@ impl Members {
         let old = self.by_id.remove(&id);
         let traffic = old.as_ref().map_or_else(Arc::default, |old| Arc::clone(&old.traffic));
         let mut member =
-            Member::new(self.last_incarnation, secret, host, Arc::clone(&traffic), &connection, now);
+            Member::new(self.last_incarnation, secret, host, attempt, Arc::clone(&traffic), &connection, now);
         let seat = Arc::clone(&member.seat);
         let replaced = old.and_then(|old| self.replace(&id, old, &mut member, now));
         let newcomer = member.predecessor.is_none();

@@ -19,7 +19,7 @@ fn connection() -> Arc<Connection> {
 
 /// A worker that waits for the model.
 fn come(members: &mut Members, id: &str, now: Instant) -> u32 {
-    members.join(Some(id.to_owned()), String::new(), [7; 16], connection(), now).incarnation
+    members.join(Some(id.to_owned()), (String::new(), None), [7; 16], connection(), now).incarnation
 }
 
 /// A worker with its place in the store.
@@ -67,7 +67,7 @@ async fn who_never_heard_that_it_was_in_could_not_begin_and_leaves_its_name() {
     let ended = members.lost(a, "the line broke", start).unwrap();
     assert!(ended.withdrawn && ended.key == Some(key(a)));
     assert_eq!(members.num_joined(), 0);
-    let again = members.join(None, String::new(), [7; 16], connection(), start);
+    let again = members.join(None, (String::new(), None), [7; 16], connection(), start);
     assert_eq!(again.id, "worker-0", "it is the same worker");
 }
 
@@ -163,7 +163,7 @@ async fn a_goodbye_makes_the_end_of_the_connection_no_loss() {
 async fn a_newer_process_takes_the_name_and_fences_the_older() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
     let a = join(&mut members, "a", start);
-    let next = members.join(Some("a".into()), String::new(), [8; 16], connection(), start);
+    let next = members.join(Some("a".into()), (String::new(), None), [8; 16], connection(), start);
     assert_eq!(next.replaced.unwrap().incarnation, a);
     assert!(next.incarnation > a);
     assert!(members.lost(a, "hung up", start).is_none(), "the old process cannot end the new one");
@@ -177,7 +177,8 @@ async fn a_lost_one_is_fenced_too_as_long_as_it_is_connected() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (first, second) = (connection(), connection());
     let join = |members: &mut Members, connection: &Arc<Connection>| {
-        let joined = members.join(Some("a".into()), String::new(), [7; 16], Arc::clone(connection), start);
+        let joined =
+            members.join(Some("a".into()), (String::new(), None), [7; 16], Arc::clone(connection), start);
         begin(members, joined.incarnation);
         joined
     };
@@ -268,7 +269,8 @@ async fn all_lost_and_none_finished_is_an_error_with_each_cause() {
 async fn names_are_given_where_none_is_brought() {
     let (mut members, now) = (Members::new(FIRST), Instant::now());
     join(&mut members, "worker-1", now);
-    let name = |members: &mut Members| members.join(None, String::new(), [0; 16], connection(), now).id;
+    let name =
+        |members: &mut Members| members.join(None, (String::new(), None), [0; 16], connection(), now).id;
     assert_eq!((name(&mut members), name(&mut members)), ("worker-2".into(), "worker-3".into()));
 }
 
@@ -278,7 +280,8 @@ async fn those_that_went_long_ago_are_counted_and_no_longer_named() {
     let connection = connection();
     let come = |members: &mut Members, id: Option<&str>, at: u64| {
         let id = id.map(str::to_owned);
-        let joined = members.join(id, String::new(), [7; 16], Arc::clone(&connection), start + seconds(at));
+        let joined =
+            members.join(id, (String::new(), None), [7; 16], Arc::clone(&connection), start + seconds(at));
         begin(members, joined.incarnation);
         joined
     };
@@ -314,7 +317,7 @@ async fn ten_thousand_that_came_and_went_take_no_more_room_than_those_who_are_re
     let (grace, mut most) = (PATIENCE.rejoin_grace, 0);
     for n in 0..WORKERS {
         let now = start + Duration::from_millis(100) * u32::try_from(n).unwrap();
-        let joined = members.join(None, String::new(), [7; 16], Arc::clone(&connection), now);
+        let joined = members.join(None, (String::new(), None), [7; 16], Arc::clone(&connection), now);
         let incarnation = joined.incarnation;
         let key = members.register(incarnation, |id| store.register(id, incarnation)).unwrap().unwrap();
         members.answered(incarnation);
@@ -339,13 +342,17 @@ async fn ten_thousand_that_came_and_went_take_no_more_room_than_those_who_are_re
 async fn who_cannot_begin_is_no_member_and_is_told_of() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
     let withdrawn = |cause: &str| Parting::Withdrawn { cause: Some(cause.to_owned()) };
-    let first = members.join(None, String::new(), [7; 16], connection(), start);
+    let first = members.join(None, (String::new(), None), [7; 16], connection(), start);
     let ended = members.goodbye(first.incarnation, &withdrawn("it\ndiffers"), start).unwrap();
     assert_eq!((ended.id.as_str(), ended.cause.as_str()), ("worker-0", "could not begin: it differs"));
     assert_eq!((members.departures().next().unwrap().cause.as_str(), ended.withdrawn), (&*ended.cause, true));
     assert_eq!(members.num_joined(), 0);
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(1000)), Outcome::Waiting);
-    assert_eq!(members.join(None, String::new(), [7; 16], connection(), start).id, "worker-0", "it is free");
+    assert_eq!(
+        members.join(None, (String::new(), None), [7; 16], connection(), start).id,
+        "worker-0",
+        "it is free"
+    );
 
     let b = join(&mut members, "b", start);
     members.goodbye(b, &Parting::Finished, start);
@@ -373,7 +380,7 @@ async fn a_name_that_comes_again_and_cannot_begin_is_what_it_was() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
     let withdrawn = Parting::Withdrawn { cause: Some("it differs".to_owned()) };
     let come = |members: &mut Members, id: &str, host: &str, connection: &Arc<Connection>, now: Instant| {
-        members.join(Some(id.into()), host.into(), [7; 16], Arc::clone(connection), now).incarnation
+        members.join(Some(id.into()), (host.into(), None), [7; 16], Arc::clone(connection), now).incarnation
     };
     let mut keys = Vec::new();
     let (served, newer) = (connection(), connection());
@@ -422,7 +429,7 @@ async fn who_is_replaced_before_it_began_leaves_the_name_as_it_was() {
     members.goodbye(finished, &Parting::Finished, start);
     for id in ["old", "new"] {
         let waiting = come(&mut members, id, start);
-        let newer = members.join(Some(id.into()), String::new(), [8; 16], connection(), start);
+        let newer = members.join(Some(id.into()), (String::new(), None), [8; 16], connection(), start);
         assert_eq!((newer.newcomer, newer.replaced.unwrap().incarnation), (id == "new", waiting));
         let told = members.departures().last().unwrap();
         assert_eq!((told.incarnation, told.state), (waiting, State::Left));
@@ -503,7 +510,7 @@ async fn a_long_cause_is_cut_whatever_it_is_the_cause_of() {
 #[tokio::test]
 async fn only_who_is_there_is_measured() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
-    let a = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
+    let a = members.join(Some("a".into()), (String::new(), None), [7; 16], connection(), start);
     begin(&mut members, a.incarnation);
     members.tick(LEASE, seconds(60), start);
     a.traffic.samples.store(20, std::sync::atomic::Ordering::Relaxed);
@@ -523,11 +530,11 @@ async fn a_newcomer_that_is_refused_has_never_come() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
     let finished = join(&mut members, "a", start);
     members.goodbye(finished, &Parting::Finished, start);
-    let b = members.join(Some("b".into()), String::new(), [7; 16], connection(), start);
+    let b = members.join(Some("b".into()), (String::new(), None), [7; 16], connection(), start);
     assert!(b.newcomer);
     members.withdraw(b.incarnation);
     assert_eq!((members.num_joined(), members.departures().count()), (1, 1));
-    let again = members.join(Some("a".into()), String::new(), [7; 16], connection(), start);
+    let again = members.join(Some("a".into()), (String::new(), None), [7; 16], connection(), start);
     assert!(!again.newcomer, "its name has come before, and stays");
 }
 
@@ -539,4 +546,18 @@ async fn the_slot_of_a_lost_worker_is_given_up_once_after_its_grace() {
     assert!(members.tick(LEASE, seconds(60), start + seconds(59)).forgotten.is_empty());
     assert_eq!(members.tick(LEASE, seconds(60), start + seconds(60)).forgotten[0].key, Some(key(a)));
     assert!(members.tick(LEASE, seconds(60), start + seconds(61)).forgotten.is_empty());
+}
+
+#[tokio::test]
+async fn of_two_that_wait_for_one_seat_the_earlier_attempt_does_not_get_it() {
+    let (mut members, now) = (Members::new(FIRST), Instant::now());
+    let a = join(&mut members, "a", now);
+    let at = |at_ns| Some(Attempt { clock: [1; 16], at_ns });
+    let seat = members.call_back("a", a, &[7; 16], at(1)).unwrap().seat;
+    assert!(members.is_seat("a", a, &seat, at(1)));
+    members.call_back("a", a, &[7; 16], at(2)).unwrap();
+    assert!(!members.is_seat("a", a, &seat, at(1)) && members.is_seat("a", a, &seat, at(2)));
+    assert_eq!(members.call_back("a", a, &[7; 16], at(1)).unwrap_err(), NoSeat::Overtaken);
+    members.seat("a", (a, None), &seat, (String::new(), at(2), [7; 16]), &connection(), now);
+    assert_eq!(members.call_back("a", a, &[7; 16], at(1)).unwrap_err(), NoSeat::Overtaken);
 }
