@@ -213,7 +213,7 @@ class _Pusher(threading.Thread):
     """One client, which pushes from `go` until `done`."""
 
     def __init__(self, address: str, rank: int, num_params: int, go: threading.Event) -> None:
-        super().__init__(name=f"worker-{rank}")
+        super().__init__(name=f"worker-{rank}", daemon=True)  # a failure of one ends all
         self._load = harness.Load(num_params=num_params, num_workers=1, seconds=0)
         self._address, self._rank, self._go = address, rank, go
         self.is_in, self.done = threading.Event(), threading.Event()
