@@ -197,6 +197,41 @@ fn who_was_replaced_or_forgotten_cannot_come_back() {
 }
 
 #[test]
+fn the_slot_of_a_newer_process_is_not_given_to_an_older_one() {
+    let store = store();
+    let (old, other) = (store.register("old", 1).unwrap(), store.register("other", 2).unwrap());
+    store.depart(old, false);
+    let newer = store.register("newer", 3).unwrap();
+    assert_eq!(newer.slot, old.slot);
+    assert!(answer(&store, &head(&store, newer, 1)).applied);
+    for gone in [newer, other] {
+        store.depart(gone, true);
+        // To what the fragments have seen it would have been replaced.
+        assert!(matches!(store.rejoin("old", &claim(old, 0, 0, &[])), Err(NoWayBack::Full(_))));
+    }
+    let newest = store.register("newest", 4).unwrap();
+    assert!(answer(&store, &head(&store, newest, 1)).applied);
+}
+
+#[test]
+fn whom_a_life_has_forgotten_of_its_own_says_nothing_of_who_came_after_the_checkpoint() {
+    let store = store();
+    store.register("a", 1).unwrap();
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let late = store.register("late", 2).unwrap();
+    assert!(answer(&store, &head(&store, late, 1)).applied);
+    let config = StoreConfig { max_workers: 3, ..StoreConfig::default() };
+    let later = common::resumed(&store, &state, config);
+    for (n, name) in (1..).zip(["x", "y", "z", "u"]) {
+        let own = later.register(name, common::LAST_INCARNATION + n).unwrap();
+        assert!(answer(&later, &head(&later, own, 1)).applied);
+        later.depart(own, true);
+    }
+    let told = later.rejoin("late", &claim(late, 1, 1, &[]));
+    assert!(!matches!(told, Err(NoWayBack::Forgotten { .. })), "{told:?}");
+}
+
+#[test]
 fn a_life_that_goes_on_from_before_counts_what_is_lost_and_goes_on_from_there() {
     let store = store();
     let worker = store.register("a", 1).unwrap();

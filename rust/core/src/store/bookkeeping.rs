@@ -179,6 +179,8 @@ impl Registry {
             slots.resize_with(page.slot as usize, || None);
             slots.push(Some(slot));
         }
+        let last_incarnation = life.last_incarnation.max(book.last_incarnation);
+        let last_forgotten = book.last_forgotten.unwrap_or(book.last_incarnation);
         Ok(Self {
             version: book.version,
             samples: book.samples,
@@ -187,9 +189,9 @@ impl Registry {
             tickets: book.tickets,
             slots,
             lost_updates: book.lost_updates,
-            last_incarnation: life.last_incarnation.max(book.last_incarnation),
-            last_forgotten: book.last_forgotten.unwrap_or(book.last_incarnation),
-            resumed: Some(Resumed { first_term: life.term }),
+            last_incarnation,
+            last_forgotten,
+            resumed: Some(Resumed { first_term: life.term, last_incarnation, last_forgotten }),
             ..Self::new(life.term, config.max_workers)
         })
     }

@@ -32,6 +32,10 @@ pub struct Full {
 pub(super) struct Resumed {
     /// The first term of this life: what was read under an earlier one may be of a future that never was.
     pub(super) first_term: u64,
+    /// Incarnations up to this one were of lives before.
+    pub(super) last_incarnation: u32,
+    /// The last of these of which it is not known any more what it has pushed.
+    pub(super) last_forgotten: u32,
 }
 
 /// What the registry says to an arriving push.
@@ -92,7 +96,9 @@ impl Registry {
                 self.slots.len() - 1
             }
             None => {
-                let absent = |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.present);
+                // A slot goes to newer incarnations only: to the fragments' ledgers an older one has been replaced.
+                let absent =
+                    |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.present && s.incarnation < incarnation);
                 let gone = |s: &Option<Slot>| absent(s) && s.as_ref().is_none_or(|s| !s.expected);
                 let free = self.slots.iter().position(gone).or_else(|| self.slots.iter().position(absent));
                 free.ok_or(Full { max_workers: self.max_workers })?
@@ -101,11 +107,20 @@ impl Registry {
         let mut slot = Slot::new(worker_id, incarnation);
         match self.slots[index].take() {
             Some(old) if old.worker_id == worker_id => slot.tally = old.tally,
-            Some(old) => self.last_forgotten = self.last_forgotten.max(old.incarnation),
+            Some(old) => self.forget(old.incarnation),
             None => {}
         }
         self.slots[index] = Some(slot);
         Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
+    }
+
+    /// What became of a process's last pushes cannot be said any more.
+    fn forget(&mut self, incarnation: u32) {
+        self.last_forgotten = self.last_forgotten.max(incarnation);
+        if let Some(resumed) = self.resumed.as_mut().filter(|resumed| incarnation <= resumed.last_incarnation)
+        {
+            resumed.last_forgotten = resumed.last_forgotten.max(incarnation);
+        }
     }
 
     /// `newest`: the newest version that it could have read.

@@ -81,6 +81,20 @@ pub enum NoWayBack {
     Full(#[from] Full),
 }
 
+impl NoWayBack {
+    /// One of which nothing is known, and that has pushed.
+    pub fn forgotten(worker_id: &str, claim: &Claim) -> Self {
+        Self::Forgotten { worker_id: worker_id.to_owned(), incarnation: claim.incarnation }
+    }
+}
+
+impl Claim {
+    /// Whether there is anything that it could have lost.
+    pub const fn has_pushed(&self) -> bool {
+        self.settled > 0 || !self.unsettled.is_empty()
+    }
+}
+
 impl Registry {
     /// See the module.
     pub(super) fn rejoin(&mut self, worker_id: &str, claim: &Claim) -> Result<Rejoin, NoWayBack> {
@@ -90,7 +104,7 @@ impl Registry {
         let known =
             slot.filter_map(|(i, slot)| Some((i, slot.as_mut()?))).find(|(_, s)| s.worker_id == worker_id);
         let Some((index, slot)) = known.filter(|(_, slot)| slot.incarnation >= claim.incarnation) else {
-            return self.enter(worker_id, claim, is_past);
+            return self.enter(worker_id, claim);
         };
         if slot.incarnation > claim.incarnation {
             return Err(NoWayBack::Fenced { worker_id: worker_id.to_owned() });
@@ -121,12 +135,12 @@ impl Registry {
 
     /// A worker of which nothing is known comes in: one that has pushed nothing, or that came after the checkpoint, in
     /// whichever life before this one.
-    fn enter(&mut self, worker_id: &str, claim: &Claim, is_past: bool) -> Result<Rejoin, NoWayBack> {
-        let has_pushed = claim.settled > 0 || !claim.unsettled.is_empty();
-        let came_after = is_past && claim.incarnation > self.last_forgotten;
-        if has_pushed && !came_after {
-            let (worker_id, incarnation) = (worker_id.to_owned(), claim.incarnation);
-            return Err(NoWayBack::Forgotten { worker_id, incarnation });
+    fn enter(&mut self, worker_id: &str, claim: &Claim) -> Result<Rejoin, NoWayBack> {
+        let came_after = self.resumed.is_some_and(|resumed| {
+            claim.term < resumed.first_term && claim.incarnation > resumed.last_forgotten
+        });
+        if claim.has_pushed() && !came_after {
+            return Err(NoWayBack::forgotten(worker_id, claim));
         }
         let key = self.register(worker_id, claim.incarnation)?;
         let lost = self.slot(key).map_or(0, |slot| slot.catch_up(claim));
