@@ -105,7 +105,10 @@ fn settle(
     worker_id: &str,
     claim: &Claim,
 ) -> Result<Option<Rejoin>, NoWayBack> {
-    let Some(model) = shared.model.get() else { return Ok(None) };
+    let Some(model) = shared.model.get() else {
+        // No life of this server's has a model that was pushed to: the one that had was never kept.
+        return if claim.has_pushed() { Err(NoWayBack::forgotten(worker_id, claim)) } else { Ok(None) };
+    };
     let rejoin = model.store.rejoin(worker_id, claim)?;
     if let Rejoin::Back(Standing { key, .. }) = &rejoin {
         let silence = members.silence(worker_id, claim.incarnation, Instant::now());

@@ -23,6 +23,8 @@ use std::time::Duration;
 const W: usize = 140_000;
 const FRAGMENT: usize = 65_536;
 const MODEL_BYTES: usize = 4 * W;
+/// Of a server under load, with each transaction.
+const DRAINS: usize = 5;
 
 fn model(has_buffers: bool) -> TensorTable {
     let mut tensors = vec![parameter("w", W)];
@@ -244,6 +246,31 @@ fn another_server_in_the_place_of_the_lost_one_is_told_from_it() {
 }
 
 #[test]
+fn a_server_that_was_started_again_without_its_model_has_not_this_session() {
+    let place = Place::new("bare");
+    let named = || ServerConfig { run_id: Some("same".into()), ..place.config(Transaction::Fragment) };
+    for in_flight in [1, 2] {
+        let server = start(ServerConfig { checkpoints: None, ..named() }, false);
+        let relay = Relay::new(server.address(), []);
+        let mut worker = join_as(&relay, in_flight, Some("a"));
+        let mut values = cells(&mut worker, 0);
+        assert!(worker.push(&mut values).unwrap().applied);
+        relay.go_down();
+        server.stop();
+        // Its life is on the disk, and no checkpoint was.
+        let life = Place::new("bare-life");
+        fs::write(life.0.join("life.json"), r#"{"term":1,"last_incarnation":65536}"#).unwrap();
+        let kept =
+            CheckpointConfig { directory: life.0.clone(), every: Every::Versions(1), resume: Resume::Auto };
+        let again = Server::start(ServerConfig { checkpoints: Some(kept), ..named() }).unwrap();
+        relay.come_up(again.address());
+        let lost = worker.push(&mut values).unwrap_err();
+        let why = "has not this session: nothing is known (any more) of worker";
+        assert!(matches!(&lost, ClientError::Lost { cause, .. } if cause.contains(why)), "{lost}");
+    }
+}
+
+#[test]
 fn a_server_that_was_stopped_is_not_waited_for() {
     let server = start(config(sgd(1.0, 0.0, 0.0)), false);
     let relay = Relay::new(server.address(), []);
@@ -354,7 +381,9 @@ fn until_kept(server: &Server, version: u64) {
 
 #[test]
 fn a_server_that_goes_on_from_before_says_what_is_lost_and_fences_nobody() {
-    for (transaction, name) in [(Transaction::Fragment, "fragment"), (Transaction::Model, "model")] {
+    for (transaction, name, num_lost) in
+        [(Transaction::Fragment, "fragment", 400), (Transaction::Model, "model", 3)]
+    {
         let place = Place::new(name);
         let server = start(place.config(transaction), false);
         let relay = Relay::new(server.address(), []);
@@ -368,29 +397,33 @@ fn a_server_that_goes_on_from_before_says_what_is_lost_and_fences_nobody() {
         }
         until_kept(&server, 4);
         let before = place.copy(&format!("{name}-before"));
-        // Three more, of one that was there then and of one that was not.
+        // More of them, of one that was there then and of one that was not.
         let mut late = join_as(&relay, 1, Some("late"));
-        assert!(push(&mut a, 4).applied);
-        assert!(push(&mut late, 5).applied && push(&mut late, 6).applied);
+        let then = 4 + num_lost;
+        for n in 4..then {
+            assert!(push(if n % 2 == 0 { &mut a } else { &mut late }, n).applied);
+        }
+        assert_eq!(status(&server)["version"], then);
         relay.go_down();
         server.stop();
         let again = start(before.config(transaction), false);
         assert_eq!(status(&again)["term"], 2);
         relay.come_up(again.address());
-        for (worker, n) in [(&mut a, 7), (&mut late, 8), (&mut b, 9)] {
+        for (worker, n) in [(&mut a, then), (&mut late, then + 1), (&mut b, then + 2)] {
             let rolled_back = push(worker, n);
             assert_eq!((rolled_back.applied, rolled_back.reason), (false, Some(Reason::ServerRolledBack)));
             assert_eq!(rolled_back.term, 2);
             let goes_on = push(worker, n + 3);
-            assert!(goes_on.applied && goes_on.term == 2, "{goes_on:?}");
+            let version = (4 + 1 + n - then) as u64;
+            assert!(goes_on.applied && (goes_on.term, goes_on.version) == (2, version), "{goes_on:?}");
         }
-        let held = held(&again, 13);
+        let held = held(&again, then + 6);
         for (n, held) in held.iter().enumerate() {
-            let is_there = !(4..10).contains(&n);
+            let is_there = !(4..then + 3).contains(&n);
             assert!(held.iter().all(|w| *w == f32::from(u8::from(is_there))), "push {n}: {held:?}");
         }
         let status = status(&again);
-        assert_eq!(status["lost_updates"], 3, "{status:#}");
+        assert_eq!(status["lost_updates"], num_lost, "{status:#}");
         let workers = status["workers"].as_array().unwrap();
         assert_eq!(workers.iter().map(|w| w["state"].as_str().unwrap()).collect::<Vec<_>>(), ["joined"; 3]);
     }
@@ -591,7 +624,7 @@ fn a_server_that_is_being_started_again_loses_nothing_that_was_acknowledged_and_
                     receipts
                 })
             });
-            for _ in 0..3 {
+            for _ in 0..DRAINS {
                 let before = num_pushed.load(Ordering::SeqCst);
                 eventually("some pushes", || num_pushed.load(Ordering::SeqCst) > before + 20);
                 server.end(Ending::Restarting);
@@ -604,7 +637,7 @@ fn a_server_that_is_being_started_again_loses_nothing_that_was_acknowledged_and_
             pushing.map(|thread| thread.join().unwrap()).concat()
         });
         let status = status(&server);
-        assert_eq!((&status["lost_updates"], &status["term"]), (&0.into(), &4.into()));
+        assert_eq!((&status["lost_updates"], &status["term"]), (&0.into(), &(DRAINS + 1).into()));
         let last = receipts.iter().map(|(n, _)| n + 1).max().unwrap();
         let held = held(&server, last);
         for (n, receipt) in &receipts {
@@ -613,6 +646,6 @@ fn a_server_that_is_being_started_again_loses_nothing_that_was_acknowledged_and_
             assert!(receipt.applied || receipt.reason == Some(Reason::ServerRolledBack), "{receipt:?}");
         }
         let rolled_back = receipts.iter().filter(|(_, receipt)| !receipt.applied).count();
-        assert!(rolled_back <= 6, "one a worker and restart: {rolled_back}");
+        assert!(rolled_back <= 2 * DRAINS, "one a worker and restart: {rolled_back}");
     }
 }
