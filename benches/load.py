@@ -6,7 +6,9 @@
 
 fairness   64 clients push 1e5 parameters for a minute: the slowest beside the mean, and the server's memory
            meanwhile; then all that one of its threads serves leave, and the rest is spread
-many       256 clients beside 16, in turns: the pushes of all together, as a ratio within each round
+many       256 clients beside 16, in turns: the pushes of all together, as a ratio within each round; and the
+           same of the reference in C, which shows what part of it is the machine's: what 256 connections
+           hold does not stay in its caches
 control    how long connecting, proving oneself and asking for the status takes on the control thread, while
            four clients push 25e6 parameters with Adam under transaction="model", and while nobody pushes
 joins      10,000 clients come, push once and leave, under fresh names: the server's memory over time
@@ -36,7 +38,9 @@ from typing import Any
 import numpy as np
 
 import harness
+import machine
 import offbeat_client
+import reference
 from harness import BenchError, Line
 from offbeat._offbeat import fetch_status
 
@@ -48,6 +52,8 @@ WARM_UP = 1 / 3
 """Of the time; what is held after that should not grow."""
 STATUS_PAUSE_S = 0.02
 MB = 1e6
+OUT = machine.ROOT / ".out"
+"""Where the reference is built."""
 
 Status = dict[str, Any]
 
@@ -310,11 +316,13 @@ def many(plan: Plan) -> Line:
     """256 clients beside 16, each on a server of its own, in turns.
 
     Returns:
-        ratio: The median of the rounds' ratios, with the lowest and highest; and the pushes per second of
-        both.
+        ratio: The median of the rounds' ratios, with the lowest and highest; the pushes per second of
+        both; and all of that for the reference.
     """
     num_params = 100_000
     rates: dict[int, list[float]] = {16: [], 256: []}
+    reference_rates: dict[int, list[float]] = {16: [], 256: []}
+    reference.build(OUT)
     for number in range(plan.num_rounds):
         for num_clients in sorted(rates, reverse=number % 2 == 1):
             with serving(num_params) as server, clients(server, num_clients, num_params) as some:
@@ -324,10 +332,19 @@ def many(plan: Plan) -> Line:
                 server.go_on(plan.round_seconds)
                 end_s, after = time.monotonic(), sum(some.counts().values())
             rates[num_clients].append((after - before) / (end_s - begin_s))
-    ratios = [more / fewer for fewer, more in zip(rates[16], rates[256], strict=True)]
+            line = reference.measure(OUT, "sequential", num_params, num_clients, plan.round_seconds)
+            reference_rates[num_clients].append(line["updates_per_s"])
     return {
         "bench": "many",
         "n_params": num_params,
+        **_ratio(rates),
+        **{f"reference_{what}": value for what, value in _ratio(reference_rates).items()},
+    }
+
+
+def _ratio(rates: dict[int, list[float]]) -> Line:
+    ratios = [more / fewer for fewer, more in zip(rates[16], rates[256], strict=True)]
+    return {
         "ratio": round(statistics.median(ratios), 3),
         "lowest_ratio": round(min(ratios), 3),
         "highest_ratio": round(max(ratios), 3),
@@ -441,7 +458,11 @@ def summary(line: Line) -> list[str]:
             ]
         case "many":
             lowest, highest = line["lowest_ratio"], line["highest_ratio"]
-            return [say("256 clients of 16", line["ratio"], f"target: at least 0.8 ({lowest} to {highest})")]
+            of_reference = f"{line['reference_lowest_ratio']} to {line['reference_highest_ratio']}"
+            return [
+                say("256 clients of 16", line["ratio"], f"target: at least 0.8 ({lowest} to {highest})"),
+                say("the same of the reference in C", line["reference_ratio"], f"({of_reference})"),
+            ]
         case "control":
             return [
                 say("connect, prove and ask, p99, ms", line["p99_ms"], "target: at most 20"),

@@ -32,7 +32,7 @@
 #include <unistd.h>
 
 #define MIB ((size_t)1 << 20)
-#define MAX_WORKERS 64
+#define MAX_WORKERS 256
 #define MAX_LATENCIES 65536             // per worker; more round trips are counted, but not in the percentiles
 #define NUM_WARM_UPS 3                  // round trips before the clock starts
 #define SERVER_CHUNK ((size_t)256 << 10) // what the pipelined server receives, applies and sends at a time
@@ -99,14 +99,14 @@ static void start_listening(void) {
         struct sockaddr_un address = unix_address();
         listener = socket(AF_UNIX, SOCK_STREAM, 0);
         bind(listener, (void *)&address, sizeof address);
-        listen(listener, 16);
+        listen(listener, MAX_WORKERS);
         return;
     }
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t length = sizeof address;
     listener = socket(AF_INET, SOCK_STREAM, 0);
     bind(listener, (void *)&address, sizeof address);
-    listen(listener, 16);
+    listen(listener, MAX_WORKERS);
     getsockname(listener, (void *)&address, &length);
     port = address.sin_port;
 }
