@@ -3,6 +3,8 @@
 
 #[path = "client/buffers.rs"]
 mod buffers;
+#[path = "client/cells.rs"]
+mod cells;
 #[path = "client/connecting.rs"]
 mod connecting;
 #[path = "client/interrupts.rs"]
@@ -15,6 +17,8 @@ mod pushes;
 mod rejoin;
 #[path = "client/relay.rs"]
 mod relay;
+#[path = "client/restart.rs"]
+mod restart;
 #[path = "client/script.rs"]
 mod script;
 #[path = "client/support.rs"]
