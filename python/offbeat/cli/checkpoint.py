@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,10 @@ ACTIONS = {
 MANIFEST, PREFIX = "manifest.json", "checkpoint-"
 """Of a checkpoint's folder: the file that it has, and what is in its name."""
 
-OWN = ("lock", "life.json")
-"""What a server has beside its checkpoints."""
+OWN = ("lock", "life.json", "life.new", ".new", ".old")
+"""What a server has beside its checkpoints, or will make there."""
+NAME = re.compile(r"(damaged-|earlier-)?checkpoint-\d{6,}")
+"""How it calls a checkpoint, and one that is set aside."""
 
 REMEDY = "give the directory that a server has as --checkpoint-dir, or one of the folders checkpoint-… in it"
 
@@ -143,14 +146,31 @@ def _refuse_a_server_s(path: Path, to: Path) -> None:
     """Let no model be written over what a server has in its directory.
 
     Raises:
-        ConfigError: If the file is of a checkpoint, or of the directory.
+        CheckpointError: If the directory cannot be read.
+        ConfigError: If the file is of a checkpoint, or of the directory of some.
     """
+    from offbeat._offbeat import checkpoint_names
+
     target = Path(os.path.realpath(to))
     folder = target.parent
     if not folder.is_dir():
         return
     is_checkpoint = (folder / MANIFEST).exists() and (PREFIX in folder.name or folder.samefile(path))
-    if is_checkpoint or (target.name in OWN and folder.samefile(path)):
+    given = Path(os.path.realpath(path))
+    place = given.parent if checkpoint_names(path) is None else given
+    if is_checkpoint or any(_is_for_a_server(part, place) for part in (target, folder)):
         raise ConfigError(
             f"FILE: {to} is among the files of a server's checkpoints: give another name or folder"
         )
+
+
+def _is_for_a_server(target: Path, place: Path) -> bool:
+    """Whether a server uses that name, there or where there are checkpoints."""
+    from offbeat._offbeat import checkpoint_names
+
+    if target.name not in OWN and not NAME.fullmatch(target.name):
+        return False
+    try:
+        return target.parent == place or bool(checkpoint_names(target.parent))
+    except (ConfigError, CheckpointError):  # nothing there is a server's, or it cannot be read
+        return False

@@ -316,18 +316,37 @@ def test_no_file_is_replaced_that_should_stay(place, server, run, tmp_path):
     assert "is there already: give another name, or --force to replace it" in err
     assert run("export", place, "--force", to)[0] == 0
     assert load_file(to)
-    own = place / "checkpoint-000002" / "model.safetensors"
+
+
+OWN = ("lock", "life.json", "life.new", ".new", ".old", "checkpoint-000003", "damaged-checkpoint-000002")
+
+
+def test_nothing_is_written_over_what_a_server_has_whichever_path_is_given(place, server, run, tmp_path):
+    checkpoint, link = place / "checkpoint-000002", tmp_path / "link"
+    link.symlink_to(place)
+    (place / ".new").mkdir()  # as one has it that is killed as it writes
+    files = [*(place / name for name in OWN if name != ".new"), place / ".new" / "model.safetensors"]
     before = on_disk(place)
-    for path, file in (
-        (place, own),
-        (own.parent, own),
-        (place, place / "lock"),
-        (place, place / "life.json"),
-    ):
-        code, _, err = run("export", path, file, "--force")
-        assert code == 2
-        assert f"FILE: {file} is among the files of a server's checkpoints: give another" in err
+    for path in (place, checkpoint, place / "checkpoint-000001", link / "checkpoint-000001"):
+        for file in (checkpoint / "model.safetensors", checkpoint / "new", link / "life.json", *files):
+            code, _, err = run("export", path, file, "--force")
+            assert code == 2
+            assert f"FILE: {file} is among the files of a server's checkpoints: give another" in err
     assert on_disk(place) == before
+    shutil.copytree(place, tmp_path / "other")
+    assert run("export", place, tmp_path / "other" / "lock", "--force")[0] == 2
+    (place / ".new").rmdir()
+    assert run("export", place, place / ".new")[0] == 2
+    offbeat.ParameterServer(checkpoint_dir=place).stop()
+
+
+def test_a_model_may_be_put_beside_the_checkpoints_and_where_no_server_is_by_any_name(
+    place, server, run, tmp_path
+):
+    for file in (place / "model.safetensors", place / "checkpoint-000002.safetensors", tmp_path / "lock"):
+        for _ in range(2):
+            assert run("export", place, file, "--force")[0] == 0
+            assert load_file(file)
 
 
 def test_a_file_that_comes_meanwhile_is_not_replaced(place, large, run, tmp_path, monkeypatch):
