@@ -4,7 +4,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offbeat.arrays import as_state
@@ -83,29 +83,48 @@ def _verify(path: Path) -> None:
     """Print a line about each checkpoint.
 
     Raises:
-        CheckpointError: If one is not good, or there is none.
+        CheckpointError: If one is not good, or there is none; or if what is beside them keeps a server from
+            starting.
     """
+    from offbeat._offbeat import checkpoint_names
+
+    names = checkpoint_names(path)
+    wrong = [] if names is None else _wrong_with_lives(path)
     verdicts = []
-    for line, is_good in _verdicts(path):
+    for line, is_good in _verdicts(path, names):
         output(plain(line))
         flush_output()  # the next may take its time
         verdicts.append(is_good)
     if num_bad := verdicts.count(False):
-        raise CheckpointError(f"{path}: {num_bad} of {len(verdicts)} cannot be used")
-    if True not in verdicts:
-        raise CheckpointError(f"there is no checkpoint in {path}" + (" any more" if verdicts else ""))
+        wrong.append(f"{path}: {num_bad} of {len(verdicts)} cannot be used")
+    elif True not in verdicts:
+        wrong.append(f"there is no checkpoint in {path}" + (" any more" if verdicts else ""))
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
 
 
-def _verdicts(path: Path) -> Iterator[tuple[str, bool | None]]:
-    """Give what is to be said of each checkpoint, and whether it is good; None if it has gone meanwhile."""
-    from offbeat._offbeat import checkpoint_names, verify_checkpoint, verify_lives
+def _wrong_with_lives(path: Path) -> list[str]:
+    """Print what is wrong with a directory's `life.json`, and give what comes of it; else nothing."""
+    from offbeat._offbeat import verify_lives
 
-    names = checkpoint_names(path)
-    if names is not None:
-        try:
-            verify_lives(path)
-        except CheckpointError as error:
-            yield str(error), False
+    try:
+        verify_lives(path)
+    except CheckpointError as error:
+        output(plain(str(error)))
+        flush_output()
+        return [f"{path}: no server would start there, because of its life.json"]
+    return []
+
+
+def _verdicts(path: Path, names: Sequence[str] | None) -> Iterator[tuple[str, bool | None]]:
+    """Give what is to be said of each checkpoint, and whether it is good; None if it has gone meanwhile.
+
+    Args:
+        path: Where they are.
+        names: Theirs; None if it is one itself.
+    """
+    from offbeat._offbeat import verify_checkpoint
+
     for folder in [path] if names is None else [path / name for name in names]:
         try:
             with Reading(folder.name) as tell:

@@ -217,9 +217,15 @@ def test_what_is_wrong_is_told_with_its_file_and_nothing_is_set_aside(place, ser
 
 def test_what_lives_have_reserved_is_verified_with_a_directory(place, server, run):
     (place / "life.json").write_text("no")
-    code, out, _ = run("verify", place)
+    code, out, err = run("verify", place)
     assert code == 11
-    assert out.startswith(f"{place}/life.json is damaged (")
+    lives, *checkpoints = out.splitlines()
+    assert lives.startswith(f"{place}/life.json is damaged (")
+    assert checkpoints == [f"{place}/checkpoint-00000{number}: ok" for number in (2, 1)]
+    no_start = f"offbeat: {place}: no server would start there, because of its life.json"
+    assert err == f"{no_start}\n", "it is no checkpoint"
+    flip(place / "checkpoint-000002" / "model.safetensors")
+    assert run("verify", place)[2] == f"{no_start}; {place}: 1 of 2 cannot be used\n"
 
 
 @pytest.fixture
