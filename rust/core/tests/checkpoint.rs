@@ -236,6 +236,15 @@ fn a_manifest_that_does_not_hold_together_is_refused() {
     assert!(told.contains("do not fit its fragment"), "{told}");
     let told = forged(|m| m.book.run.as_mut().unwrap().spec.optimizer.groups[0].lr = -1.0);
     assert!(told.contains("lr"), "{told}");
+    let of_run = |m: &Manifest| m.book.run.as_ref().unwrap().spec.optimizer.clone();
+    let told = forged(|m| {
+        let mut bad = of_run(m);
+        (m.run.agreed.optimizer, bad.groups[0].lr) = (Some(of_run(m)), -1.0);
+        m.run.agreed.as_set = Some(bad);
+    });
+    assert!(told.starts_with("manifest.json does not hold together: ") && told.contains("lr"), "{told}");
+    let told = forged(|m| m.run.agreed.optimizer = Some(of_run(m)));
+    assert!(told.ends_with("agreed: 0 groups were set, and 1 are in force"), "{told}");
     let told = forged(|m| m.book.totals.staleness_histogram.clear());
     assert!(told.contains("totals has a histogram of 0 buckets"), "{told}");
     let changes: [(Change, &str); 17] = [

@@ -7,7 +7,9 @@ use common::kept::{Place, Steps, bytes, copy_files, until_the_first};
 use common::{eventually, start, status, tensor};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::Want;
-use offbeat_net::checkpoint::{DirectoryError, Model, Watch, checkpoints, inspect, model, names, verify};
+use offbeat_net::checkpoint::{
+    Checkpoint, DirectoryError, Model, Watch, checkpoints, inspect, model, names, verify,
+};
 use offbeat_net::server::{Every, Resume, Server, ServerConfig, Snapshot};
 use serde_json::Value;
 use std::fs;
@@ -117,6 +119,21 @@ fn a_damaged_one_is_passed_over_with_its_reason_and_stays_where_it_is() {
     let refusal = inspected(&place.0)["refusal"].as_str().unwrap().to_owned();
     assert!(refusal.starts_with("all of them are damaged; the newest: "), "{refusal}");
     assert_eq!(listed(&place.0).len(), before.len() - 3);
+}
+
+#[test]
+fn what_workers_cannot_have_agreed_on_is_refused_as_a_start_refuses_it() {
+    let place = Place::new();
+    drop(kept(&place));
+    let Checkpoint { path, mut manifest } = Checkpoint::unverified(&newest(&place)).unwrap();
+    let as_set = manifest.run.agreed.as_set.as_mut().unwrap();
+    as_set.groups[0].lr = -1.0;
+    fs::write(path.join("manifest.json"), manifest.encode().unwrap()).unwrap();
+    let told = verify(&path, &Watch::none()).unwrap_err().to_string();
+    assert!(told.contains("manifest.json does not hold together: ") && told.contains("lr"), "{told}");
+    let by_workers = ServerConfig { optimizer: None, ..place.config() };
+    let Err(refused) = Server::bind(by_workers) else { panic!("such an optimizer is none") };
+    assert_eq!(refused.to_string(), told);
 }
 
 #[test]

@@ -63,6 +63,21 @@ pub struct Agreed {
     pub as_set: Option<OptimizerSpec>,
 }
 
+impl Agreed {
+    /// Whether a run can have agreed on that: on an optimizer that was set, of whose groups only the rates were changed.
+    pub(super) fn validate(&self) -> Result<(), CheckpointError> {
+        for optimizer in [&self.as_set, &self.optimizer].into_iter().flatten() {
+            optimizer.validate()?;
+        }
+        let num_groups = [&self.as_set, &self.optimizer].map(|o| o.as_ref().map_or(0, |o| o.groups.len()));
+        if num_groups[0] == num_groups[1] {
+            return Ok(());
+        }
+        let what = format!("agreed: {} groups were set, and {} are in force", num_groups[0], num_groups[1]);
+        Err(CheckpointError::malformed(MANIFEST, what))
+    }
+}
+
 /// Elements of a tensor with one history. Most tensors are one range; under "fragment" a push that was refused or cut
 /// short in some parts of a tensor makes more of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

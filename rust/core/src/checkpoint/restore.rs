@@ -26,7 +26,8 @@ pub fn restore<F: Read + Seek>(
     config: StoreConfig,
     life: Life,
 ) -> Result<Arc<Store>, CheckpointError> {
-    let Manifest { table, files, ranges, book, .. } = manifest;
+    let Manifest { table, files, ranges, book, run, .. } = manifest;
+    run.agreed.validate()?;
     if let Some(page) = &book.run {
         page.spec.optimizer.validate()?;
         page.spec.staleness.validate()?;

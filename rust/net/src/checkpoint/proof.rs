@@ -1,5 +1,5 @@
-//! A checkpoint put to the proof: everything is done that a server's start would do with it, and nothing on the disk is
-//! changed.
+//! A checkpoint put to the proof: everything is done that a server's start would do with it, whatever the settings that
+//! the server is given, and nothing on the disk is changed.
 
 use super::choice::{self, Choice};
 use super::error::DirectoryError;
