@@ -1,5 +1,6 @@
 //! What can be told of checkpoints without reading their tensors, as JSON: of one, or of all in a directory.
 
+use super::choice::{self, Choice};
 use super::error::DirectoryError;
 use super::folder::{self, Checkpoint};
 use super::proof::verify_lives;
@@ -38,9 +39,9 @@ struct DirectoryTold<'a> {
 
 #[derive(Serialize)]
 struct EntryTold<'a> {
-    name: String,
+    name: &'a str,
     /// Why it cannot be used, or read.
-    error: Option<String>,
+    error: Option<&'a str>,
     /// A server has removed it since it was found.
     is_gone: bool,
     checkpoint: Option<CheckpointTold<'a>>,
@@ -104,6 +105,14 @@ struct UnfinishedTold {
     num_applied: usize,
 }
 
+/// What was found of a directory's checkpoint, and is told.
+struct Entry {
+    name: String,
+    error: Option<String>,
+    is_gone: bool,
+    checkpoint: Option<Checkpoint>,
+}
+
 /// Tells what a path leads to: a checkpoint, or a directory of them. Manifests are read, and of the other files it is
 /// looked whether they are there and as long as they should be.
 ///
@@ -114,13 +123,13 @@ pub fn inspect(path: &Path) -> Result<String, DirectoryError> {
         let checkpoint = unless_gone(path, looked_at(path))?;
         return Ok(json(&Told::Checkpoint(Box::new(CheckpointTold::of(&checkpoint)))));
     };
-    let found: Vec<_> =
-        folders.iter().map(|folder| (folder, unless_gone(folder, looked_at(folder)))).collect();
-    let (next, refusal) = match next(path, &found) {
-        Ok(next) => (next.map(folder::short), None),
-        Err(refusal) => (None, Some(refusal)),
+    let looked_at = |folder: &PathBuf| Entry::of(folder, unless_gone(folder, looked_at(folder)));
+    let (entries, verdicts): (Vec<_>, Vec<_>) = folders.iter().map(looked_at).unzip();
+    let (next, refusal) = match next(path, folders.into_iter().zip(verdicts)) {
+        Ok(next) => (next, None),
+        Err(refusal) => (None, Some(refusal.to_string())),
     };
-    let checkpoints = found.iter().map(|(folder, looked_at)| EntryTold::of(folder, looked_at)).collect();
+    let checkpoints = entries.iter().map(EntryTold::of).collect();
     Ok(json(&Told::Directory(DirectoryTold { checkpoints, set_aside, next, refusal })))
 }
 
@@ -130,39 +139,49 @@ fn looked_at(folder: &Path) -> Result<Checkpoint, DirectoryError> {
     Ok(checkpoint)
 }
 
-/// Which one a server would go on from, or why it would not start: as [`choice::newest`](super::choice::newest).
-fn next<'a, T>(
+/// The name of the one that a server would go on from, or why it would not start. What is gone it would not find.
+fn next(
     directory: &Path,
-    found: &[(&'a PathBuf, Result<T, DirectoryError>)],
-) -> Result<Option<&'a Path>, String> {
-    verify_lives(directory).map_err(|error| error.to_string())?;
-    let mut damaged = None;
-    for (folder, looked_at) in found {
-        match looked_at {
-            Ok(_) => return Ok(Some(folder)),
-            Err(DirectoryError::Gone { .. }) => {}
-            Err(error) if error.is_damage() => damaged = damaged.or(Some(error)),
-            Err(error) => return Err(error.to_string()),
-        }
-    }
-    match damaged {
-        None => Ok(None),
-        Some(newest) => Err(format!("all of them are damaged; the newest: {newest}")),
-    }
+    found: impl Iterator<Item = (PathBuf, Result<(), DirectoryError>)>,
+) -> Result<Option<String>, DirectoryError> {
+    verify_lives(directory)?;
+    let is_there =
+        |(_, verdict): &(_, Result<(), DirectoryError>)| !matches!(verdict, Err(DirectoryError::Gone { .. }));
+    let (folders, verdicts): (Vec<_>, Vec<_>) = found.filter(is_there).unzip();
+    let mut verdicts = verdicts.into_iter();
+    let attempt = |folder: &Path| verdicts.next().expect("one each").map(|()| folder::short(folder));
+    Ok(choice::newest(directory, folders, attempt)?.map(|Choice { used, damaged: _ }| used))
 }
 
 fn json(told: &Told<'_>) -> String {
     serde_json::to_string(told).expect("every key is a string")
 }
 
-impl<'a> EntryTold<'a> {
-    fn of(folder: &Path, looked_at: &'a Result<Checkpoint, DirectoryError>) -> Self {
+impl Entry {
+    /// With the verdict on it.
+    fn of(
+        folder: &Path,
+        looked_at: Result<Checkpoint, DirectoryError>,
+    ) -> (Self, Result<(), DirectoryError>) {
         let error = looked_at.as_ref().err();
+        let (told, is_gone) =
+            (error.map(ToString::to_string), matches!(error, Some(DirectoryError::Gone { .. })));
+        let (checkpoint, verdict) = match looked_at {
+            Ok(checkpoint) => (Some(checkpoint), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        (Self { name: folder::short(folder), error: told, is_gone, checkpoint }, verdict)
+    }
+}
+
+impl<'a> EntryTold<'a> {
+    fn of(entry: &'a Entry) -> Self {
+        let Entry { name, error, is_gone, checkpoint } = entry;
         Self {
-            name: folder::short(folder),
-            error: error.map(ToString::to_string),
-            is_gone: matches!(error, Some(DirectoryError::Gone { .. })),
-            checkpoint: looked_at.as_ref().ok().map(CheckpointTold::of),
+            name,
+            error: error.as_deref(),
+            is_gone: *is_gone,
+            checkpoint: checkpoint.as_ref().map(CheckpointTold::of),
         }
     }
 }
@@ -252,16 +271,20 @@ mod tests {
         let damaged =
             || told(CheckpointError::Damaged { file: MANIFEST, what: "it is not there".to_owned() });
         let other = || told(CheckpointError::Format { file: MANIFEST, found: 9, writer: "9.0".to_owned() });
-        let next = |found: Vec<_>| next::<()>(place, &found);
+        let next = |found: Vec<(&PathBuf, _)>| {
+            next(place, found.into_iter().map(|(folder, verdict)| (folder.clone(), verdict)))
+                .map_err(|error| error.to_string())
+        };
         let good = vec![(fourth, gone()), (third, damaged()), (second, Ok(())), (first, Ok(()))];
-        assert_eq!(next(good), Ok(Some(second.as_path())));
+        assert_eq!(next(good), Ok(Some(folder::name(2))));
         assert_eq!(next(vec![(fourth, gone())]), Ok(None));
         let refusal = next(vec![(fourth, gone()), (third, damaged())]).unwrap_err();
-        assert!(refusal.starts_with("all of them are damaged; the newest: "), "{refusal}");
+        assert!(refusal.starts_with("none of the 1 checkpoints in /nowhere can be used; "), "{refusal}");
+        assert!(refusal.ends_with("Move them away to begin anew"), "{refusal}");
         let refusal = next(vec![(third, other()), (second, Ok(()))]).unwrap_err();
         assert!(refusal.contains("is of format 9") && refusal.contains("use Offbeat 9.0"), "{refusal}");
         let looked_at = unless_gone(fourth, looked_at(fourth));
-        let EntryTold { is_gone, checkpoint, error, .. } = EntryTold::of(fourth, &looked_at);
+        let (Entry { is_gone, checkpoint, error, .. }, _) = Entry::of(fourth, looked_at);
         assert!(is_gone && checkpoint.is_none() && error.is_some_and(|error| error.contains("is gone")));
     }
 }
