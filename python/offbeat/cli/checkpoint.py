@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from offbeat.arrays import as_state
 from offbeat.cli import model_file
@@ -14,6 +15,7 @@ from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, file
 from offbeat.cli.reading import Reading
 from offbeat.cli.say import flush_output, output, say
+from offbeat.cli.signals import Signals, Stopped
 from offbeat.cli.wording import plain
 from offbeat.errors import CheckpointError, ConfigError
 
@@ -141,24 +143,40 @@ def _export(path: Path, to: Path, *, force: bool) -> None:
     Raises:
         CheckpointError: If there is no good checkpoint.
         ConfigError: If the file must not or cannot be written.
+        KeyboardInterrupt: At a signal. It leaves nothing beside the file.
         OSError: If writing it fails.
     """
-    from offbeat._offbeat import checkpoint_model
 
     def refuse_to_replace() -> None:
         if not force and to.exists():
             raise ConfigError(f"FILE: {to} is there already: give another name, or --force to replace it")
 
+    def settle() -> None:
+        refuse_to_replace()
+        signals.leave()
+
+    signals = Signals()
     _refuse_a_server_s(path, to)
     model_file.check_writable(to, "FILE")
     refuse_to_replace()
+    try:
+        with signals.raised():
+            name, version, state = _model(path)
+            model_file.save(state, to, before_replacing=settle)
+    except Stopped as stopped:
+        raise KeyboardInterrupt from stopped  # also one that would end the process with no clearing up
+    output(f"the model of {name}, version {version:,}, is in {to}")
+
+
+def _model(path: Path) -> tuple[str, int, dict[str, Any]]:
+    """Read the newest good checkpoint: its name, version and model. Newer ones are warned of."""
+    from offbeat._offbeat import checkpoint_model
+
     with Reading(path.name) as tell:
         name, version, passed_over, table, values = checkpoint_model(path, tell)
     for why in passed_over:
         say(f"WARNING: a newer checkpoint is damaged, and passed over: {plain(why)}")
-    state = as_state(table, values, tensor=False)
-    model_file.save(state, to, before_replacing=refuse_to_replace)
-    output(f"the model of {name}, version {version:,}, is in {to}")
+    return name, version, as_state(table, values, tensor=False)
 
 
 def _refuse_a_server_s(path: Path, to: Path) -> None:

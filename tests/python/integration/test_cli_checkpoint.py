@@ -457,6 +457,33 @@ def test_ctrl_c_ends_it(place, large, action, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+ENDED_AS_IT_WRITES = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys
+import safetensors
+from offbeat.cli import main
+number, write = int(sys.argv.pop(1)), safetensors.serialize_file
+def write_and_signal(*given, **named):
+    write(*given, **named)
+    signal.raise_signal(number)
+safetensors.serialize_file = write_and_signal
+sys.exit(main.main())
+""",
+)
+"""`offbeat`, with a signal, by its number, when a model is written and not in its place."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_of_a_file_that_is_being_written(place, server, number, tmp_path):
+    given = ("checkpoint", "export", place, tmp_path / "model.safetensors")
+    with command(str(int(number)), *map(str, given), program=ENDED_AS_IT_WRITES) as ended:
+        assert ended.ends() == 130
+    assert ended.said == "offbeat: interrupted\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 @ALL
 def test_it_needs_no_torch(place, server, action, tmp_path, run_python):
     code = (
