@@ -66,9 +66,9 @@ impl Thread {
     }
 }
 
-/// Whether a load has fallen by so much that it was worth something.
+/// Whether a load has fallen by so much that it was worth something. Nothing can be taken off a thread without load.
 const fn is_less(load: u64, before: u64) -> bool {
-    load <= before - before.div_ceil(LEAST_PART)
+    load < before && load <= before - before.div_ceil(LEAST_PART)
 }
 
 /// Takes connections from the busiest threads to the idlest as long as that helps. Each moves once at most, and none if
@@ -198,6 +198,14 @@ mod tests {
             let mut threads = vec![0];
             threads.extend(vec![1; others]);
             assert_eq!(plan(2, &served(&threads, |i| if i == 0 { 1 << 30 } else { 0 })), []);
+        }
+    }
+
+    #[test]
+    fn a_thread_that_stays_empty_makes_no_move_worth_it() {
+        for num_threads in 2..9 {
+            let served = served(&[0, 0], |i| if i == 0 { 1 << 30 } else { 0 });
+            assert_eq!(plan(num_threads, &served), [], "{num_threads} threads");
         }
     }
 
