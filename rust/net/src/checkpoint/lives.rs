@@ -46,7 +46,7 @@ impl Lives {
     /// The next life, after those that are known here and `after`, which a checkpoint knows of.
     pub(super) fn next(&self, after: Life) -> Life {
         Life {
-            term: self.reserved.term.max(after.term) + 1,
+            term: self.reserved.term.max(after.term).saturating_add(1),
             last_incarnation: self.reserved.last_incarnation.max(after.last_incarnation),
         }
     }

@@ -162,8 +162,8 @@ impl Checkpoints {
             kept,
         })?;
         let book = &found.manifest.book;
-        // A life that nobody hears of.
-        let life = Life { term: book.term + 1, last_incarnation: book.last_incarnation };
+        // A life that nobody hears of. After the last term there is none, and the restoring says so.
+        let life = Life { term: book.term.saturating_add(1), last_incarnation: book.last_incarnation };
         Ok(found.restore(config, life, &Watch::none())?)
     }
 
