@@ -144,11 +144,7 @@ impl Session {
                 }
             }
             let header = self.reader.header(socket).await?;
-            connection.enter(Phase::Receiving);
-            if !self.has_answered {
-                self.has_answered = true;
-                self.shared.members().answered(self.incarnation);
-            }
+            // Before the phase: who sees a frame under way sees what it is, and a stop lets a push end.
             connection.answers(match header.kind {
                 Kind::Push | Kind::Pull => {
                     self.has_begun = true;
@@ -156,6 +152,11 @@ impl Session {
                 }
                 _ => Answer::Awaited,
             });
+            connection.enter(Phase::Receiving);
+            if !self.has_answered {
+                self.has_answered = true;
+                self.shared.members().answered(self.incarnation);
+            }
             match (header.kind, &mut self.init) {
                 (Kind::Push, _) => self.push(&header).await?,
                 (Kind::Pull, _) => self.pull(&header).await?,
