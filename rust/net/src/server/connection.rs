@@ -179,6 +179,23 @@ impl Sight {
     }
 }
 
+/// A peer that owes something and is too slow with it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Slow {
+    judged: Sight,
+    /// What to say about it.
+    pub(super) cause: String,
+    /// Whether it can still be told.
+    pub(super) how: Shutdown,
+}
+
+impl Slow {
+    /// Whether what was judged is still so: its task goes on meanwhile, and may have moved to another thread.
+    pub(super) fn holds(&self, connection: &Connection) -> bool {
+        !connection.sight().is_progress(&self.judged)
+    }
+}
+
 /// The watchdog's memory of one connection.
 #[derive(Debug)]
 pub(super) struct Watch {
@@ -206,13 +223,13 @@ impl Watch {
     }
 
     /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and too little has
-    /// moved for `timeout`, what to say about it and whether it can still be told.
+    /// moved for `timeout`, what was judged.
     pub(super) fn look(
         &mut self,
         connection: &Connection,
         now: Instant,
         timeout: Duration,
-    ) -> (u64, Option<(String, Shutdown)>) {
+    ) -> (u64, Option<Slow>) {
         let sight = connection.sight();
         let moved = sight.moved(&self.last);
         self.last = sight;
@@ -230,17 +247,15 @@ impl Watch {
             0 => ("no byte".to_owned(), "none".to_owned()),
             few => (format!("only {few} bytes"), format!("only {few}")),
         };
-        let cause = match sight.phase {
-            Phase::Idle | Phase::Waiting => None,
-            Phase::Receiving => {
-                Some((format!("{came} for {seconds} s in the middle of a frame"), Shutdown::Read))
-            }
-            Phase::Parting => Some((format!("did not close within {seconds} s"), Shutdown::Both)),
+        let (cause, how) = match sight.phase {
+            Phase::Idle | Phase::Waiting => return (moved, None),
+            Phase::Receiving => (format!("{came} for {seconds} s in the middle of a frame"), Shutdown::Read),
+            Phase::Parting => (format!("did not close within {seconds} s"), Shutdown::Both),
             Phase::Sending => {
-                Some((format!("took {taken} of the bytes sent to it for {seconds} s"), Shutdown::Both))
+                (format!("took {taken} of the bytes sent to it for {seconds} s"), Shutdown::Both)
             }
         };
-        (moved, cause)
+        (moved, Some(Slow { judged: sight, cause, how }))
     }
 }
 
@@ -268,6 +283,19 @@ mod tests {
             let mut watch = Watch::new(&connection, start);
             assert_eq!(watch.look(&connection, start + timeout / 2, timeout), (0, None));
             assert_eq!(watch.look(&connection, late, timeout).1.is_some(), slow, "{phase:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn who_gets_on_between_the_look_and_the_judgement_is_not_too_slow() {
+        let (_peer, connection) = pair();
+        let (start, timeout) = (Instant::now(), Duration::from_secs(10));
+        for phase in [Phase::Receiving, Phase::Sending] {
+            connection.enter(phase);
+            let slow = Watch::new(&connection, start).look(&connection, start + timeout, timeout).1.unwrap();
+            assert!(slow.holds(&connection), "{phase:?}");
+            connection.idle(0);
+            assert!(!slow.holds(&connection), "{phase:?} is over");
         }
     }
 
@@ -317,7 +345,7 @@ mod tests {
         peer.write_all(&[4]).unwrap();
         read(&connection, 1).await;
         assert_eq!(watch.look(&connection, now + timeout / 2, timeout), (1, None));
-        let said = watch.look(&connection, now + timeout, timeout).1.unwrap().0;
+        let said = watch.look(&connection, now + timeout, timeout).1.unwrap().cause;
         assert!(said.contains("only 1 bytes for 10 s"), "{said}");
     }
 
@@ -335,7 +363,7 @@ mod tests {
         connection.idle(0); // between two looks
         connection.enter(Phase::Receiving);
         assert_eq!(watch.look(&connection, start + timeout * 2, timeout), (7, None));
-        let said = watch.look(&connection, start + timeout * 3, timeout).1.unwrap().0;
+        let said = watch.look(&connection, start + timeout * 3, timeout).1.unwrap().cause;
         assert!(said.contains("no byte for 10 s"), "{said}");
     }
 }

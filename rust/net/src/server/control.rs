@@ -344,7 +344,7 @@ fn watch(
         if let Some(thread) = connection.thread {
             moved[thread] += bytes;
         }
-        let Some((cause, how)) = slow else { continue };
+        let Some(slow) = slow else { continue };
         match connection.sending() {
             // One that is frozen is not heard, and so not present for long.
             Some(Answer::Exchange { pinned }) if shared.members().is_present(connection) => {
@@ -352,7 +352,9 @@ fn watch(
                     model.store.discount(pinned);
                 }
             }
-            _ => connection.close(RefusalCode::Timeout, &cause, how),
+            // What was sent may have been taken since the look, and its connection be another one's elsewhere.
+            _ if slow.holds(connection) => connection.close(RefusalCode::Timeout, &slow.cause, slow.how),
+            _ => {}
         }
     }
     for (load, moved) in shared.loads.iter().zip(moved) {
