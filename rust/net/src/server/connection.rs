@@ -113,12 +113,13 @@ impl Connection {
         *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = answer;
     }
 
-    /// Whether a push or a pull is under way.
-    pub(super) fn is_exchanging(&self) -> bool {
+    /// What a push or a pull that is under way waits for.
+    pub(super) fn exchanging(&self) -> Option<Phase> {
         let phase = Phase::from_byte(self.phase.load(Ordering::Relaxed));
         let answer = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
-        matches!(phase, Phase::Receiving | Phase::Sending | Phase::Waiting)
-            && matches!(answer, Answer::Exchange { .. })
+        let is_under_way = matches!(phase, Phase::Receiving | Phase::Sending | Phase::Waiting)
+            && matches!(answer, Answer::Exchange { .. });
+        is_under_way.then_some(phase)
     }
 
     /// What is being sent, if the peer owes us room for it.

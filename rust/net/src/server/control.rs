@@ -35,7 +35,7 @@ const MAX_TICK: Duration = Duration::from_millis(250);
 const LOOKS: u32 = 8;
 /// So many looks late, half of the shortest timeout, and the server itself stood still.
 const LOOKS_MISSED: u32 = LOOKS / 2;
-/// A stopping server waits so long for pushes that are under way, in all and while nothing of one moves.
+/// A stopping server waits so long for pushes that are under way, in all and while nothing of one moves that should.
 const DRAIN: Duration = Duration::from_secs(10);
 const DRAIN_PROGRESS: Duration = Duration::from_secs(1);
 /// Between two looks at them.
@@ -388,6 +388,23 @@ fn spread(
     }
 }
 
+/// How a push or a pull that is under way got on while the server stops.
+struct Pace {
+    /// Bytes, both ways.
+    moved: u64,
+    since: Instant,
+}
+
+impl Pace {
+    /// Whether it still does. What a checkpoint's cut pauses, or the store holds up, is not stuck: that ends by itself.
+    fn gets_on(&mut self, phase: Phase, moved: u64, now: Instant) -> bool {
+        if phase == Phase::Waiting || moved != self.moved {
+            (self.moved, self.since) = (moved, now);
+        }
+        now.duration_since(self.since) < DRAIN_PROGRESS
+    }
+}
+
 /// Tells everybody that the server stops, and ends what is waiting. Pushes that are under way have a while to end, as
 /// long as something moves.
 pub(super) async fn dismiss(shared: &Shared) {
@@ -397,7 +414,7 @@ pub(super) async fn dismiss(shared: &Shared) {
     });
     let refused = shared.refusal();
     let begun = Instant::now();
-    let mut seen: HashMap<u64, (u64, Instant)> = HashMap::new();
+    let mut paces: HashMap<u64, Pace> = HashMap::new();
     loop {
         let now = Instant::now();
         let mut num_busy = 0;
@@ -406,12 +423,9 @@ pub(super) async fn dismiss(shared: &Shared) {
                 continue;
             }
             let moved = connection.socket.received() + connection.socket.sent();
-            let last = seen.entry(number).or_insert((moved, now));
-            if last.0 != moved {
-                *last = (moved, now);
-            }
-            let is_stuck = now.duration_since(last.1) >= DRAIN_PROGRESS;
-            if connection.is_exchanging() && !is_stuck && now.duration_since(begun) < DRAIN {
+            let pace = paces.entry(number).or_insert(Pace { moved, since: now });
+            let gets_on = connection.exchanging().is_some_and(|phase| pace.gets_on(phase, moved, now));
+            if gets_on && now.duration_since(begun) < DRAIN {
                 num_busy += 1;
             } else {
                 connection.close(refused.code, &refused.message, Shutdown::Read);
@@ -440,6 +454,20 @@ mod tests {
         assert_eq!(standstill(looked, looked + period * LOOKS_MISSED, period), Duration::ZERO);
         let minute = Duration::from_secs(60);
         assert_eq!(standstill(looked, looked + minute, period), minute);
+    }
+
+    #[test]
+    fn a_push_that_waits_for_the_server_is_not_stuck_while_that_stops() {
+        let begun = Instant::now();
+        let mut pace = Pace { moved: 7, since: begun };
+        let later = begun + DRAIN_PROGRESS * 3;
+        assert!(pace.gets_on(Phase::Waiting, 7, later));
+        assert!(
+            pace.gets_on(Phase::Receiving, 7, later + DRAIN_PROGRESS / 2),
+            "its peer has a second from then"
+        );
+        assert!(pace.gets_on(Phase::Receiving, 8, later + DRAIN_PROGRESS), "a byte came");
+        assert!(!pace.gets_on(Phase::Receiving, 8, later + DRAIN_PROGRESS * 2));
     }
 
     #[test]
