@@ -4,7 +4,7 @@
 mod common;
 
 use common::kept::{Place, Steps, bytes, copy_files, until_the_first};
-use common::{config, eventually, parameters, plain_sgd, start, status, table, tensor, values};
+use common::{config, eventually, parameters, plain_sgd, start, start_with, status, table, tensor, values};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, ScheduleShape, Transaction};
 use offbeat_core::table::{Role, TensorTable};
@@ -308,6 +308,23 @@ fn a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() {
     server.stop();
     let last = status(&server);
     assert_eq!((&last["checkpoints"]["version"], &last["checkpoints"]["failed"]), (&2.into(), &Value::Null));
+}
+
+#[test]
+fn a_server_does_not_go_back_to_a_checkpoint_of_another_model() {
+    let (place, another) = (Place::new(), Place::new());
+    let server = start(place.config());
+    until_the_first(&server);
+    let other = TensorTable::new(vec![tensor("v", 3, Role::Parameter)]).unwrap();
+    start_with(another.config(), other, &[common::floats(3, 0.0)]).stop();
+    let [(_, folder)] = &checkpoints(&another.0).unwrap()[..] else { panic!("one checkpoint") };
+    copy_files(folder, &place.0.join("checkpoint-000007"));
+    let told = server.roll_back(None).unwrap_err().to_string();
+    assert!(told.contains("checkpoint-000007: tensor number 0 is w ") && told.contains("was v "), "{told}");
+    assert!(told.contains("take it out of the directory"), "{told}");
+    assert_eq!(status(&server)["term"], 1);
+    server.load_tensors(&values(7.0)).unwrap();
+    assert_eq!(status(&server)["term"], 2, "none was reserved for it");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use crate::checkpoint::{Directory, DirectoryError, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
+use offbeat_core::table::{Difference, TensorSpec, TensorTable};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -147,10 +148,11 @@ impl Checkpoints {
         lock(&self.directory).as_mut().map_or(Ok(()), |directory| directory.reserve_term(term))
     }
 
-    /// The store that a checkpoint describes, the newest or that of a version.
+    /// The store that a checkpoint of this model describes, the newest or that of a version.
     pub(super) fn recall(
         &self,
         version: Option<u64>,
+        table: &TensorTable,
         config: StoreConfig,
     ) -> Result<Arc<Store>, ServerError> {
         // Held, so that it is not removed meanwhile.
@@ -161,6 +163,9 @@ impl Checkpoints {
             version,
             kept,
         })?;
+        if let Some(difference) = table.first_difference(&found.manifest.table) {
+            return Err(other_model(found.path, &difference));
+        }
         let book = &found.manifest.book;
         // A life that nobody hears of. After the last term there is none, and the restoring says so.
         let life = Life { term: book.term.saturating_add(1), last_incarnation: book.last_incarnation };
@@ -241,6 +246,20 @@ impl Checkpoints {
     pub(super) fn release(&self) {
         drop(lock(&self.directory).take());
     }
+}
+
+/// Of a checkpoint that a server of another model has written, and somebody has put there.
+fn other_model(checkpoint: PathBuf, difference: &Difference) -> ServerError {
+    let side =
+        |tensor: &Option<TensorSpec>| tensor.as_ref().map_or("nothing".to_owned(), ToString::to_string);
+    let (now, then) = (side(&difference.ours), side(&difference.theirs));
+    let difference = if now == then {
+        format!("tensor number {}, {now}, has another role or other names there", difference.position)
+    } else {
+        format!("tensor number {} is {now}, and was {then} there", difference.position)
+    };
+    let remedy = "It is another run's: take it out of the directory, or give another version";
+    ServerError::OtherModel { checkpoint, difference, remedy }
 }
 
 fn is_whole(state: &StoreState) -> bool {

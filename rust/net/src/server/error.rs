@@ -77,11 +77,10 @@ pub enum ServerError {
     )]
     OtherRun { checkpoint: PathBuf, found: String, run_id: String },
     #[error(
-        "the model is not that of the checkpoint {}: {difference}. Give that model or none, or begin anew with \
-         resume=\"never\"",
+        "the model is not that of the checkpoint {}: {difference}. {remedy}",
         checkpoint.display()
     )]
-    OtherModel { checkpoint: PathBuf, difference: String },
+    OtherModel { checkpoint: PathBuf, difference: String, remedy: &'static str },
     #[error("the checkpoint's workers had live optimizers of their own, and {why}")]
     OtherContribution { why: String },
     #[error("no worker finished: {}", in_words(.causes))]

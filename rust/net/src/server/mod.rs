@@ -121,7 +121,8 @@ impl Server {
         };
         let checkpoint = shared.checkpoints.as_ref().map(|checkpoints| checkpoints.directory().to_owned());
         let (checkpoint, difference) = (checkpoint.unwrap_or_default(), difference.to_string());
-        Err(ServerError::OtherModel { checkpoint, difference })
+        let remedy = "Give that model or none, or begin anew with resume=\"never\"";
+        Err(ServerError::OtherModel { checkpoint, difference, remedy })
     }
 
     /// Starts a server; the first worker brings the model. It listens when this returns.

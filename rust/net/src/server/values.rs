@@ -50,15 +50,15 @@ impl Server {
     /// a new term; counts go on. Gives the checkpoint's version.
     ///
     /// # Errors
-    /// [`ServerError`] if no checkpoints are kept, there is none of that version, or it cannot be read; nothing has changed
-    /// then.
+    /// [`ServerError`] if no checkpoints are kept, there is none of that version, it is of another model, or it cannot be
+    /// read; nothing has changed then.
     pub fn roll_back(&self, version: Option<u64>) -> Result<u64, ServerError> {
         self.check()?;
         let checkpoints = self.shared.checkpoints.as_ref().ok_or(ServerError::KeepsNone)?;
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
         let store = &model.store;
         // Beside the run: it takes a while.
-        let earlier = checkpoints.recall(version, self.shared.config.store())?;
+        let earlier = checkpoints.recall(version, store.table(), self.shared.config.store())?;
         let (then, now) = (earlier.version(), store.version());
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         checkpoints.reserve_term(store.term() + 1)?;
