@@ -293,6 +293,41 @@ fn replaced_values_are_in_a_term_that_no_later_server_has() {
 }
 
 #[test]
+fn whatever_values_were_taken_while_the_server_stops_are_kept() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let (last, end) = std::thread::scope(|scope| {
+        let (loaded, loads) = std::sync::mpsc::channel();
+        let loading = scope.spawn({
+            let server = &server;
+            move || {
+                let mut last = 0;
+                loop {
+                    // A server that takes values for ever is one that does not keep them.
+                    match server.load_tensors(&values((last + 1) as f32)) {
+                        Ok(()) if last < 100_000 => last += 1,
+                        end => return (last, end),
+                    }
+                    loaded.send(()).ok();
+                }
+            }
+        });
+        loads.recv().unwrap();
+        server.stop();
+        loading.join().unwrap()
+    });
+    assert!(matches!(end, Err(ServerError::Stopped)), "{end:?}");
+    assert!(matches!(server.load_tensors(&values(0.5)), Err(ServerError::Stopped)));
+    assert!(matches!(server.roll_back(None), Err(ServerError::Stopped)));
+    let again = Server::start(place.config()).unwrap();
+    assert!(parameters(&again).iter().all(|&p| p == last as f32), "{last} are taken");
+    let without = start(config());
+    without.stop();
+    without.load_tensors(&values(0.5)).unwrap();
+}
+
+#[test]
 fn a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() {
     let place = Place::new();
     let server = start(place.every(Every::Versions(1), Resume::Auto));

@@ -11,6 +11,7 @@ use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
 use offbeat_core::table::{Difference, TensorSpec, TensorTable};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,8 @@ pub(super) struct Checkpoints {
     /// Until the server has stopped: then another one may have it.
     directory: Mutex<Option<Directory>>,
     news: Mutex<News>,
+    /// Whether the last one is being written or is. Changed and read with the model whole.
+    has_closed: AtomicBool,
 }
 
 /// What is told of them.
@@ -114,6 +117,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
         every: kept.every,
         directory: Mutex::new(Some(directory)),
         news: Mutex::default(),
+        has_closed: AtomicBool::new(false),
     };
     Ok(Opened { checkpoints, life, resumed })
 }
@@ -142,10 +146,20 @@ impl Checkpoints {
         lock(&self.directory).as_mut().map_or(Ok(()), |directory| directory.begin_life(life))
     }
 
-    /// Makes a term this life's, before all values are replaced.
-    pub(super) fn reserve_term(&self, term: u64) -> Result<(), DirectoryError> {
-        // Without a directory the server has stopped, and nobody hears of the term.
-        lock(&self.directory).as_mut().map_or(Ok(()), |directory| directory.reserve_term(term))
+    /// From here on no values are replaced, since nothing would keep them. To be called with the model
+    /// [whole](super::model::Model::whole).
+    pub(super) fn close(&self) {
+        self.has_closed.store(true, Ordering::Relaxed); // that lock's
+    }
+
+    /// Makes a term this life's, before all values are replaced; the model is to be whole from here to their end. Where it
+    /// is too late for the last checkpoint, they are not.
+    pub(super) fn reserve_term(&self, term: u64) -> Result<(), ServerError> {
+        let mut directory = lock(&self.directory);
+        match directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed)) {
+            Some(directory) => Ok(directory.reserve_term(term)?),
+            None => Err(ServerError::Stopped),
+        }
     }
 
     /// The store that a checkpoint of this model describes, the newest or that of a version.

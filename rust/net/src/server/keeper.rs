@@ -68,6 +68,11 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
             return checkpoints.release();
         }
         is_last = !matches!(ends.recv_timeout(LOOK), Err(RecvTimeoutError::Timeout));
+        if let Some(model) = shared.model.get().filter(|_| is_last) {
+            // Whoever replaces all values has done so, and the last one has them, or is told that it is too late.
+            let _whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+            checkpoints.close();
+        }
     }
 }
 

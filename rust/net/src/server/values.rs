@@ -27,7 +27,8 @@ impl Server {
     /// Replaces every value of the model. Pushes that were computed on the old ones are rejected.
     ///
     /// # Errors
-    /// [`ServerError`] if there is no model yet, the bytes are not those of its tensors, or a parameter is not finite.
+    /// [`ServerError`] if there is no model yet, the bytes are not those of its tensors, a parameter is not finite, or the
+    /// server keeps checkpoints and has stopped: no other would have the values.
     pub fn load_tensors(&self, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
         self.check()?;
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
