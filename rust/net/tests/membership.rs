@@ -90,6 +90,32 @@ fn of_the_attempts_of_one_process_the_latest_counts_in_whatever_order_they_are_h
 }
 
 #[test]
+fn a_worker_whose_return_is_refused_is_told_of_as_lost() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    assert!(raw.push(1, (joined.term, joined.version), 0, 1.0, Want::Receipt).receipt().applied);
+    let claim = Claim {
+        incarnation: joined.incarnation,
+        term: joined.term,
+        settled: 1,
+        applied: 7,
+        unsettled: vec![],
+    };
+    let mut again = Raw::connect(server.address());
+    again.greet(None, Purpose::Data);
+    let _: Welcome = again.expect(Kind::Welcome);
+    let back = Some(Back { claim, secret: joined.secret });
+    again.send(Kind::Join, 0, &Join { back, ..join("a") });
+    let refused = again.refused();
+    assert_eq!(refused.code, RefusalCode::Malformed, "{refused}");
+    let told = eventually(&server, "a departure", |s| s["departures"][0]["worker"] == "a");
+    assert_eq!(told["departures"][0]["state"], "lost");
+    let cause = told["departures"][0]["cause"].as_str().unwrap();
+    assert!(cause.contains("says what cannot be"), "{cause}");
+    assert_eq!(common::worker(&told, "a")["state"], "lost");
+}
+
+#[test]
 fn silence_for_the_lease_is_a_loss_and_not_the_end() {
     let server = start(ServerConfig { lease: Duration::from_secs(1), ..config() });
     let (mut raw, joined) = Raw::joined(&server, "a");

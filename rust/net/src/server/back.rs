@@ -27,22 +27,30 @@ pub(super) async fn rejoin(
     let Back { claim, secret } = back;
     let incarnation = claim.incarnation;
     connection.enter(Phase::Waiting);
+    let fails = |end: End| {
+        shared.not_back((&worker_id, incarnation), join.attempt, &end.cause(connection), connection);
+        end
+    };
     let (seat, seated, standing) = loop {
         let called = shared.members().call_back(&worker_id, incarnation, &secret, join.attempt);
         let Called { seat, connections } = called.map_err(|no| no_seat(header, &worker_id, no))?;
         if let Some(connections) = connections {
             connections.cut(RefusalCode::Lost, "its worker came back on another connection");
         }
-        let permit = or_closed(connection, Arc::clone(&seat).acquire_owned()).await?;
+        let permit = or_closed(connection, Arc::clone(&seat).acquire_owned()).await.map_err(fails)?;
         let permit = permit.expect("a seat is never closed");
         let busy = {
             let mut members = shared.members();
             if !members.is_seat(&worker_id, incarnation, &seat, join.attempt) {
                 continue; // somebody else was faster, or it has tried again
             }
-            match settle(shared, &members, &worker_id, &claim).map_err(|no| no_way(header, &no))? {
-                Some(Rejoin::Busy(told)) => told,
-                Some(Rejoin::Back(standing)) => {
+            match settle(shared, &members, &worker_id, &claim) {
+                Err(no) => {
+                    drop(members);
+                    return Err(fails(no_way(header, &no)));
+                }
+                Ok(Some(Rejoin::Busy(told))) => told,
+                Ok(Some(Rejoin::Back(standing))) => {
                     let who = (incarnation, Some(standing.key));
                     let seated = members.seat(
                         &worker_id,
@@ -54,7 +62,7 @@ pub(super) async fn rejoin(
                     );
                     break (permit, seated, Some(standing));
                 }
-                None => {
+                Ok(None) => {
                     let who = (incarnation, None);
                     let seated = members.seat(
                         &worker_id,
@@ -69,7 +77,7 @@ pub(super) async fn rejoin(
             }
         };
         // An error says that it has ended, too.
-        or_closed(connection, busy).await?.ok();
+        or_closed(connection, busy).await.map_err(fails)?.ok();
     };
     if let Some(replaced) = seated.replaced {
         shared.fence(replaced);

@@ -12,7 +12,9 @@ use super::snapshot::Snapshot;
 use super::strangers::Strangers;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::store::{Life, Receipt, Run, Store};
-use offbeat_core::wire::message::{Event, FINISHED_BUDGET, Parting, RefusalCode, Refused, RunConfig};
+use offbeat_core::wire::message::{
+    Attempt, Event, FINISHED_BUDGET, Parting, RefusalCode, Refused, RunConfig,
+};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -295,12 +297,36 @@ impl Shared {
 
     /// A connection of a worker ended without a goodbye, broken or refused; the worker's other one is ended too.
     pub(super) fn lost(&self, incarnation: u32, cause: &str, ended_one: &Arc<Connection>) {
+        let mut members = self.members();
+        // Else its worker has come back on another.
+        if members.has(incarnation, ended_one) {
+            self.lose(members, incarnation, cause, ended_one);
+        }
+    }
+
+    /// A worker that was about to come back on a connection does not: its loss, if that was held back, is told now.
+    pub(super) fn not_back(
+        &self,
+        (id, incarnation): (&str, u32),
+        attempt: Option<Attempt>,
+        cause: &str,
+        connection: &Arc<Connection>,
+    ) {
+        let mut members = self.members();
+        if members.not_back(id, incarnation, attempt) {
+            self.lose(members, incarnation, cause, connection);
+        }
+    }
+
+    fn lose(
+        &self,
+        mut members: MutexGuard<'_, Members>,
+        incarnation: u32,
+        cause: &str,
+        ended_one: &Arc<Connection>,
+    ) {
         let now = Instant::now();
         let is_dismissed = self.is_stopping();
-        let mut members = self.members();
-        if !members.has(incarnation, ended_one) {
-            return; // its worker has come back on another
-        }
         let ended = if is_dismissed {
             members.dismissed(incarnation, &self.refusal().message, now)
         } else {

@@ -74,7 +74,9 @@ impl Members {
                     return Err(NoSeat::Overtaken);
                 }
                 member.attempt = attempt;
-                member.link = Link::Returning;
+                if member.link != Link::Untold {
+                    member.link = Link::Returning;
+                }
                 let connections = Some(member.connections());
                 Ok(Called { seat: Arc::clone(&member.seat), connections })
             }
@@ -82,6 +84,29 @@ impl Members {
                 Ok(Called { seat: Arc::new(Semaphore::new(1)), connections: None })
             }
             Some(_) | None => Err(NoSeat::Unknown),
+        }
+    }
+
+    /// A process that was [called back](Self::call_back) fails to come: it is where its old session's end leaves it, as if
+    /// that had never been held back. Whether that has been, and is to be told now as a loss.
+    pub(in crate::server) fn not_back(
+        &mut self,
+        id: &str,
+        incarnation: u32,
+        attempt: Option<Attempt>,
+    ) -> bool {
+        let same = |member: &&mut Member| member.incarnation == incarnation && member.attempt == attempt;
+        let Some(member) = self.by_id.get_mut(id).filter(same) else { return false };
+        match member.link {
+            Link::Stands | Link::CutOff => false, // it is seated, or another connection of its has failed first
+            Link::Returning => {
+                member.link = Link::CutOff;
+                false
+            }
+            Link::Untold => {
+                (member.link, member.state) = (Link::CutOff, State::Joined);
+                true
+            }
         }
     }
 

@@ -46,6 +46,8 @@ pub(super) enum Link {
     CutOff,
     /// It is back, and waits for its old session to end, which is no news.
     Returning,
+    /// The same; its old session has ended, and nobody was told.
+    Untold,
 }
 
 /// What a worker's session counts while it serves; read by status and the rates.

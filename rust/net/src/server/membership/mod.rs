@@ -164,7 +164,8 @@ impl Members {
 
     /// A newer process takes the name of an older one. What is left to do about that one, if it is still there.
     fn replace(&mut self, id: &str, mut old: Member, newer: &mut Member, now: Instant) -> Option<Ended> {
-        let (news, connections) = (old.state.is_present(), old.connections());
+        let news = old.state.is_present() || old.link == Link::Untold;
+        let connections = old.connections();
         // A lost one may be frozen, and what it has of connections would stand for ever.
         let frozen = old.state == State::Lost && !connections.have_ended();
         let withdrawn = old.has_not_begun();
@@ -309,9 +310,14 @@ impl Members {
     /// A connection ended without a goodbye. One that has not begun is not lost: it could not begin.
     pub(super) fn lost(&mut self, incarnation: u32, cause: &str, now: Instant) -> Option<Ended> {
         let (_, member) = self.find(incarnation)?;
-        if member.link == Link::Returning && member.state.is_present() {
-            member.enter(State::Lost, Some(on_one_line(cause)), now);
-            return None;
+        match member.link {
+            Link::Untold => return None,
+            Link::Returning if member.state.is_present() => {
+                member.enter(State::Lost, Some(on_one_line(cause)), now);
+                member.link = Link::Untold;
+                return None;
+            }
+            _ => {}
         }
         if member.has_not_begun() {
             // Of one that was silent it was told before that it went.

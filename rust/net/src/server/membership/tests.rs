@@ -561,3 +561,52 @@ async fn of_two_that_wait_for_one_seat_the_earlier_attempt_does_not_get_it() {
     members.seat("a", (a, None), &seat, (String::new(), at(2), [7; 16]), &connection(), now);
     assert_eq!(members.call_back("a", a, &[7; 16], at(1)).unwrap_err(), NoSeat::Overtaken);
 }
+
+#[tokio::test]
+async fn a_return_that_fails_is_a_loss_that_is_told_once() {
+    for old_session_ends_first in [true, false] {
+        let (mut members, now) = (Members::new(FIRST), Instant::now());
+        let a = join(&mut members, "a", now);
+        members.call_back("a", a, &[7; 16], None).unwrap();
+        let ended = if old_session_ends_first {
+            assert!(members.lost(a, "it came back", now).is_none(), "no news while it may be seated");
+            assert!(members.lost(a, "its other connection, too", now).is_none());
+            assert!(members.not_back("a", a, None));
+            members.lost(a, "its new connection broke", now).unwrap()
+        } else {
+            assert!(!members.not_back("a", a, None), "its old session is still to end");
+            members.lost(a, "it came back", now).unwrap()
+        };
+        assert!(ended.news && !ended.withdrawn, "{ended:?}");
+        assert_eq!((state(&members, "a"), members.departures().count()), (State::Lost, 1));
+        assert!(!members.not_back("a", a, None));
+        assert_eq!(members.heard(a, 1, now), None, "it has no connection");
+        assert!(members.call_back("a", a, &[7; 16], None).is_ok(), "it may try again");
+    }
+}
+
+#[tokio::test]
+async fn who_had_not_begun_and_does_not_come_back_could_not_begin() {
+    let (mut members, now) = (Members::new(FIRST), Instant::now());
+    let a = come(&mut members, "a", now);
+    members.call_back("a", a, &[7; 16], None).unwrap();
+    assert!(members.lost(a, "it came back", now).is_none());
+    assert!(members.not_back("a", a, None));
+    let ended = members.lost(a, "its new connection broke", now).unwrap();
+    assert!(ended.news && ended.withdrawn, "{ended:?}");
+    assert_eq!((members.num_joined(), members.departures().count()), (0, 1));
+}
+
+#[tokio::test]
+async fn a_return_that_fails_is_no_loss_where_another_attempt_waits_or_is_seated() {
+    let (mut members, now) = (Members::new(FIRST), Instant::now());
+    let a = join(&mut members, "a", now);
+    let at = |at_ns| Some(Attempt { clock: [1; 16], at_ns });
+    let seat = members.call_back("a", a, &[7; 16], at(1)).unwrap().seat;
+    assert!(members.lost(a, "it came back", now).is_none());
+    members.call_back("a", a, &[7; 16], at(2)).unwrap();
+    assert!(!members.not_back("a", a, at(1)), "it has tried again");
+    members.seat("a", (a, None), &seat, (String::new(), at(2), [7; 16]), &connection(), now);
+    assert!(!members.not_back("a", a, at(2)));
+    assert_eq!((state(&members, "a"), members.departures().count()), (State::Joined, 0));
+}
