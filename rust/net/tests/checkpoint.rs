@@ -5,6 +5,7 @@ mod common;
 
 use common::kept::{Place, Steps, bytes, copy_files, until_the_first};
 use common::{config, eventually, parameters, plain_sgd, start, start_with, status, table, tensor, values};
+use offbeat_core::checkpoint::{MANIFEST, Manifest};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, ScheduleShape, Transaction};
 use offbeat_core::table::{Role, TensorTable};
@@ -360,6 +361,22 @@ fn a_server_does_not_go_back_to_a_checkpoint_of_another_model() {
     assert_eq!(status(&server)["term"], 1);
     server.load_tensors(&values(7.0)).unwrap();
     assert_eq!(status(&server)["term"], 2, "none was reserved for it");
+}
+
+#[test]
+fn a_checkpoint_of_the_last_term_there_is_is_refused() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let path = place.0.join("checkpoint-000001").join(MANIFEST);
+    let mut manifest = Manifest::decode(&fs::read(&path).unwrap()).unwrap();
+    manifest.book.term = u64::MAX;
+    fs::write(&path, manifest.encode().unwrap()).unwrap();
+    let copy = Place::new();
+    copy_files(&place.0, &copy.0);
+    for told in [server.roll_back(None).unwrap_err(), refused(copy.config())] {
+        assert!(told.to_string().contains(&u64::MAX.to_string()), "{told}");
+    }
 }
 
 #[test]
