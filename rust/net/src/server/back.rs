@@ -31,7 +31,7 @@ pub(super) async fn rejoin(
         shared.not_back((&worker_id, incarnation), join.attempt, &end.cause(connection), connection);
         end
     };
-    let (seat, seated, standing) = loop {
+    let (seat, seated, standing) = 'seated: loop {
         let called = shared.members().call_back(&worker_id, incarnation, &secret, join.attempt);
         let Called { seat, connections } = called.map_err(|no| no_seat(header, &worker_id, no))?;
         if let Some(connections) = connections {
@@ -39,42 +39,24 @@ pub(super) async fn rejoin(
         }
         let permit = or_closed(connection, Arc::clone(&seat).acquire_owned()).await.map_err(fails)?;
         let permit = permit.expect("a seat is never closed");
-        let busy = {
+        let busy = 'busy: {
             let mut members = shared.members();
             if !members.is_seat(&worker_id, incarnation, &seat, join.attempt) {
-                continue; // somebody else was faster, or it has tried again
+                continue 'seated; // somebody else was faster, or it has tried again
             }
-            match settle(shared, &members, &worker_id, &claim) {
+            let standing = match settle(shared, &members, &worker_id, &claim) {
                 Err(no) => {
                     drop(members);
                     return Err(fails(no_way(header, &no)));
                 }
-                Ok(Some(Rejoin::Busy(told))) => told,
-                Ok(Some(Rejoin::Back(standing))) => {
-                    let who = (incarnation, Some(standing.key));
-                    let seated = members.seat(
-                        &worker_id,
-                        who,
-                        &seat,
-                        (join.host, join.attempt, secret),
-                        connection,
-                        Instant::now(),
-                    );
-                    break (permit, seated, Some(standing));
-                }
-                Ok(None) => {
-                    let who = (incarnation, None);
-                    let seated = members.seat(
-                        &worker_id,
-                        who,
-                        &seat,
-                        (join.host, join.attempt, secret),
-                        connection,
-                        Instant::now(),
-                    );
-                    break (permit, seated, None);
-                }
-            }
+                Ok(Some(Rejoin::Busy(told))) => break 'busy told,
+                Ok(Some(Rejoin::Back(standing))) => Some(standing),
+                Ok(None) => None,
+            };
+            let who = (incarnation, standing.as_ref().map(|standing| standing.key));
+            let from = (join.host, join.attempt, secret);
+            let seated = members.seat(&worker_id, who, &seat, from, connection, Instant::now());
+            break 'seated (permit, seated, standing);
         };
         // An error says that it has ended, too.
         or_closed(connection, busy).await.map_err(fails)?.ok();
