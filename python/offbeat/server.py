@@ -69,7 +69,8 @@ class ParameterServer(process.Live):
             start without one. "never" begins anew, and sets aside what is there.
         insecure: Allow another host than this machine without a token.
         linger_s: How long nobody must be there before `wait_for_workers` takes the work for done.
-        rejoin_grace_s: How long a lost worker counts as there.
+        rejoin_grace_s: How long a lost worker counts as there; one that was there before the server went on
+            from a checkpoint five times as long.
 
     Raises:
         ConfigError: If a setting cannot be used; it names all that cannot.

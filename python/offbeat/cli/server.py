@@ -58,6 +58,20 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="the run is not over before so many have joined; default: %(default)s",
     )
+    end.add_argument(
+        "--linger",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long nobody must be there before the run is over; default: %(default)g",
+    )
+    end.add_argument(
+        "--rejoin-grace",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long a lost worker counts as there, after a restart five times that; default: %(default)g",
+    )
     end.add_argument("--keep-running", action="store_true", help="go on after all workers have gone")
     add_run_options(parser)
 
@@ -85,7 +99,13 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
     try:
         with signals.raised():
             server = make_server(
-                arguments, host=arguments.host, port=arguments.port, token=token, insecure=arguments.insecure
+                arguments,
+                host=arguments.host,
+                port=arguments.port,
+                token=token,
+                insecure=arguments.insecure,
+                linger_s=arguments.linger,
+                rejoin_grace_s=arguments.rejoin_grace,
             )
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")

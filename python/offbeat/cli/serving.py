@@ -120,7 +120,14 @@ def run_options_given(arguments: Namespace) -> list[str]:
 
 
 def make_server(
-    arguments: Namespace, *, host: str | None, port: int, token: str | None, insecure: bool = False
+    arguments: Namespace,
+    *,
+    host: str | None,
+    port: int,
+    token: str | None,
+    insecure: bool = False,
+    linger_s: float = 10.0,
+    rejoin_grace_s: float = 60.0,
 ) -> ParameterServer:
     """Make the server that a command line describes.
 
@@ -130,6 +137,8 @@ def make_server(
         port: The same.
         token: The same.
         insecure: The same.
+        linger_s: The same.
+        rejoin_grace_s: The same.
 
     Raises:
         ConfigError: If an option cannot be used.
@@ -154,6 +163,8 @@ def make_server(
         port=port,
         token=token,
         insecure=insecure,
+        linger_s=linger_s,
+        rejoin_grace_s=rejoin_grace_s,
     )
 
 

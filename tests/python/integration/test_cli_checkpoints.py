@@ -66,3 +66,32 @@ def test_what_cannot_be_gone_on_with_is_told_with_its_code(tmp_path):
     with command("server", "--port", "0", "--checkpoint-frequency", "5m") as server:
         assert server.ends() == 2, server.said
     assert "checkpoint_frequency is '5m', and there is no checkpoint_dir" in server.said
+
+
+@pytest.mark.parametrize("has_one_finished", [True, False])
+def test_after_a_restart_nobody_is_waited_for_longer_than_was_said_and_who_is_missing_is_told(
+    tmp_path, has_one_finished
+):
+    model, kept = tmp_path / "model.safetensors", tmp_path / "kept"
+    save_file(ZEROS, model)
+    arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
+    arguments += ["--checkpoint-frequency", "1", "--port", "0"]
+    with command("server", *arguments) as server:
+        address = server.line("OFFBEAT_SERVER=").split("OFFBEAT_SERVER=")[1].split()[0]
+        there = offbeat.Client(address, worker_id="there", reconnect_timeout_s=0)
+        if has_one_finished:
+            with offbeat.Client(address, worker_id="done") as done:
+                done.pull()
+                done.push(ONES)
+        there.pull()
+        version = there.push(ONES).version
+        wait_for(lambda: there.status()["checkpoints"]["version"] == version)
+        server.signal(signal.SIGKILL)
+        server.ends()
+    with command("server", *arguments, "--linger", "0.1", "--rejoin-grace", "0.2") as server:
+        assert server.ends() == (0 if has_one_finished else 8), server.said
+    assert "nobody is there, 1 lost: waiting up to 1 s for them" in server.said
+    missing = "there: has not come back since the server was started again"
+    if has_one_finished:
+        missing = "the work is done without a worker that was lost worker=there"
+    assert missing in server.said

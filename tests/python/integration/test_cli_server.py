@@ -278,7 +278,7 @@ sys.exit(main.main(sys.argv[1:]))
 TELLING_ITS_END = (
     *TELLING_ITS_ADDRESS[:2],
     "from offbeat.cli import server\n"
-    "begin, server.stop = server.stop, lambda *arguments: print('x' * 100) or begin(*arguments)\n"
+    "begin, server.stop = server.stop, lambda *a, **k: print('x' * 100) or begin(*a, **k)\n"
     + TELLING_ITS_ADDRESS[2],
 )
 """The same, which has something to say as it ends, too."""

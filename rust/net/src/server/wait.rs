@@ -29,12 +29,17 @@ impl Server {
                 Outcome::Waiting => {
                     let pause = members.pause(n, patience, now);
                     if pause != told {
-                        announce(pause, patience);
+                        announce(pause);
                         told = pause;
                     }
                     None
                 }
-                Outcome::Done => Some(Ok(())),
+                Outcome::Done => {
+                    for (worker, cause) in members.missing().filter(|_| !over) {
+                        tracing::warn!(worker, cause, "the work is done without a worker that was lost");
+                    }
+                    Some(Ok(()))
+                }
                 Outcome::NoneFinished(causes) => Some(Err(ServerError::NoneFinished { causes })),
             }
         })
@@ -89,16 +94,16 @@ impl Server {
 }
 
 /// Says what is waited for when nobody is there, so that the wait does not look like a hang.
-fn announce(pause: Pause, patience: Patience) {
+fn announce(pause: Pause) {
     match pause {
         Pause::None => {}
-        Pause::Linger => tracing::info!(
+        Pause::Linger { linger } => tracing::info!(
             "all workers have gone: the wait is over in {} s unless one comes",
-            patience.linger.as_secs_f64()
+            linger.as_secs_f64()
         ),
-        Pause::Grace { num_lost } => tracing::info!(
+        Pause::Grace { num_lost, grace } => tracing::info!(
             "nobody is there, {num_lost} lost: waiting up to {} s for them",
-            patience.rejoin_grace.as_secs_f64()
+            grace.as_secs_f64()
         ),
     }
 }

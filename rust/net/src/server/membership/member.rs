@@ -234,6 +234,11 @@ impl Member {
         Some(Box::new(self))
     }
 
+    /// Whether it was heard in this life of the server.
+    pub(super) const fn has_come(&self) -> bool {
+        self.secret.is_some()
+    }
+
     /// Whether nobody waits for it to come back.
     pub(super) fn is_gone(&self) -> bool {
         match self.state {

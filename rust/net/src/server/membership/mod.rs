@@ -84,9 +84,9 @@ pub(super) enum Pause {
     /// Somebody is there, or too few have come yet.
     None,
     /// That nobody comes any more.
-    Linger,
-    /// That lost ones come back.
-    Grace { num_lost: usize },
+    Linger { linger: Duration },
+    /// That lost ones come back, the last of them within that of its loss.
+    Grace { num_lost: usize, grace: Duration },
 }
 
 /// Bounds for [`Members::outcome`].
@@ -94,6 +94,20 @@ pub(super) enum Pause {
 pub(super) struct Patience {
     pub(super) linger: Duration,
     pub(super) rejoin_grace: Duration,
+}
+
+/// Workers of the life before have so many times the grace: their machines may have gone with the server's. With the
+/// defaults it is as long as they wait for the server.
+const GRACE_OF_ANOTHER_LIFE: u32 = 5;
+
+impl Patience {
+    /// How long a worker counts as there after its loss.
+    fn grace(self, member: &Member) -> Duration {
+        match member.has_come() {
+            true => self.rejoin_grace,
+            false => self.rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE),
+        }
+    }
 }
 
 /// What is left of the members that went before the last [`MAX_GONE`].
@@ -447,7 +461,7 @@ impl Members {
     /// lost one counts as there for its grace. Once the run is over nobody can come back, and nothing is waited for.
     pub(super) fn outcome(&self, n: usize, patience: Patience, over: bool, now: Instant) -> Outcome {
         let there = |m: &Member| {
-            let grace = m.state == State::Lost && now.duration_since(m.since) < patience.rejoin_grace;
+            let grace = m.state == State::Lost && now.duration_since(m.since) < patience.grace(m);
             m.state.is_present() || grace && !over
         };
         if self.num_joined() < n.max(1) || self.by_id.values().any(there) {
@@ -459,15 +473,14 @@ impl Members {
         let all_lost =
             self.bygone.num_lost == self.bygone.num && self.by_id.values().all(|m| m.state == State::Lost);
         // That of the lost has passed, or they would be there: the sum is a time.
-        let gone =
-            |m: &Member| if m.state == State::Lost { m.since + patience.rejoin_grace } else { m.since };
+        let gone = |m: &Member| if m.state == State::Lost { m.since + patience.grace(m) } else { m.since };
         // Where all are lost, their grace was the wait for one that comes in their place.
         let alone = if all_lost {
             self.last_withdrawn
         } else {
             self.by_id.values().map(gone).chain(self.last_withdrawn).max()
         };
-        if alone.is_some_and(|alone| now.saturating_duration_since(alone) < patience.linger) {
+        if alone.is_some_and(|alone| now.saturating_duration_since(alone) < self.linger(patience)) {
             Outcome::Waiting
         } else if self.bygone.num_finished > 0 || self.by_id.values().any(|m| m.state == State::Finished) {
             Outcome::Done
@@ -482,12 +495,24 @@ impl Members {
         if self.num_joined() < n.max(1) || self.by_id.values().any(|m| m.state.is_present()) {
             return Pause::None;
         }
-        let missed =
-            |m: &&Member| m.state == State::Lost && now.duration_since(m.since) < patience.rejoin_grace;
-        match self.by_id.values().filter(missed).count() {
-            0 => Pause::Linger,
-            num_lost => Pause::Grace { num_lost },
+        let missed = |m: &&Member| m.state == State::Lost && now.duration_since(m.since) < patience.grace(m);
+        let graces = || self.by_id.values().filter(missed).map(|m| patience.grace(m));
+        match graces().max() {
+            None => Pause::Linger { linger: self.linger(patience) },
+            Some(grace) => Pause::Grace { num_lost: graces().count(), grace },
         }
+    }
+
+    /// How long nobody must be there. Who is to come after a restart takes longer than the next of those that come and go.
+    fn linger(&self, patience: Patience) -> Duration {
+        let has_anybody_come = self.by_id.values().any(Member::has_come);
+        if has_anybody_come { patience.linger } else { patience.linger.max(patience.rejoin_grace) }
+    }
+
+    /// Who was lost and is not back, and why.
+    pub(super) fn missing(&self) -> impl Iterator<Item = (&str, &str)> {
+        let lost = self.by_id.iter().filter(|(_, member)| member.state == State::Lost);
+        lost.map(|(id, member)| (id.as_str(), member.cause.as_deref().unwrap_or_default()))
     }
 
     /// Workers that have ever come.

@@ -9,6 +9,8 @@ const LEASE: Duration = Duration::from_secs(10);
 const PATIENCE: Patience =
     Patience { linger: Duration::from_secs(10), rejoin_grace: Duration::from_secs(60) };
 
+const LINGER: Pause = Pause::Linger { linger: PATIENCE.linger };
+
 const FIRST: Life = Life { term: FIRST_TERM, last_incarnation: 0 };
 
 fn connection() -> Arc<Connection> {
@@ -234,8 +236,11 @@ async fn what_is_waited_for_when_nobody_is_there_is_known() {
     assert_eq!(members.pause(1, PATIENCE, start), Pause::None, "one is there");
     members.lost(b, "killed", start);
     assert_eq!(members.pause(3, PATIENCE, start), Pause::None, "a third one is waited for");
-    assert_eq!(members.pause(2, PATIENCE, start + seconds(59)), Pause::Grace { num_lost: 1 });
-    assert_eq!(members.pause(2, PATIENCE, start + seconds(60)), Pause::Linger);
+    assert_eq!(
+        members.pause(2, PATIENCE, start + seconds(59)),
+        Pause::Grace { num_lost: 1, grace: PATIENCE.rejoin_grace }
+    );
+    assert_eq!(members.pause(2, PATIENCE, start + seconds(60)), LINGER);
 }
 
 #[tokio::test]
@@ -463,7 +468,7 @@ async fn a_replacement_that_could_not_begin_is_lingered_for_where_all_others_are
     let replacement = join(&mut members, "b", start + seconds(50));
     members.goodbye(replacement, &Parting::Withdrawn { cause: None }, start + seconds(61));
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(70)), Outcome::Waiting);
-    assert_eq!(members.pause(1, PATIENCE, start + seconds(70)), Pause::Linger, "as is announced");
+    assert_eq!(members.pause(1, PATIENCE, start + seconds(70)), LINGER, "as is announced");
     let causes = [("a".to_owned(), "killed".to_owned())];
     assert_eq!(
         members.outcome(1, PATIENCE, false, start + seconds(71)),
@@ -609,4 +614,31 @@ async fn a_return_that_fails_is_no_loss_where_another_attempt_waits_or_is_seated
     members.seat("a", (a, None), &seat, (String::new(), at(2), [7; 16]), &connection(), now);
     assert!(!members.not_back("a", a, at(2)));
     assert_eq!((state(&members, "a"), members.departures().count()), (State::Joined, 0));
+}
+
+#[tokio::test]
+async fn after_a_restart_those_of_the_life_before_are_waited_for_longer() {
+    let (mut members, start) = (Members::new(Life { term: 2, last_incarnation: 9 }), Instant::now());
+    members.expect("done", key(1), State::Finished, start);
+    let all_gone = |members: &Members, at| members.pause(1, PATIENCE, start + seconds(at));
+    let grace = PATIENCE.rejoin_grace * GRACE_OF_ANOTHER_LIFE;
+    assert_eq!(
+        all_gone(&members, 0),
+        Pause::Linger { linger: PATIENCE.rejoin_grace },
+        "a newcomer needs longer"
+    );
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(60)), Outcome::Done);
+    members.expect("a", key(2), State::Lost, start);
+    assert_eq!(all_gone(&members, 299), Pause::Grace { num_lost: 1, grace });
+    assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(299)), Outcome::Waiting);
+    let over = start + grace + PATIENCE.rejoin_grace;
+    assert_eq!(members.outcome(1, PATIENCE, false, over), Outcome::Done);
+    let missing: Vec<_> = members.missing().map(|(id, _)| id).collect();
+    assert_eq!(missing, ["a"], "which is to be told");
+    // Once one has come, it is as in any other life.
+    let b = join(&mut members, "b", start);
+    members.goodbye(b, &Parting::Finished, over);
+    assert_eq!(members.pause(1, PATIENCE, over), LINGER);
+    assert_eq!(members.outcome(1, PATIENCE, false, over + PATIENCE.linger), Outcome::Done);
 }
