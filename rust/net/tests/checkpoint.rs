@@ -234,6 +234,7 @@ fn what_does_not_fit_the_checkpoint_is_refused_and_it_stays() {
     let place = Place::new();
     let must = place.every(Every::Versions(1), Resume::Must);
     assert!(matches!(refused(must.clone()), ServerError::NoCheckpoint { .. }));
+    assert!(!place.0.exists(), "it may be mistyped");
     let server = start(place.config());
     let held = refused(place.config()).to_string();
     assert!(held.contains("is in use by another server"), "{held}");

@@ -81,6 +81,10 @@ pub(super) struct Resumed {
 
 /// Takes a directory, and what there is to go on from.
 pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Opened, ServerError> {
+    let none = || ServerError::NoCheckpoint { directory: kept.directory.clone() };
+    if kept.resume == Resume::Must && matches!(kept.directory.try_exists(), Ok(false)) {
+        return Err(none()); // a mistyped one is not made
+    }
     let mut directory = Directory::open(&kept.directory)?;
     let found = match kept.resume {
         Resume::Never => {
@@ -98,9 +102,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     };
     let (life, resumed) = match found {
         Some((life, resumed)) => (life, Some(resumed)),
-        None if kept.resume == Resume::Must => {
-            return Err(ServerError::NoCheckpoint { directory: kept.directory.clone() });
-        }
+        None if kept.resume == Resume::Must => return Err(none()),
         None => (directory.next_life(Life { term: 0, last_incarnation: 0 }), None),
     };
     if let (Some(run_id), Some(resumed)) = (&config.run_id, &resumed)
