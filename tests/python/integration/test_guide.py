@@ -56,7 +56,8 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert not re.findall("^offbeat: .*", ran.stderr, re.MULTILINE)  # as warnings of ours begin
+    warned = re.findall("^offbeat: (.*)", ran.stderr, re.MULTILINE)  # as warnings of ours begin
+    assert [line.split(" from=")[0] for line in warned] == ["the model is back where it was"]
     assert (tmp_path / "model.pt").exists()
     printed = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
     assert len(printed) >= 2
