@@ -278,6 +278,18 @@ def test_one_that_is_asked_for_is_exported(place, server, run, tmp_path):
     assert torch.equal(load_file(to)["embed.weight"], Net().embed.weight)
 
 
+def test_one_that_was_set_aside_is_looked_at_by_its_path(place, server, run, tmp_path):
+    with offbeat.ParameterServer(Net(), optimizer=optim.Adam(lr=0.1), checkpoint_dir=place, resume="never"):
+        pass
+    aside = place / "earlier-checkpoint-000002"
+    assert run("inspect", aside)[1].startswith("checkpoint     earlier-checkpoint-000002, written ")
+    assert run("verify", aside) == (0, f"{aside}: ok\n", "")
+    assert run("export", aside, tmp_path / "model.safetensors")[0] == 0
+    exported, kept = load_file(tmp_path / "model.safetensors"), server.state_dict()
+    assert exported.keys() == kept.keys()
+    assert all(torch.equal(exported[name], kept[name]) for name in kept)
+
+
 def test_the_same_bytes_are_exported_as_a_server_saves(tmp_path):
     given, saved, place = tmp_path / "given.safetensors", tmp_path / "saved.safetensors", tmp_path / "kept"
     save_file({"w": torch.zeros(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16)}, given)
