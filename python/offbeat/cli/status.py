@@ -35,8 +35,9 @@ GLOSSARY = (
     "In the tables: damped, pushes that were worth less because they were late. Pushes applied, to the whole "
     "model; partial, to some pieces of it only; dropped, admitted and yet applied to none. Staleness, "
     "in updates since the worker's last pull. Longest poll, the longest time that a thread of the server was "
-    "busy at a stretch. Memory, of the model: roots, the newest values; pinned, older ones that somebody "
-    "still reads; idle, kept for the next update; staging, pushes that are on their way in."
+    "busy at a stretch. Lost updates, those of which workers had been told and which the checkpoint that the "
+    "server went on from does not have. Memory, of the model: roots, the newest values; pinned, older ones "
+    "that somebody still reads; idle, kept for the next update; staging, pushes that are on their way in."
 )
 """What the tables' words mean, for `--help`."""
 
@@ -56,7 +57,12 @@ def add_arguments(parser: Parser) -> None:
         "--token", type=secret, metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN"
     )
     parser.add_argument(
-        "--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS", dest="timeout_s"
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        dest="timeout_s",
+        help="how long to try; default: %(default)g",
     )
 
 
@@ -133,7 +139,19 @@ def _run(status: Status, asked: str) -> str:
         "pushes": pushes(status),
         "longest poll": f"{status['longest_poll_ms']:.1f} ms",
     }
+    if status["lost_updates"]:
+        lines["lost updates"] = f"{status['lost_updates']:,}"
+    if status["checkpoints"] is not None:
+        lines["checkpoints"] = _checkpoints(status["checkpoints"])
     return columns([[name, value] for name, value in lines.items()], left=2)
+
+
+def _checkpoints(told: Status) -> str:
+    newest = "none written yet"  # by this server: the one that it went on from does not count
+    if told["version"] is not None:
+        newest = f"the newest of version {told['version']:,}, {duration(told['age_s'])} ago"
+    failed = "" if told["failed"] is None else f"; the last one failed: {told['failed']}"
+    return f"in {told['directory']}, {newest}{failed}"
 
 
 def _workers(workers: Sequence[Status]) -> str:

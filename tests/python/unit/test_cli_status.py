@@ -69,6 +69,8 @@ def status(**changes):
             "staging_bytes": 0,
         },
         "longest_poll_ms": 0.61,
+        "lost_updates": 0,
+        "checkpoints": None,
     }
     return whole | changes
 
@@ -107,6 +109,42 @@ def test_live_optimizers_are_said_to_be_on_the_workers():
     assert "learning rate  -, the workers' optimizers decide" in text
 
 
+def kept(**changes):
+    return {"directory": "/kept", "path": None, "version": None, "age_s": None, "failed": None} | changes
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        (kept(), "none written yet"),
+        (kept(version=1200, age_s=75.4), "the newest of version 1,200, 1 min 15 s ago"),
+        (
+            kept(version=7, age_s=0.2, failed="disk full"),
+            "the newest of version 7, 0.2 s ago; the last one failed: disk full",
+        ),
+        (kept(failed="disk full"), "none written yet; the last one failed: disk full"),
+    ],
+)
+def test_what_is_kept_is_told_in_one_line(checkpoints, said):
+    lines = report(status(checkpoints=checkpoints), asked=ASKED).splitlines()
+    assert f"checkpoints    in /kept, {said}" in lines
+
+
+def test_lost_updates_are_told_where_there_are_some():
+    assert "lost updates   1,400" in report(status(lost_updates=1400), asked=ASKED).splitlines()
+
+
+def test_without_checkpoints_and_losses_neither_has_a_line():
+    text = report(status(), asked=ASKED)
+    assert "checkpoints" not in text
+    assert "lost updates" not in text
+
+
+def test_help_says_how_long_the_server_is_tried(capsys):
+    assert main.main(["status", "--help"]) == 0
+    assert "--timeout SECONDS how long to try; default: 10" in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_explains_the_words_of_the_tables(capsys):
     assert main.main(["status", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -115,6 +153,7 @@ def test_help_explains_the_words_of_the_tables(capsys):
         "applied",
         "partial",
         "dropped",
+        "ost updates",
         "ongest poll",
         "roots",
         "pinned",
