@@ -25,6 +25,9 @@ const MAX_LOSSES: usize = 100;
 const FREE_LOSSES: usize = 8;
 /// Before another try where a server lets nobody in for long, or breaks every connection off.
 const PAUSE: Duration = Duration::from_millis(100);
+/// What to do where the server is there and has not this session.
+const NEXT: &str =
+    "A new worker can join it; a server that is given checkpoint_dir keeps its run over a restart";
 
 /// What it takes to come back.
 #[derive(Debug)]
@@ -196,7 +199,7 @@ impl Inner {
         };
         match error {
             ClientError::Refused { code: RefusalCode::RunId | RefusalCode::Forgotten, message } => {
-                lost(format!("{loss}; the server that is there now has not this session: {message}"))
+                lost(format!("{loss}; the server that is there now has not this session: {message}. {NEXT}"))
             }
             error if error.is_of_the_connection() => {
                 let waited = waited.as_secs_f64();

@@ -169,6 +169,9 @@ fn another_server_in_the_place_of_the_lost_one_is_told_from_it() {
         relay.come_up(other.address());
         let lost = worker.push(&mut values).unwrap_err();
         assert!(matches!(&lost, ClientError::Lost { cause, .. } if cause.contains(why)), "{lost}");
+        for remedy in ["A new worker can join it", "checkpoint_dir"] {
+            assert!(lost.to_string().contains(remedy), "{lost}");
+        }
         assert!(held(&other, 1)[0].iter().all(|w| *w == 0.0));
     }
 }
