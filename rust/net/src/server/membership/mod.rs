@@ -103,9 +103,10 @@ const GRACE_OF_ANOTHER_LIFE: u32 = 5;
 impl Patience {
     /// How long a worker counts as there after its loss.
     fn grace(self, member: &Member) -> Duration {
-        match member.has_come() {
-            true => self.rejoin_grace,
-            false => self.rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE),
+        if member.has_come() {
+            self.rejoin_grace
+        } else {
+            self.rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE)
         }
     }
 }
