@@ -28,7 +28,7 @@ pub struct Join {
     /// `None`: a new process. Else one that was in, and has lost its connection.
     #[serde(default)]
     pub back: Option<Back>,
-    /// Of those of one machine the latest counts, in whatever order they are heard.
+    /// Of those by one clock the latest counts, in whatever order they are heard.
     #[serde(default)]
     pub attempt: Option<Attempt>,
 }
