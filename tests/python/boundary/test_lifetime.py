@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import StateError
-from support.fault_plan import Bytes, Hold, plan
+from offbeat.errors import ConnectionLostError, StateError
+from support.fault_plan import Bytes, HalfClose, Hold, after, inside, plan
 from support.fault_proxy import FaultProxy
 from support.targets import push_once
 from support.waiting import AT_ONCE_S
@@ -445,3 +446,31 @@ def test_sigterm_with_a_handler_of_the_users_is_the_users():
     )
     program.communicate(timeout=20)
     assert program.returncode == 7
+
+
+def test_a_peer_that_is_gone_does_not_end_a_server_to_whom_sigpipe_is_the_end():
+    program = started(
+        "import signal, sys, numpy as np, offbeat\n"
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "with offbeat.ParameterServer({'w': np.zeros(5_000_000, np.float32)}) as server:\n"
+        "    print(f'ready\\n{server.address}', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    address = program.stdout.readline().strip()
+
+    def pull():
+        with suppress(ConnectionLostError), offbeat.Client(proxy.address, reconnect_timeout_s=0) as client:
+            client.pull()
+
+    # The worker's way ends first, then the connection, with most of the model unsent: EPIPE is the answer.
+    with FaultProxy(address, [plan(HalfClose(after("Pull")), Hold(inside("Root")))]) as proxy:
+        pulling = threading.Thread(target=pull)
+        pulling.start()
+        proxy.wait_for("half_closes")
+        proxy.wait_for("holds")
+        proxy.cut()
+        pulling.join()
+    with suppress(ConnectionError), offbeat.Client(address, connect_timeout_s=2) as client:
+        client.pull()
+    program.communicate("", timeout=20)
+    assert program.returncode == 0

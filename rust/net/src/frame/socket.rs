@@ -2,9 +2,10 @@
 
 use crate::fork::ClosedInChildren;
 use offbeat_core::wire::Header;
+use rustix::net::{SendAncillaryBuffer, SendFlags};
 use socket2::SockRef;
 use std::future::poll_fn;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::io::Interest;
@@ -14,6 +15,9 @@ use tokio::net::TcpStream;
 /// much costs some 5 % at 100 MB, and with half of it a push of 4 MB waits for room more often. Elsewhere the kernel's own
 /// tuning is better.
 const LOOPBACK_BUFFER_BYTES: usize = 1 << 20;
+
+/// As many as one system call takes (Linux: `UIO_MAXIOV`).
+const MAX_SLICES: usize = 1024;
 
 /// A non-blocking TCP stream on the runtime of the thread that made it; closed in forked children.
 #[derive(Debug)]
@@ -157,7 +161,13 @@ impl Socket {
         while !slices.is_empty() {
             let wanted = slices.iter().map(|s| s.len()).sum();
             poll_fn(|cx| self.stream.poll_write_ready(cx)).await?;
-            match self.attempt(Interest::WRITABLE, wanted, |mut s| s.write_vectored(slices))? {
+            let send = |socket: &socket2::Socket| {
+                // Not by `Write`, which lets a peer that is gone end the process where SIGPIPE does that.
+                let mut nothing = SendAncillaryBuffer::default();
+                let some = &slices[..slices.len().min(MAX_SLICES)];
+                Ok(rustix::net::sendmsg(socket, some, &mut nothing, SendFlags::NOSIGNAL)?)
+            };
+            match self.attempt(Interest::WRITABLE, wanted, send)? {
                 Some(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Some(n) => {
                     self.sent.fetch_add(n as u64, Ordering::Relaxed);
@@ -222,6 +232,7 @@ impl Socket {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
     use std::net::{TcpListener, TcpStream};
     use std::pin::pin;
     use std::task::{Context, Poll, Waker};
