@@ -5,6 +5,8 @@ use crate::relay::Relay;
 use crate::support::{Worker, config, eventually, never, sgd};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
+use offbeat_core::store::Receipt;
+use offbeat_core::wire::HEADER_BYTES;
 use offbeat_core::wire::message::Parting;
 use offbeat_net::client::ClientError;
 use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig};
@@ -140,29 +142,44 @@ fn a_server_that_goes_on_from_before_says_what_is_lost_and_fences_nobody() {
 
 #[test]
 fn a_push_of_which_the_checkpoint_has_heard_is_answered_by_another_life() {
-    let place = Place::new("answered");
-    let server = start(place.config(Transaction::Fragment), false);
-    let relay = Relay::new(server.address(), []);
-    let mut worker = join_as(&relay, 1, Some("a"));
-    // The answer does not come through; what it answers is in a checkpoint.
-    let mut values = cells(&mut worker, 0);
-    let (receipt, _again) = std::thread::scope(|scope| {
-        relay.cut_answer_after(10);
-        relay.send_on_to_nobody();
-        let pushing = scope.spawn(|| worker.push_pull(&mut values, true).unwrap().unwrap());
-        until_kept(&server, 1);
-        relay.go_down();
-        server.stop();
-        let again = start(place.config(Transaction::Fragment), false);
-        relay.come_up(again.address());
-        let receipt = pushing.join().unwrap();
-        assert!(held(&again, 1)[0].iter().all(|w| *w == 1.0));
-        assert_eq!(status(&again)["lost_updates"], 0);
-        (receipt, again)
-    });
-    assert!(receipt.applied && receipt.duplicate && receipt.term == 1, "{receipt:?}");
-    let mut values = cells(&mut worker, 1);
-    assert!(worker.push(&mut values).unwrap().applied, "it has read what is there now");
+    // Neither answer begins before the push has arrived whole: a receipt follows the last fragment, and a model the
+    // commit. Before that there is only the grant of the room for a model's push.
+    let push: fn(&mut Worker, &mut [Option<Vec<u8>>]) -> Receipt = |worker, values| {
+        let receipt = worker.push(values).unwrap();
+        worker.pull(true).unwrap();
+        receipt
+    };
+    let push_pull: fn(&mut Worker, &mut [Option<Vec<u8>>]) -> Receipt =
+        |worker, values| worker.push_pull(values, true).unwrap().unwrap();
+    for (transaction, name, pushing, before) in [
+        (Transaction::Fragment, "answered-f", push, 0),
+        (Transaction::Model, "answered-m", push_pull, HEADER_BYTES),
+    ] {
+        let place = Place::new(name);
+        let server = start(place.config(transaction), false);
+        let relay = Relay::new(server.address(), []);
+        let mut worker = join_as(&relay, 1, Some("a"));
+        // The answer does not come through; what it answers is in a checkpoint.
+        let mut values = cells(&mut worker, 0);
+        let (receipt, _again) = std::thread::scope(|scope| {
+            relay.cut_answer_after(before + 10);
+            relay.send_on_to_nobody();
+            let pushing = scope.spawn(|| pushing(&mut worker, &mut values));
+            eventually("the push", || status(&server)["tickets"]["applied"] == 1);
+            until_kept(&server, 1);
+            relay.go_down();
+            server.stop();
+            let again = start(place.config(transaction), false);
+            relay.come_up(again.address());
+            let receipt = pushing.join().unwrap();
+            assert!(held(&again, 1)[0].iter().all(|w| *w == 1.0));
+            assert_eq!(status(&again)["lost_updates"], 0);
+            (receipt, again)
+        });
+        assert!(receipt.applied && receipt.duplicate && receipt.term == 1, "{receipt:?}");
+        let mut values = cells(&mut worker, 1);
+        assert!(worker.push(&mut values).unwrap().applied, "it has read what is there now");
+    }
 }
 
 #[test]
