@@ -1,7 +1,10 @@
-//! Which checkpoint of several is gone on with: the newest that is not damaged.
+//! Which checkpoint of several is gone on with, the newest that is not damaged; and which are kept.
 
 use super::error::DirectoryError;
 use std::path::{Path, PathBuf};
+
+/// How many versions are kept.
+pub const KEPT: usize = 3;
 
 /// One that can be used, and the newer ones that cannot.
 pub(super) struct Choice<T> {
@@ -35,5 +38,44 @@ pub(super) fn newest<T>(
             found: num_found,
             newest: Box::new(newest),
         }),
+    }
+}
+
+/// Which checkpoints are not kept, by their places among the versions that they hold, newest first (`None`: it cannot be
+/// read): all but the newest [`KEPT`] versions, the newest of each. A server writes what it goes on from again, so that one
+/// that fails at every start would leave nothing else. The newest two are kept whatever they hold: of what was written
+/// last, nobody has read what the disk gives back.
+pub(super) fn superfluous(versions: &[Option<u64>]) -> Vec<usize> {
+    let mut kept: Vec<Option<u64>> = Vec::new();
+    let mut superfluous = Vec::new();
+    for (place, version) in versions.iter().enumerate() {
+        let is_copy = version.is_some() && kept.contains(version);
+        if !is_copy && kept.len() < KEPT {
+            kept.push(*version);
+        } else if place >= 2 {
+            superfluous.push(place);
+        }
+    }
+    superfluous
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_do_not_push_out_what_is_older() {
+        let superfluous = |versions: &[u64]| {
+            let versions: Vec<_> = versions.iter().copied().map(Some).collect();
+            superfluous(&versions)
+        };
+        assert!(superfluous(&[]).is_empty());
+        assert_eq!(superfluous(&[4, 3, 2, 1]), [3]);
+        assert_eq!(superfluous(&[4, 4, 3, 2, 1]), [4], "the copy is of three");
+        assert_eq!(superfluous(&[4, 4, 4, 3, 2]), [2]);
+        assert_eq!(superfluous(&[5, 4, 4, 3]), [2]);
+        assert_eq!(superfluous(&[9, 10, 9, 8, 7]), [2, 4], "after a restart on an older one");
+        let unread = [None, None, None, None, Some(1)];
+        assert_eq!(super::superfluous(&unread), [3, 4], "nobody knows that they are copies");
     }
 }

@@ -15,9 +15,6 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// How many checkpoints are kept.
-pub const KEPT: usize = 3;
-
 /// What holds the directory's lock.
 pub(super) const LOCK: &str = "lock";
 /// A checkpoint that is being written.
@@ -70,7 +67,8 @@ impl Directory {
         self.lives.reserve_term(term)
     }
 
-    /// Writes a checkpoint, and returns its folder when it is on the disk; then all but the newest [`KEPT`] are removed.
+    /// Writes a checkpoint, and returns its folder when it is on the disk; then those that are
+    /// [not kept](super::KEPT) are removed.
     ///
     /// # Errors
     /// [`DirectoryError`]; the checkpoints before are as they were.
@@ -171,7 +169,10 @@ impl Directory {
 
     fn prune(&self) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
-        for folder in folders(&self.path)?.iter().skip(KEPT) {
+        let found = folders(&self.path)?;
+        let version = |folder: &PathBuf| Checkpoint::unverified(folder).ok().map(|c| c.manifest.book.version);
+        let versions: Vec<_> = found.iter().map(version).collect();
+        for folder in choice::superfluous(&versions).into_iter().map(|place| &found[place]) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
             fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_three_are_kept_and_the_newest_is_used() {
+    fn the_newest_three_versions_are_kept_and_the_newest_is_used() {
         let place = Temporary::new();
         let store = store();
         let mut directory = Directory::open(&place.0.join("is/made")).unwrap();
@@ -277,7 +278,8 @@ mod tests {
             save(&mut directory, &store, version);
         }
         let kept = checkpoints(&place.0.join("is/made")).unwrap();
-        assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [5, 4, 3]);
+        let numbers: Vec<_> = kept.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, [5, 4, 2], "the third is a copy of the fourth");
         let newest = directory.newest(Ok).unwrap().unwrap();
         assert_eq!(newest.manifest.book.version, 9, "the last that was saved, whatever its version");
         assert!(newest.path.ends_with("checkpoint-000005"), "{:?}", newest.path);

@@ -13,7 +13,8 @@ mod proof;
 mod survey;
 mod watch;
 
-pub use directory::{Directory, KEPT};
+pub use choice::KEPT;
+pub use directory::Directory;
 pub use error::DirectoryError;
 pub use folder::{Checkpoint, checkpoints};
 pub use inspection::inspect;
