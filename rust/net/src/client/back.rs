@@ -2,23 +2,15 @@
 //! way, and the call that found the loss goes on.
 
 use super::config::Interrupt;
-use super::connect::{Target, host};
+use super::connect::host;
 use super::connection::{Turn, Unsettled};
 use super::error::ClientError;
 use super::join::{self, Entered, unless_interrupted};
 use super::session::Inner;
-use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::{self, Claim, Receipt};
 use offbeat_core::wire::message::{Back, Call, FINISHED_STOPPED, Join, Joined, RefusalCode, Reply};
 use std::time::{Duration, Instant};
 
-/// How long a server is waited for that keeps checkpoints, and may be started again on another machine.
-const KEPT: Duration = Duration::from_secs(300);
-/// The same of one that keeps none: it cannot come again, but the way to it may.
-const UNKEPT: Duration = Duration::from_secs(30);
-/// The same of a worker that has finished, and only has to say so.
-const LAST_KEPT: Duration = Duration::from_secs(30);
-const LAST_UNKEPT: Duration = Duration::from_secs(5);
 /// Connections that one call may lose before it gives up.
 const MAX_LOSSES: usize = 100;
 /// Of these so many without a pause.
@@ -28,28 +20,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// What to do where the server is there and has not this session.
 const NEXT: &str =
     "A new worker can join it; a server that is given checkpoint_dir keeps its run over a restart";
-
-/// What it takes to come back.
-#[derive(Debug)]
-pub(super) struct Way {
-    pub(super) target: Target,
-    pub(super) secret: [u8; 16],
-    /// Pushes in flight.
-    pub(super) in_flight: u32,
-    /// How long a lost server is waited for; `None`: as long as it makes sense.
-    pub(super) patience: Option<Duration>,
-    pub(super) keeps_checkpoints: bool,
-    /// The newest term that was heard of.
-    pub(super) term: u64,
-    /// What was said of this worker's pushes.
-    pub(super) configured: Option<(Contribution, Option<OptimizerSpec>)>,
-}
-
-impl Way {
-    fn patience(&self) -> Duration {
-        self.patience.unwrap_or(if self.keeps_checkpoints { KEPT } else { UNKEPT })
-    }
-}
 
 impl ClientError {
     /// Whether another connection may help.
@@ -107,11 +77,6 @@ impl Inner {
             Ok(())
         });
         join::runtime(&self.connection.address)?.block_on(nap)
-    }
-
-    /// How long who has finished tries to say so to a server that is lost, and would wait for it.
-    pub(super) fn last_patience(&self) -> Duration {
-        self.way.patience().min(if self.way.keeps_checkpoints { LAST_KEPT } else { LAST_UNKEPT })
     }
 
     /// A turn has ended with an error that is no interrupt.

@@ -1,7 +1,6 @@
 //! Joining: the data connection first, then the control connection that belongs to it.
 
 use super::address::ATTEMPT;
-use super::back::Way;
 use super::config::{ClientConfig, Interrupt, Session};
 use super::connect::{Opened, Opening, Target, host};
 use super::connection::{Connection, last_word};
@@ -10,6 +9,7 @@ use super::error::ClientError;
 use super::momentum::Keep;
 use super::session::{Inner, check_size};
 use super::stream::{LOOK, Stream};
+use super::way::Way;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{FAREWELL, refused};
 use crate::limits::explained;

@@ -51,6 +51,7 @@ mod payload;
 mod push;
 mod session;
 mod stream;
+mod way;
 
 pub use config::{ClientConfig, Interrupt, Pulled, PushInput, Session};
 pub use control::Events;

@@ -1,6 +1,5 @@
 //! A session from the inside: one turn on the connection after another, driven by the thread that calls.
 
-use super::back::Way;
 use super::config::{Interrupt, Session};
 use super::connection::{Connection, Step, Turn, Unsettled};
 use super::control::Control;
@@ -11,6 +10,7 @@ use super::model::Model;
 use super::momentum::Momentum;
 use super::outgoing::Outgoing;
 use super::stream::LOOK;
+use super::way::Way;
 use crate::frame::FrameError;
 use offbeat_core::optim::Isa;
 use offbeat_core::spec::Contribution;
@@ -300,7 +300,7 @@ impl Inner {
         let has_finished = parting == Parting::Finished;
         let call = Call::Goodbye { parting };
         let said = if has_finished {
-            self.again_within(self.last_patience(), interrupt, &mut |inner| {
+            self.again_within(self.way.last_patience(), interrupt, &mut |inner| {
                 let begun = Instant::now();
                 let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
                 inner.call(&call, &out_of_time)

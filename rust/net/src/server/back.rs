@@ -3,7 +3,7 @@
 
 use super::connection::{Connection, Phase};
 use super::end::{End, or_closed};
-use super::join::{Entered, Known, joined, overtaken};
+use super::joined::{Entered, Known, joined, overtaken};
 use super::membership::{Called, Members, NoSeat};
 use super::shared::Shared;
 use crate::handshake;

@@ -1,6 +1,7 @@
 //! The control thread: it takes connections, opens the door for those that prove themselves, hears the workers'
 //! heartbeats, answers status, and looks at the clock for everybody.
 
+use super::attend;
 use super::balance::{Balance, Served};
 use super::config::Ending;
 use super::connection::{Answer, Connection, Phase, Watch};
@@ -8,7 +9,6 @@ use super::door::{Door, Place};
 use super::end::End;
 use super::membership::{Attached, Forgotten, Ticked};
 use super::poll;
-use super::session;
 use super::shared::{Meter, Shared, is_true};
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
@@ -126,7 +126,7 @@ async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, mut plac
             match socket.into_moving() {
                 Ok(stream) => {
                     shared.loads[thread].connections.fetch_add(1, Ordering::Relaxed); // a statistic
-                    let task = session::serve(
+                    let task = attend::serve(
                         Arc::clone(&shared),
                         Arc::clone(&data),
                         thread,

@@ -7,6 +7,7 @@
 //! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
 //! [`checkpoints`], and written by [`keeper`].
 
+mod attend;
 mod back;
 mod balance;
 mod checkpoints;
@@ -20,10 +21,10 @@ mod error;
 mod exchange;
 mod init;
 mod join;
+mod joined;
 mod keeper;
 mod membership;
 mod model;
-mod moving;
 mod outbox;
 mod place;
 mod poll;

@@ -1,25 +1,23 @@
 //! One worker's data connection: it joins, then sends calls, pulls and pushes, one after the other. Between two of them
-//! its task may end on one data thread and go on on another ([`super::moving`]).
+//! its task may end on one data thread and go on on another ([`super::attend`]).
 
 use super::connection::{Answer, Connection, Phase};
 use super::end::{End, or_closed};
 use super::init::Init;
-use super::join::{Entered, join};
+use super::joined::Entered;
 use super::membership::Traffic;
-use super::moving::{Attended, attend};
 use super::outbox::Outbox;
 use super::place::Place;
 use super::poll;
 use super::shared::{Meter, Shared};
 use crate::frame::{FrameError, FrameReader, Moving};
-use crate::handshake::{self, frame_refusal};
+use crate::handshake;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Call, ModelInfo, Parting, RefusalCode, Refused, Reply};
+use offbeat_core::wire::message::{Call, ModelInfo, Parting, RefusalCode, Reply};
 use offbeat_core::wire::{Header, Kind, decode};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
@@ -48,58 +46,6 @@ pub(super) struct Session {
     _seat: OwnedSemaphorePermit,
 }
 
-/// Serves a connection that has proved who it is, to its end.
-pub(super) async fn serve(
-    shared: Arc<Shared>,
-    data: Arc<[Handle]>,
-    thread: usize,
-    stream: Moving,
-    reader: FrameReader,
-    admitted: OwnedSemaphorePermit,
-) {
-    let socket = match stream.arrive() {
-        Ok(socket) => socket,
-        Err(error) => {
-            tracing::debug!(%error, "a connection was gone before it was served");
-            shared.loads[thread].connections.fetch_sub(1, Ordering::Relaxed);
-            return;
-        }
-    };
-    let connection = Arc::new(Connection::new(socket, Some(thread)));
-    let watched = shared.enrol(&connection); // to the last word
-    let (mut reader, peer) = (reader, connection.socket.peer());
-    let joined = join(&shared, &connection, &mut reader).await;
-    let entered = match joined {
-        Ok(entered) => entered,
-        Err(end) => {
-            tracing::warn!(%peer, cause = end.cause(&connection), "a worker could not join");
-            farewell(&connection, end).await;
-            return;
-        }
-    };
-    let Entered { worker_id, incarnation, traffic, seat, own_version, has_begun } = entered;
-    // Relaxed: statistics.
-    let before = (traffic.received.load(Ordering::Relaxed), traffic.sent.load(Ordering::Relaxed));
-    let session = Session {
-        outbox: Outbox::default(),
-        place: None,
-        init: None,
-        own_version,
-        has_answered: false,
-        has_begun,
-        before,
-        goodbye: false,
-        shared,
-        connection,
-        reader,
-        traffic,
-        worker_id,
-        incarnation,
-        _seat: seat,
-    };
-    attend(Attended { session, watched, data, admitted }).await;
-}
-
 /// Why a session does not go on where it was.
 pub(super) enum Pause {
     /// The worker has said goodbye.
@@ -108,21 +54,36 @@ pub(super) enum Pause {
     Moves { to: usize, stream: Moving },
 }
 
-/// Tells the worker why, where it can still be told.
-pub(super) async fn farewell(connection: &Connection, end: End) {
-    let (request, refused) = match (connection.end(), end) {
-        // What this end refused comes before what its other connection's end made of it.
-        (_, End::Refused { request, refused }) => (request, Some(refused)),
-        (Some((code, message)), _) => (0, Some(Refused { code, message, fatal: true })),
-        (None, End::Frame(error)) => (0, frame_refusal(&error)),
-    };
-    if let Some(refused) = refused {
-        connection.enter(Phase::Parting); // the watchdog bounds it: data threads have no timers
-        handshake::part(&connection.socket, request, &refused).await;
-    }
-}
-
 impl Session {
+    /// That of a worker that is in.
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        connection: Arc<Connection>,
+        reader: FrameReader,
+        entered: Entered,
+    ) -> Self {
+        let Entered { worker_id, incarnation, traffic, seat, own_version, has_begun } = entered;
+        // Relaxed: statistics.
+        let before = (traffic.received.load(Ordering::Relaxed), traffic.sent.load(Ordering::Relaxed));
+        Self {
+            outbox: Outbox::default(),
+            place: None,
+            init: None,
+            own_version,
+            has_answered: false,
+            has_begun,
+            before,
+            goodbye: false,
+            shared,
+            connection,
+            reader,
+            traffic,
+            worker_id,
+            incarnation,
+            _seat: seat,
+        }
+    }
+
     /// Serves frame after frame; returns after a goodbye, or to move.
     pub(super) async fn run(&mut self) -> Result<Pause, End> {
         let connection = Arc::clone(&self.connection);
@@ -177,7 +138,7 @@ impl Session {
         }
     }
 
-    /// The session ends here; what is left to say is said by its [`farewell`].
+    /// The session ends here; what is left to say is its connection's farewell.
     pub(super) fn end(mut self, end: &End) -> Arc<Connection> {
         let cause = end.cause(&self.connection);
         self.shared.lost(self.incarnation, &cause, &self.connection);

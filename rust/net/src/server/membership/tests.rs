@@ -1,3 +1,4 @@
+use super::outcome::GRACE_OF_ANOTHER_LIFE;
 use super::*;
 use crate::frame::Socket;
 use offbeat_core::dtype::Dtype;

@@ -1,26 +1,67 @@
+//! What becomes of a data connection that has proved who it is: it joins, its session is served, and has its farewell.
+//!
 //! A session goes from one data thread to another, between two frames: with what it has read ahead, its place in the
 //! store, its seat and its counts. Its stream gets a second descriptor, so that at no moment is there none by which the
 //! connection could be closed from outside.
 
+use super::connection::{Connection, Phase};
+use super::end::End;
+use super::join::join;
 use super::poll;
-use super::session::{Pause, Session, farewell};
-use super::shared::{Enrolled, Meter};
-use crate::frame::Moving;
+use super::session::{Pause, Session};
+use super::shared::{Enrolled, Meter, Shared};
+use crate::frame::{FrameReader, Moving};
+use crate::handshake::{self, frame_refusal};
+use offbeat_core::wire::message::Refused;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 
 /// A session, with what is held until it has ended.
-pub(super) struct Attended {
-    pub(super) session: Session,
-    pub(super) watched: Enrolled,
+struct Attended {
+    session: Session,
+    watched: Enrolled,
     /// The data threads.
-    pub(super) data: Arc<[Handle]>,
-    pub(super) admitted: OwnedSemaphorePermit,
+    data: Arc<[Handle]>,
+    admitted: OwnedSemaphorePermit,
+}
+
+/// Serves a connection that has proved who it is, to its end.
+pub(super) async fn serve(
+    shared: Arc<Shared>,
+    data: Arc<[Handle]>,
+    thread: usize,
+    stream: Moving,
+    reader: FrameReader,
+    admitted: OwnedSemaphorePermit,
+) {
+    let socket = match stream.arrive() {
+        Ok(socket) => socket,
+        Err(error) => {
+            tracing::debug!(%error, "a connection was gone before it was served");
+            shared.loads[thread].connections.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
+    };
+    let connection = Arc::new(Connection::new(socket, Some(thread)));
+    let watched = shared.enrol(&connection); // to the last word
+    let (mut reader, peer) = (reader, connection.socket.peer());
+    let joined = join(&shared, &connection, &mut reader).await;
+    match joined {
+        Ok(entered) => {
+            let session = Session::new(shared, connection, reader, entered);
+            attend(Attended { session, watched, data, admitted }).await;
+        }
+        Err(end) => {
+            tracing::warn!(%peer, cause = end.cause(&connection), "a worker could not join");
+            farewell(&connection, end).await;
+        }
+    }
 }
 
 /// Serves a session to its end, or until it moves.
-pub(super) async fn attend(mut attended: Attended) {
+async fn attend(mut attended: Attended) {
     let end = match attended.session.run().await {
         Ok(Pause::Gone) => return,
         Ok(Pause::Moves { to, stream }) => return attended.set_off(to, stream),
@@ -30,6 +71,20 @@ pub(super) async fn attend(mut attended: Attended) {
     let connection = session.end(&end); // an open push is given up before the farewell, which may take a moment
     farewell(&connection, end).await;
     drop((watched, admitted));
+}
+
+/// Tells the worker why, where it can still be told.
+async fn farewell(connection: &Connection, end: End) {
+    let (request, refused) = match (connection.end(), end) {
+        // What this end refused comes before what its other connection's end made of it.
+        (_, End::Refused { request, refused }) => (request, Some(refused)),
+        (Some((code, message)), _) => (0, Some(Refused { code, message, fatal: true })),
+        (None, End::Frame(error)) => (0, frame_refusal(&error)),
+    };
+    if let Some(refused) = refused {
+        connection.enter(Phase::Parting); // the watchdog bounds it: data threads have no timers
+        handshake::part(&connection.socket, request, &refused).await;
+    }
 }
 
 impl Attended {
