@@ -11,6 +11,8 @@ pub mod handshake;
 mod limits;
 pub mod server;
 mod tensors;
+mod token;
 
 pub use fork::forget_after_fork;
 pub use tensors::Tensors;
+pub use token::Token;

@@ -133,7 +133,7 @@ fn a_server_that_repeats_what_another_has_said_is_not_trusted_and_is_given_no_pr
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let worker = thread::spawn(move || {
-        let (worker_id, token, run_id) = (None, Some("secret".to_owned()), None);
+        let (worker_id, token, run_id) = (None, Some("secret".into()), None);
         let connect_timeout = common::DEADLINE;
         let config = ClientConfig {
             address,

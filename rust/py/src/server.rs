@@ -87,7 +87,7 @@ impl Settings {
         ServerConfig {
             host,
             port,
-            token,
+            token: token.map(Into::into),
             insecure,
             run_id,
             transaction,

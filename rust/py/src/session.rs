@@ -102,7 +102,7 @@ impl Session {
         let config = ClientConfig {
             address: address.clone(),
             worker_id,
-            token,
+            token: token.map(Into::into),
             run_id,
             in_flight,
             connect_timeout,

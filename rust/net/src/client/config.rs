@@ -1,6 +1,7 @@
 //! What a caller gives to a client and gets from it.
 
 use super::memory::Memory;
+use crate::token::Token;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::RunConfig;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ pub struct ClientConfig {
     pub address: String,
     /// `None`: the server names this worker.
     pub worker_id: Option<String>,
-    pub token: Option<String>,
+    pub token: Option<Token>,
     /// A run to insist on.
     pub run_id: Option<String>,
     /// 1: a push is answered before the next begins, exactly. 2: each is answered by the call after it, so that both

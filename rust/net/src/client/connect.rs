@@ -6,6 +6,7 @@ use super::error::ClientError;
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{HandshakeError, expect, greet, random, refused, send};
+use crate::token::Token;
 use offbeat_core::wire::Kind;
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Reply};
@@ -58,7 +59,7 @@ pub(super) struct Target {
     pub(super) address: String,
     /// What it stands for, if that is known.
     pub(super) at: Option<SocketAddr>,
-    pub(super) token: Option<String>,
+    pub(super) token: Option<Token>,
 }
 
 impl Target {

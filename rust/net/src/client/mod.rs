@@ -59,6 +59,7 @@ pub use error::ClientError;
 pub use memory::Memory;
 
 use crate::fork::Origin;
+use crate::token::Token;
 use connect::{Opened, Opening, Target};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
@@ -308,7 +309,7 @@ pub fn fetch_status(
     limit: Duration,
     interrupt: &dyn Interrupt,
 ) -> Result<String, ClientError> {
-    let target = Target { address: address.to_owned(), at: None, token: token.map(str::to_owned) };
+    let target = Target { address: address.to_owned(), at: None, token: token.map(Token::from) };
     let runtime = join::runtime(address)?;
     let opened = join::unless_interrupted(interrupt, target.open(&Opening::Status, limit));
     match runtime.block_on(opened)?.2 {

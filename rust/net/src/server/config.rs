@@ -1,11 +1,11 @@
 //! What a server is told at its start, and where it may listen: without a token only this machine is let in.
 
 use super::error::ServerError;
+use crate::token::Token;
 use offbeat_core::pipeline;
 use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use offbeat_core::store::StoreConfig;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
-use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
@@ -24,13 +24,13 @@ pub enum Ending {
 }
 
 /// How a server is set up. The defaults are for a run whose first worker brings the model and the optimizer.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// `None`: every interface with a token, loopback without.
     pub host: Option<String>,
     /// 0: any free port.
     pub port: u16,
-    pub token: Option<String>,
+    pub token: Option<Token>,
     /// Listen beyond loopback without a token.
     pub insecure: bool,
     /// `None`: a random one.
@@ -131,46 +131,6 @@ impl Default for ServerConfig {
             num_data_threads: None,
             checkpoints: None,
         }
-    }
-}
-
-impl fmt::Debug for ServerConfig {
-    /// Without the token: what is shown ends in logs and reports.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        /// Every field is to be named, or this does not compile.
-        macro_rules! show {
-            ($($field:ident),+ $(,)?) => {{
-                let Self { token, $($field),+ } = self;
-                let token = token.as_ref().map(|_| "***");
-                f.debug_struct("ServerConfig").field("token", &token)$(.field(stringify!($field), $field))+.finish()
-            }};
-        }
-        show!(
-            host,
-            port,
-            insecure,
-            run_id,
-            transaction,
-            max_samples,
-            staleness,
-            schedule,
-            optimizer,
-            momentum_correction,
-            blueprint,
-            lease,
-            progress_timeout,
-            handshake_timeout,
-            linger,
-            rejoin_grace,
-            cut_deadline,
-            max_connections,
-            max_pending,
-            max_workers,
-            staging_budget,
-            max_live_versions,
-            num_data_threads,
-            checkpoints,
-        )
     }
 }
 
@@ -302,7 +262,7 @@ mod tests {
     fn listen(host: Option<&str>, token: bool, insecure: bool) -> Result<IpAddr, ServerError> {
         let config = ServerConfig {
             host: host.map(str::to_owned),
-            token: token.then(|| "secret".to_owned()),
+            token: token.then(|| "secret".into()),
             insecure,
             ..ServerConfig::default()
         };
@@ -311,7 +271,7 @@ mod tests {
 
     #[test]
     fn a_token_is_not_shown() {
-        let token = Some("of one's own".to_owned());
+        let token = Some("of one's own".into());
         let shown = format!("{:?}", ServerConfig { token, port: 77, ..ServerConfig::default() });
         assert!(!shown.contains("one's own") && shown.contains("port: 77"), "{shown}");
         assert!(shown.contains("token: Some("), "{shown}");

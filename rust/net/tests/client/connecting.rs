@@ -29,7 +29,7 @@ fn with_token(token: &str) -> ServerConfig {
 fn a_token_lets_in_who_holds_it() {
     let server = start(with_token("sesame"));
     let join = |token: Option<&str>| {
-        let config = ClientConfig { token: token.map(str::to_owned), ..client_config(server.address(), 1) };
+        let config = ClientConfig { token: token.map(Into::into), ..client_config(server.address(), 1) };
         Client::connect(config, None, &never)
     };
     assert!(join(Some("sesame")).is_ok());

@@ -134,7 +134,7 @@ pub fn try_client(
     let config = ClientConfig {
         address: format!("127.0.0.1:{}", server.address().port()),
         worker_id: Some(id.into()),
-        token: token.map(str::to_owned),
+        token: token.map(Into::into),
         run_id: None,
         in_flight: 1,
         connect_timeout: DEADLINE,
