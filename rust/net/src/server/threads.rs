@@ -1,6 +1,8 @@
 //! The server's threads, each with a runtime of its own: how they start, and that they end together.
 
+use super::clock;
 use super::control;
+use super::drain;
 use super::error::ServerError;
 use super::shared::{Shared, is_true};
 use crate::fork::ClosedInChildren;
@@ -43,16 +45,16 @@ pub(super) fn start(
             runtime.block_on(async {
                 tokio::select! {
                     () = control::accept(Arc::clone(&shared), listener, data) => {}
-                    () = control::tick(Arc::clone(&shared)) => {}
+                    () = clock::tick(Arc::clone(&shared)) => {}
                     () = is_true(&shared.stopping) => {}
                 }
                 is_true(&shared.stopping).await;
                 let dismissed = async {
-                    control::dismiss(&shared).await;
+                    drain::dismiss(&shared).await;
                     drained(&shared).await;
                 };
                 tokio::select! {
-                    () = control::tick(Arc::clone(&shared)) => {}
+                    () = clock::tick(Arc::clone(&shared)) => {}
                     () = dismissed => {}
                 }
             });
