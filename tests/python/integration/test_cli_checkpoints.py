@@ -88,9 +88,9 @@ def test_after_a_restart_nobody_is_waited_for_longer_than_was_said_and_who_is_mi
         wait_for(lambda: there.status()["checkpoints"]["version"] == version)
         server.signal(signal.SIGKILL)
         server.ends()
-    with command("server", *arguments, "--linger", "0.1", "--rejoin-grace", "0.2") as server:
+    with command("server", *arguments, "--linger", "0.1", "--rejoin-grace", "1") as server:
         assert server.ends() == (0 if has_one_finished else 8), server.said
-    assert "nobody is there, 1 lost: waiting up to 1 s for them" in server.said
+    assert "nobody is there, 1 lost: waiting up to 5 s for them" in server.said
     missing = "there: has not come back since the server was started again"
     if has_one_finished:
         missing = "the work is done without a worker that was lost worker=there"

@@ -57,7 +57,8 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     warned = re.findall("^offbeat: (.*)", ran.stderr, re.MULTILINE)  # as warnings of ours begin
-    assert [line.split(" from=")[0] for line in warned] == ["the model is back where it was"]
+    ours = [line.split(" from=")[0] for line in warned if "stood still" not in line]  # as a busy machine does
+    assert ours == ["the model is back where it was"]
     assert (tmp_path / "model.pt").exists()
     printed = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
     assert len(printed) >= 2
