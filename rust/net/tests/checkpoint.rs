@@ -54,6 +54,41 @@ fn a_server_goes_on_from_where_it_was_stopped() {
 }
 
 #[test]
+fn no_incarnation_is_given_twice_though_more_join_than_were_reserved_at_once() {
+    const JOINS: u32 = 1100;
+    let place = Place::new();
+    let server = start(place.config());
+    let reserved = || {
+        let life: Value = serde_json::from_slice(&fs::read(place.0.join("life.json")).unwrap()).unwrap();
+        life["last_incarnation"].as_u64().unwrap()
+    };
+    let before = reserved();
+    assert!(before < u64::from(JOINS), "or this shows nothing");
+    for n in 1..=JOINS {
+        assert_eq!(common::Raw::joined(&server, "a").1.incarnation, n);
+    }
+    assert!(reserved() >= u64::from(JOINS));
+    // As a crash leaves it: the checkpoint has heard of none of them.
+    let crashed = Place::new();
+    copy_files(&place.0, &crashed.0);
+    server.stop();
+    let again = start(crashed.config());
+    assert!(common::Raw::joined(&again, "a").1.incarnation > JOINS);
+}
+
+#[test]
+fn a_start_that_is_refused_uses_up_no_life() {
+    let place = Place::new();
+    start(place.config()).stop();
+    let before = fs::read(place.0.join("life.json")).unwrap();
+    let other = TensorTable::new(vec![tensor("other", 3, Role::Parameter)]).unwrap();
+    let other = Snapshot::of(other, &[vec![0; 12]]).unwrap();
+    let refused = Server::with_model(place.config(), other).unwrap_err();
+    assert!(matches!(refused, ServerError::OtherModel { .. }), "{refused}");
+    assert_eq!(fs::read(place.0.join("life.json")).unwrap(), before);
+}
+
+#[test]
 fn many_restarts_leave_the_same_bits() {
     let rule = Rule::Adam {
         betas: (0.9, 0.999),

@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 
 /// No count is above it: they go on from there, and no run gets so far.
 pub const MOST: u64 = 1 << 60;
+/// No incarnation and no epoch is above it.
+pub const MOST_INCARNATIONS: u32 = u32::MAX - (1 << 24);
 
 /// The registry at a cut: tickets after it have left no trace, and their sequence numbers are not taken.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

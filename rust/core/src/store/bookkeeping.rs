@@ -2,7 +2,8 @@
 
 use super::StoreConfig;
 use super::book::{
-    Answer, Book, BookError, Ending, MOST, Progress, Reached, RunPage, Unfinished, WorkerPage,
+    Answer, Book, BookError, Ending, MOST, MOST_INCARNATIONS, Progress, Reached, RunPage, Unfinished,
+    WorkerPage,
 };
 use super::ledger::{self, LedgerEntry, WorkerKey};
 use super::push::{PushHead, PushRecord};
@@ -356,9 +357,6 @@ impl WorkerPage {
         format!("the worker in slot {}", self.slot)
     }
 }
-
-/// So that many are left to be issued; of optimizers' epochs as well.
-const MOST_INCARNATIONS: u32 = u32::MAX - (1 << 24);
 
 fn check_counts(field: &str, counts: &[u64]) -> Result<(), BookError> {
     match counts.iter().find(|&&count| count > MOST) {

@@ -51,18 +51,26 @@ impl Directory {
         self.lives.next(after)
     }
 
-    /// Begins a life; no other will have its term or its incarnations.
+    /// Begins a life; no other will have its term or its incarnations, up to the one that this returns.
     ///
     /// # Errors
-    /// [`DirectoryError::Io`]; it must not be used then.
-    pub fn begin_life(&mut self, life: Life) -> Result<(), DirectoryError> {
+    /// [`DirectoryError::Io`], [`DirectoryError::Life`] after the last one; it must not be used then.
+    pub fn begin_life(&mut self, life: Life) -> Result<u32, DirectoryError> {
         self.lives.begin(life)
+    }
+
+    /// Makes incarnations after `last` the life's own, up to the one that this returns.
+    ///
+    /// # Errors
+    /// As [`Self::begin_life`].
+    pub fn reserve_incarnations(&mut self, last: u32) -> Result<u32, DirectoryError> {
+        self.lives.reserve_incarnations(last)
     }
 
     /// Makes a term the life's own, before all of the model's values are replaced.
     ///
     /// # Errors
-    /// [`DirectoryError::Io`]; it must not be used then.
+    /// As [`Self::begin_life`].
     pub fn reserve_term(&mut self, term: u64) -> Result<(), DirectoryError> {
         self.lives.reserve_term(term)
     }
@@ -223,6 +231,7 @@ mod tests {
     use offbeat_core::checkpoint::CheckpointError;
     use offbeat_core::dtype::Dtype;
     use offbeat_core::store::StoreConfig;
+    use offbeat_core::store::book::MOST;
     use offbeat_core::table::{Role, TensorSpec, TensorTable};
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
@@ -327,22 +336,35 @@ mod tests {
         let first = directory.next_life(none);
         assert_eq!((first.term, first.last_incarnation), (1, 0));
         assert_eq!(directory.next_life(none).term, 1, "nothing has begun yet");
-        directory.begin_life(first).unwrap();
+        let block = directory.begin_life(first).unwrap();
+        assert_eq!(directory.reserve_incarnations(block - 1).unwrap(), block, "one is left");
+        assert_eq!(directory.reserve_incarnations(block).unwrap(), 2 * block);
         directory.reserve_term(5).unwrap();
         drop(directory);
         let mut directory = Directory::open(&place.0).unwrap();
         let second = directory.next_life(none);
         assert_eq!(second.term, 6);
-        assert!(second.last_incarnation >= 10_000);
+        assert_eq!(second.last_incarnation, 2 * block);
         let moved_here = Life { term: 40, last_incarnation: 3_000_000 };
         let after = directory.next_life(moved_here);
         assert_eq!((after.term, after.last_incarnation), (41, 3_000_000));
         directory.begin_life(after).unwrap();
         assert_eq!(place.names(), ["life.json", "lock"]);
-        fs::write(place.0.join("life.json"), "{").unwrap();
         drop(directory);
-        let told = Directory::open(&place.0).unwrap_err().to_string();
-        assert!(told.contains("life.json is damaged") && told.contains("remove it"), "{told}");
+        for (text, what) in [
+            ("{", "EOF"),
+            (r#"{"term":18446744073709551615,"last_incarnation":1}"#, "term 18446744073709551615 is above"),
+            (r#"{"term":1,"last_incarnation":4294967295}"#, "incarnation 4294967295 is above"),
+        ] {
+            fs::write(place.0.join("life.json"), text).unwrap();
+            let told = Directory::open(&place.0).unwrap_err().to_string();
+            assert!(told.contains("life.json is damaged") && told.contains("remove it"), "{told}");
+            assert!(told.contains(what), "{told}");
+        }
+        fs::write(place.0.join("life.json"), format!(r#"{{"term":{MOST},"last_incarnation":0}}"#)).unwrap();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let beyond = directory.next_life(none);
+        assert!(directory.begin_life(beyond).is_err() && directory.reserve_term(MOST + 1).is_err());
     }
 
     #[test]

@@ -4,14 +4,15 @@
 use super::error::DirectoryError;
 use super::files;
 use offbeat_core::store::Life;
+use offbeat_core::store::book::{MOST, MOST_INCARNATIONS};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 pub(super) const LIFE: &str = "life.json";
-/// Incarnations reserved for a life: more than processes join in one.
-const BLOCK: u32 = 1 << 16;
+/// Incarnations are reserved so many at a time.
+const BLOCK: u32 = 1 << 10;
 /// The file is some 40 bytes long.
 const MAX_BYTES: u64 = 1024;
 
@@ -40,7 +41,21 @@ impl Lives {
             Ok(_) => serde_json::from_slice(&bytes)
                 .map_err(|e| DirectoryError::Life { path: path.clone(), what: e.to_string() })?,
         };
-        Ok(Self { path, reserved })
+        let lives = Self { path, reserved };
+        lives.check(reserved)?;
+        Ok(lives)
+    }
+
+    /// No life could go on from a checkpoint that says more.
+    fn check(&self, Reserved { term, last_incarnation }: Reserved) -> Result<(), DirectoryError> {
+        let what = if term > MOST {
+            format!("term {term} is above {MOST}")
+        } else if last_incarnation > MOST_INCARNATIONS {
+            format!("incarnation {last_incarnation} is above {MOST_INCARNATIONS}")
+        } else {
+            return Ok(());
+        };
+        Err(DirectoryError::Life { path: self.path.clone(), what })
     }
 
     /// The next life, after those that are known here and `after`, which a checkpoint knows of.
@@ -51,10 +66,20 @@ impl Lives {
         }
     }
 
-    /// Begins a life: its term and its incarnations are nobody else's any more.
-    pub(super) fn begin(&mut self, life: Life) -> Result<(), DirectoryError> {
+    /// Begins a life: its term and its first incarnations are nobody else's any more. The last of these.
+    pub(super) fn begin(&mut self, life: Life) -> Result<u32, DirectoryError> {
         let last_incarnation = life.last_incarnation.saturating_add(BLOCK);
-        self.reserve(Reserved { term: life.term, last_incarnation })
+        self.reserve(Reserved { term: life.term, last_incarnation })?;
+        Ok(last_incarnation)
+    }
+
+    /// Reserves more incarnations, unless there are some after `last` already. The last of them.
+    pub(super) fn reserve_incarnations(&mut self, last: u32) -> Result<u32, DirectoryError> {
+        if self.reserved.last_incarnation <= last {
+            let last_incarnation = self.reserved.last_incarnation.saturating_add(BLOCK);
+            self.reserve(Reserved { last_incarnation, ..self.reserved })?;
+        }
+        Ok(self.reserved.last_incarnation)
     }
 
     /// Reserves a term, for values that replace all of the model's.
@@ -63,6 +88,7 @@ impl Lives {
     }
 
     fn reserve(&mut self, reserved: Reserved) -> Result<(), DirectoryError> {
+        self.check(reserved)?;
         let new = self.path.with_extension("new");
         let text = serde_json::to_vec(&reserved).expect("two numbers have a text");
         match fs::remove_file(&new) {

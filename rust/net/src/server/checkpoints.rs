@@ -4,7 +4,7 @@
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
 use super::membership::State;
-use crate::checkpoint::{Directory, DirectoryError, Watch};
+use crate::checkpoint::{Directory, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
@@ -22,6 +22,8 @@ const CHANGED: Duration = Duration::from_secs(10);
 pub(super) struct Checkpoints {
     path: PathBuf,
     every: Every,
+    /// That is to begin, once nothing can refuse the start any more.
+    life: Life,
     /// Until the server has stopped: then another one may have it.
     directory: Mutex<Option<Directory>>,
     news: Mutex<News>,
@@ -65,7 +67,6 @@ pub(super) struct CheckpointStatus {
 /// A directory that was taken.
 pub(super) struct Opened {
     pub(super) checkpoints: Checkpoints,
-    /// That is to begin, once nothing can refuse the start any more: [`Checkpoints::begin`].
     pub(super) life: Life,
     pub(super) resumed: Option<Resumed>,
 }
@@ -117,6 +118,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     let checkpoints = Checkpoints {
         path: kept.directory.clone(),
         every: kept.every,
+        life,
         directory: Mutex::new(Some(directory)),
         news: Mutex::default(),
         has_closed: AtomicBool::new(false),
@@ -143,9 +145,16 @@ impl Checkpoints {
         &self.path
     }
 
-    /// Begins the server's life.
-    pub(super) fn begin(&self, life: Life) -> Result<(), DirectoryError> {
-        lock(&self.directory).as_mut().map_or(Ok(()), |directory| directory.begin_life(life))
+    /// Begins the server's life. The last incarnation that is its own.
+    pub(super) fn begin(&self) -> Result<u32, ServerError> {
+        let mut directory = lock(&self.directory);
+        Ok(directory.as_mut().ok_or(ServerError::Stopped)?.begin_life(self.life)?)
+    }
+
+    /// Makes more incarnations this life's own, after the last that is. The last of them. Waits for a save that is under way.
+    pub(super) fn reserve_incarnations(&self, last: u32) -> Result<u32, ServerError> {
+        let mut directory = lock(&self.directory);
+        Ok(directory.as_mut().ok_or(ServerError::Stopped)?.reserve_incarnations(last)?)
     }
 
     /// From here on no values are replaced, since nothing would keep them. To be called with the model

@@ -11,9 +11,10 @@ use crate::frame::FrameReader;
 use crate::handshake;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
 use offbeat_core::wire::message::{Join, RefusalCode, Refused, cut};
-use offbeat_core::wire::{Kind, decode};
+use offbeat_core::wire::{Header, Kind, decode};
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::task::spawn_blocking;
 
 /// Receives Join, answers Joined.
 pub(super) async fn join(
@@ -36,12 +37,22 @@ pub(super) async fn join(
         return back::rejoin(shared, connection, &header, join, back).await;
     }
     let (secret, from) = (handshake::random()?, (join.host, join.attempt));
-    let admitted = {
-        let mut members = shared.members();
-        if let Some(id) = join.worker_id.as_deref().filter(|id| members.is_overtaken(id, join.attempt)) {
-            return Err(overtaken(&header, id));
-        }
-        members.join(join.worker_id, from, secret, Arc::clone(connection), Instant::now())
+    let admitted = loop {
+        let last = {
+            let mut members = shared.members();
+            if let Some(id) = join.worker_id.as_deref().filter(|id| members.is_overtaken(id, join.attempt)) {
+                return Err(overtaken(&header, id));
+            }
+            match members.last_if_all_are_given() {
+                None => {
+                    let connection = Arc::clone(connection);
+                    break members.join(join.worker_id, from, secret, connection, Instant::now());
+                }
+                Some(last) => last,
+            }
+        };
+        connection.enter(Phase::Waiting);
+        reserve_incarnations(shared, last, &header).await?;
     };
     let seat = admitted.seat.try_acquire_owned().expect("nobody else knows of a new member's seat yet");
     if let Some(replaced) = admitted.replaced {
@@ -78,6 +89,24 @@ pub(super) async fn join(
         own_version: 0,
         has_begun: false,
     })
+}
+
+/// Gets more incarnations, on the disk before the first of them is given.
+async fn reserve_incarnations(shared: &Arc<Shared>, last: u32, header: &Header) -> Result<(), End> {
+    let all = Arc::clone(shared);
+    let reserved = spawn_blocking(move || {
+        let more = all.checkpoints.as_ref().map(|checkpoints| checkpoints.reserve_incarnations(last));
+        more.map(|more| more.map(|last| all.members().reserved(last)))
+    });
+    let refused = |why: String| {
+        let message = format!("no process can join any more, {last} have: {why}");
+        End::refused(header, RefusalCode::Full, message)
+    };
+    match reserved.await.map_err(|e| End::lost_inside(header, "the incarnations", &e))? {
+        Some(Ok(())) => Ok(()),
+        Some(Err(error)) => Err(refused(error.to_string())),
+        None => Err(refused("start the server again".to_owned())),
+    }
 }
 
 fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {

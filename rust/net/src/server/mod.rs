@@ -69,13 +69,15 @@ impl Bound {
     /// Begins to take connections; the first worker brings the model, if none is given.
     ///
     /// # Errors
-    /// [`ServerError::StagingBudget`].
+    /// [`ServerError::StagingBudget`], [`ServerError::OtherModel`], or what keeps the life from being begun.
     pub fn serve(self, model: Option<Snapshot>) -> Result<Server, ServerError> {
         let Self(server) = self;
         if let Some(model) = model {
             server.give(model)?;
         }
-        if server.shared.checkpoints.is_some() {
+        if let Some(checkpoints) = &server.shared.checkpoints {
+            let last = checkpoints.begin()?; // nothing can refuse the start any more
+            server.shared.members().reserved(last);
             *lock(&server.keeper) = Some(Keeper::start(&server.shared)?);
         }
         server.shared.serving.send_replace(true);
@@ -240,9 +242,6 @@ fn open(config: ServerConfig) -> Result<(Arc<Shared>, Listener), ServerError> {
     let shared = Shared::new(config, address, run_id, num_data_threads, (life_now, checkpoints))?;
     if let Some(resumed) = resumed {
         shared.resume(resumed)?;
-    }
-    if let (Some(life), Some(checkpoints)) = (life, &shared.checkpoints) {
-        checkpoints.begin(life)?;
     }
     Ok((Arc::new(shared), listener))
 }
