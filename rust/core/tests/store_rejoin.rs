@@ -207,7 +207,7 @@ fn the_slot_of_a_newer_process_is_not_given_to_an_older_one() {
     for gone in [newer, other] {
         store.depart(gone, true);
         // To what the fragments have seen it would have been replaced.
-        assert!(matches!(store.rejoin("old", &claim(old, 0, 0, &[])), Err(NoWayBack::Full(_))));
+        assert!(matches!(store.rejoin("old", &claim(old, 0, 0, &[])), Err(NoWayBack::Forgotten { .. })));
     }
     let newest = store.register("newest", 4).unwrap();
     assert!(answer(&store, &head(&store, newest, 1)).applied);
@@ -227,8 +227,53 @@ fn whom_a_life_has_forgotten_of_its_own_says_nothing_of_who_came_after_the_check
         assert!(answer(&later, &head(&later, own, 1)).applied);
         later.depart(own, true);
     }
-    let told = later.rejoin("late", &claim(late, 1, 1, &[]));
-    assert!(!matches!(told, Err(NoWayBack::Forgotten { .. })), "{told:?}");
+    let told = later.rejoin("late", &claim(late, 1, 1, &[])).unwrap();
+    assert!(matches!(&told, Rejoin::Back(s) if s.lost_updates == 1 && s.answers.is_empty()), "{told:?}");
+}
+
+#[test]
+fn who_was_replaced_under_its_name_and_has_lost_its_slot_with_it_is_not_taken_for_one_who_came_after() {
+    let store = store();
+    let _first = store.register("z", 1).unwrap();
+    let worker = store.register("a", 2).unwrap();
+    assert!(answer(&store, &head(&store, worker, 1)).applied);
+    let later = another_life(&store); // which holds that push
+    let newer = later.register("a", common::LAST_INCARNATION + 1).unwrap();
+    later.depart(newer, false);
+    later.register("b", common::LAST_INCARNATION + 2).unwrap();
+    let told = later.rejoin("a", &claim(worker, 0, 0, &[false]));
+    assert!(matches!(told, Err(NoWayBack::Forgotten { .. })), "{told:?}");
+}
+
+#[test]
+fn who_finds_room_for_newer_ones_only_is_to_be_started_again() {
+    let store = store();
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let late = store.register("late", 2).unwrap();
+    assert!(answer(&store, &head(&store, late, 1)).applied);
+    let config = StoreConfig { max_workers: 2, ..StoreConfig::default() };
+    let later = common::resumed(&store, &state, config);
+    let [x, y] =
+        [("x", 1), ("y", 2)].map(|(name, n)| later.register(name, common::LAST_INCARNATION + n).unwrap());
+    assert!(matches!(later.rejoin("late", &claim(late, 1, 1, &[])), Err(NoWayBack::Full(_))));
+    later.depart(x, true);
+    assert!(matches!(later.rejoin("late", &claim(late, 1, 1, &[])), Err(NoWayBack::Forgotten { .. })));
+    later.depart(y, true);
+}
+
+#[test]
+fn who_was_away_for_long_is_expected_by_the_next_life_and_who_is_gone_is_not() {
+    let store = store();
+    let [away, gone] = [("away", 1), ("gone", 2)].map(|(name, n)| store.register(name, n).unwrap());
+    store.absent(away);
+    store.depart(gone, false);
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let present: Vec<_> =
+        state.book.workers.iter().map(|page| (page.worker_id.as_str(), page.present)).collect();
+    assert_eq!(present, [("away", true), ("gone", false)]);
+    // Whose slot is given away first.
+    let newer = store.register("newer", 3).unwrap();
+    assert_eq!(newer.slot, gone.slot);
 }
 
 #[test]

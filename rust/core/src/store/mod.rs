@@ -237,6 +237,12 @@ impl Store {
         self.registry().lost(key, newest);
     }
 
+    /// The worker has been away for long, and may come back: its slot may be given away, after those of workers that are gone
+    /// for good.
+    pub fn absent(&self, key: WorkerKey) {
+        self.registry().absent(key);
+    }
+
     /// The worker is gone for good, with its work done or not; its slot may be given away.
     pub fn depart(&self, key: WorkerKey, finished: bool) {
         self.registry().depart(key, finished);

@@ -106,20 +106,35 @@ impl Registry {
         };
         let mut slot = Slot::new(worker_id, incarnation);
         match self.slots[index].take() {
-            Some(old) if old.worker_id == worker_id => slot.tally = old.tally,
-            Some(old) => self.forget(old.incarnation),
+            Some(old) if old.worker_id == worker_id => {
+                (slot.tally, slot.predecessor) =
+                    (old.tally, old.predecessor.max(self.of_before(old.incarnation)));
+            }
+            Some(old) => {
+                self.forget(old.predecessor);
+                self.forget(old.incarnation);
+            }
             None => {}
         }
         self.slots[index] = Some(slot);
         Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
     }
 
+    /// An incarnation that another life has given, else none (0).
+    fn of_before(&self, incarnation: u32) -> u32 {
+        if self.resumed.is_some_and(|resumed| incarnation <= resumed.last_incarnation) {
+            incarnation
+        } else {
+            0
+        }
+    }
+
     /// What became of a process's last pushes cannot be said any more.
     fn forget(&mut self, incarnation: u32) {
         self.last_forgotten = self.last_forgotten.max(incarnation);
-        if let Some(resumed) = self.resumed.as_mut().filter(|resumed| incarnation <= resumed.last_incarnation)
-        {
-            resumed.last_forgotten = resumed.last_forgotten.max(incarnation);
+        let of_before = self.of_before(incarnation);
+        if let Some(resumed) = &mut self.resumed {
+            resumed.last_forgotten = resumed.last_forgotten.max(of_before);
         }
     }
 
@@ -133,6 +148,12 @@ impl Registry {
     /// The oldest version on which a push of this worker does not count as slept.
     pub(super) fn least_base(&mut self, key: WorkerKey) -> u64 {
         self.slot(key).and_then(|slot| slot.lost_at).unwrap_or(0)
+    }
+
+    pub(super) fn absent(&mut self, key: WorkerKey) {
+        if let Some(slot) = self.slot(key) {
+            (slot.present, slot.expected) = (false, true);
+        }
     }
 
     pub(super) fn depart(&mut self, key: WorkerKey, finished: bool) {

@@ -142,7 +142,11 @@ impl Registry {
         if claim.has_pushed() && !came_after {
             return Err(NoWayBack::forgotten(worker_id, claim));
         }
-        let key = self.register(worker_id, claim.incarnation)?;
+        let key = self.register(worker_id, claim.incarnation).map_err(|full| {
+            // Room that is there for newer ones only will not be for this one later, either.
+            let has_room = self.slots.iter().flatten().any(|slot| !slot.present);
+            if has_room { NoWayBack::forgotten(worker_id, claim) } else { full.into() }
+        })?;
         let lost = self.slot(key).map_or(0, |slot| slot.catch_up(claim));
         self.count_lost(lost);
         Ok(Rejoin::Back(self.stand(key, claim, lost)))

@@ -25,6 +25,9 @@ pub(super) enum Recent {
 pub(super) struct Slot {
     pub(super) worker_id: String,
     pub(super) incarnation: u32,
+    /// The newest process of a life before that had this name, and of whose last pushes it is known as long as the name
+    /// has a slot that they were made before this one's; 0: none.
+    pub(super) predecessor: u32,
     /// Pushes up to this one have been answered for, in order.
     pub(super) last_sequence: u64,
     /// How many of this incarnation's were answered as applied.
@@ -34,7 +37,7 @@ pub(super) struct Slot {
     /// The newest version that could be read when the worker was lost: what is older is too old to push.
     pub(super) lost_at: Option<u64>,
     pub(super) present: bool,
-    /// Whether it was present in the life before: others' slots are given away first.
+    /// Whether it may still come, having been away for long or in the life before: others' slots are given away first.
     pub(super) expected: bool,
     /// Whether it said that its work was done.
     pub(super) finished: bool,
@@ -48,6 +51,7 @@ impl Slot {
         Self {
             worker_id: worker_id.to_owned(),
             incarnation,
+            predecessor: 0,
             last_sequence: 0,
             applied: 0,
             recent: VecDeque::new(),

@@ -17,8 +17,7 @@ const FREE_LOSSES: usize = 8;
 /// Before another try where a server lets nobody in for long, or breaks every connection off.
 const PAUSE: Duration = Duration::from_millis(100);
 /// What to do where the server is there and has not this session.
-const NEXT: &str =
-    "A new worker can join it; a server that is given checkpoint_dir keeps its run over a restart";
+const NEXT: &str = "A new worker can join it, without run_id=; a server that is given checkpoint_dir keeps its run over a restart";
 
 impl ClientError {
     /// Whether another connection may help.

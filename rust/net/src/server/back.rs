@@ -118,7 +118,8 @@ fn no_seat(header: &Header, worker_id: &str, no: NoSeat) -> End {
             End::refused(header, RefusalCode::Fenced, message)
         }
         NoSeat::Gone => {
-            let message = format!("worker {worker_id:?} has said goodbye, and cannot go on after that");
+            let message =
+                format!("worker {worker_id:?} has said goodbye, and cannot go on after that; start it again");
             End::refused(header, RefusalCode::State, message)
         }
         NoSeat::Unknown => {

@@ -38,7 +38,10 @@ pub(super) struct Known<'a> {
 
 /// Nobody waits for the answer, unless two threads of one process want the same name.
 pub(super) fn overtaken(header: &Header, worker_id: &str) -> End {
-    let message = format!("a later attempt of the same process to be worker {worker_id:?} was heard first");
+    let message = format!(
+        "a later attempt of the same process to be worker {worker_id:?} was heard first; \
+         where two of one process are wanted, give each a worker_id of its own"
+    );
     End::refused(header, RefusalCode::Fenced, message)
 }
 

@@ -105,7 +105,7 @@ impl Session {
                 }
             }
             let header = self.reader.header(socket).await?;
-            // Before the phase: who sees a frame under way sees what it is, and a stop lets a push end.
+            // Before the phase: who sees a frame under way sees what it is.
             connection.answers(match header.kind {
                 Kind::Push | Kind::Pull => {
                     self.has_begun = true;

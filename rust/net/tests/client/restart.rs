@@ -13,6 +13,7 @@ use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, Serve
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// Of a server under load, with each transaction.
 const DRAINS: usize = 5;
@@ -192,7 +193,7 @@ fn a_push_whose_answer_broke_off_is_rejected_whole_by_a_life_that_takes_whole_on
     let before = place.copy("whole-before");
     let mut values = cells(&mut worker, 0);
     let (receipt, again) = std::thread::scope(|scope| {
-        relay.cut_answer_after(MODEL_BYTES - FRAGMENT); // two fragments have come
+        relay.cut_answer_after(MODEL_BYTES - FRAGMENT); // one fragment has come, and a part of another
         relay.send_on_to_nobody();
         let pushing = scope.spawn(|| worker.push_pull(&mut values, false).unwrap().unwrap());
         eventually("a cut", || relay.num_cut() > 0);
@@ -237,6 +238,33 @@ fn who_was_there_is_waited_for_after_a_restart() {
     let name = unnamed.client.session().unwrap().worker_id.clone();
     assert!(name.ends_with("-t2"), "{name}: no name that a worker may have which came after the checkpoint");
     a.client.close(Parting::Finished, &never).unwrap();
+}
+
+#[test]
+fn who_was_away_for_longer_than_the_grace_when_its_server_was_started_again_goes_on() {
+    let place = Place::new("away");
+    let rejoin_grace = Duration::from_millis(200);
+    let server = start(ServerConfig { rejoin_grace, ..place.config(Transaction::Fragment) }, false);
+    let (relay, steady) = (Relay::new(server.address(), []), Relay::new(server.address(), []));
+    let (mut away, mut there) = (join_as(&relay, 1, Some("away")), join_as(&steady, 1, Some("there")));
+    let mut values = cells(&mut away, 0);
+    assert!(away.push(&mut values).unwrap().applied);
+    relay.go_down();
+    eventually("its end", || status(&server)["workers"][0]["state"] == "lost");
+    let begun = Instant::now();
+    eventually("the end of its grace", || begun.elapsed() > 5 * rejoin_grace);
+    let mut values = cells(&mut there, 1);
+    assert!(there.push(&mut values).unwrap().applied);
+    until_kept(&server, 2);
+    steady.go_down();
+    server.stop();
+    let again = start(ServerConfig { rejoin_grace, ..place.config(Transaction::Fragment) }, false);
+    assert_eq!(status(&again)["workers"][0]["state"], "lost", "it has not said goodbye");
+    relay.come_up(again.address());
+    away.pull(true).unwrap();
+    let mut values = cells(&mut away, 2);
+    assert!(away.push(&mut values).unwrap().applied);
+    assert!(held(&again, 3).iter().flatten().all(|w| *w == 1.0));
 }
 
 #[test]

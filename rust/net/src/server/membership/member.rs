@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedSender;
 
+/// Workers of the life before have so many times the grace: their machines may have gone with the server's. With the
+/// defaults it is as long as they wait for the server.
+pub(super) const GRACE_OF_ANOTHER_LIFE: u32 = 5;
 /// The span over which samples per second are measured.
 const RATE_WINDOW: Duration = Duration::from_secs(10);
 
@@ -213,6 +216,11 @@ impl Member {
     /// when it goes. One that heard nothing may come again, without a name as another one.
     pub(super) const fn has_not_begun(&self) -> bool {
         (self.key.is_none() || !self.has_answered) && !matches!(self.state, State::Left | State::Finished)
+    }
+
+    /// How long it counts as there after its loss, and its place in the store is its own.
+    pub(super) fn grace(&self, rejoin_grace: Duration) -> Duration {
+        if self.has_come() { rejoin_grace } else { rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE) }
     }
 
     /// Whether it is lost by its silence alone, and its place in the store is still its own.

@@ -20,6 +20,7 @@ pub(super) use outcome::{Outcome, Patience, Pause};
 use super::connection::Connection;
 use departures::Departures;
 use member::{Link, REPLACED};
+use offbeat_core::store::book::MOST_INCARNATIONS;
 use offbeat_core::store::{Life, WorkerKey};
 use offbeat_core::wire::message::{Attempt, Event, FIRST_TERM, Parting};
 use std::collections::BTreeMap;
@@ -86,6 +87,8 @@ pub(super) struct Members {
     by_id: BTreeMap<String, Member>,
     bygone: Bygone,
     last_incarnation: u32,
+    /// Up to which no other life will have them.
+    last_reserved: u32,
     /// The life that it is the membership of: incarnations up to its last were other lives'.
     life: Life,
     departures: Departures,
@@ -102,6 +105,7 @@ impl Members {
             by_id: BTreeMap::new(),
             bygone: Bygone::default(),
             last_incarnation: life.last_incarnation,
+            last_reserved: MOST_INCARNATIONS,
             life,
             departures: Departures::default(),
             last_withdrawn: None,
@@ -113,6 +117,17 @@ impl Members {
     pub(super) fn is_overtaken(&self, id: &str, attempt: Option<Attempt>) -> bool {
         let latest = self.by_id.get(id).and_then(|member| member.attempt);
         attempt.is_some_and(|attempt| attempt.is_before(latest))
+    }
+
+    /// Incarnations up to this one are this life's own.
+    pub(super) const fn reserved(&mut self, last: u32) {
+        self.last_reserved = last;
+    }
+
+    /// The last incarnation that is this life's own, if it has been given: more are to be [reserved](Self::reserved) before
+    /// another process may [join](Self::join).
+    pub(super) fn last_if_all_are_given(&self) -> Option<u32> {
+        (self.last_incarnation >= self.last_reserved).then_some(self.last_reserved)
     }
 
     /// A worker process comes in. Without a name it gets one.
@@ -378,7 +393,10 @@ impl Members {
                     (member.state, member.since) = (State::Stalled, now);
                     ticked.stalled.push(id.clone());
                 }
-                State::Lost if !member.forgotten && now.duration_since(member.since) >= rejoin_grace => {
+                State::Lost
+                    if !member.forgotten
+                        && now.duration_since(member.since) >= member.grace(rejoin_grace) =>
+                {
                     member.forgotten = true;
                     if member.has_not_begun() {
                         unbegun.push(member.incarnation);

@@ -31,18 +31,9 @@ pub(in crate::server) struct Patience {
     pub(in crate::server) rejoin_grace: Duration,
 }
 
-/// Workers of the life before have so many times the grace: their machines may have gone with the server's. With the
-/// defaults it is as long as they wait for the server.
-pub(super) const GRACE_OF_ANOTHER_LIFE: u32 = 5;
-
 impl Patience {
-    /// How long a worker counts as there after its loss.
     fn grace(self, member: &Member) -> Duration {
-        if member.has_come() {
-            self.rejoin_grace
-        } else {
-            self.rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE)
-        }
+        member.grace(self.rejoin_grace)
     }
 }
 

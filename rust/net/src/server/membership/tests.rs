@@ -1,4 +1,4 @@
-use super::outcome::GRACE_OF_ANOTHER_LIFE;
+use super::member::GRACE_OF_ANOTHER_LIFE;
 use super::*;
 use crate::frame::Socket;
 use offbeat_core::dtype::Dtype;
@@ -615,6 +615,20 @@ async fn a_return_that_fails_is_no_loss_where_another_attempt_waits_or_is_seated
     members.seat("a", (a, None), &seat, (String::new(), at(2), [7; 16]), &connection(), now);
     assert!(!members.not_back("a", a, at(2)));
     assert_eq!((state(&members, "a"), members.departures().count()), (State::Joined, 0));
+}
+
+#[tokio::test]
+async fn after_a_restart_the_places_of_the_life_before_are_kept_for_as_long_as_they_are_waited_for() {
+    let (mut members, start) = (Members::new(Life { term: 2, last_incarnation: 9 }), Instant::now());
+    members.expect("a", key(1), State::Lost, start);
+    let mut forgotten = |at| {
+        let ticked = members.tick(seconds(10), PATIENCE.rejoin_grace, start + seconds(at));
+        ticked.forgotten.iter().filter_map(|f| f.key).collect::<Vec<_>>()
+    };
+    assert_eq!(forgotten(299), []);
+    assert_eq!(forgotten(300), [key(1)]);
+    assert_eq!(forgotten(301), []);
+    assert!(members.call_back("a", key(1).incarnation, &[7; 16], None).is_ok(), "nor does it end there");
 }
 
 #[tokio::test]
