@@ -1,8 +1,6 @@
 //! The client against the real server, and against one that does what a test tells it, when it tells it.
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-#[path = "client/anew.rs"]
-mod anew;
 #[path = "client/buffers.rs"]
 mod buffers;
 #[path = "client/cells.rs"]

@@ -2,6 +2,7 @@
 //! way, and the call that found the loss goes on.
 
 use super::config::Interrupt;
+use super::connect::host;
 use super::connection::{Turn, Unsettled};
 use super::error::ClientError;
 use super::join::{self, Entered, unless_interrupted};
@@ -152,30 +153,6 @@ impl Inner {
         Ok(())
     }
 
-    /// Whether a process that is not known any more can join as it did first: without a model it has read nothing, and its
-    /// name is its own only if it was given.
-    fn may_begin_anew(&self, refused: &ClientError) -> bool {
-        let is_unknown = match refused {
-            ClientError::Refused { code, .. } => matches!(code, RefusalCode::RunId | RefusalCode::Forgotten),
-            ClientError::Fenced { .. } => self.way.join.worker_id.is_none(),
-            _ => false,
-        };
-        is_unknown && self.connection.model.is_none()
-    }
-
-    /// Joins as a new process does.
-    fn enter_anew(&mut self, left: Duration, interrupt: &dyn Interrupt) -> Result<Entered, ClientError> {
-        let entered = join::enter(&self.way.target, &self.way.join, left, interrupt)?;
-        let Joined { run_id, worker_id, incarnation, secret, .. } = &entered.joined;
-        tracing::info!(
-            "nothing was lost with the place of worker {}: it is {worker_id} now",
-            self.session.worker_id
-        );
-        (self.session.run_id, self.session.worker_id) = (run_id.clone(), worker_id.clone());
-        (self.session.incarnation, self.way.secret) = (*incarnation, *secret);
-        Ok(entered)
-    }
-
     /// Why the session is over, where the server was not found again.
     fn no_way_back(&self, error: ClientError, loss: &ClientError, waited: Duration) -> ClientError {
         let address = self.connection.address.clone();
@@ -220,14 +197,12 @@ impl Inner {
             worker_id: Some(self.session.worker_id.clone()),
             run_id: Some(self.session.run_id.clone()),
             table: self.session.table.as_deref().cloned(),
+            host: host(),
+            in_flight: self.way.in_flight,
             back: Some(Back { claim, secret: self.way.secret }),
-            ..self.way.join.clone()
+            attempt: None,
         };
-        let Entered { stream, control, joined } = match join::enter(&self.way.target, &join, left, interrupt)
-        {
-            Err(error) if self.may_begin_anew(&error) => self.enter_anew(left, interrupt)?,
-            entered => entered?,
-        };
+        let Entered { stream, control, joined } = join::enter(&self.way.target, &join, left, interrupt)?;
         if joined.incarnation != self.session.incarnation {
             let cause = format!(
                 "incarnation {} is back, and it says {}",

@@ -156,8 +156,8 @@ impl Inner {
         let keep = if in_flight > 1 { Keep::Sent } else { Keep::Settled };
         let way = Way {
             target,
-            join: Join { in_flight, ..join },
             secret: joined.secret,
+            in_flight,
             patience,
             keeps_checkpoints: joined.keeps_checkpoints,
             term: joined.term,

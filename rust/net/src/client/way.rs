@@ -2,7 +2,6 @@
 
 use super::connect::Target;
 use offbeat_core::spec::{Contribution, OptimizerSpec};
-use offbeat_core::wire::message::Join;
 use std::time::Duration;
 
 /// How long a server is waited for that keeps checkpoints, and may be started again on another machine.
@@ -17,9 +16,9 @@ const LAST_UNKEPT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct Way {
     pub(super) target: Target,
-    /// How it joined.
-    pub(super) join: Join,
     pub(super) secret: [u8; 16],
+    /// Pushes in flight.
+    pub(super) in_flight: u32,
     /// How long a lost server is waited for; `None`: as long as it makes sense.
     pub(super) patience: Option<Duration>,
     pub(super) keeps_checkpoints: bool,
