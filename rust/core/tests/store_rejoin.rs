@@ -248,17 +248,19 @@ fn who_was_replaced_under_its_name_and_has_lost_its_slot_with_it_is_not_taken_fo
 #[test]
 fn who_finds_room_for_newer_ones_only_is_to_be_started_again() {
     let store = store();
+    let older = store.register("a", 1).unwrap();
     let state = store.begin_cut().unwrap().take().unwrap();
     let late = store.register("late", 2).unwrap();
     assert!(answer(&store, &head(&store, late, 1)).applied);
     let config = StoreConfig { max_workers: 2, ..StoreConfig::default() };
     let later = common::resumed(&store, &state, config);
-    let [x, y] =
-        [("x", 1), ("y", 2)].map(|(name, n)| later.register(name, common::LAST_INCARNATION + n).unwrap());
-    assert!(matches!(later.rejoin("late", &claim(late, 1, 1, &[])), Err(NoWayBack::Full(_))));
-    later.depart(x, true);
-    assert!(matches!(later.rejoin("late", &claim(late, 1, 1, &[])), Err(NoWayBack::Forgotten { .. })));
-    later.depart(y, true);
+    later.register("x", common::LAST_INCARNATION + 1).unwrap();
+    back(&later, &claim(older, 0, 0, &[]));
+    let rejoin = || later.rejoin("late", &claim(late, 1, 1, &[]));
+    assert!(matches!(rejoin(), Err(NoWayBack::Full(_))), "the older one may leave");
+    later.depart(older, true);
+    later.register("y", common::LAST_INCARNATION + 2).unwrap();
+    assert!(matches!(rejoin(), Err(NoWayBack::Forgotten { .. })));
 }
 
 #[test]
@@ -269,8 +271,8 @@ fn who_was_away_for_long_is_expected_by_the_next_life_and_who_is_gone_is_not() {
     store.depart(gone, false);
     let state = store.begin_cut().unwrap().take().unwrap();
     let present: Vec<_> =
-        state.book.workers.iter().map(|page| (page.worker_id.as_str(), page.present)).collect();
-    assert_eq!(present, [("away", true), ("gone", false)]);
+        state.book.workers.iter().map(|page| (page.worker_id.as_str(), page.present, page.away)).collect();
+    assert_eq!(present, [("away", false, true), ("gone", false, false)]);
     // Whose slot is given away first.
     let newer = store.register("newer", 3).unwrap();
     assert_eq!(newer.slot, gone.slot);

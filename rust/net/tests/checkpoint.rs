@@ -55,7 +55,7 @@ fn a_server_goes_on_from_where_it_was_stopped() {
 
 #[test]
 fn no_incarnation_is_given_twice_though_more_join_than_were_reserved_at_once() {
-    const JOINS: u32 = 1100;
+    const JOINS: u32 = 4200;
     let place = Place::new();
     let server = start(place.config());
     let reserved = || {

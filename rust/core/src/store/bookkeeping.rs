@@ -11,7 +11,7 @@ use super::receipt::Receipt;
 use super::registry::{MAX_WORKERS, RECENT, Registry, Resumed};
 use super::resume::Life;
 use super::root::Root;
-use super::slot::{Recent, Slot};
+use super::slot::{Recent, Slot, Whereabouts};
 use super::tally::{STALENESS_BUCKETS, Tally, TicketCounts};
 use super::ticket::{Run, Ticket};
 use crate::layout::{Layout, Presence};
@@ -100,8 +100,9 @@ impl Registry {
             incarnation: slot.incarnation,
             last_sequence,
             applied: slot.applied + ended, // none after the line was: it could not commit
-            present: slot.present || slot.expected,
-            finished: slot.finished,
+            present: matches!(slot.whereabouts, Whereabouts::Here | Whereabouts::Expected),
+            away: slot.whereabouts == Whereabouts::Away,
+            finished: slot.whereabouts == Whereabouts::Finished,
             recent,
             tally: slot.tally.clone(),
         }
@@ -151,9 +152,8 @@ impl Registry {
             let field = page.field();
             let key = WorkerKey { slot: page.slot, incarnation: page.incarnation };
             let mut slot = Slot::new(&page.worker_id, page.incarnation);
-            (slot.last_sequence, slot.tally) = (page.last_sequence, page.tally);
-            (slot.applied, slot.finished) = (page.applied, page.finished);
-            (slot.present, slot.expected) = (false, page.present);
+            slot.whereabouts = Whereabouts::of(&page);
+            (slot.last_sequence, slot.applied, slot.tally) = (page.last_sequence, page.applied, page.tally);
             for (sequence, answer) in page.recent {
                 let recent = match answer {
                     Answer::Settled(receipt) => Recent::Settled(receipt),

@@ -5,7 +5,7 @@ use super::book::Ending;
 use super::ledger::WorkerKey;
 use super::push::{PushHead, PushRecord};
 use super::receipt::{Fate, Receipt};
-use super::slot::{Recent, Slot};
+use super::slot::{Recent, Slot, Whereabouts};
 use super::tally::{Tally, TicketCounts};
 use super::ticket::{Run, Ticket};
 use crate::layout::Layout;
@@ -97,9 +97,12 @@ impl Registry {
             }
             None => {
                 // A slot goes to newer incarnations only: to the fragments' ledgers an older one has been replaced.
-                let absent =
-                    |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.present && s.incarnation < incarnation);
-                let gone = |s: &Option<Slot>| absent(s) && s.as_ref().is_none_or(|s| !s.expected);
+                let absent = |s: &Option<Slot>| {
+                    s.as_ref()
+                        .is_none_or(|s| s.whereabouts != Whereabouts::Here && s.incarnation < incarnation)
+                };
+                let gone =
+                    |s: &Option<Slot>| absent(s) && s.as_ref().is_none_or(|s| !s.whereabouts.may_come());
                 let free = self.slots.iter().position(gone).or_else(|| self.slots.iter().position(absent));
                 free.ok_or(Full { max_workers: self.max_workers })?
             }
@@ -152,13 +155,13 @@ impl Registry {
 
     pub(super) fn absent(&mut self, key: WorkerKey) {
         if let Some(slot) = self.slot(key) {
-            (slot.present, slot.expected) = (false, true);
+            slot.whereabouts = Whereabouts::Away;
         }
     }
 
     pub(super) fn depart(&mut self, key: WorkerKey, finished: bool) {
         if let Some(slot) = self.slot(key) {
-            (slot.present, slot.expected, slot.finished) = (false, false, finished);
+            slot.whereabouts = if finished { Whereabouts::Finished } else { Whereabouts::Left };
         }
     }
 

@@ -13,7 +13,7 @@ use super::ledger::WorkerKey;
 use super::push::PushHead;
 use super::receipt::{Fate, Receipt};
 use super::registry::{Full, RECENT, Registry};
-use super::slot::{Recent, Slot};
+use super::slot::{Recent, Slot, Whereabouts};
 use crate::layout::Presence;
 use crate::pipeline::Reason;
 use futures_channel::oneshot;
@@ -128,7 +128,7 @@ impl Registry {
         let key =
             WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation: claim.incarnation };
         let lost = slot.catch_up(claim);
-        (slot.present, slot.expected) = (true, false);
+        slot.whereabouts = Whereabouts::Here;
         self.count_lost(lost);
         Ok(Rejoin::Back(self.stand(key, claim, lost)))
     }
@@ -143,9 +143,9 @@ impl Registry {
             return Err(NoWayBack::forgotten(worker_id, claim));
         }
         let key = self.register(worker_id, claim.incarnation).map_err(|full| {
-            // Room that is there for newer ones only will not be for this one later, either.
-            let has_room = self.slots.iter().flatten().any(|slot| !slot.present);
-            if has_room { NoWayBack::forgotten(worker_id, claim) } else { full.into() }
+            // None of these will ever be an older one's: see `register`.
+            let are_newer = self.slots.iter().flatten().all(|slot| slot.incarnation > claim.incarnation);
+            if are_newer { NoWayBack::forgotten(worker_id, claim) } else { full.into() }
         })?;
         let lost = self.slot(key).map_or(0, |slot| slot.catch_up(claim));
         self.count_lost(lost);

@@ -1,7 +1,7 @@
 //! Exactly once: a worker as the registry remembers it, with its incarnation, the last sequence number it settled and
 //! the answers to its last pushes. Contiguity of sequence numbers is checked against this and nothing else.
 
-use super::book::Ending;
+use super::book::{Ending, WorkerPage};
 use super::push::PushRecord;
 use super::receipt::Receipt;
 use super::tally::Tally;
@@ -20,6 +20,37 @@ pub(super) enum Recent {
     Settled(Receipt),
 }
 
+/// Where a worker is, as far as its slot matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Whereabouts {
+    Here,
+    /// It was there in the life before, and may come.
+    Expected,
+    /// It has been away for long, and may come.
+    Away,
+    /// It will not come again: its work was not done.
+    Left,
+    /// It will not come again: its work was done.
+    Finished,
+}
+
+impl Whereabouts {
+    /// What a book says of it.
+    pub(super) const fn of(page: &WorkerPage) -> Self {
+        match page {
+            WorkerPage { present: true, .. } => Self::Expected,
+            WorkerPage { away: true, .. } => Self::Away,
+            WorkerPage { finished: true, .. } => Self::Finished,
+            _ => Self::Left,
+        }
+    }
+
+    /// Whether it may come, if it is not here.
+    pub(super) const fn may_come(self) -> bool {
+        matches!(self, Self::Expected | Self::Away)
+    }
+}
+
 /// A worker's place in the registry.
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -36,11 +67,7 @@ pub(super) struct Slot {
     pub(super) recent: VecDeque<(u64, Recent)>,
     /// The newest version that could be read when the worker was lost: what is older is too old to push.
     pub(super) lost_at: Option<u64>,
-    pub(super) present: bool,
-    /// Whether it may still come, having been away for long or in the life before: others' slots are given away first.
-    pub(super) expected: bool,
-    /// Whether it said that its work was done.
-    pub(super) finished: bool,
+    pub(super) whereabouts: Whereabouts,
     /// Who waits for its pushes under way to end.
     pub(super) waiting: Vec<oneshot::Sender<()>>,
     pub(super) tally: Tally,
@@ -56,9 +83,7 @@ impl Slot {
             applied: 0,
             recent: VecDeque::new(),
             lost_at: None,
-            present: true,
-            expected: false,
-            finished: false,
+            whereabouts: Whereabouts::Here,
             waiting: Vec::new(),
             tally: Tally::default(),
         }

@@ -3,7 +3,7 @@
 use super::error::DirectoryError;
 use std::path::{Path, PathBuf};
 
-/// How many versions are kept.
+/// How many are kept, besides copies.
 pub const KEPT: usize = 3;
 
 /// One that can be used, and the newer ones that cannot.
@@ -41,17 +41,17 @@ pub(super) fn newest<T>(
     }
 }
 
-/// Which checkpoints are not kept, by their places among the versions that they hold, newest first (`None`: it cannot be
-/// read): all but the newest [`KEPT`] versions, the newest of each. A server writes what it goes on from again, so that one
-/// that fails at every start would leave nothing else. The newest two are kept whatever they hold: of what was written
-/// last, nobody has read what the disk gives back.
-pub(super) fn superfluous(versions: &[Option<u64>]) -> Vec<usize> {
-    let mut kept: Vec<Option<u64>> = Vec::new();
+/// Which checkpoints are not kept, by their places among what they hold, newest first: all but the newest [`KEPT`] that
+/// differ, and the newest of those that are the same. A server writes what it goes on from again, so that one that fails at
+/// every start would leave nothing else. The newest two are kept whatever they hold: of what was written last, nobody has
+/// read what the disk gives back. `None`: it is damaged, and like no other.
+pub(super) fn superfluous<T: PartialEq>(held: &[Option<T>]) -> Vec<usize> {
+    let mut kept: Vec<&Option<T>> = Vec::new();
     let mut superfluous = Vec::new();
-    for (place, version) in versions.iter().enumerate() {
-        let is_copy = version.is_some() && kept.contains(version);
+    for (place, one) in held.iter().enumerate() {
+        let is_copy = one.is_some() && kept.contains(&one);
         if !is_copy && kept.len() < KEPT {
-            kept.push(*version);
+            kept.push(one);
         } else if place >= 2 {
             superfluous.push(place);
         }
@@ -74,8 +74,8 @@ mod tests {
         assert_eq!(superfluous(&[4, 4, 3, 2, 1]), [4], "the copy is of three");
         assert_eq!(superfluous(&[4, 4, 4, 3, 2]), [2]);
         assert_eq!(superfluous(&[5, 4, 4, 3]), [2]);
-        assert_eq!(superfluous(&[9, 10, 9, 8, 7]), [2, 4], "after a restart on an older one");
-        let unread = [None, None, None, None, Some(1)];
-        assert_eq!(super::superfluous(&unread), [3, 4], "nobody knows that they are copies");
+        assert_eq!(superfluous(&[9, 10, 9, 8, 7]), [2, 4], "gone on with from an older one");
+        let damaged = [None, None, None, None, Some(1)];
+        assert_eq!(super::superfluous(&damaged), [3, 4], "nobody knows that they are copies");
     }
 }

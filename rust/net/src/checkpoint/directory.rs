@@ -178,9 +178,14 @@ impl Directory {
     fn prune(&self) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
         let found = folders(&self.path)?;
-        let version = |folder: &PathBuf| Checkpoint::unverified(folder).ok().map(|c| c.manifest.book.version);
-        let versions: Vec<_> = found.iter().map(version).collect();
-        for folder in choice::superfluous(&versions).into_iter().map(|place| &found[place]) {
+        // Values may have been replaced between two of one version.
+        let held = |folder: &PathBuf| match Checkpoint::unverified(folder) {
+            Ok(checkpoint) => Ok(Some((checkpoint.manifest.book.version, checkpoint.manifest.files))),
+            Err(error) if error.is_damage() => Ok(None),
+            Err(error) => Err(error),
+        };
+        let held = found.iter().map(held).collect::<Result<Vec<_>, _>>()?;
+        for folder in choice::superfluous(&held).into_iter().map(|place| &found[place]) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
             fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
@@ -264,10 +269,14 @@ mod tests {
     }
 
     fn store() -> Arc<Store> {
+        store_of(1)
+    }
+
+    fn store_of(byte: u8) -> Arc<Store> {
         let (name, dtype, role) = ("w".into(), Dtype::F32, Role::Parameter);
         let table =
             TensorTable::new(vec![TensorSpec { name, aliases: vec![], shape: vec![1000], dtype, role }]);
-        Store::new(Arc::new(table.unwrap()), StoreConfig::default(), 1, &mut |_, bytes| bytes.fill(1))
+        Store::new(Arc::new(table.unwrap()), StoreConfig::default(), 1, &mut |_, bytes| bytes.fill(byte))
     }
 
     /// Saves the store as if so many updates had been made.
@@ -296,6 +305,18 @@ mod tests {
         let restored = newest.restore(StoreConfig::default(), life, &Watch::none()).unwrap();
         assert_eq!((restored.term(), restored.version()), (2, 9));
         assert_eq!(restored.reader().root(0).held(), store.reader().root(0).held());
+    }
+
+    #[test]
+    fn values_that_were_replaced_are_no_copy() {
+        let place = Temporary::new();
+        let (store, replaced) = (store(), store_of(2));
+        let mut directory = Directory::open(&place.0).unwrap();
+        for (store, version) in [(&store, 1), (&store, 2), (&replaced, 2), (&replaced, 2), (&replaced, 3)] {
+            save(&mut directory, store, version);
+        }
+        let kept = checkpoints(&place.0).unwrap();
+        assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [5, 4, 2]);
     }
 
     #[test]

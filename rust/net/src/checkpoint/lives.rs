@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 pub(super) const LIFE: &str = "life.json";
 /// Incarnations are reserved so many at a time.
-const BLOCK: u32 = 1 << 10;
+const BLOCK: u32 = 1 << 12;
 /// The file is some 40 bytes long.
 const MAX_BYTES: u64 = 1024;
 

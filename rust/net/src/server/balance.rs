@@ -1,6 +1,6 @@
 //! Which data connections go to another thread. A connection is placed when it comes, by what is known then; workers
 //! that leave, or that push more than others, leave some threads busier than others. What is decided here is asked for
-//! ([`Connection::ask_to_move`](super::connection::Connection::ask_to_move)), and done between two frames ([`moving`](super::moving)).
+//! ([`Connection::ask_to_move`](super::connection::Connection::ask_to_move)), and done between two frames ([`attend`](super::attend)).
 
 /// What a connection weighs for being there, in bytes: idle ones are spread as well, before they wake together.
 const PRESENCE_BYTES: u64 = 64 << 10;

@@ -3,7 +3,7 @@
 
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
-use super::membership::State;
+use super::membership::Standing;
 use crate::checkpoint::{Directory, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
@@ -22,7 +22,7 @@ const CHANGED: Duration = Duration::from_secs(10);
 pub(super) struct Checkpoints {
     path: PathBuf,
     every: Every,
-    /// That is to begin, once nothing can refuse the start any more.
+    /// That is to begin, once nothing but the machine can refuse the start any more.
     life: Life,
     /// Until the server has stopped: then another one may have it.
     directory: Mutex<Option<Directory>>,
@@ -77,7 +77,7 @@ pub(super) struct Resumed {
     pub(super) run: RunRecord,
     pub(super) store: Arc<Store>,
     /// Who was in the run, and how it was last known to stand.
-    pub(super) workers: Vec<(String, WorkerKey, State)>,
+    pub(super) workers: Vec<(String, WorkerKey, Standing)>,
 }
 
 /// Takes a directory, and what there is to go on from.
@@ -126,13 +126,17 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     Ok(Opened { checkpoints, life, resumed })
 }
 
-fn standing(page: &WorkerPage) -> (String, WorkerKey, State) {
-    let state = match (page.present, page.finished) {
-        (true, _) => State::Lost,
-        (false, true) => State::Finished,
-        (false, false) => State::Left,
+fn standing(page: &WorkerPage) -> (String, WorkerKey, Standing) {
+    let standing = if page.present {
+        Standing::There
+    } else if page.away {
+        Standing::Away
+    } else if page.finished {
+        Standing::Finished
+    } else {
+        Standing::Left
     };
-    (page.worker_id.clone(), WorkerKey { slot: page.slot, incarnation: page.incarnation }, state)
+    (page.worker_id.clone(), WorkerKey { slot: page.slot, incarnation: page.incarnation }, standing)
 }
 
 /// Nothing is left half changed by a panic: what is on the disk is whole whenever it has its name.

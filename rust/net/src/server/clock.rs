@@ -50,7 +50,13 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         if let Some(model) = shared.model.get() {
             // Under the members' lock: one that comes back meanwhile comes after it.
             lost.iter().filter_map(|(.., key, _)| *key).for_each(|key| model.store.lost(key));
-            forgotten.iter().filter_map(|f| f.key).for_each(|key| model.store.absent(key));
+            for Forgotten { key, has_begun, .. } in &forgotten {
+                match key {
+                    Some(key) if *has_begun => model.store.absent(*key),
+                    Some(key) => model.store.depart(*key, false),
+                    None => {}
+                }
+            }
         }
         drop(members);
         for (worker, incarnation, _, cause) in &lost {

@@ -99,13 +99,16 @@ async fn reserve_incarnations(shared: &Arc<Shared>, last: u32, header: &Header) 
         more.map(|more| more.map(|last| all.members().reserved(last)))
     });
     let refused = |why: String| {
-        let message = format!("no process can join any more, {last} have: {why}");
+        let message =
+            format!("no room can be reserved for another process: {why}; start the worker again then");
         End::refused(header, RefusalCode::Full, message)
     };
     match reserved.await.map_err(|e| End::lost_inside(header, "the incarnations", &e))? {
         Some(Ok(())) => Ok(()),
         Some(Err(error)) => Err(refused(error.to_string())),
-        None => Err(refused("start the server again".to_owned())),
+        None => Err(refused(format!(
+            "there is none after incarnation {last}, so that the server has to be started again"
+        ))),
     }
 }
 

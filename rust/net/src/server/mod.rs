@@ -1,8 +1,8 @@
 //! The parameter server: the store of the core behind sockets.
 //!
 //! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]). Where some
-//! threads have become busier than others, connections move between two frames ([`balance`] says which, [`moving`] how).
-//! One more thread takes connections at the [`door`], hears heartbeats and looks at the clock ([`control`]).
+//! threads have become busier than others, connections move between two frames ([`balance`] says which, [`attend`] how).
+//! One more thread takes connections at the [`door`] and hears heartbeats ([`control`]), and looks at the [`clock`].
 //! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; their owner
 //! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
 //! [`checkpoints`], and written by [`keeper`].
@@ -76,7 +76,7 @@ impl Bound {
             server.give(model)?;
         }
         if let Some(checkpoints) = &server.shared.checkpoints {
-            let last = checkpoints.begin()?; // nothing can refuse the start any more
+            let last = checkpoints.begin()?; // nothing but the machine can refuse the start any more
             server.shared.members().reserved(last);
             *lock(&server.keeper) = Some(Keeper::start(&server.shared)?);
         }

@@ -11,6 +11,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 
+/// How a worker of the life before was last known to stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::server) enum Standing {
+    There,
+    /// Lost, and no longer waited for.
+    Away,
+    Left,
+    Finished,
+}
+
 /// Why a process has no seat to come back to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::server) enum NoSeat {
@@ -41,13 +51,16 @@ pub(in crate::server) struct Seated {
 
 impl Members {
     /// Adds a worker of the life before: one that was there is waited for as a lost one is.
-    pub(in crate::server) fn expect(&mut self, id: &str, key: WorkerKey, state: State, now: Instant) {
-        let cause = match state {
-            State::Finished => "finished",
-            State::Left => "had left before the server was started again",
-            _ => "has not come back since the server was started again",
+    pub(in crate::server) fn expect(&mut self, id: &str, key: WorkerKey, standing: Standing, now: Instant) {
+        let (state, cause) = match standing {
+            Standing::There => (State::Lost, "has not come back since the server was started again"),
+            Standing::Away => (State::Lost, "had been away for long before the server was started again"),
+            Standing::Finished => (State::Finished, "finished"),
+            Standing::Left => (State::Left, "had left before the server was started again"),
         };
-        let member = Member::absent(key.incarnation, Some(key), state, cause, now);
+        let mut member = Member::absent(key.incarnation, Some(key), state, cause, now);
+        member.was_away = standing == Standing::Away;
+        member.forgotten = member.was_away;
         self.by_id.insert(id.to_owned(), member);
     }
 

@@ -91,6 +91,8 @@ pub(crate) struct Member {
     pub(super) control: Option<(UnboundedSender<Event>, Weak<Connection>)>,
     pub(super) key: Option<WorkerKey>,
     pub(super) forgotten: bool,
+    /// Another life of the server had waited for it long enough.
+    pub(super) was_away: bool,
     pub(super) link: Link,
     /// Something has come since it was told that it is in: it has heard that.
     pub(super) has_answered: bool,
@@ -126,6 +128,7 @@ impl Member {
             control: None,
             key: None,
             forgotten: false,
+            was_away: false,
             link: Link::Stands,
             has_answered: false,
         }
@@ -158,6 +161,7 @@ impl Member {
             control: None,
             key,
             forgotten: false,
+            was_away: false,
             link: Link::CutOff,
             has_answered: true,
         }
@@ -220,7 +224,13 @@ impl Member {
 
     /// How long it counts as there after its loss, and its place in the store is its own.
     pub(super) fn grace(&self, rejoin_grace: Duration) -> Duration {
-        if self.has_come() { rejoin_grace } else { rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE) }
+        if self.has_come() {
+            rejoin_grace
+        } else if self.was_away {
+            Duration::ZERO
+        } else {
+            rejoin_grace.saturating_mul(GRACE_OF_ANOTHER_LIFE)
+        }
     }
 
     /// Whether it is lost by its silence alone, and its place in the store is still its own.

@@ -11,7 +11,7 @@ mod departures;
 mod member;
 mod outcome;
 
-pub(super) use back::{Called, NoSeat};
+pub(super) use back::{Called, NoSeat, Standing};
 pub(super) use connections::Connections;
 pub(super) use departures::Departure;
 pub(super) use member::{Member, State, Traffic};
@@ -398,10 +398,12 @@ impl Members {
                         && now.duration_since(member.since) >= member.grace(rejoin_grace) =>
                 {
                     member.forgotten = true;
-                    if member.has_not_begun() {
+                    let has_begun = !member.has_not_begun();
+                    if !has_begun {
                         unbegun.push(member.incarnation);
                     }
-                    ticked.forgotten.push(Forgotten { key: member.key, connections: member.connections() });
+                    let (key, connections) = (member.key, member.connections());
+                    ticked.forgotten.push(Forgotten { key, has_begun, connections });
                 }
                 _ => {}
             }
@@ -488,6 +490,8 @@ pub(super) struct Ticked {
 #[derive(Debug)]
 pub(super) struct Forgotten {
     pub(super) key: Option<WorkerKey>,
+    /// Whether it may come back; else it is no member any more.
+    pub(super) has_begun: bool,
     pub(super) connections: Connections,
 }
 

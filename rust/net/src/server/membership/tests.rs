@@ -620,7 +620,7 @@ async fn a_return_that_fails_is_no_loss_where_another_attempt_waits_or_is_seated
 #[tokio::test]
 async fn after_a_restart_the_places_of_the_life_before_are_kept_for_as_long_as_they_are_waited_for() {
     let (mut members, start) = (Members::new(Life { term: 2, last_incarnation: 9 }), Instant::now());
-    members.expect("a", key(1), State::Lost, start);
+    members.expect("a", key(1), Standing::There, start);
     let mut forgotten = |at| {
         let ticked = members.tick(seconds(10), PATIENCE.rejoin_grace, start + seconds(at));
         ticked.forgotten.iter().filter_map(|f| f.key).collect::<Vec<_>>()
@@ -632,9 +632,37 @@ async fn after_a_restart_the_places_of_the_life_before_are_kept_for_as_long_as_t
 }
 
 #[tokio::test]
+async fn after_a_restart_who_had_been_away_for_long_before_is_not_waited_for_and_may_come() {
+    let life = Life { term: 2, last_incarnation: 9 };
+    let (mut members, start) = (Members::new(life), Instant::now());
+    members.expect("away", key(1), Standing::Away, start);
+    let alone = |members: &Members, at| members.outcome(1, PATIENCE, false, start + seconds(at));
+    assert_eq!(members.pause(1, PATIENCE, start), Pause::Linger { linger: PATIENCE.rejoin_grace });
+    assert_eq!(alone(&members, 59), Outcome::Waiting, "for a newcomer");
+    assert!(matches!(alone(&members, 60), Outcome::NoneFinished(_)));
+    let b = join(&mut members, "b", start);
+    members.goodbye(b, &Parting::Finished, start + seconds(20));
+    assert_eq!(alone(&members, 29), Outcome::Waiting);
+    assert_eq!(alone(&members, 30), Outcome::Done, "the linger");
+    let missing: Vec<_> = members.missing().collect();
+    assert_eq!(missing, [("away", "had been away for long before the server was started again")]);
+    assert!(members.tick(LEASE, PATIENCE.rejoin_grace, start + seconds(40)).forgotten.is_empty());
+    let seat = members.call_back("away", key(1).incarnation, &[7; 16], None).unwrap().seat;
+    members.seat(
+        "away",
+        (key(1).incarnation, None),
+        &seat,
+        (String::new(), None, [7; 16]),
+        &connection(),
+        start,
+    );
+    assert_eq!(alone(&members, 100), Outcome::Waiting, "it is there");
+}
+
+#[tokio::test]
 async fn after_a_restart_those_of_the_life_before_are_waited_for_longer() {
     let (mut members, start) = (Members::new(Life { term: 2, last_incarnation: 9 }), Instant::now());
-    members.expect("done", key(1), State::Finished, start);
+    members.expect("done", key(1), Standing::Finished, start);
     let all_gone = |members: &Members, at| members.pause(1, PATIENCE, start + seconds(at));
     let grace = PATIENCE.rejoin_grace * GRACE_OF_ANOTHER_LIFE;
     assert_eq!(
@@ -644,7 +672,7 @@ async fn after_a_restart_those_of_the_life_before_are_waited_for_longer() {
     );
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(60)), Outcome::Done);
-    members.expect("a", key(2), State::Lost, start);
+    members.expect("a", key(2), Standing::There, start);
     assert_eq!(all_gone(&members, 299), Pause::Grace { num_lost: 1, grace });
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(299)), Outcome::Waiting);
     let over = start + grace + PATIENCE.rejoin_grace;
