@@ -272,7 +272,7 @@ fn who_was_away_for_long_is_expected_by_the_next_life_and_who_is_gone_is_not() {
     let state = store.begin_cut().unwrap().take().unwrap();
     let present: Vec<_> =
         state.book.workers.iter().map(|page| (page.worker_id.as_str(), page.present, page.away)).collect();
-    assert_eq!(present, [("away", false, true), ("gone", false, false)]);
+    assert_eq!(present, [("away", true, true), ("gone", false, false)]);
     // Whose slot is given away first.
     let newer = store.register("newer", 3).unwrap();
     assert_eq!(newer.slot, gone.slot);

@@ -58,7 +58,7 @@ pub struct WorkerPage {
     pub applied: u64,
     /// Whether it had not departed.
     pub present: bool,
-    /// Whether it had not departed and had not been there for long, so that nobody waited for it any more.
+    /// Whether nobody waited for it any more, who had not departed.
     #[serde(default)]
     pub away: bool,
     /// Whether it departed with its work done.

@@ -100,7 +100,7 @@ impl Registry {
             incarnation: slot.incarnation,
             last_sequence,
             applied: slot.applied + ended, // none after the line was: it could not commit
-            present: matches!(slot.whereabouts, Whereabouts::Here | Whereabouts::Expected),
+            present: !matches!(slot.whereabouts, Whereabouts::Left | Whereabouts::Finished),
             away: slot.whereabouts == Whereabouts::Away,
             finished: slot.whereabouts == Whereabouts::Finished,
             recent,

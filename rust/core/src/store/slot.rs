@@ -38,8 +38,8 @@ impl Whereabouts {
     /// What a book says of it.
     pub(super) const fn of(page: &WorkerPage) -> Self {
         match page {
-            WorkerPage { present: true, .. } => Self::Expected,
-            WorkerPage { away: true, .. } => Self::Away,
+            WorkerPage { present: true, away: true, .. } => Self::Away,
+            WorkerPage { present: true, away: false, .. } => Self::Expected,
             WorkerPage { finished: true, .. } => Self::Finished,
             _ => Self::Left,
         }

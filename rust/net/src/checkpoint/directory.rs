@@ -177,14 +177,19 @@ impl Directory {
 
     fn prune(&self) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
-        let found = folders(&self.path)?;
-        // Values may have been replaced between two of one version.
-        let held = |folder: &PathBuf| match Checkpoint::unverified(folder) {
-            Ok(checkpoint) => Ok(Some((checkpoint.manifest.book.version, checkpoint.manifest.files))),
-            Err(error) if error.is_damage() => Ok(None),
-            Err(error) => Err(error),
-        };
-        let held = found.iter().map(held).collect::<Result<Vec<_>, _>>()?;
+        let (mut found, mut held) = (Vec::new(), Vec::new());
+        for folder in folders(&self.path)? {
+            held.push(match Checkpoint::unverified(&folder) {
+                // Values may have been replaced between two of one version.
+                Ok(checkpoint) => Some((checkpoint.manifest.book.version, checkpoint.manifest.files)),
+                Err(error) if error.is_damage() => None,
+                Err(error) => {
+                    tracing::warn!(%error, "a checkpoint that cannot be read is left where it is");
+                    continue;
+                }
+            });
+            found.push(folder);
+        }
         for folder in choice::superfluous(&held).into_iter().map(|place| &found[place]) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
@@ -317,6 +322,21 @@ mod tests {
         }
         let kept = checkpoints(&place.0).unwrap();
         assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [5, 4, 2]);
+    }
+
+    #[test]
+    fn one_that_cannot_be_read_is_left_and_keeps_no_other() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let first = save(&mut directory, &store, 1);
+        fs::rename(first.join(MANIFEST), first.join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink("elsewhere", first.join(MANIFEST)).unwrap(); // a link is not followed
+        for version in 2..8 {
+            save(&mut directory, &store, version);
+        }
+        let kept = checkpoints(&place.0).unwrap();
+        assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [7, 6, 5, 1]);
     }
 
     #[test]

@@ -127,14 +127,11 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
 }
 
 fn standing(page: &WorkerPage) -> (String, WorkerKey, Standing) {
-    let standing = if page.present {
-        Standing::There
-    } else if page.away {
-        Standing::Away
-    } else if page.finished {
-        Standing::Finished
-    } else {
-        Standing::Left
+    let standing = match (page.present, page.away, page.finished) {
+        (true, false, _) => Standing::There,
+        (true, true, _) => Standing::Away,
+        (false, _, true) => Standing::Finished,
+        (false, _, false) => Standing::Left,
     };
     (page.worker_id.clone(), WorkerKey { slot: page.slot, incarnation: page.incarnation }, standing)
 }

@@ -172,7 +172,7 @@ impl Member {
         self.enter(State::Joined, None, now);
         (self.host, self.secret, self.connection) = (host, Some(secret), Arc::downgrade(connection));
         (self.heard, self.moved, self.control) = (now, now, None);
-        (self.forgotten, self.link) = (false, Link::Stands);
+        (self.forgotten, self.was_away, self.link) = (false, false, Link::Stands);
     }
 
     /// Whether it is this connection of its that has ended, and not one that it had before it came back.

@@ -58,7 +58,8 @@ impl Members {
             return Outcome::Done;
         }
         let all_lost = self.bygone.num_lost == self.bygone.num
-            && self.by_id.values().all(|m| m.state == State::Lost && !m.was_away);
+            && self.by_id.values().all(|m| m.state == State::Lost)
+            && !self.by_id.values().all(|m| m.was_away);
         // That of the lost has passed, or they would be there: the sum is a time.
         let gone = |m: &Member| if m.state == State::Lost { m.since + patience.grace(m) } else { m.since };
         // Where all are lost, their grace was the wait for one that comes in their place.
