@@ -52,6 +52,25 @@ def test_strangers_at_the_door_are_compared_with_none():
     assert line["strangers_cut_off"] > 0  # they were there, more than have a place
 
 
+def test_a_server_that_writes_checkpoints_is_compared_with_one_that_does_not(tmp_path):
+    load = ("--params", "1000", "--workers", "1", "--seconds", "0.5", "--rounds", "1", "--every", "0.1")
+    done = run_bench("checkpoints.py", *load, "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    of_round, line, *summary = [line for line in done.stdout.splitlines() if line]
+    assert json.loads(of_round)["ratio"] == json.loads(line)["ratio"] > 0
+    assert json.loads(line)["write_s"] > 0
+    assert len(summary) == 3
+    assert all("target" in said for said in summary)
+    assert list(tmp_path.iterdir()) == []  # what it wrote is gone
+
+
+def test_a_bench_of_checkpoints_under_which_none_is_written_says_so(tmp_path):
+    load = ("--params", "1000", "--workers", "1", "--seconds", "0.1", "--rounds", "1", "--every", "1000")
+    done = run_bench("checkpoints.py", *load, "--dir", str(tmp_path))
+    assert done.returncode != 0
+    assert "no checkpoint was written under load" in done.stderr
+
+
 @pytest.mark.parametrize("part", ["fairness", "many", "control", "joins"])
 def test_each_part_of_the_load_gives_a_line_and_a_summary(part):
     done = run_bench("load.py", "--quick", "--only", part)
