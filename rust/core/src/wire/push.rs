@@ -145,7 +145,9 @@ impl<'a> PushRequest<'a> {
         let norm = if flags & HAS_NORM != 0 { Some(f64::from_bits(cursor.u64()?)) } else { None };
         let answered = if flags & HAS_ANSWERED != 0 { cursor.array().map(u32::from_le_bytes)? } else { 0 };
         if flags & HAS_ANSWERED != 0 && answered == 0 {
-            return Err(MessageError::Form("it says twice that nothing of it was answered"));
+            return Err(MessageError::Form(
+                "it announces how much was answered, and the count is 0; leave the flag out instead",
+            ));
         }
         let present = if flags & HAS_PRESENCE != 0 {
             let len = cursor.len()?;

@@ -1,9 +1,5 @@
 //! A worker process that is back: what it and the registry know of its pushes is brought together, and none counts twice.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
-
-mod common;
-
 use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::Presence;
@@ -88,7 +84,7 @@ fn back(store: &Arc<Store>, claim: &Claim) -> Standing {
 fn another_life(store: &Arc<Store>) -> Arc<Store> {
     let state = store.begin_cut().unwrap().take().unwrap();
     let config = StoreConfig { max_workers: 2, ..StoreConfig::default() };
-    common::resumed(store, &state, config)
+    crate::common::resumed(store, &state, config)
 }
 
 #[test]
@@ -221,9 +217,9 @@ fn whom_a_life_has_forgotten_of_its_own_says_nothing_of_who_came_after_the_check
     let late = store.register("late", 2).unwrap();
     assert!(answer(&store, &head(&store, late, 1)).applied);
     let config = StoreConfig { max_workers: 3, ..StoreConfig::default() };
-    let later = common::resumed(&store, &state, config);
+    let later = crate::common::resumed(&store, &state, config);
     for (n, name) in (1..).zip(["x", "y", "z", "u"]) {
-        let own = later.register(name, common::LAST_INCARNATION + n).unwrap();
+        let own = later.register(name, crate::common::LAST_INCARNATION + n).unwrap();
         assert!(answer(&later, &head(&later, own, 1)).applied);
         later.depart(own, true);
     }
@@ -238,9 +234,9 @@ fn who_was_replaced_under_its_name_and_has_lost_its_slot_with_it_is_not_taken_fo
     let worker = store.register("a", 2).unwrap();
     assert!(answer(&store, &head(&store, worker, 1)).applied);
     let later = another_life(&store); // which holds that push
-    let newer = later.register("a", common::LAST_INCARNATION + 1).unwrap();
+    let newer = later.register("a", crate::common::LAST_INCARNATION + 1).unwrap();
     later.depart(newer, false);
-    later.register("b", common::LAST_INCARNATION + 2).unwrap();
+    later.register("b", crate::common::LAST_INCARNATION + 2).unwrap();
     let told = later.rejoin("a", &claim(worker, 0, 0, &[false]));
     assert!(matches!(told, Err(NoWayBack::Forgotten { .. })), "{told:?}");
 }
@@ -253,13 +249,13 @@ fn who_finds_room_for_newer_ones_only_is_to_be_started_again() {
     let late = store.register("late", 2).unwrap();
     assert!(answer(&store, &head(&store, late, 1)).applied);
     let config = StoreConfig { max_workers: 2, ..StoreConfig::default() };
-    let later = common::resumed(&store, &state, config);
-    later.register("x", common::LAST_INCARNATION + 1).unwrap();
+    let later = crate::common::resumed(&store, &state, config);
+    later.register("x", crate::common::LAST_INCARNATION + 1).unwrap();
     back(&later, &claim(older, 0, 0, &[]));
     let rejoin = || later.rejoin("late", &claim(late, 1, 1, &[]));
     assert!(matches!(rejoin(), Err(NoWayBack::Full(_))), "the older one may leave");
     later.depart(older, true);
-    later.register("y", common::LAST_INCARNATION + 2).unwrap();
+    later.register("y", crate::common::LAST_INCARNATION + 2).unwrap();
     assert!(matches!(rejoin(), Err(NoWayBack::Forgotten { .. })));
 }
 
@@ -331,7 +327,7 @@ fn who_came_after_the_checkpoint_and_was_away_for_a_whole_life_goes_on() {
     let late = store.register("late", 2).unwrap();
     assert!(answer(&store, &head(&store, late, 1)).applied);
     let config = || StoreConfig { max_workers: 2, ..StoreConfig::default() };
-    let missed = common::resumed(&store, &state, config());
+    let missed = crate::common::resumed(&store, &state, config());
     let later = another_life(&missed);
     let Rejoin::Back(standing) = later.rejoin("late", &claim(late, 1, 1, &[])).unwrap() else { panic!() };
     assert_eq!(standing.lost_updates, 1);
@@ -497,7 +493,7 @@ proptest! {
                 Event::Checkpoint => kept = store.begin_cut().unwrap().take().unwrap(),
                 Event::Crash => {
                     let config = StoreConfig { max_workers: 2, ..StoreConfig::default() };
-                    store = common::resumed(&store, &kept, config);
+                    store = crate::common::resumed(&store, &kept, config);
                     worker.come_back(&store, None);
                     kept = store.begin_cut().unwrap().take().unwrap();
                 }

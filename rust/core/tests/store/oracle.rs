@@ -1,10 +1,6 @@
 //! The lock-free store against the mutex store: generated concurrent programs, then the recorded commits replayed one
 //! at a time under a lock. Same versions, same parameters, same optimizer state, bit for bit.
 
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
-
-mod common;
-
 use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
 use offbeat_core::layout::{FragmentKind, Layout, Presence};
@@ -306,7 +302,7 @@ fn check_restarts(program: &Program, transaction: Transaction) {
             let in_term = |term| receipts.iter().map(move |r| Receipt { term, ..r.clone() });
             assert!(in_term(restarted.term()).eq(again));
             let state = restarted.begin_cut().unwrap().take().unwrap();
-            restarted = common::resumed(&restarted, &state, config.clone());
+            restarted = crate::common::resumed(&restarted, &state, config.clone());
             assert_eq!(restarted.reader().version(), restarted.version());
         }
     }
@@ -373,7 +369,8 @@ fn check_cuts(program: &Program, transaction: Transaction) {
         assert_eq!((book.version, answered), (book.tickets.issued, book.tickets.issued));
         let ended = book.tickets.applied + book.tickets.partial + book.tickets.dropped;
         assert_eq!(ended, book.tickets.issued);
-        let resumed = common::resumed(&store, &state, StoreConfig { observer: None, ..config.clone() });
+        let resumed =
+            crate::common::resumed(&store, &state, StoreConfig { observer: None, ..config.clone() });
         for (f, root) in state.roots.iter().enumerate() {
             assert_eq!(resumed.state(f).held, root.held(), "fragment {f}");
         }
