@@ -1,6 +1,8 @@
 //! The client against the real server, and against one that does what a test tells it, when it tells it.
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+#[path = "client/breaches.rs"]
+mod breaches;
 #[path = "client/buffers.rs"]
 mod buffers;
 #[path = "client/cells.rs"]
@@ -17,9 +19,13 @@ mod pushes;
 mod rejoin;
 #[path = "client/relay.rs"]
 mod relay;
+#[path = "client/replies.rs"]
+mod replies;
 #[path = "client/restart.rs"]
 mod restart;
 #[path = "client/script.rs"]
 mod script;
 #[path = "client/support.rs"]
 mod support;
+#[path = "client/turns.rs"]
+mod turns;
