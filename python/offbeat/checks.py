@@ -1,8 +1,9 @@
 """Checking what a user gave: each check says what is wrong in words, so that all of it is told at once."""
 
 import math
+import unicodedata
 from collections.abc import Callable, Iterable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from offbeat.errors import ConfigError
@@ -14,6 +15,8 @@ __all__ = [
     "is_count",
     "is_number",
     "objects",
+    "of_seed",
+    "of_worker_id",
     "one_or_two",
     "refuse",
     "refuse_two_in_flight",
@@ -26,6 +29,12 @@ SECRETS = frozenset({"token"})
 
 LARGEST_COUNT = 2**63 - 1
 """Beyond it a count does not travel."""
+
+MAX_ID_BYTES = 128
+"""Of a worker's name, as the server takes it (`rust/net/src/server/config.rs`)."""
+
+IN_NO_NAME = frozenset({"Cc", "Cs"})
+"""Unicode's control characters; and its surrogates, which are no UTF-8."""
 
 T = TypeVar("T")
 
@@ -120,6 +129,26 @@ def seconds(*, finite: bool = False, **times: object) -> list[str]:
     """Tell which of the named values are not times in seconds; where `finite`, infinity is none."""
     what = "a finite number of seconds, 0 or more" if finite else "a number of seconds, 0 or more"
     return [f"{name} is {v!r}: it is {what}" for name, v in times.items() if not _is_time(v, finite=finite)]
+
+
+def of_seed(seed: object) -> list[str]:
+    """Tell what is wrong with a seed: any whole number from 0 on is one, and None."""
+    if seed is None or (not isinstance(seed, bool) and isinstance(seed, Integral) and int(seed) >= 0):
+        return []
+    return [f"seed is {seed!r}: give a whole number, 0 or more, or None"]
+
+
+def of_worker_id(worker_id: object) -> list[str]:
+    """Tell what is wrong with a worker's name, by the server's rule; with None the server chooses one."""
+    if not isinstance(worker_id, str):
+        return strings(worker_id=worker_id)
+    what = f"give 1 to {MAX_ID_BYTES} bytes of UTF-8 without control characters, or None"
+    num_bytes = len(worker_id.encode(errors="surrogatepass"))
+    if num_bytes > MAX_ID_BYTES:
+        return [f"worker_id is {num_bytes} bytes long: {what}"]
+    if not worker_id or any(unicodedata.category(c) in IN_NO_NAME for c in worker_id):
+        return [f"worker_id is {worker_id!r}: {what}"]
+    return []
 
 
 def _is_time(value: object, *, finite: bool) -> bool:

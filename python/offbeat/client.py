@@ -22,7 +22,7 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
-from offbeat.checks import one_or_two, refuse, refuse_two_in_flight, seconds, strings
+from offbeat.checks import of_worker_id, one_or_two, refuse, refuse_two_in_flight, seconds, strings
 from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
@@ -88,7 +88,7 @@ class Client(process.Live):
         reconnect_timeout_s: float | None = None,
     ) -> None:
         faults = strings('"HOST:PORT", a string', address=address)
-        faults += strings(worker_id=worker_id, token=token)
+        faults += of_worker_id(worker_id) + strings(token=token)
         faults += one_or_two(in_flight=in_flight) + seconds(connect_timeout_s=connect_timeout_s)
         if reconnect_timeout_s is not None:
             faults += seconds(reconnect_timeout_s=reconnect_timeout_s)

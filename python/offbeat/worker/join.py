@@ -14,6 +14,8 @@ from offbeat.checks import (
     Faults,
     at_least_one,
     objects,
+    of_seed,
+    of_worker_id,
     one_or_two,
     refuse,
     refuse_two_in_flight,
@@ -59,13 +61,14 @@ class JoinConfig:
     buffers: Buffers
     connect_timeout_s: float
     reconnect_timeout_s: float | None
+    seed: int | None
     address: str = field(init=False)
     torch_device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         faults = Faults()
         address = faults.catch(lambda: _address(self.server_address))
-        faults += strings(worker_id=self.worker_id, token=self.token)
+        faults += of_worker_id(self.worker_id) + strings(token=self.token)
         faults += at_least_one(local_batch_size=self.local_batch_size, update_frequency=self.update_frequency)
         device = faults.catch(lambda: _device(self.device))
         if self.loss_reduction not in ("mean", "sum"):
@@ -76,6 +79,7 @@ class JoinConfig:
         faults += seconds(connect_timeout_s=self.connect_timeout_s)
         if self.reconnect_timeout_s is not None:
             faults += seconds(reconnect_timeout_s=self.reconnect_timeout_s)
+        faults += of_seed(self.seed)
         refuse(faults)
         object.__setattr__(self, "address", address)
         object.__setattr__(self, "torch_device", device)

@@ -119,9 +119,9 @@ class AsyncWorker(process.Live):
             buffers=buffers,
             connect_timeout_s=connect_timeout_s,
             reconnect_timeout_s=reconnect_timeout_s,
+            seed=seed,
         )
         self.local_batch_size = local_batch_size
-        self._seed = seed
         self._epochs_begun = 0
         self._history = History()
         self._loss_fn: LossFunction | None = None
@@ -295,12 +295,13 @@ class AsyncWorker(process.Live):
         faults = at_least_one(epochs=epochs, log_frequency=log_frequency, **limit)
         example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
         refuse(faults + functions(example, loss_fn=loss_fn))
+        seed = self._config.seed
         source = batches_of(
             dataset,
             dataloader,
             epochs=epochs,
             batch_size=self.local_batch_size,
-            order=f"run {self.run_id} worker {self.id}" if self._seed is None else f"seed {self._seed}",
+            order=f"run {self.run_id} worker {self.id}" if seed is None else f"seed {seed}",
             pin_memory=self.device.type == "cuda",
         )
         measured = meters(metrics)

@@ -4,10 +4,13 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.errors import (
@@ -231,6 +234,10 @@ def test_an_address_that_is_a_url_is_refused_at_once(address):
         ({"buffers": "locale"}, "did you mean 'local'"),
         ({"connect_timeout_s": -1}, "connect_timeout_s is -1"),
         ({"connect_timeout_s": "5"}, "connect_timeout_s is '5'"),
+        ({"seed": 1.5}, "seed is 1.5: give a whole number, 0 or more, or None"),
+        ({"seed": -1}, "seed is -1: give a whole number, 0 or more, or None"),
+        ({"seed": True}, "seed is True: give a whole number"),
+        ({"seed": "7"}, "seed is '7': give a whole number"),
     ],
     ids=lambda value: repr(value) if isinstance(value, dict) else None,
 )
@@ -251,6 +258,8 @@ def test_every_bad_setting_is_named_at_once():
             in_flight=7,
             buffers="x",
             connect_timeout_s=None,
+            worker_id="a\nb",
+            seed=-1,
         )
     for said in (
         "set OFFBEAT_SERVER",
@@ -261,8 +270,45 @@ def test_every_bad_setting_is_named_at_once():
         "in_flight is 7",
         "buffers 'x'",
         "connect_timeout_s is None",
+        "worker_id is 'a\\nb'",
+        "seed is -1",
     ):
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("of", [offbeat.AsyncWorker, offbeat.Client])
+@pytest.mark.parametrize(
+    ("worker_id", "said"),
+    [
+        ("", "worker_id is ''"),
+        ("a\nb", r"worker_id is 'a\nb'"),
+        ("\x1b[2J", r"worker_id is '\x1b[2J'"),
+        ("\x85", r"worker_id is '\x85'"),
+        ("\udc80", r"worker_id is '\udc80'"),
+        ("a" * 129, "worker_id is 129 bytes long"),
+        ("é" * 65, "worker_id is 130 bytes long"),
+    ],
+)
+def test_a_name_that_no_server_takes_is_refused_before_one_is_waited_for(of, worker_id, said):
+    with pytest.raises(ConfigError) as caught:
+        of("127.0.0.1:1", worker_id=worker_id, connect_timeout_s=1e6)
+    assert str(caught.value) == f"{said}: give 1 to 128 bytes of UTF-8 without control characters, or None"
+
+
+def test_the_longest_name_is_the_server_s(serve):
+    server = serve(net())
+    for name in ("é" * 64, "amy of room 7"):
+        with offbeat.Client(server.address, worker_id=name) as client:
+            assert client.worker_id == name
+    config = (Path(__file__).parents[3] / "rust/net/src/server/config.rs").read_text("utf-8")
+    assert "const MAX_ID_BYTES: usize = 128;" in config
+
+
+@pytest.mark.parametrize("seed", [0, 2**80, np.int64(3)])
+def test_any_whole_number_from_0_on_is_a_seed(serve, join, seed):
+    worker = join(serve(net()), net(), optimizer=SPEC, seed=seed)
+    data = TensorDataset(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))
+    assert worker.train(dataset=data, loss_fn=nn.CrossEntropyLoss(), progress=False).steps == 1
 
 
 @pytest.mark.parametrize(("name", "old", "new"), [("update_frequency", 1, 4), ("device", "cpu", "meta")])
