@@ -62,8 +62,8 @@ class ParameterServer(process.Live):
         run_id: Name of the run; None makes one up.
         checkpoint_dir: Where the server keeps its checkpoints, for itself alone; made where it is not there.
             Three are kept. One is written when the model is in place and one by `stop()`. None: none.
-        checkpoint_frequency: What is between two: a number of updates, or a time such as "30s". None: 1000
-            updates.
+        checkpoint_frequency: What is between two: a number of updates, or a time such as "500ms", "30s", "5m"
+            or "1h". None: 1000 updates.
         resume: "auto" goes on from the newest checkpoint if there is one: with its model, optimizer state,
             counts, run id and, if `port` is 0, port; hyper-parameters are those given here. "must" does not
             start without one. "never" begins anew, and sets aside what is there.

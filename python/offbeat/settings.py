@@ -1,16 +1,12 @@
 """From `ParameterServer`'s keywords to what the Rust server reads; every bad one is named at once."""
 
 import os
-import re
 from dataclasses import dataclass
-from math import inf
-from pathlib import Path
 from typing import Any
 
-from offbeat import schedule, staleness
+from offbeat import checkpoints, schedule, staleness
 from offbeat.address import LARGEST_PORT, THIS_MACHINE
 from offbeat.checks import Faults, is_count, refuse, seconds, strings
-from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
 
@@ -18,10 +14,6 @@ __all__ = ["Settings"]
 
 UPDATE_RULES = ("async_sgd",)
 TRANSACTIONS = ("fragment", "model")
-RESUME = ("auto", "never", "must")
-CHECKPOINT_EVERY = 1000
-"""Updates, where nothing else is said."""
-TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,9 @@ class Settings:
         optimizer = None
         if self.optimizer is not None:
             optimizer = faults.catch(lambda: as_spec(self.optimizer).spec(momentum_correction=correction))
-        checkpoints = faults.catch(self._checkpoints)
+        kept = faults.catch(
+            lambda: checkpoints.resolve(self.checkpoint_dir, self.checkpoint_frequency, self.resume)
+        )
         token = self.token or os.environ.get("OFFBEAT_TOKEN") or None
         host = self.host or os.environ.get("OFFBEAT_HOST") or None
         if isinstance(host, str) and host not in THIS_MACHINE and not token and not self.insecure:
@@ -84,7 +78,7 @@ class Settings:
             "momentum_correction": correction,
             "linger_s": float(self.linger_s),
             "rejoin_grace_s": float(self.rejoin_grace_s),
-            "checkpoints": checkpoints,
+            "checkpoints": kept,
         }
 
     def _staleness(self) -> tuple[dict[str, Any], bool | None]:
@@ -94,23 +88,6 @@ class Settings:
             max_staleness=self.max_staleness,
             momentum_correction=self.momentum_correction,
         )
-
-    def _checkpoints(self) -> dict[str, Any] | None:
-        faults = Faults()
-        if self.checkpoint_dir is None:
-            if self.checkpoint_frequency is not None:
-                faults.append(
-                    f"checkpoint_frequency is {self.checkpoint_frequency!r}, and there is no checkpoint_dir: "
-                    "say where checkpoints are to be kept"
-                )
-            if self.resume == "must":
-                faults.append("resume is 'must', and there is no checkpoint_dir to go on from")
-            refuse(faults)
-            return None
-        directory = faults.catch(lambda: _directory(self.checkpoint_dir))
-        every = faults.catch(lambda: _frequency(self.checkpoint_frequency))
-        refuse(faults)
-        return {"directory": directory, "every": every, "resume": self.resume}
 
     def _plain_faults(self) -> list[str]:
         faults = strings(host=self.host, token=self.token, run_id=self.run_id)
@@ -127,29 +104,4 @@ class Settings:
         if self.max_samples is not None and not is_count(self.max_samples, least=1):
             faults.append(f"max_samples is {self.max_samples!r}: it is 1 or more, or None for no end")
         faults += seconds(finite=True, linger_s=self.linger_s, rejoin_grace_s=self.rejoin_grace_s)
-        if self.resume not in RESUME:
-            faults.append(unknown("resume", self.resume, RESUME))
         return faults
-
-
-def _directory(given: object) -> str:
-    """Make a path absolute: where the process goes later does not matter."""
-    if not isinstance(given, str | os.PathLike) or not isinstance(path := os.fspath(given), str) or not path:
-        raise ConfigError(f"checkpoint_dir is {given!r}: give the path of a directory")
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"checkpoint_dir is {given!r}: give a path that is UTF-8") from None
-    return str(Path(path).absolute())
-
-
-def _frequency(given: object) -> dict[str, int | float]:
-    if given is None:
-        return {"versions": CHECKPOINT_EVERY}
-    if isinstance(given, int) and is_count(given, least=1):
-        return {"versions": given}
-    if isinstance(given, str) and (time := TIME.fullmatch(given)) and 0 < (time_s := float(time[1])) < inf:
-        return {"seconds": time_s}
-    raise ConfigError(
-        f"checkpoint_frequency is {given!r}: give a number of updates, 1 or more, or a time such as '30s'"
-    )

@@ -88,9 +88,8 @@ def add_run_options(parser: ArgumentParser) -> None:
     )
     run.add_argument(
         "--checkpoint-frequency",
-        type=_frequency,
         metavar="N",
-        help="between two: updates, or a time such as 30s; default: 1000",
+        help="between two: updates, or a time such as 500ms, 30s, 5m or 1h; default: 1000",
     )
     run.add_argument(
         "--resume", default="auto", metavar="HOW", help="'auto' (default), 'must', or 'never' to begin anew"
@@ -103,10 +102,6 @@ def _place(text: str) -> model_file.Place:
         return model_file.Place(given, given.parent if given.is_absolute() else Path.cwd())
     except OSError as error:
         raise ArgumentTypeError("the working directory is gone; go to one that is there") from error
-
-
-def _frequency(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def run_options_given(arguments: Namespace) -> list[str]:

@@ -67,6 +67,12 @@ def test_document_of_the_first_user_is_understood():
         (1, {"versions": 1}),
         ("30s", {"seconds": 30.0}),
         ("0.5 s", {"seconds": 0.5}),
+        ("500ms", {"seconds": 0.5}),
+        ("1.5m", {"seconds": 90.0}),
+        ("5 m", {"seconds": 300.0}),
+        ("1h", {"seconds": 3600.0}),
+        ("100", {"versions": 100}),
+        (str(2**63 - 1), {"versions": 2**63 - 1}),
     ],
 )
 def test_a_checkpoint_is_made_every_so_many_updates_or_so_often(tmp_path, given, every):
@@ -92,7 +98,13 @@ def test_a_directory_of_checkpoints_is_where_the_server_was_made(tmp_path, monke
         ({"checkpoint_dir": "kept", "checkpoint_frequency": 0}, r"checkpoint_frequency is 0: give a number"),
         ({"checkpoint_dir": "kept", "checkpoint_frequency": True}, r"is True: give a number of updates"),
         ({"checkpoint_dir": "kept", "checkpoint_frequency": "0s"}, r"is '0s': give a number of updates"),
-        ({"checkpoint_dir": "kept", "checkpoint_frequency": "5m"}, r"is '5m': .* a time such as '30s'"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "5d"}, r"is '5d': .* \(ms, s, m or h\), such as"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "30S"}, r"is '30S': give a number of updates"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "0"}, r"is '0': give a number of updates"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "-5s"}, r"is '-5s': give a number of updates"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": str(2**63)}, r"is '9.*8': give a number"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "9" * 5000}, r"is '9+': give a number"),
+        ({"checkpoint_dir": "kept", "checkpoint_frequency": "9" * 400 + "s"}, r"is '9+s': give a number"),
         ({"checkpoint_dir": 3, "checkpoint_frequency": 1.5}, r"checkpoint_dir is 3.*frequency is 1.5"),
     ],
 )

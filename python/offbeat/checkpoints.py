@@ -1,0 +1,82 @@
+"""From the keywords about checkpoints to what the Rust server reads: where, how often, what at a start."""
+
+import os
+import re
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from offbeat.checks import Faults, is_count, refuse
+from offbeat.errors import ConfigError
+from offbeat.naming import unknown
+
+__all__ = ["resolve"]
+
+RESUME = ("auto", "never", "must")
+DEFAULT_FREQUENCY = 1000
+"""Updates, where nothing else is said."""
+
+UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+TIME = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(UNITS_S)})")
+UPDATES = re.compile(r"[0-9]{1,20}")
+"""As the command line has them; more digits than a count can have need not be read."""
+
+
+def resolve(directory: object, frequency: object, resume: str) -> dict[str, Any] | None:
+    """Check the keywords together.
+
+    Args:
+        directory: `checkpoint_dir`, as given.
+        frequency: `checkpoint_frequency`, as given.
+        resume: As given.
+
+    Returns:
+        What the Rust server reads; None where no checkpoints are kept.
+
+    Raises:
+        ConfigError: Naming every one that cannot be used.
+    """
+    faults = Faults()
+    if resume not in RESUME:
+        faults.append(unknown("resume", resume, RESUME))
+    if directory is None:
+        if frequency is not None:
+            faults.append(
+                f"checkpoint_frequency is {frequency!r}, and there is no checkpoint_dir: say where "
+                "checkpoints are to be kept"
+            )
+        if resume == "must":
+            faults.append("resume is 'must', and there is no checkpoint_dir to go on from")
+        refuse(faults)
+        return None
+    path = faults.catch(lambda: _directory(directory))
+    every = faults.catch(lambda: _frequency(frequency))
+    refuse(faults)
+    return {"directory": path, "every": every, "resume": resume}
+
+
+def _directory(given: object) -> str:
+    """Make a path absolute: where the process goes later does not matter."""
+    if not isinstance(given, str | os.PathLike) or not isinstance(path := os.fspath(given), str) or not path:
+        raise ConfigError(f"checkpoint_dir is {given!r}: give the path of a directory")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"checkpoint_dir is {given!r}: give a path that is UTF-8") from None
+    return str(Path(path).absolute())
+
+
+def _frequency(given: object) -> dict[str, int | float]:
+    if given is None:
+        return {"versions": DEFAULT_FREQUENCY}
+    number = int(given) if isinstance(given, str) and UPDATES.fullmatch(given) else given
+    if isinstance(number, int) and is_count(number, least=1):
+        return {"versions": number}
+    if isinstance(given, str) and (time := TIME.fullmatch(given)):
+        time_s = float(time[1]) * UNITS_S[time[2]]
+        if 0 < time_s < inf:
+            return {"seconds": time_s}
+    raise ConfigError(
+        f"checkpoint_frequency is {given!r}: give a number of updates, 1 or more, or a time above 0 with its "
+        "unit (ms, s, m or h), such as '30s' or '1.5h'"
+    )
