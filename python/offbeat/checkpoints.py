@@ -47,6 +47,11 @@ def resolve(directory: object, frequency: object, resume: str) -> dict[str, Any]
             )
         if resume == "must":
             faults.append("resume is 'must', and there is no checkpoint_dir to go on from")
+        if resume == "never":
+            faults.append(
+                "resume is 'never', and there is no checkpoint_dir to begin anew in: say where checkpoints "
+                "are to be kept, or leave resume out"
+            )
         refuse(faults)
         return None
     path = faults.catch(lambda: _directory(directory))

@@ -91,6 +91,8 @@ def test_a_directory_of_checkpoints_is_where_the_server_was_made(tmp_path, monke
     [
         ({"checkpoint_frequency": 10}, r"checkpoint_frequency is 10, and there is no checkpoint_dir"),
         ({"resume": "must"}, r"resume is 'must', and there is no checkpoint_dir"),
+        ({"resume": "never"}, r"resume is 'never', and there is no checkpoint_dir .*leave resume out"),
+        ({"resume": "never", "checkpoint_frequency": 3}, r"frequency is 3, and .*; resume is 'never', and"),
         ({"resume": "nver"}, r"did you mean 'never'"),
         ({"checkpoint_dir": ""}, r"checkpoint_dir is '': give the path"),
         ({"checkpoint_dir": b"kept"}, r"checkpoint_dir is b'kept': give the path"),
