@@ -61,14 +61,20 @@ def resolve(directory: object, frequency: object, resume: str) -> dict[str, Any]
 
 
 def _directory(given: object) -> str:
-    """Make a path absolute: where the process goes later does not matter."""
+    """Make a path absolute, with its `~`: where the process goes later does not matter."""
     if not isinstance(given, str | os.PathLike) or not isinstance(path := os.fspath(given), str) or not path:
         raise ConfigError(f"checkpoint_dir is {given!r}: give the path of a directory")
+    whole = os.path.expanduser(path)  # noqa: PTH111  Path takes the "./" from "./~amy", a folder of that name
+    if whole == path and path.startswith("~"):
+        raise ConfigError(
+            f"checkpoint_dir is {given!r}, and there is no such user's home here: give an absolute path, or "
+            f"{'./' + path!r} for a folder of that name"
+        )
     try:
-        path.encode()
+        whole.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"checkpoint_dir is {given!r}: give a path that is UTF-8") from None
-    return str(Path(path).absolute())
+    return str(Path(whole).absolute())
 
 
 def _frequency(given: object) -> dict[str, int | float]:

@@ -84,7 +84,10 @@ def add_run_options(parser: ArgumentParser) -> None:
     )
     run.add_argument("--run-id", metavar="NAME", help="name of the run; default: a random one")
     run.add_argument(
-        "--checkpoint-dir", type=file, metavar="DIR", help="keep checkpoints there, and go on from the newest"
+        "--checkpoint-dir",
+        type=_directory,
+        metavar="DIR",
+        help="keep checkpoints there, and go on from the newest",
     )
     run.add_argument(
         "--checkpoint-frequency",
@@ -102,6 +105,12 @@ def _place(text: str) -> model_file.Place:
         return model_file.Place(given, given.parent if given.is_absolute() else Path.cwd())
     except OSError as error:
         raise ArgumentTypeError("the working directory is gone; go to one that is there") from error
+
+
+def _directory(text: str) -> str:
+    """Leave the text as it is, where a `Path` would take "./~amy", a folder's name, for amy's home."""
+    file(text)
+    return text
 
 
 def run_options_given(arguments: Namespace) -> list[str]:

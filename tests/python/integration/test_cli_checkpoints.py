@@ -68,6 +68,18 @@ def test_what_cannot_be_gone_on_with_is_told_with_its_code(tmp_path):
     assert "checkpoint_frequency is '5m', and there is no checkpoint_dir" in server.said
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("~/kept", "home/kept"), ("./~nobody-of-that-name", "~nobody-of-that-name")]
+)
+def test_a_home_that_the_shell_left_as_it_is_is_one_s_home(tmp_path, given, meant):
+    for place in ("home/kept", "~nobody-of-that-name"):
+        (tmp_path / place).mkdir(parents=True)
+    arguments = ["--port", "0", f"--checkpoint-dir={given}", "--resume", "must"]
+    with command("server", *arguments, cwd=tmp_path, HOME=str(tmp_path / "home")) as server:
+        assert server.ends() == 11, server.said
+    assert f"there is no checkpoint in {tmp_path / meant} to go on from" in server.said
+
+
 @pytest.mark.parametrize("has_one_finished", [True, False])
 def test_after_a_restart_nobody_is_waited_for_longer_than_was_said_and_who_is_missing_is_told(
     tmp_path, has_one_finished

@@ -1,6 +1,7 @@
 """`ParameterServer`'s keywords: what they become, and what is refused, all of it at once."""
 
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +87,14 @@ def test_a_directory_of_checkpoints_is_where_the_server_was_made(tmp_path, monke
     assert config(checkpoint_dir="kept")["checkpoints"]["directory"] == str(tmp_path / "kept")
 
 
+@pytest.mark.parametrize("given", ["~/kept", Path("~/kept"), "~", "./~nobody-of-that-name/kept"])
+def test_a_directory_of_checkpoints_may_be_in_one_s_home(tmp_path, monkeypatch, given):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    whole = str(tmp_path / given).replace("/~/", "/").removesuffix("/~")
+    assert config(checkpoint_dir=given)["checkpoints"]["directory"] == whole
+
+
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
@@ -96,6 +105,7 @@ def test_a_directory_of_checkpoints_is_where_the_server_was_made(tmp_path, monke
         ({"resume": "nver"}, r"did you mean 'never'"),
         ({"checkpoint_dir": ""}, r"checkpoint_dir is '': give the path"),
         ({"checkpoint_dir": b"kept"}, r"checkpoint_dir is b'kept': give the path"),
+        ({"checkpoint_dir": "~nobody-of-that-name/a"}, r"no such user's home .*'\./~nobody-of-that-name/a'"),
         ({"checkpoint_dir": "\udc80"}, r"give a path that is UTF-8"),
         ({"checkpoint_dir": "kept", "checkpoint_frequency": 0}, r"checkpoint_frequency is 0: give a number"),
         ({"checkpoint_dir": "kept", "checkpoint_frequency": True}, r"is True: give a number of updates"),
