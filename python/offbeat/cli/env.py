@@ -56,7 +56,7 @@ CPU_FEATURES = (
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_format()
 
 
 def run(arguments: Namespace) -> int:

@@ -44,6 +44,13 @@ class Parser(argparse.ArgumentParser):
             for name, what in whats.items()
         }
 
+    def add_format(self) -> None:
+        """Let the answer be asked for as text or JSON; `format` of what is parsed is "text" or "json"."""
+        self.add_argument("--format", choices=("text", "json"), default="text", help="default: %(default)s")
+        self.add_argument(
+            "--json", dest="format", action="store_const", const="json", help="the same as --format json"
+        )
+
     def error(self, message: str) -> NoReturn:
         """Refuse a command line.
 

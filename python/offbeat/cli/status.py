@@ -29,7 +29,7 @@ __all__ = ["add_arguments", "report", "run"]
 DEFAULT_TIMEOUT_S = 10.0
 
 MAX_DEPARTURES = 10
-"""The latest; `--format json` has more."""
+"""The latest; `--json` has more."""
 
 GLOSSARY = (
     "In the tables: damped, pushes that were worth less because they were late. Pushes applied, to the whole "
@@ -52,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     parser.epilog = GLOSSARY
     parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="the server; default: OFFBEAT_SERVER")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_format()
     parser.add_argument(
         "--token", type=secret, metavar="SECRET", help="the server's; better in OFFBEAT_TOKEN"
     )

@@ -764,6 +764,9 @@ def test_status_tells_people_and_programs(model):
             with command("status", "--format", "json", OFFBEAT_SERVER=address, OFFBEAT_TOKEN=WORD) as status:
                 assert status.ends() == 0, status.said
                 data = json.loads("".join(status.out))
+            with command("status", "--json", OFFBEAT_SERVER=address, OFFBEAT_TOKEN=WORD) as status:
+                assert status.ends() == 0, status.said
+                assert json.loads("".join(status.out)).keys() == data.keys()
         assert "version 1, 32 samples" in text
         assert "SGD(lr=0.5" in text
         assert "memory" in text

@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from offbeat.cli import env, main
 
 
@@ -50,11 +52,12 @@ def test_memory_is_read():
     assert env.memory("") == "unknown"
 
 
-def test_json_has_what_the_text_has(capsys, monkeypatch):
+@pytest.mark.parametrize("asked", [["--format", "json"], ["--json"]])
+def test_json_has_what_the_text_has(capsys, monkeypatch, asked):
     monkeypatch.setenv("OFFBEAT_TOKEN", "very-secret")
     assert main.main(["env"]) == 0
     text = capsys.readouterr().out
-    assert main.main(["env", "--format", "json"]) == 0
+    assert main.main(["env", *asked]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert "very-secret" not in text + json.dumps(facts)
     assert facts["offbeat"]["profile"] in ("release", "debug")
