@@ -10,7 +10,10 @@ from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
-__all__ = ["resolve"]
+__all__ = ["MANIFEST", "resolve"]
+
+MANIFEST = "manifest.json"
+"""What the folder of a checkpoint has, and the directory of several does not."""
 
 RESUME = ("auto", "never", "must")
 DEFAULT_FREQUENCY = 1000
@@ -74,7 +77,13 @@ def _directory(given: object) -> str:
         whole.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"checkpoint_dir is {given!r}: give a path that is UTF-8") from None
-    return str(Path(whole).absolute())
+    place = Path(whole).absolute()
+    if os.path.isfile(place / MANIFEST):  # noqa: PTH113  what cannot be looked at is the server's to tell
+        raise ConfigError(
+            f"checkpoint_dir is {given!r}, and {place} is the folder of one checkpoint ({MANIFEST} is in "
+            f"it): give the directory of all of them, {place.parent}"
+        )
+    return str(place)
 
 
 def _frequency(given: object) -> dict[str, int | float]:

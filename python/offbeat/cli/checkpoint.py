@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.arrays import as_state
+from offbeat.checkpoints import MANIFEST
 from offbeat.cli import model_file
 from offbeat.cli.checkpoint_report import report
 from offbeat.cli.exit_codes import ExitCode
@@ -27,8 +28,8 @@ ACTIONS = {
     "export": "write the model of the newest good checkpoint to a file",
 }
 
-MANIFEST, PREFIX = "manifest.json", "checkpoint-"
-"""Of a checkpoint's folder: the file that it has, and what is in its name."""
+PREFIX = "checkpoint-"
+"""What is in the name of a checkpoint's folder."""
 
 OWN = ("lock", "life.json", "life.new", ".new", ".old")
 """What a server has beside its checkpoints, or will make there."""

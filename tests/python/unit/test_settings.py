@@ -87,6 +87,21 @@ def test_a_directory_of_checkpoints_is_where_the_server_was_made(tmp_path, monke
     assert config(checkpoint_dir="kept")["checkpoints"]["directory"] == str(tmp_path / "kept")
 
 
+def test_the_folder_of_one_checkpoint_is_none_to_keep_checkpoints_in(tmp_path, monkeypatch):
+    one = tmp_path / "checkpoint-000007"
+    one.mkdir()
+    (one / "manifest.json").write_text("{}")
+    monkeypatch.chdir(one)
+    for given in (one, "."):
+        with pytest.raises(ConfigError) as caught:
+            made(checkpoint_dir=given)
+        assert f"{one} is the folder of one checkpoint" in str(caught.value)
+        assert str(caught.value).endswith(f"give the directory of all of them, {tmp_path}")
+    with pytest.raises(ConfigError, match=r"port is -1.*; .*is the folder of one checkpoint.*; .*frequency"):
+        made(checkpoint_dir=one, port=-1, checkpoint_frequency=0)
+    assert config(checkpoint_dir=tmp_path)["checkpoints"]["directory"] == str(tmp_path)
+
+
 @pytest.mark.parametrize("given", ["~/kept", Path("~/kept"), "~", "./~nobody-of-that-name/kept"])
 def test_a_directory_of_checkpoints_may_be_in_one_s_home(tmp_path, monkeypatch, given):
     monkeypatch.setenv("HOME", str(tmp_path))
