@@ -28,6 +28,9 @@ __all__ = ["add_arguments", "report", "run"]
 
 DEFAULT_TIMEOUT_S = 10.0
 
+PRESENT = ("joined", "stalled")
+"""The states of a worker that is there."""
+
 MAX_DEPARTURES = 10
 """The latest; `--json` has more."""
 
@@ -114,7 +117,7 @@ def report(status: Status, *, asked: str) -> str:
     parts = [
         _run(status, asked),
         _workers(status["workers"]),
-        _departures(status["departures"]),
+        _departures(status["departures"], status["workers"]),
         _memory(status["memory"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -178,11 +181,14 @@ def _workers(workers: Sequence[Status]) -> str:
     return columns([head, *rows], left=3)
 
 
-def _departures(departures: Sequence[Status]) -> str:
-    if not departures:
+def _departures(departures: Sequence[Status], workers: Sequence[Status]) -> str:
+    """Word who has gone; a worker that was lost and is back has not."""
+    present = {worker["id"] for worker in workers if worker["state"] in PRESENT}
+    gone = [d for d in departures if d["state"] != "lost" or d["worker"] not in present]
+    if not gone:
         return ""
     head = ["departure", "state", "when", "cause"]
-    rows = [[d["worker"], d["state"], f"{duration(d['age_s'])} ago", d["cause"]] for d in departures]
+    rows = [[d["worker"], d["state"], f"{duration(d['age_s'])} ago", d["cause"]] for d in gone]
     return columns([head, *rows[-MAX_DEPARTURES:]], left=4)
 
 

@@ -172,6 +172,24 @@ def test_each_worker_has_a_row_below_its_headings():
     assert len({len(line) for line in lines[head : head + 2]}) == 1, "columns are set right"
 
 
+def departure(worker, state):
+    return {"worker": worker, "state": state, "age_s": 26.0, "cause": f"the cause of {worker}"}
+
+
+@pytest.mark.parametrize("state", ["joined", "stalled"])
+def test_a_lost_worker_that_is_back_is_no_departure_in_the_table(state):
+    amy, bob = status()["workers"]
+    gone = [departure(*who) for who in (("amy", "lost"), ("amy", "left"), ("bob", "lost"), ("cy", "lost"))]
+    text = report(status(workers=[amy | {"state": state}, bob], departures=gone), asked=ASKED)
+    told = text.partition("departure ")[2]
+    assert [line.split()[:2] for line in told.splitlines()[1:4]] == [
+        ["amy", "left"],
+        ["bob", "lost"],
+        ["cy", "lost"],
+    ]
+    assert "departure" not in report(status(workers=[amy], departures=gone[:1]), asked=ASKED)
+
+
 def test_a_server_without_a_model_or_workers_has_a_report_too():
     terms = ("total", "roots", "ledgers", "pinned", "idle", "staging")
     empty = {"formula": "", **{f"{term}_bytes": 0 for term in terms}}
