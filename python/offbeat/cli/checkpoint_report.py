@@ -28,7 +28,7 @@ def _directory(told: Told, path: Path) -> str:
     entries = told["checkpoints"]
     lines = [_heading(len(entries), path)]
     if entries:
-        head = ["checkpoint", "written", "run", "version", "term", "samples", "size"]
+        head = ["checkpoint", "file time", "run", "version", "term", "samples", "size"]
         lines += ["", columns([head, *map(_row, entries)], left=3), ""]
     lines += [entry["error"] for entry in entries if entry["error"] is not None]
     if told["set_aside"]:
@@ -69,9 +69,10 @@ def _row(entry: Told) -> Sequence[str]:
 
 
 def _checkpoint(told: Told) -> str:
+    time = _when(told["written_unix_s"])
     files = ", ".join(f"{file['name']} {_size(file['bytes'])}" for file in told["files"])
     lines = {
-        "checkpoint": f"{told['name']}, written {_when(told['written_unix_s'])} by Offbeat {told['offbeat']}",
+        "checkpoint": f"{told['name']}, file time {time}, by Offbeat {told['offbeat']}",
         "run": f"{told['run_id']}, at port {told['port']}",
         "model": model(told),
         "optimizer": optimizer(told),
@@ -131,11 +132,12 @@ def _unfinished(workers: Sequence[Told]) -> str:
 
 
 def _when(unix_s: float | None) -> str:
+    """Word the manifest's time, which is that of the writing only where nobody has copied it since."""
     try:
-        written = datetime.fromtimestamp(unix_s, UTC) if unix_s is not None else None
+        told = datetime.fromtimestamp(unix_s, UTC) if unix_s is not None else None
     except (OSError, OverflowError, ValueError):  # a file may be given any time
-        written = None
-    return written.astimezone().strftime("%Y-%m-%d %H:%M:%S") if written is not None else "at some time"
+        told = None
+    return told.astimezone().strftime("%Y-%m-%d %H:%M:%S") if told is not None else "unknown"
 
 
 def _size(num_bytes: int) -> str:

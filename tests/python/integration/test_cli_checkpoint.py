@@ -107,7 +107,7 @@ def test_a_checkpoint_is_told_with_its_run_and_its_workers(place, server, run):
     code, out, _ = run("inspect", place / "checkpoint-000002")
     assert code == 0
     told = {line[:14].strip(): line[14:].strip() for line in out.splitlines() if line}
-    assert told["checkpoint"].startswith("checkpoint-000002, written 2")
+    assert told["checkpoint"].startswith("checkpoint-000002, file time 2")
     assert told["run"].startswith(server.status()["run_id"])
     assert told["model"] == "version 3, 24 of 1,000 samples, term 1"
     assert told["optimizer"].startswith("Adam(lr=0.1, ")
@@ -282,7 +282,7 @@ def test_one_that_was_set_aside_is_looked_at_by_its_path(place, server, run, tmp
     with offbeat.ParameterServer(Net(), optimizer=optim.Adam(lr=0.1), checkpoint_dir=place, resume="never"):
         pass
     aside = place / "earlier-checkpoint-000002"
-    assert run("inspect", aside)[1].startswith("checkpoint     earlier-checkpoint-000002, written ")
+    assert run("inspect", aside)[1].startswith("checkpoint     earlier-checkpoint-000002, file time ")
     assert run("verify", aside) == (0, f"{aside}: ok\n", "")
     assert run("export", aside, tmp_path / "model.safetensors")[0] == 0
     exported, kept = load_file(tmp_path / "model.safetensors"), server.state_dict()

@@ -99,8 +99,8 @@ def test_a_model_without_an_optimizer_has_a_report_too():
     assert "none yet" in text
     assert "nothing yet" in text
     assert "no worker had joined" in text
-    assert "written at some time" in text
-    assert "written at some time" in report(checkpoint(written_unix_s=1e18), PLACE)
+    assert "file time unknown, by Offbeat" in text
+    assert "file time unknown, by Offbeat" in report(checkpoint(written_unix_s=1e18), PLACE)
 
 
 def test_what_is_gone_or_damaged_has_a_row_and_its_reason():
@@ -110,6 +110,7 @@ def test_what_is_gone_or_damaged_has_a_row_and_its_reason():
     text = report(directory(damaged, gone, good, next="checkpoint-000006", set_aside=["a", "b"]), PLACE)
     lines = text.splitlines()
     assert lines[0] == "3 checkpoints in /kept, newest first"
+    assert lines[2].split()[:4] == ["checkpoint", "file", "time", "run"], "a copy changes it"
     assert lines[3].split() == ["checkpoint-000008", "cannot", "be", "used", *"-----"]
     assert lines[4].split() == ["checkpoint-000007", "gone", *"-----"]
     assert " ".join(lines[5].split()[3:]) == "r1 1,234 2 39,488 3.0 MiB"
