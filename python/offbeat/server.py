@@ -202,7 +202,8 @@ class ParameterServer(process.Live):
         """End the run: workers are told, and the socket is closed. Stopping twice is fine.
 
         Pushes that are under way have up to 10 s to end. Model and status stay readable as long as this
-        object lives: a `state_dict()` taken after it holds every push that was acknowledged.
+        object lives: a `state_dict()` taken after it holds every push that was acknowledged. A last
+        checkpoint that cannot be written raises nothing: `status()["checkpoints"]["failed"]` then says why.
 
         Args:
             restarting: Whether the server will come again, from its last checkpoint: workers wait for it

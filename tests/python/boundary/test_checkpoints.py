@@ -94,6 +94,17 @@ def test_a_server_that_is_stopped_has_kept_everything(tmp_path):
         assert np.array_equal(again.state_dict()["w"], np.full(70_000, -7, np.float32))
 
 
+def test_a_last_checkpoint_that_could_not_be_written_is_told_after_the_stop(tmp_path):
+    with made(tmp_path, checkpoint_frequency=10**6) as server:
+        until_the_first(server)
+        (tmp_path / ".new").write_text("in the way")
+        push(server.address, 1)
+        assert server.status()["checkpoints"]["failed"] is None
+    told = server.status()["checkpoints"]
+    assert told["version"] == 0
+    assert f"{tmp_path}/.new" in told["failed"]
+
+
 def test_no_model_needs_to_be_given_again(tmp_path):
     with made(tmp_path) as server:
         push(server.address, 2)
