@@ -99,6 +99,10 @@ fn decide(root: &Root, version: u64, ledger: &[LedgerEntry], arrival: &Arrival<'
         return Decision::Refused(Reason::ServerRolledBack, detail);
     }
     match ledger::seen(ledger, record.worker, record.sequence, arrival.checksum) {
+        Seen::New if record.is_revoked() => {
+            let detail = "its worker's place was given to a newer process while it was under way";
+            return Decision::Refused(Reason::Fenced, detail.to_owned());
+        }
         Seen::New => {}
         Seen::Before => return Decision::Before,
         Seen::Conflict => {

@@ -329,6 +329,7 @@ impl Book {
                     format!("answers pushes {sequences:?}, and the last that came is {last}"),
                 ));
             }
+            let reached = page.reached();
             for (sequence, answer) in &page.recent {
                 let Answer::Unfinished(unfinished) = answer else { continue };
                 let is_new = tickets.insert(unfinished.ticket);
@@ -337,7 +338,10 @@ impl Book {
                 let has_reached = |&Reached(fragment, last, _): &Reached| {
                     fragment < num_fragments && (*sequence..=page.last_sequence).contains(&last)
                 };
-                let is_reached = unfinished.reached.iter().all(has_reached);
+                // A fragment may be named by the push before, too; more of them than were applied fit no cut.
+                let num_own = reached.iter().filter(|(_, last)| last == sequence).count();
+                let is_reached =
+                    unfinished.reached.iter().all(has_reached) && num_own <= unfinished.progress.applied;
                 let Progress { applied, weighted, elements, range, .. } = unfinished.progress;
                 let has_come = applied <= num_fragments
                     && range
@@ -353,6 +357,15 @@ impl Book {
 }
 
 impl WorkerPage {
+    /// What the ledgers will have of its pushes under way: fragments, and the push that each has.
+    fn reached(&self) -> BTreeSet<(usize, u64)> {
+        let answers = self.recent.iter().filter_map(|(_, answer)| match answer {
+            Answer::Unfinished(unfinished) => Some(&unfinished.reached),
+            Answer::Settled(_) => None,
+        });
+        answers.flatten().map(|&Reached(fragment, last, _)| (fragment, last)).collect()
+    }
+
     fn field(&self) -> String {
         format!("the worker in slot {}", self.slot)
     }

@@ -7,6 +7,7 @@ use super::receipt::{Fate, Receipt};
 use super::ticket::Ticket;
 use crate::layout::{Fragment, FragmentKind, Layout, Presence};
 use crate::pipeline::Reason;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a push says of itself before its first fragment.
@@ -40,6 +41,8 @@ pub struct PushRecord {
     pub(super) fragments: usize,
     /// Whether parameters are among them.
     brings_parameters: bool,
+    /// Its worker was replaced: what has not been applied of it is not any more.
+    is_revoked: AtomicBool,
     progress: Mutex<Progress>,
 }
 
@@ -55,6 +58,7 @@ impl PushRecord {
             present: head.present.clone(),
             fragments: present().count(),
             brings_parameters: present().any(is_parameters),
+            is_revoked: AtomicBool::new(false),
             progress: Mutex::default(),
         }
     }
@@ -63,6 +67,16 @@ impl PushRecord {
     pub(super) fn with_progress(mut self, progress: Progress) -> Self {
         self.progress = Mutex::new(progress);
         self
+    }
+
+    pub(super) fn revoke(&self) {
+        // Relaxed, here and below: it guards nothing but itself. A fragment that is being committed while it is set comes
+        // before it.
+        self.is_revoked.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_revoked(&self) -> bool {
+        self.is_revoked.load(Ordering::Relaxed)
     }
 
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {

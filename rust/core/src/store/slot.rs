@@ -24,9 +24,9 @@ pub(super) enum Recent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Whereabouts {
     Here,
-    /// It was there in the life before, and may come.
+    /// It was there in the life before, and may come: its place is the last to be given away.
     Expected,
-    /// It has been away for long, and may come.
+    /// It has been away for long, and may come, if nobody needed its place meanwhile.
     Away,
     /// It will not come again: its work was not done.
     Left,
@@ -43,11 +43,6 @@ impl Whereabouts {
             WorkerPage { finished: true, .. } => Self::Finished,
             _ => Self::Left,
         }
-    }
-
-    /// Whether it may come, if it is not here.
-    pub(super) const fn may_come(self) -> bool {
-        matches!(self, Self::Expected | Self::Away)
     }
 }
 
@@ -102,6 +97,15 @@ impl Slot {
     /// Whether fragments of its pushes are arriving, or being committed.
     pub(super) fn is_busy(&self) -> bool {
         self.recent.iter().any(|(_, recent)| matches!(recent, Recent::Open(_)))
+    }
+
+    /// Nothing more is applied of what its worker has under way.
+    pub(super) fn revoke(&self) {
+        for (_, recent) in &self.recent {
+            if let Recent::Open(record) | Recent::Unfinished(record, _) = recent {
+                record.revoke();
+            }
+        }
     }
 
     fn note(&mut self, sequence: u64, recent: Recent, keep: usize) {

@@ -173,6 +173,67 @@ fn a_replaced_worker_is_fenced_even_for_what_it_has_under_way() {
 }
 
 #[test]
+fn nothing_more_is_applied_of_a_push_whose_worker_was_replaced() {
+    let store = store();
+    let old = enter(&store, "a").unwrap();
+    let under_way = open(&store, &head(&store, old, 1));
+    assert!(submit(&store, &under_way, 0));
+    enter(&store, "a").unwrap();
+    assert!(!submit(&store, &under_way, 1), "before the newer process has pushed anything");
+    let receipt = under_way.settle();
+    assert_eq!((receipt.applied, receipt.reason), (true, Some(Reason::Fenced)));
+    assert_eq!((value(&store, 0).to_bits(), value(&store, 1).to_bits()), ((-1.0_f32).to_bits(), 0));
+    assert_eq!(store.status().tickets.partial, 1);
+}
+
+#[test]
+fn a_retry_of_a_plain_gradient_goes_on_under_the_optimizer_of_its_first_try() {
+    let store = store();
+    let worker = enter(&store, "a").unwrap();
+    let under_way = open(&store, &head(&store, worker, 1));
+    assert!(submit(&store, &under_way, 0));
+    drop(under_way);
+    let mut run = store.run().unwrap().spec.clone();
+    run.optimizer.groups[0].rule = Rule::Add;
+    store.configure(run);
+    let retry = open(&store, &head(&store, worker, 1));
+    assert!(submit(&store, &retry, 0) && submit(&store, &retry, 1));
+    assert!(retry.settle().applied);
+    assert_eq!(
+        (value(&store, 0).to_bits(), value(&store, 1).to_bits()),
+        ((-1.0_f32).to_bits(), (-1.0_f32).to_bits())
+    );
+}
+
+#[test]
+fn a_retry_made_for_another_optimizer_than_its_first_try_finishes_nothing() {
+    for is_whole in [false, true] {
+        let store = store();
+        let worker = enter(&store, "a").unwrap();
+        let first = head(&store, worker, 1);
+        let under_way = open(&store, &first);
+        assert!(submit(&store, &under_way, 0));
+        assert!(!is_whole || submit(&store, &under_way, 1));
+        drop(under_way);
+        let mut run = store.run().unwrap().spec.clone();
+        run.optimizer.momentum_correction = true;
+        run.optimizer.groups[0].rule =
+            Rule::Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false };
+        store.configure(run);
+        let retry = head(&store, worker, 1);
+        assert_ne!(retry.epoch, first.epoch);
+        let answer = refusal(&store, &retry);
+        let why = (!is_whole).then_some(Reason::OptimizerChanged);
+        assert_eq!((answer.applied, answer.reason), (true, why), "what was applied stays");
+        let tickets = store.status().tickets;
+        assert_eq!((tickets.applied, tickets.partial), if is_whole { (1, 0) } else { (0, 1) });
+        let again = refusal(&store, &retry);
+        assert_eq!((again.applied, again.reason, again.duplicate), (true, why, true));
+        assert!(push(&store, worker, 2).applied);
+    }
+}
+
+#[test]
 fn a_rejection_moves_nothing_and_is_settled() {
     let store = store_with(
         Transaction::Fragment,

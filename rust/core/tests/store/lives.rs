@@ -149,9 +149,16 @@ fn who_was_there_keeps_its_slot_while_another_is_free() {
     let again = store.begin_cut().unwrap().take().unwrap();
     let store = crate::common::resumed(&store, &again, config);
     assert!(push(&store, a, 3).applied, "two lives later as well");
-    assert_eq!(enter(&store, "d").unwrap().slot, a.slot, "where none is, it may have gone");
-    enter(&store, "c").unwrap();
-    assert!(enter(&store, "e").is_err());
+    store.absent(b); // whose place "c" has: nobody of now
+    let c = enter(&store, "c").unwrap();
+    store.absent(c);
+    assert_eq!(
+        enter(&store, "d").unwrap().slot,
+        b.slot,
+        "who has been away for long goes before who is expected"
+    );
+    assert_eq!(enter(&store, "e").unwrap().slot, a.slot, "where nobody else is, it may have gone");
+    assert!(enter(&store, "f").is_err());
 }
 
 #[test]
@@ -173,6 +180,8 @@ fn a_push_that_is_applied_but_not_settled_is_answered_in_another_life() {
     assert_eq!(value(&resumed, 1).to_bits(), (-1.0_f32).to_bits());
     assert!(under_way.settle().applied);
 }
+
+type Change = fn(&mut [(u64, Answer)]);
 
 fn under_way(recent: &mut [(u64, Answer)]) -> &mut Unfinished {
     match &mut recent[1].1 {
@@ -198,11 +207,23 @@ fn a_book_that_no_registry_has_written_is_refused() {
             .unwrap()
             .to_string()
     };
-    let changes: [fn(&mut Unfinished); 3] =
-        [|push| push.ticket = 3, |push| push.version = 3, |push| push.progress.elements = 0.0];
+    let changes: [Change; 5] = [
+        |recent| under_way(recent).ticket = 3,
+        |recent| under_way(recent).version = 3,
+        |recent| under_way(recent).progress.elements = 0.0,
+        // And a fragment has it: no cut would ever fit such a book.
+        |recent| under_way(recent).progress.applied = 0,
+        // As the push before says.
+        |recent| {
+            let one = under_way(recent).clone();
+            let reached = std::mem::take(&mut under_way(recent).reached);
+            under_way(recent).progress.applied = 0;
+            recent[0].1 = Answer::Unfinished(Unfinished { ticket: 1, reached, ..one });
+        },
+    ];
     for change in changes {
         let mut state = store.begin_cut().unwrap().take().unwrap();
-        change(under_way(&mut state.book.workers[0].recent));
+        change(&mut state.book.workers[0].recent);
         let draft = Draft::new(store.table(), store.layout(), &state);
         let told = draft.err().unwrap().to_string();
         assert!(told.ends_with("the worker in slot 0 has push 2 under way, as it cannot be"), "{told}");

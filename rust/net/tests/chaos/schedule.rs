@@ -69,9 +69,8 @@ impl Schedule {
         let restarts = !dice.once_in(3);
         let workers: Vec<Work> = (0..=dice.below(MAX_WORKERS)).map(|_| work(&mut dice)).collect();
         let num_steps: usize = workers.iter().map(|work| work.steps.len()).sum();
-        let mut faults: Vec<(usize, Fault)> = (0..=dice.below(4))
-            .map(|_| (dice.below(num_steps), fault(&mut dice, restarts, has_momentum)))
-            .collect();
+        let mut faults: Vec<(usize, Fault)> =
+            (0..=dice.below(4)).map(|_| (dice.below(num_steps), fault(&mut dice, restarts))).collect();
         faults.sort_by_key(|(at, _)| *at);
         Self {
             transaction,
@@ -103,7 +102,7 @@ fn work(dice: &mut Dice) -> Work {
     }
 }
 
-fn fault(dice: &mut Dice, restarts: bool, has_momentum: bool) -> Fault {
+fn fault(dice: &mut Dice, restarts: bool) -> Fault {
     match dice.below(16) {
         0..5 => Fault::Cuts((0..=dice.below(6)).map(|_| cut(dice)).collect()),
         5..7 => Fault::LostReply(dice.below(3000)),
@@ -111,7 +110,7 @@ fn fault(dice: &mut Dice, restarts: bool, has_momentum: bool) -> Fault {
         8..11 if restarts => Fault::Crash,
         11..13 if restarts => Fault::Drain,
         13 => Fault::Load,
-        14 if !has_momentum => Fault::Optimizer,
+        14 => Fault::Optimizer,
         15 => Fault::LearningRate,
         _ => Fault::Cuts(vec![cut(dice), cut(dice)]),
     }
