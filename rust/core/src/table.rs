@@ -3,7 +3,7 @@
 
 use crate::dtype::Dtype;
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 
 /// Most tensors a table may name; bounds what a hostile table can make us allocate.
@@ -164,6 +164,28 @@ impl TensorTable {
     }
 }
 
+impl TensorTable {
+    /// As [`Self::first_difference`], whatever the order of both: the first tensor by name that one of them has not, or
+    /// has otherwise.
+    #[must_use]
+    pub fn first_difference_by_name(&self, other: &Self) -> Option<Difference> {
+        fn by_name(table: &TensorTable) -> BTreeMap<&str, (usize, &TensorSpec)> {
+            table.0.iter().enumerate().map(|(i, spec)| (spec.name.as_str(), (i, spec))).collect()
+        }
+        let (ours, theirs) = (by_name(self), by_name(other));
+        let names: BTreeSet<&str> = ours.keys().chain(theirs.keys()).copied().collect();
+        names.into_iter().find_map(|name| {
+            let (ours, theirs) = (ours.get(name), theirs.get(name));
+            let spec = |side: Option<&(usize, &TensorSpec)>| side.map(|&(_, spec)| spec.clone());
+            (spec(ours) != spec(theirs)).then(|| Difference {
+                position: ours.or(theirs).map_or(0, |&(position, _)| position),
+                ours: spec(ours),
+                theirs: spec(theirs),
+            })
+        })
+    }
+}
+
 impl TryFrom<Vec<TensorSpec>> for TensorTable {
     type Error = TableError;
     fn try_from(tensors: Vec<TensorSpec>) -> Result<Self, TableError> {
@@ -243,6 +265,21 @@ mod tests {
         let text = a.first_difference(&b).unwrap().to_string();
         assert!(text.contains("float32 [2, 3]") && text.contains("bfloat16 [3, 2]"), "{text}");
         assert_eq!(a.first_difference(&a), None);
+    }
+
+    #[test]
+    fn by_name_the_order_makes_no_difference() {
+        let spec = |name: &str| tensor(name, &[2], Dtype::F32, Role::Parameter);
+        let table = |names: &[&str]| TensorTable::new(names.iter().map(|name| spec(name)).collect()).unwrap();
+        let ours = table(&["b", "a", "c"]);
+        assert_eq!(ours.first_difference_by_name(&table(&["c", "b", "a"])), None);
+        let missing = ours.first_difference_by_name(&table(&["c", "b"])).unwrap();
+        assert_eq!((missing.position, missing.ours, missing.theirs), (1, Some(spec("a")), None));
+        let more = ours.first_difference_by_name(&table(&["d", "c", "b", "a"])).unwrap();
+        assert_eq!((more.position, more.ours, more.theirs), (0, None, Some(spec("d"))));
+        let other = TensorTable::new(vec![spec("c"), spec("b"), tensor("a", &[3], Dtype::F32, Role::Buffer)]);
+        let told = ours.first_difference_by_name(&other.unwrap()).unwrap().to_string();
+        assert!(told.contains("a float32 [2]") && told.contains("a float32 [3]"), "{told}");
     }
 
     #[test]

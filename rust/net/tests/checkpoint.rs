@@ -89,6 +89,25 @@ fn a_start_that_is_refused_uses_up_no_life() {
 }
 
 #[test]
+fn a_run_that_begins_anew_sets_nothing_aside_before_it_has_its_port() {
+    let place = Place::new();
+    let first = start(place.config());
+    let taken = first.address();
+    let other = Place::new();
+    start(other.config()).stop();
+    let kept = || checkpoints(&other.0).unwrap().len();
+    let before = kept();
+    let anew = |port| ServerConfig { port, ..other.every(Every::Versions(1_000_000), Resume::Never) };
+    let told = refused(anew(taken.port()));
+    assert!(matches!(told, ServerError::AddressInUse { .. }), "{told}");
+    assert_eq!((kept(), before > 0), (before, true));
+    let begun = Server::start(anew(0)).unwrap();
+    assert_eq!(kept(), 0);
+    begun.stop();
+    first.stop();
+}
+
+#[test]
 fn many_restarts_leave_the_same_bits() {
     let rule = Rule::Adam {
         betas: (0.9, 0.999),
@@ -413,6 +432,24 @@ fn a_checkpoint_of_the_last_term_there_is_is_refused() {
     for told in [server.roll_back(None).unwrap_err(), refused(copy.config())] {
         assert!(told.to_string().contains(&u64::MAX.to_string()), "{told}");
     }
+}
+
+#[test]
+fn a_server_goes_back_past_a_checkpoint_that_cannot_be_read() {
+    let place = Place::new();
+    let server = start(place.every(Every::Versions(1), Resume::Auto));
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    for version in 1..=2 {
+        worker.push(1.0);
+        eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == version);
+    }
+    let newest = place.numbers()[0];
+    fs::write(place.0.join(format!("checkpoint-{newest:06}")).join(MANIFEST), "{").unwrap();
+    let told = server.roll_back(None).unwrap_err().to_string();
+    assert!(told.contains("manifest.json is damaged") && told.contains("give another version"), "{told}");
+    assert_eq!(server.roll_back(Some(1)).unwrap(), 1);
+    assert!(parameters(&server).iter().all(|&p| p == -1.0));
 }
 
 #[test]

@@ -130,9 +130,10 @@ impl IntoPyErr for ServerError {
             | Self::OtherContribution { .. }
             | Self::Group { .. } => Class::Config,
             Self::Values { .. } | Self::NumTensors { .. } | Self::OtherModel { .. } => Class::ModelMismatch,
-            Self::Checkpoints(_) | Self::NoCheckpoint { .. } | Self::NoSuchCheckpoint { .. } => {
-                Class::Checkpoint
-            }
+            Self::Checkpoints(_)
+            | Self::NoCheckpoint { .. }
+            | Self::NoSuchCheckpoint { .. }
+            | Self::DamagedNewest { .. } => Class::Checkpoint,
             Self::NonFinite { .. } => Class::NonFinite,
             Self::NoModel | Self::NoOptimizer | Self::WorkerSide | Self::KeepsNone => Class::State,
             Self::NoneFinished { .. } => Class::ConnectionLost,

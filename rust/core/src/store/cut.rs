@@ -3,12 +3,10 @@
 //! wait. Under "model" nobody pauses: every model root is one.
 
 use super::Store;
-use super::book::Book;
 use super::bookkeeping::Line;
 use super::push::OpenPush;
 use super::resume::StoreState;
 use super::root::Root;
-use super::ticket::Run;
 use crate::spec::Transaction;
 use futures_channel::oneshot;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -87,27 +85,32 @@ impl Cut {
     pub fn take(&self) -> Option<StoreState> {
         let store = &self.store;
         let fragments = 0..store.layout.fragments.len();
-        let (mut book, run, roots): (Book, Option<Arc<Run>>, Vec<Arc<Root>>) = match store.transaction() {
+        let reader; // let go of after the registry's lock
+        let registry = store.registry();
+        let (run, comings_and_goings) = (registry.run.clone(), registry.comings_and_goings);
+        let mut book = match store.transaction() {
             Transaction::Fragment => {
-                let registry = store.registry();
-                let (book, run) = (registry.book(self.line), registry.run.clone());
+                let book = registry.book(self.line);
                 drop(registry);
                 // After the book: what has ended there is in the roots.
-                let reader = store.reader();
-                (book, run, fragments.map(|i| reader.root(i)).collect())
+                reader = store.reader();
+                book
             }
             Transaction::Model => {
-                let reader; // let go of after the registry's lock
-                let registry = store.registry();
                 reader = store.reader();
-                let book = registry.book(registry.line_at(reader.version())?);
-                (book, registry.run.clone(), fragments.map(|i| reader.root(i)).collect())
+                registry.book(registry.line_at(reader.version())?)
             }
         };
+        let roots: Vec<Arc<Root>> = fragments.map(|i| reader.root(i)).collect();
         if roots.iter().any(|root| root.term != book.term) {
             return None;
         }
-        book.note_reached(&store.layout, &roots).then_some(StoreState { book, run, roots })
+        book.note_reached(&store.layout, &roots).then_some(StoreState {
+            book,
+            comings_and_goings,
+            run,
+            roots,
+        })
     }
 }
 

@@ -187,6 +187,12 @@ impl Store {
         self.registry().term
     }
 
+    /// How often somebody came, went or was given up; see [`StoreState::comings_and_goings`].
+    #[must_use]
+    pub fn comings_and_goings(&self) -> u64 {
+        self.registry().comings_and_goings
+    }
+
     /// Updates ticketed.
     #[must_use]
     pub fn version(&self) -> u64 {

@@ -20,6 +20,8 @@ pub const MAX_WORKERS: usize = 1 << 16;
 
 const UNDONE: &str = "parts of it were applied after the checkpoint that the server went on from, and its worker no longer had them";
 
+const OTHER_OPTIMIZER: &str = "parts of it were applied before the run's optimizer was replaced, and the rest came again as made for the new one";
+
 /// Every slot is taken: who could leave to make room is the caller's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("all {max_workers} worker slots are taken; raise max_workers or let workers leave")]
@@ -55,6 +57,8 @@ pub(super) struct Registry {
     /// Updates of which workers had been told, and which the checkpoint that was gone on from did not have.
     pub(super) lost_updates: u64,
     pub(super) slots: Vec<Option<Slot>>,
+    /// How often somebody came, went or was given up in this life.
+    pub(super) comings_and_goings: u64,
     pub(super) max_workers: usize,
     /// The newest incarnation that has a slot or had one, or was issued in a life before.
     pub(super) last_incarnation: u32,
@@ -76,6 +80,7 @@ impl Registry {
             tickets: TicketCounts::default(),
             lost_updates: 0,
             slots: Vec::new(),
+            comings_and_goings: 0,
             max_workers: max_workers.min(MAX_WORKERS),
             last_incarnation: 0,
             last_forgotten: 0,
@@ -97,17 +102,26 @@ impl Registry {
             }
             None => {
                 // A slot goes to newer incarnations only: to the fragments' ledgers an older one has been replaced.
-                let absent = |s: &Option<Slot>| {
+                let is = |s: &Option<Slot>, whereabouts: &[Whereabouts]| {
                     s.as_ref()
-                        .is_none_or(|s| s.whereabouts != Whereabouts::Here && s.incarnation < incarnation)
+                        .is_none_or(|s| s.incarnation < incarnation && whereabouts.contains(&s.whereabouts))
                 };
-                let gone =
-                    |s: &Option<Slot>| absent(s) && s.as_ref().is_none_or(|s| !s.whereabouts.may_come());
-                let free = self.slots.iter().position(gone).or_else(|| self.slots.iter().position(absent));
-                free.ok_or(Full { max_workers: self.max_workers })?
+                let first = |whereabouts: &[Whereabouts]| self.slots.iter().position(|s| is(s, whereabouts));
+                let free = first(&[Whereabouts::Left, Whereabouts::Finished]);
+                let free = free.or_else(|| first(&[Whereabouts::Away]));
+                // Of those that are waited for, the last to come is the most likely to come again.
+                let expected = |(_, s): &(usize, &Option<Slot>)| is(s, &[Whereabouts::Expected]);
+                let oldest = || {
+                    let expected = self.slots.iter().enumerate().filter(expected);
+                    expected.min_by_key(|(_, s)| s.as_ref().map_or(0, |s| s.incarnation)).map(|(i, _)| i)
+                };
+                free.or_else(oldest).ok_or(Full { max_workers: self.max_workers })?
             }
         };
         let mut slot = Slot::new(worker_id, incarnation);
+        if let Some(old) = &self.slots[index] {
+            old.revoke();
+        }
         match self.slots[index].take() {
             Some(old) if old.worker_id == worker_id => {
                 (slot.tally, slot.predecessor) =
@@ -120,6 +134,7 @@ impl Registry {
             None => {}
         }
         self.slots[index] = Some(slot);
+        self.comings_and_goings += 1;
         Ok(WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation })
     }
 
@@ -154,14 +169,17 @@ impl Registry {
     }
 
     pub(super) fn absent(&mut self, key: WorkerKey) {
-        if let Some(slot) = self.slot(key) {
-            slot.whereabouts = Whereabouts::Away;
-        }
+        self.moved(key, Whereabouts::Away);
     }
 
     pub(super) fn depart(&mut self, key: WorkerKey, finished: bool) {
+        self.moved(key, if finished { Whereabouts::Finished } else { Whereabouts::Left });
+    }
+
+    fn moved(&mut self, key: WorkerKey, to: Whereabouts) {
         if let Some(slot) = self.slot(key) {
-            slot.whereabouts = if finished { Whereabouts::Finished } else { Whereabouts::Left };
+            slot.whereabouts = to;
+            self.comings_and_goings += 1;
         }
     }
 
@@ -184,18 +202,27 @@ impl Registry {
             reason: Some(reason),
             detail,
         };
+        let corrected = self.run.as_ref().is_some_and(|run| run.spec.optimizer.momentum_correction);
         let Some(slot) = self.slot(head.worker) else {
             let detail = "this worker was replaced by a newer process with the same id; stop this one";
             return Ruling::Settled(rejection(Reason::Fenced, detail.to_owned()));
         };
         if head.sequence <= slot.last_sequence {
             slot.tally.duplicates += 1;
-            let again = again(slot, head, rejection);
+            let again = again(slot, head, corrected, rejection);
             self.totals.duplicates += 1;
             return match again {
                 Again::Resumed(record, counted) => {
                     self.reopen(&record, counted);
                     Ruling::Ticketed(record)
+                }
+                Again::Ended(record, counted) => {
+                    record.revoke(); // a fragment of it may be queued
+                    if record.ending() != Ending::Applied {
+                        record.count_refused(Reason::OptimizerChanged, OTHER_OPTIMIZER);
+                    }
+                    self.reopen(&record, counted);
+                    Ruling::Settled(self.settle(&record))
                 }
                 Again::Answered(receipt) => Ruling::Settled(receipt),
             };
@@ -205,7 +232,6 @@ impl Registry {
             return Ruling::Settled(rejection(Reason::Fenced, detail));
         }
         let slept = slot.lost_at.is_some_and(|lost_at| head.base < lost_at);
-        let corrected = self.run.as_ref().is_some_and(|run| run.spec.optimizer.momentum_correction);
         let norm = match measured {
             // What has come is a direction, momentum included; limits are for the gradient, whose norm the head says.
             Some(direction) if corrected && direction.is_finite() => head.norm.or(measured),
@@ -363,15 +389,27 @@ impl Registry {
 enum Again {
     /// Its ticket goes on; with the ending that it is counted by.
     Resumed(Arc<PushRecord>, Ending),
+    /// Its ticket cannot go on: it stays as it is.
+    Ended(Arc<PushRecord>, Ending),
     Answered(Receipt),
 }
 
-fn again(slot: &Slot, head: &PushHead, rejection: impl Fn(Reason, String) -> Receipt) -> Again {
+/// `corrected`: the worker's part of the run's optimizer is momentum.
+fn again(
+    slot: &Slot,
+    head: &PushHead,
+    corrected: bool,
+    rejection: impl Fn(Reason, String) -> Receipt,
+) -> Again {
     let sequence = head.sequence;
     Again::Answered(match slot.recent.iter().find(|(s, _)| *s == sequence) {
         Some((_, Recent::Settled(receipt))) => Receipt { duplicate: true, ..receipt.clone() },
         Some((_, Recent::Unfinished(record, counted))) if record.present == head.present => {
-            return Again::Resumed(Arc::clone(record), *counted);
+            let (record, counted) = (Arc::clone(record), *counted);
+            // What is sent holds the worker's part of the optimizer that it was made for, if that has one.
+            let had_a_part = record.ticket.run.spec.optimizer.momentum_correction;
+            let is_same = record.ticket.run.epoch == head.epoch || !(corrected || had_a_part);
+            return if is_same { Again::Resumed(record, counted) } else { Again::Ended(record, counted) };
         }
         Some((_, Recent::Unfinished(..))) => {
             // Its fragments would be cut by the tensors that it says, and applied by those that the ticket says.

@@ -68,7 +68,7 @@ pub struct Standing {
 /// Why a worker process cannot go on where it was.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoWayBack {
-    #[error("a newer process has the name {worker_id:?}; this one must stop")]
+    #[error("a newer process has the name {worker_id:?}")]
     Fenced { worker_id: String },
     #[error(
         "nothing is known (any more) of worker {worker_id:?} as incarnation {incarnation}: what has become of its last \
@@ -129,6 +129,7 @@ impl Registry {
             WorkerKey { slot: u32::try_from(index).unwrap_or(u32::MAX), incarnation: claim.incarnation };
         let lost = slot.catch_up(claim);
         slot.whereabouts = Whereabouts::Here;
+        self.comings_and_goings += 1;
         self.count_lost(lost);
         Ok(Rejoin::Back(self.stand(key, claim, lost)))
     }

@@ -14,6 +14,8 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct StoreState {
     pub book: Book,
+    /// [`Store::comings_and_goings`] when the book was written.
+    pub comings_and_goings: u64,
     /// What the book's run is resolved to.
     pub run: Option<Arc<Run>>,
     /// By fragment.

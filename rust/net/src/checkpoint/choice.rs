@@ -44,14 +44,21 @@ pub(super) fn newest<T>(
 /// Which checkpoints are not kept, by their places among what they hold, newest first: all but the newest [`KEPT`] that
 /// differ, and the newest of those that are the same. A server writes what it goes on from again, so that one that fails at
 /// every start would leave nothing else. The newest two are kept whatever they hold: of what was written last, nobody has
-/// read what the disk gives back. `None`: it is damaged, and like no other.
+/// read what the disk gives back. `None`: it is damaged, and like no other; of these as many are kept beside the others, for
+/// their owner to look at.
 pub(super) fn superfluous<T: PartialEq>(held: &[Option<T>]) -> Vec<usize> {
-    let mut kept: Vec<&Option<T>> = Vec::new();
+    let (mut kept, mut num_damaged) = (Vec::new(), 0);
     let mut superfluous = Vec::new();
     for (place, one) in held.iter().enumerate() {
-        let is_copy = one.is_some() && kept.contains(&one);
-        if !is_copy && kept.len() < KEPT {
-            kept.push(one);
+        let is_kept = match one {
+            None => num_damaged < KEPT,
+            Some(one) => !kept.contains(&one) && kept.len() < KEPT,
+        };
+        if is_kept {
+            match one {
+                None => num_damaged += 1,
+                Some(one) => kept.push(one),
+            }
         } else if place >= 2 {
             superfluous.push(place);
         }
@@ -76,6 +83,8 @@ mod tests {
         assert_eq!(superfluous(&[5, 4, 4, 3]), [2]);
         assert_eq!(superfluous(&[9, 10, 9, 8, 7]), [2, 4], "gone on with from an older one");
         let damaged = [None, None, None, None, Some(1)];
-        assert_eq!(super::superfluous(&damaged), [3, 4], "nobody knows that they are copies");
+        assert_eq!(super::superfluous(&damaged), [3], "the only one that can be used stays");
+        let between = [Some(4), None, None, Some(3), None, None, Some(2), Some(1)];
+        assert_eq!(super::superfluous(&between), [5, 7]);
     }
 }

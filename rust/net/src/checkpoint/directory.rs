@@ -142,22 +142,37 @@ impl Directory {
     }
 
     /// The newest checkpoint, or the newest of a version, once its files are found to be as they were written; else the
-    /// versions that there are.
+    /// versions that there are. Where a version is given, checkpoints that cannot be read are passed over, with a
+    /// warning.
     ///
     /// # Errors
-    /// As [`Checkpoint::verified`]: one that is damaged is not passed over.
+    /// As [`Checkpoint::verified`]: of the newest where no version is given; of the newest of the version where none of it
+    /// can be used.
     pub fn find(&self, version: Option<u64>) -> Result<Result<Checkpoint, Vec<u64>>, DirectoryError> {
-        let mut versions = Vec::new();
+        let (mut versions, mut damaged) = (Vec::new(), None);
         for folder in folders(&self.path)? {
-            let checkpoint = Checkpoint::unverified(&folder)?;
+            let checkpoint = match Checkpoint::unverified(&folder) {
+                Ok(checkpoint) => checkpoint,
+                Err(error) if version.is_some() => {
+                    tracing::warn!(%error, "a checkpoint cannot be read, and is passed over");
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let found = checkpoint.manifest.book.version;
             if version.is_none_or(|wanted| wanted == found) {
-                checkpoint.verify(&Watch::none())?;
-                return Ok(Ok(checkpoint));
+                match checkpoint.verify(&Watch::none()) {
+                    Ok(()) => return Ok(Ok(checkpoint)),
+                    Err(error) if version.is_none() => return Err(error),
+                    Err(error) => {
+                        tracing::warn!(%error, "a checkpoint of the version cannot be used");
+                        damaged.get_or_insert(error);
+                    }
+                }
             }
             versions.push(found);
         }
-        Ok(Err(versions))
+        damaged.map_or(Ok(Err(versions)), Err)
     }
 
     /// Gives every checkpoint another name: a run that begins anew neither goes on from them nor removes them.

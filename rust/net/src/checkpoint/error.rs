@@ -40,7 +40,7 @@ pub enum DirectoryError {
 
 impl DirectoryError {
     /// Whether a checkpoint is to blame, and will not be better tomorrow.
-    pub(super) fn is_damage(&self) -> bool {
+    pub(crate) fn is_damage(&self) -> bool {
         matches!(self, Self::Checkpoint { cause, .. } if cause.is_damage())
     }
 

@@ -114,7 +114,7 @@ fn no_seat(header: &Header, worker_id: &str, no: NoSeat) -> End {
     match no {
         NoSeat::Overtaken => overtaken(header, worker_id),
         NoSeat::Replaced => {
-            let message = format!("a newer process has the name {worker_id:?}; this one must stop");
+            let message = format!("a newer process has the name {worker_id:?}");
             End::refused(header, RefusalCode::Fenced, message)
         }
         NoSeat::Gone => {

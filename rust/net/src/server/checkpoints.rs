@@ -8,7 +8,7 @@ use crate::checkpoint::{Directory, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
-use offbeat_core::table::{Difference, TensorSpec, TensorTable};
+use offbeat_core::table::TensorTable;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +22,7 @@ const CHANGED: Duration = Duration::from_secs(10);
 pub(super) struct Checkpoints {
     path: PathBuf,
     every: Every,
+    resume: Resume,
     /// That is to begin, once nothing but the machine can refuse the start any more.
     life: Life,
     /// Until the server has stopped: then another one may have it.
@@ -47,6 +48,7 @@ struct Written {
     /// Whether nothing was under way.
     whole: bool,
     agreed: Agreed,
+    comings_and_goings: u64,
     at: Instant,
     took: Duration,
 }
@@ -55,6 +57,8 @@ struct Written {
 #[derive(Serialize)]
 pub(super) struct CheckpointStatus {
     directory: String,
+    /// What is between two, in words.
+    every: String,
     /// The newest; `None` until this server has written one.
     path: Option<String>,
     version: Option<u64>,
@@ -86,12 +90,9 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     if kept.resume == Resume::Must && matches!(kept.directory.try_exists(), Ok(false)) {
         return Err(none()); // a mistyped one is not made
     }
-    let mut directory = Directory::open(&kept.directory)?;
+    let directory = Directory::open(&kept.directory)?;
     let found = match kept.resume {
-        Resume::Never => {
-            directory.set_all_aside()?;
-            None
-        }
+        Resume::Never => None, // what there is is set aside when the life begins
         Resume::Auto | Resume::Must => directory.newest(|checkpoint| {
             let book = &checkpoint.manifest.book;
             let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
@@ -118,6 +119,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     let checkpoints = Checkpoints {
         path: kept.directory.clone(),
         every: kept.every,
+        resume: kept.resume,
         life,
         directory: Mutex::new(Some(directory)),
         news: Mutex::default(),
@@ -146,10 +148,15 @@ impl Checkpoints {
         &self.path
     }
 
-    /// Begins the server's life. The last incarnation that is its own.
+    /// Begins the server's life, and gives what it does not go on from another name. The last incarnation that is its own.
     pub(super) fn begin(&self) -> Result<u32, ServerError> {
         let mut directory = lock(&self.directory);
-        Ok(directory.as_mut().ok_or(ServerError::Stopped)?.begin_life(self.life)?)
+        let directory = directory.as_mut().ok_or(ServerError::Stopped)?;
+        let last = directory.begin_life(self.life)?;
+        if self.resume == Resume::Never {
+            directory.set_all_aside()?;
+        }
+        Ok(last)
     }
 
     /// Makes more incarnations this life's own, after the last that is. The last of them. Waits for a save that is under way.
@@ -184,13 +191,19 @@ impl Checkpoints {
         // Held, so that it is not removed meanwhile.
         let directory = lock(&self.directory);
         let directory = directory.as_ref().ok_or(ServerError::Stopped)?;
-        let found = directory.find(version)?.map_err(|kept| ServerError::NoSuchCheckpoint {
+        let found = directory.find(version).map_err(|cause| match version {
+            None if cause.is_damage() => ServerError::DamagedNewest { cause },
+            _ => cause.into(),
+        })?;
+        let found = found.map_err(|kept| ServerError::NoSuchCheckpoint {
             directory: self.path.clone(),
             version,
             kept,
         })?;
         if let Some(difference) = table.first_difference(&found.manifest.table) {
-            return Err(other_model(found.path, &difference));
+            // A server of another model has written it, and somebody has put it there.
+            let remedy = "It is another run's: take it out of the directory, or give another version";
+            return Err(ServerError::other_model(found.path, &difference, remedy));
         }
         let book = &found.manifest.book;
         // A life that nobody hears of. After the last term there is none, and the restoring says so.
@@ -203,6 +216,7 @@ impl Checkpoints {
         let last = last.as_ref();
         CheckpointStatus {
             directory: self.path.display().to_string(),
+            every: self.every.to_string(),
             path: last.map(|last| last.path.display().to_string()),
             version: last.map(|last| last.version),
             age_s: last.map(|last| now.saturating_duration_since(last.at).as_secs_f64()),
@@ -219,7 +233,8 @@ impl Checkpoints {
         let is_new = (term, version) != (last.term, last.version);
         match self.every {
             _ if is_last && (is_new || !last.whole) => true,
-            _ if is_last => *agreed != last.agreed,
+            // Who has said goodbye is not to be waited for in the next life.
+            _ if is_last => *agreed != last.agreed || store.comings_and_goings() != last.comings_and_goings,
             _ if term != last.term => true,
             _ if *agreed != last.agreed && last.at.elapsed() >= CHANGED => true,
             Every::Versions(number) => version.saturating_sub(last.version) >= number,
@@ -231,7 +246,7 @@ impl Checkpoints {
     pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, is_last: bool) -> bool {
         let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
-        let agreed = run.agreed.clone();
+        let (agreed, comings_and_goings) = (run.agreed.clone(), state.comings_and_goings);
         let saved = match lock(&self.directory).as_mut() {
             None => return true, // the server has stopped, and this was written before
             Some(directory) => directory.save(store, &state, run),
@@ -243,10 +258,10 @@ impl Checkpoints {
                 tracing::info!(
                     path = %path.display(),
                     version,
-                    seconds = took.as_secs_f64(),
+                    took = ?Duration::from_millis(u64::try_from(took.as_millis()).unwrap_or(u64::MAX)),
                     "a checkpoint is written"
                 );
-                let last = Some(Written { path, term, version, whole, agreed, at, took });
+                let last = Some(Written { path, term, version, whole, agreed, comings_and_goings, at, took });
                 *lock(&self.news) = News { last, failed: None };
                 true
             }
@@ -272,20 +287,6 @@ impl Checkpoints {
     pub(super) fn release(&self) {
         drop(lock(&self.directory).take());
     }
-}
-
-/// Of a checkpoint that a server of another model has written, and somebody has put there.
-fn other_model(checkpoint: PathBuf, difference: &Difference) -> ServerError {
-    let side =
-        |tensor: &Option<TensorSpec>| tensor.as_ref().map_or("nothing".to_owned(), ToString::to_string);
-    let (now, then) = (side(&difference.ours), side(&difference.theirs));
-    let difference = if now == then {
-        format!("tensor number {}, {now}, has another role or other names there", difference.position)
-    } else {
-        format!("tensor number {} is {now}, and was {then} there", difference.position)
-    };
-    let remedy = "It is another run's: take it out of the directory, or give another version";
-    ServerError::OtherModel { checkpoint, difference, remedy }
 }
 
 fn is_whole(state: &StoreState) -> bool {

@@ -6,6 +6,7 @@ use offbeat_core::pipeline;
 use offbeat_core::spec::{OptimizerSpec, Schedule, StalenessSpec, Transaction};
 use offbeat_core::store::StoreConfig;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
@@ -89,6 +90,15 @@ pub enum Every {
     Versions(u64),
     /// So much time, if there were updates.
     Time(Duration),
+}
+
+impl fmt::Display for Every {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Versions(number) => write!(f, "{number} updates"),
+            Self::Time(time) => write!(f, "{time:?}"),
+        }
+    }
 }
 
 /// Whether a server goes on from the newest checkpoint.

@@ -1,9 +1,7 @@
 //! A server stops: everybody is told, and pushes that are under way have a while to end.
 
-use super::config::Ending;
 use super::connection::Phase;
 use super::shared::Shared;
-use offbeat_core::wire::message::{Event, FINISHED_STOPPED};
 use std::collections::HashMap;
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
@@ -35,10 +33,7 @@ impl Pace {
 /// Tells everybody that the server stops, and ends what is waiting. Pushes that are under way have a while to end, as
 /// long as something moves.
 pub(super) async fn dismiss(shared: &Shared) {
-    shared.members().tell_all(&match shared.ending() {
-        Ending::Finished => Event::Finished { reason: FINISHED_STOPPED.to_owned() },
-        Ending::Restarting => Event::Restarting,
-    });
+    shared.members().tell_all(&shared.farewell());
     let refused = shared.refusal();
     let begun = Instant::now();
     let mut paces: HashMap<u64, Pace> = HashMap::new();

@@ -5,6 +5,7 @@
 use crate::checkpoint::DirectoryError;
 use crate::limits::explained;
 use offbeat_core::spec::SpecError;
+use offbeat_core::table::{Difference, TensorSpec};
 use offbeat_core::wire::message::ModelTooLong;
 use std::fmt::Write as _;
 use std::io;
@@ -36,6 +37,8 @@ pub enum ServerError {
     #[error("there is no checkpoint{} in {}; there are those of versions {kept:?}",
         .version.map(|version| format!(" of version {version}")).unwrap_or_default(), .directory.display())]
     NoSuchCheckpoint { directory: PathBuf, version: Option<u64>, kept: Vec<u64> },
+    #[error("{cause}; it is the newest, so give another version to go back to")]
+    DamagedNewest { cause: DirectoryError },
     #[error("{name} is {value}: {remedy}")]
     Config { name: &'static str, value: String, remedy: &'static str },
     #[error(
@@ -93,6 +96,21 @@ pub enum ServerError {
     Forked,
     #[error("the operating system refused what the server needs: {}", explained(.0))]
     System(io::Error),
+}
+
+impl ServerError {
+    /// `difference`: "ours" is the model that there is or was given, "theirs" the checkpoint's.
+    pub(super) fn other_model(checkpoint: PathBuf, difference: &Difference, remedy: &'static str) -> Self {
+        let side =
+            |tensor: &Option<TensorSpec>| tensor.as_ref().map_or("nothing".to_owned(), ToString::to_string);
+        let (now, then) = (side(&difference.ours), side(&difference.theirs));
+        let difference = if now == then {
+            format!("tensor number {}, {now}, has another role or other names there", difference.position)
+        } else {
+            format!("tensor number {} is {now}, and was {then} there", difference.position)
+        };
+        Self::OtherModel { checkpoint, difference, remedy }
+    }
 }
 
 /// An operating system's error while a thread or a runtime is made.

@@ -57,7 +57,7 @@ pub(super) fn joined(shared: &Shared, known: &Known<'_>, header: &Header) -> Res
         slot: place.as_ref().map_or(0, |p| p.key.slot),
         incarnation: known.incarnation,
         secret: known.secret,
-        term: store.map_or(0, |s| s.term()),
+        term: store.map_or(shared.first_term, |s| s.term()),
         version: store.map_or(0, |s| s.version()),
         durable_version: 0,
         model: place.as_ref().map(|p| p.model.info()),

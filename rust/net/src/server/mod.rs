@@ -72,6 +72,7 @@ impl Bound {
     /// [`ServerError::StagingBudget`], [`ServerError::OtherModel`], or what keeps the life from being begun.
     pub fn serve(self, model: Option<Snapshot>) -> Result<Server, ServerError> {
         let Self(server) = self;
+        let has_resumed = server.shared.model.get().is_some();
         if let Some(model) = model {
             server.give(model)?;
         }
@@ -80,6 +81,7 @@ impl Bound {
             server.shared.members().reserved(last);
             *lock(&server.keeper) = Some(Keeper::start(&server.shared)?);
         }
+        server.shared.tell_of_checkpoints(has_resumed);
         server.shared.serving.send_replace(true);
         tracing::info!(address = %server.address(), run_id = server.shared.run_id, "the server listens");
         server.shared.agreement().announce();
@@ -120,14 +122,14 @@ impl Server {
             shared.set_model(model, shared.config.blueprint.clone())?;
             return Ok(());
         };
-        let Some(difference) = resumed.store.table().first_difference(&model.table) else {
+        // A file of a model may have its tensors in another order; the checkpoint's is kept.
+        let Some(difference) = model.table.first_difference_by_name(resumed.store.table()) else {
             tracing::warn!("the given parameters are not used: the checkpoint's are");
             return Ok(());
         };
         let checkpoint = shared.checkpoints.as_ref().map(|checkpoints| checkpoints.directory().to_owned());
-        let (checkpoint, difference) = (checkpoint.unwrap_or_default(), difference.to_string());
         let remedy = "Give that model or none, or begin anew with resume=\"never\"";
-        Err(ServerError::OtherModel { checkpoint, difference, remedy })
+        Err(ServerError::other_model(checkpoint.unwrap_or_default(), &difference, remedy))
     }
 
     /// Starts a server; the first worker brings the model. It listens when this returns.
@@ -179,6 +181,8 @@ impl Server {
         let mut agreement = self.shared.agreement();
         agreement.set_lr(lr, group)?;
         self.shared.apply(&agreement);
+        drop(agreement);
+        tracing::info!(lr, ?group, "the learning rate was set");
         Ok(())
     }
 

@@ -13,8 +13,9 @@ use super::strangers::Strangers;
 use offbeat_core::pipeline::Reason;
 use offbeat_core::store::{Life, Receipt, Run, Store};
 use offbeat_core::wire::message::{
-    Attempt, Event, FINISHED_BUDGET, Parting, RefusalCode, Refused, RunConfig,
+    Attempt, Event, FINISHED_BUDGET, FINISHED_STOPPED, FIRST_TERM, Parting, RefusalCode, Refused, RunConfig,
 };
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -167,6 +168,14 @@ impl Shared {
         Refused { code, message: message.to_owned(), fatal: true }
     }
 
+    /// The same on the control connection.
+    pub(super) fn farewell(&self) -> Event {
+        match self.ending() {
+            Ending::Finished => Event::Finished { reason: FINISHED_STOPPED.to_owned() },
+            Ending::Restarting => Event::Restarting,
+        }
+    }
+
     pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed) // a flag that only rises; the members' lock orders what depends on it
     }
@@ -184,6 +193,19 @@ impl Shared {
         drop(agreement);
         Self::announce(model);
         Ok(model)
+    }
+
+    /// Says where checkpoints go, and whether a run begins where another may have been meant to go on.
+    pub(super) fn tell_of_checkpoints(&self, has_resumed: bool) {
+        let Some(kept) = &self.config.checkpoints else { return };
+        let directory = kept.directory.display();
+        if kept.resume == Resume::Auto && !has_resumed && self.first_term > FIRST_TERM {
+            tracing::warn!(
+                %directory,
+                "a server was here before, and no checkpoint of it is: a new run begins; resume=\"must\" refuses to"
+            );
+        }
+        tracing::info!(%directory, every = %kept.every, "checkpoints are kept");
     }
 
     /// Goes on from a checkpoint, with what has been agreed on then.
@@ -213,7 +235,7 @@ impl Shared {
             self.over.store(true, Ordering::Relaxed);
             tracing::warn!(
                 max_samples = self.config.max_samples,
-                "the run was over before: its samples are used up"
+                "the run was over before: its samples are used up; to go on, give more max_samples, or none"
             );
         }
         Self::announce(model);
@@ -335,8 +357,13 @@ impl Shared {
         drop(members);
         let Some(ended) = ended else { return };
         let (worker, told) = (&ended.id, &ended.cause);
+        if is_dismissed && let Some(tell) = &ended.control {
+            // Its session may have seen that the server stops before everybody was told.
+            tell.send(self.farewell()).ok(); // its task may just have ended
+        }
         if ended.news && is_dismissed {
-            tracing::info!(worker, incarnation, "a worker was told that the server stops");
+            let what = self.refusal().message;
+            tracing::info!(worker, incarnation, "a worker was told: {what}");
         } else if ended.news && ended.withdrawn {
             tracing::warn!(worker, incarnation, cause = told, "a worker cannot begin");
         } else if ended.news {
@@ -363,10 +390,7 @@ impl Shared {
 
     /// A newer process has taken the worker's name.
     pub(super) fn fence(&self, ended: Ended) {
-        let detail = format!(
-            "worker {:?} was replaced by a newer process with the same worker_id; this one must stop",
-            ended.id
-        );
+        let detail = format!("worker {:?} was replaced by a newer process with the same worker_id", ended.id);
         tracing::warn!(worker = ended.id, incarnation = ended.incarnation, "a worker is fenced off");
         if let Some(control) = &ended.control {
             // Its task may just have ended.
@@ -398,10 +422,19 @@ fn warn_of_other_settings(before: &Run, now: &Run) {
     if rates(before) != rates(now) {
         tracing::warn!(was = ?rates(before), is = ?rates(now), "the learning rate is not the checkpoint's");
     }
-    if before.spec.schedule != now.spec.schedule {
-        let (was, is) = (before.spec.schedule, now.spec.schedule);
-        tracing::warn!(?was, ?is, "the learning rate's schedule is not the checkpoint's");
+    let (was, is) = (&before.spec, &now.spec);
+    warn_of_another("learning rate's schedule", &was.schedule, &is.schedule);
+    warn_of_another("staleness bound or policy", &was.staleness, &is.staleness);
+    warn_of_another("max_samples", &was.max_samples, &is.max_samples);
+}
+
+fn warn_of_another<T: PartialEq + Serialize>(what: &str, was: &T, is: &T) {
+    if was == is {
+        return;
     }
+    // As it is in the manifest.
+    let told = |value: &T| serde_json::to_string(value).unwrap_or_else(|error| error.to_string());
+    tracing::warn!(was = told(was), is = told(is), "the {what} is not the checkpoint's");
 }
 
 /// A connection on the watchdog's list.

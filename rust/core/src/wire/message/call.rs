@@ -5,7 +5,7 @@ use crate::spec::{Contribution, OptimizerSpec};
 use crate::table::TensorTable;
 use serde::{Deserialize, Serialize};
 
-/// The term that a model which a worker brought begins with; its values are version 0.
+/// The term of a server's first life: a model that a worker brings begins with its server's, whose values are version 0.
 pub const FIRST_TERM: u64 = 1;
 
 /// A request on the data connection; answered by [`Reply`] or [`Refused`](super::Refused).
