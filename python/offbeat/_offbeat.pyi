@@ -85,6 +85,8 @@ class Session:
     term: int
     version: int
     """Of the model, as last heard."""
+    came: bool
+    """Whether the last `push_pull` wrote parameters into its `out`."""
     table: str | None
     """The tensors in order, as JSON; None as long as the server has no model."""
     blueprint: str | None
@@ -125,7 +127,10 @@ class Session:
     def push_pull(
         self, values: Sequence[_Memory | None], samples: int, out: Sequence[_Memory], incremental: bool
     ) -> Receipt | None:
-        """Push and pull at once. With two in flight the receipt is the push's before this; first, None."""
+        """Push and pull at once. With two in flight the receipt is the push's before this; first, None.
+
+        Where none was under way, as at the first and after a lost connection, nothing is written: see `came`.
+        """
 
     def flush(self, out: Sequence[_Memory] | None) -> list[Receipt]:
         """Wait for what is in flight; return its receipts."""

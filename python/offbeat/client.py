@@ -255,8 +255,9 @@ class Client(process.Live):
         except _UNSENT:
             self._is_answer_due = was_due
             raise
-        self._own_is_written |= is_own and receipt is not None
-        self._is_answer_due = was_due or receipt is None
+        came = session.came
+        self._own_is_written |= is_own and came
+        self._is_answer_due = was_due or not came
         return receipt
 
     def flush(self) -> list[Receipt]:

@@ -92,7 +92,7 @@ class Link:
             self._num_unsettled = self._in_flight - 1
             self._broken_off = False
             self.version = self.session.version
-            binding.landed(came=receipt is not None)
+            binding.landed(came=self.session.came)
             answered = receipt if self._in_flight == 1 else None
             if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
                 self._fetch(incremental=False)

@@ -138,6 +138,11 @@ impl Session {
     }
 
     #[getter]
+    fn came(&self, py: Python<'_>) -> PyResult<bool> {
+        self.told(py, |session| session.came)
+    }
+
+    #[getter]
     fn table(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.told(py, |session| session.table.clone())?.map(|table| json(py, &*table)).transpose()
     }

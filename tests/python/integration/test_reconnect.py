@@ -172,6 +172,30 @@ def test_how_long_a_lost_server_is_waited_for_is_said_and_told(caplog, tmp_path)
         each.close()
 
 
+def test_a_server_that_hangs_is_told_of_and_that_it_answers_again(caplog):
+    def said(words):
+        return [r.getMessage() for r in caplog.records if words in r.getMessage()]
+
+    with (
+        command("server", "--optimizer", "SGD(lr=0.01)", "--port", "0") as server,
+        ThreadPoolExecutor() as pool,
+        offbeat.AsyncWorker(address_of(server), net()) as worker,
+    ):
+        assert step(worker).applied
+        server.signal(signal.SIGSTOP)
+        try:
+            waiting = pool.submit(step, worker)
+            wait_for(lambda: said("no answer from 127.0.0.1"), timeout_s=30)
+            assert not waiting.done()
+        finally:
+            server.signal(signal.SIGCONT)
+        receipt = waiting.result(30)
+        assert receipt.applied or receipt.reason in ("slept", "server_rolled_back")
+        (told,) = said("no answer from")
+        assert re.search(r"for 1\d s, though it is connected: .* \(Ctrl-C ends the wait\)", told), told
+        wait_for(lambda: len(said("answers again, after 1")) == 1)  # the log comes by a thread of its own
+
+
 @pytest.mark.parametrize("value", [-1, "5", float("nan")])
 def test_a_time_to_wait_for_a_lost_server_that_is_none_is_refused(value):
     for make in (offbeat.Client, offbeat.AsyncWorker):

@@ -18,7 +18,8 @@ const FREE_LOSSES: usize = 8;
 /// Before another try where a server lets nobody in for long, or breaks every connection off.
 const PAUSE: Duration = Duration::from_millis(100);
 /// What to do where the server is there and has not this session.
-const NEXT: &str = "A new worker can join it, without run_id=; a server that is given checkpoint_dir keeps its run over a restart";
+const NEXT: &str = "A new worker can join it. A server keeps its run over a restart by its checkpoints: look at whether it was started with \
+     the same checkpoint_dir as before, and whether that is still there";
 
 impl ClientError {
     /// Whether another connection may help.
@@ -149,7 +150,7 @@ impl Inner {
             self.pause(interrupt)?;
         }
         let (run, seconds) = (&self.session.run_id, begun.elapsed().as_secs_f64());
-        tracing::info!("back in run {run} at {address} after {seconds:.1} s");
+        tracing::warn!("back in run {run} at {address} after {seconds:.1} s");
         Ok(())
     }
 

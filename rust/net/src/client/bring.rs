@@ -9,7 +9,7 @@ use super::payload::Content;
 use super::session::Inner;
 use offbeat_core::table::TensorTable;
 use offbeat_core::values::first_nonfinite_parameter;
-use offbeat_core::wire::message::{Call, FIRST_TERM, ModelInfo, Reply};
+use offbeat_core::wire::message::{Call, ModelInfo, Reply};
 use offbeat_core::wire::{Header, Kind};
 use std::sync::Arc;
 
@@ -58,9 +58,9 @@ impl Inner {
             return Err(ClientError::ModelMismatch { message: difference.to_string() });
         }
         // Under a later term other values have been loaded since; those are to be pulled.
-        let lives = taken && self.session.term == FIRST_TERM;
+        let lives = taken && self.session.term == self.way.term;
         if lives && let Some(held) = &mut self.connection.held {
-            held.brought(&model, FIRST_TERM, values);
+            held.brought(&model, self.session.term, values);
         }
         Ok(taken)
     }

@@ -48,6 +48,9 @@ pub struct Session {
     /// The life of the store and the model's version, as of joining or the newest pull.
     pub term: u64,
     pub version: u64,
+    /// Whether the last push wrote parameters where its caller asked for them. With two in flight the first does not, nor
+    /// the first after a connection was lost with two under way, though it may bring a receipt.
+    pub came: bool,
     /// `None` until the server has a model.
     pub table: Option<Arc<TensorTable>>,
     /// How to build the model's module, if the one who brought it said so.

@@ -10,6 +10,7 @@ use super::model::Model;
 use super::momentum::{Keep, Momentum};
 use super::outgoing::{Outgoing, Workshop, frame};
 use super::payload::Makings;
+use super::silence::Silence;
 use super::stream::Stream;
 use crate::frame::FrameError;
 use offbeat_core::store::Receipt;
@@ -18,6 +19,7 @@ use offbeat_core::wire::{Kind, encode};
 use std::io::IoSlice;
 use std::sync::Arc;
 use std::task::{Poll, ready};
+use std::time::Instant;
 
 /// Frames that a call that was broken off still owes to the server.
 #[derive(Debug, Default)]
@@ -212,6 +214,24 @@ impl Connection {
     pub(super) fn hang_up(&self) {
         if let Err(error) = self.stream.shutdown() {
             tracing::debug!(address = self.address, %error, "the connection had ended already");
+        }
+    }
+
+    /// Says that the server owes an answer for long, or that it has answered after all.
+    pub(super) fn tell_of_silence(&self, silence: &mut Silence, is_silent: bool, now: Instant) {
+        let address = &self.address;
+        if !is_silent {
+            if let Some(silent) = silence.end(now) {
+                tracing::warn!("{address} answers again, after {:.0} s", silent.as_secs_f64());
+            }
+        } else if self.flight.owes_parameters()
+            && let Some(silent) = silence.due(now)
+        {
+            tracing::warn!(
+                "no answer from {address} for {:.0} s, though it is connected: its process may be stopped, or busy; \
+                 waiting on (Ctrl-C ends the wait)",
+                silent.as_secs_f64()
+            );
         }
     }
 

@@ -169,7 +169,9 @@ impl Connection {
         self.outdated |= receipt.reason == Some(Reason::OptimizerChanged);
         let buffers_sent = std::mem::take(&mut push.buffers_sent);
         if receipt.applied {
-            if let Some(momentum) = &mut self.momentum {
+            // What was applied in parts before the optimizer was replaced is of a velocity that is no more.
+            let is_of_this = receipt.reason != Some(Reason::OptimizerChanged);
+            if let Some(momentum) = self.momentum.as_mut().filter(|_| is_of_this) {
                 momentum.applied(&push.fragments[..push.made], &push.present);
             }
             if let (Some(model), Some(held)) = (&self.model, &mut self.held) {

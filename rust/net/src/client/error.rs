@@ -26,7 +26,7 @@ pub enum ClientError {
     #[error("{message}")]
     Refused { code: RefusalCode, message: String },
     /// A newer process has this worker's name; this one must stop.
-    #[error("this worker was replaced and must stop: {message}")]
+    #[error("this worker must stop: {message}")]
     Fenced { message: String },
     #[error(
         "tensor {tensor:?} holds a value that is not finite ({value}) at index {index}; nothing was sent. Lower the \

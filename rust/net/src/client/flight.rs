@@ -119,6 +119,11 @@ impl Flight {
         self.settled + open as u64 + 1
     }
 
+    /// Whether a push or a pull is not answered. Other calls may take as long as other workers do.
+    pub(super) fn owes_parameters(&self) -> bool {
+        self.pending.iter().any(|p| p.end.is_none() && p.ends_with != Kind::Reply)
+    }
+
     pub(super) fn begin(&mut self, pending: Pending) {
         self.pending.push_back(pending);
     }

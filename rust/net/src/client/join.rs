@@ -164,8 +164,17 @@ impl Inner {
             configured: None,
         };
         let Joined { run_id, worker_id, incarnation, term, version, model, run, .. } = joined;
-        let session =
-            Session { run_id, worker_id, incarnation, term, version, table: None, blueprint: None, run };
+        let session = Session {
+            run_id,
+            worker_id,
+            incarnation,
+            term,
+            version,
+            came: false,
+            table: None,
+            blueprint: None,
+            run,
+        };
         let mut inner = Self {
             session,
             contribution: None,

@@ -50,6 +50,7 @@ mod outgoing;
 mod payload;
 mod push;
 mod session;
+mod silence;
 mod stream;
 mod way;
 

@@ -87,6 +87,7 @@ impl Inner {
             return Err(ClientError::bad_input(message));
         }
         let mut has_begun = false;
+        self.session.came = false;
         let pushed = self.again(interrupt, &mut |inner| {
             if to.is_none() && !has_begun {
                 inner.keep_told_for_flush(); // those of pushes before
@@ -122,8 +123,7 @@ impl Inner {
         if let Some(to) = to {
             self.try_pull(to, interrupt)?;
         }
-        self.told.pop_front();
-        self.keep_told_for_flush();
+        self.told.pop_front(); // what is told of a later one is the next call's
         self.read_run_anew(model, receipt, to, interrupt).map(Some)
     }
 
@@ -348,7 +348,7 @@ impl Inner {
 
     /// The caller's memory holds what these say.
     fn has_read(&mut self, term: u64, version: u64) {
-        (self.session.term, self.session.version) = (term, version);
+        (self.session.term, self.session.version, self.session.came) = (term, version, true);
         let Some(held) = &mut self.connection.held else { return };
         let replaced = held.ready && held.term != term;
         (held.term, held.version, held.ready) = (term, version, true);

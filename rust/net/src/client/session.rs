@@ -9,6 +9,7 @@ use super::held::Held;
 use super::model::Model;
 use super::momentum::Momentum;
 use super::outgoing::Outgoing;
+use super::silence::Silence;
 use super::stream::LOOK;
 use super::way::Way;
 use crate::frame::FrameError;
@@ -25,6 +26,8 @@ use std::time::{Duration, Instant};
 
 /// After the control connection's end the data connection has so long to say why, or to end too.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// This process stood still itself, if it looks up so late: what has come meanwhile is still to be read.
+const STANDSTILL: Duration = Duration::from_secs(2);
 /// How long an interrupted call goes on with what it had begun.
 const GRACE: Duration = Duration::from_millis(500);
 /// Receipts of pushes whose call was broken off, kept for `flush`; older ones go.
@@ -180,19 +183,27 @@ impl Inner {
     ) -> Result<(), ClientError> {
         let Self { connection, control, .. } = self;
         let mut looked = Instant::now();
+        let (mut silence, mut is_silent) = (Silence::since(looked), true);
         connection.stream.hurry(); // a call that was broken off may have announced a wait
         loop {
             let stuck = match connection.step(turn, until) {
-                Poll::Ready(Ok(Step::Done)) => return Ok(()),
+                Poll::Ready(Ok(Step::Done)) => {
+                    connection.tell_of_silence(&mut silence, false, Instant::now());
+                    return Ok(());
+                }
                 Poll::Ready(Ok(Step::More)) => false,
                 Poll::Ready(Err(error)) => return Err(error),
                 Poll::Pending => true,
             };
+            is_silent &= stuck;
             if stuck {
                 let lost = |error| ClientError::from_frame(&connection.address, &FrameError::Io(error));
                 connection.stream.wait().map_err(lost)?;
             }
             if connection.stream.take_nudge() || looked.elapsed() >= LOOK {
+                if looked.elapsed() >= STANDSTILL {
+                    silence = Silence::since(Instant::now());
+                }
                 looked = Instant::now();
                 if interrupt.interrupted() {
                     return Err(ClientError::Interrupted);
@@ -203,6 +214,7 @@ impl Inner {
                     let cause = format!("heartbeats failed: {cause}");
                     return Err(ClientError::Lost { address, cause });
                 }
+                connection.tell_of_silence(&mut silence, std::mem::replace(&mut is_silent, true), looked);
             }
         }
     }

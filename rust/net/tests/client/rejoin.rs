@@ -23,14 +23,15 @@ fn cut() -> impl Strategy<Value = Cut> {
     (budget.clone(), budget, any::<bool>()).prop_map(|(up, down, is_heard)| Cut { up, down, is_heard })
 }
 
-/// Pushes some cells through a relay that cuts as planned. The receipts, and what the server holds of each push.
+/// Pushes some cells through a relay that cuts as planned. The receipts, what the server holds of each push, and how many
+/// of the receipts came with the last flush.
 fn run(
     transaction: Transaction,
     in_flight: usize,
     has_buffers: bool,
     plan: Vec<Cut>,
     ways: &[(bool, bool)],
-) -> (Vec<Receipt>, Vec<Vec<f32>>) {
+) -> (Vec<Receipt>, Vec<Vec<f32>>, usize) {
     let server = start(ServerConfig { transaction, ..config(sgd(1.0, 0.0, 0.0)) }, has_buffers);
     // It joins undisturbed, and has read.
     let relay = Relay::new(server.address(), [WHOLE, WHOLE]);
@@ -47,7 +48,9 @@ fn run(
             receipts.push(worker.push(&mut values).unwrap());
         }
     }
+    let num_before = receipts.len();
     receipts.extend(worker.flush().unwrap());
+    let num_flushed = receipts.len() - num_before;
     worker.pull(true).unwrap();
     let (_, tensors) = server.tensors().unwrap().unwrap();
     assert!(worker.params[0] == tensors[0], "the worker has read something else than the server holds");
@@ -60,7 +63,7 @@ fn run(
     assert_eq!(tickets["open"], 0);
     let applied = receipts.iter().filter(|r| r.applied && r.reason.is_none()).count();
     assert_eq!(tickets["applied"], applied, "{tickets}");
-    (receipts, held)
+    (receipts, held, num_flushed)
 }
 
 fn transactions() -> impl Strategy<Value = Transaction> {
@@ -75,7 +78,7 @@ proptest! {
         transaction in transactions(), has_buffers: bool, plan in prop::collection::vec(cut(), 1..8),
         ways in prop::collection::vec(any::<(bool, bool)>(), 2..8),
     ) {
-        let (receipts, held) = run(transaction, 1, has_buffers, plan, &ways);
+        let (receipts, held, _) = run(transaction, 1, has_buffers, plan, &ways);
         prop_assert_eq!(receipts.len(), ways.len());
         prop_assert!(receipts.iter().all(|r| r.applied && r.reason.is_none()), "{:?}", receipts);
         prop_assert!(held.iter().flatten().all(|w| *w == 1.0), "{:?}", held);
@@ -86,7 +89,7 @@ proptest! {
         transaction in transactions(), has_buffers: bool, plan in prop::collection::vec(cut(), 1..8),
         ways in prop::collection::vec(any::<(bool, bool)>(), 2..8),
     ) {
-        let (receipts, held) = run(transaction, 2, has_buffers, plan, &ways);
+        let (receipts, held, _) = run(transaction, 2, has_buffers, plan, &ways);
         prop_assert_eq!(receipts.len(), ways.len());
         let whole = receipts.iter().filter(|r| r.applied && r.reason.is_none()).count();
         let partly = receipts.iter().filter(|r| r.applied && r.reason == Some(Reason::ConnectionLost)).count();
@@ -99,6 +102,18 @@ proptest! {
         let nowhere = held.iter().filter(|h| h.iter().all(|w| *w == 0.0)).count();
         prop_assert!((whole..=whole + slack).contains(&everywhere) && (none..=none + slack).contains(&nowhere));
         prop_assert!(transaction == Transaction::Fragment || partly == 0);
+    }
+
+    #[test]
+    fn with_two_in_flight_each_call_gives_the_receipt_of_the_push_before_whatever_was_cut(
+        transaction in transactions(), incremental: bool, plan in prop::collection::vec(cut(), 1..8), num in 3..8_usize,
+    ) {
+        let (receipts, held, num_flushed) = run(transaction, 2, false, plan, &vec![(true, incremental); num]);
+        prop_assert_eq!((receipts.len(), num_flushed), (num, 1));
+        for (receipt, held) in receipts.iter().zip(held) {
+            let due = if !receipt.applied { 0.0 } else if receipt.reason.is_none() { 1.0 } else { continue };
+            prop_assert!(held.iter().all(|w| *w == due), "{held:?}: {receipts:?}");
+        }
     }
 }
 

@@ -2,13 +2,16 @@
 
 use crate::cells::{FRAGMENT, MODEL_BYTES, cells, held, join, join_as, start, status};
 use crate::relay::Relay;
-use crate::support::{Worker, config, eventually, never, sgd};
+use crate::support::{
+    Worker, bytes_of, client_config, config, eventually, memories, never, parameter, sgd, table,
+};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::Receipt;
 use offbeat_core::wire::HEADER_BYTES;
 use offbeat_core::wire::message::Parting;
-use offbeat_net::client::ClientError;
+use offbeat_net::checkpoint::checkpoints;
+use offbeat_net::client::{Client, ClientError, PushInput};
 use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -238,6 +241,41 @@ fn who_was_there_is_waited_for_after_a_restart() {
     let name = unnamed.client.session().unwrap().worker_id.clone();
     assert!(name.ends_with("-t2"), "{name}: no name that a worker may have which came after the checkpoint");
     a.client.close(Parting::Finished, &never).unwrap();
+}
+
+#[test]
+fn who_brings_the_model_in_a_later_life_pushes_without_a_pull_as_in_the_first() {
+    let place = Place::new("brought");
+    let model = table(vec![parameter("w", 8)]);
+    for _ in 0..2 {
+        let server = Server::start(place.config(Transaction::Fragment)).unwrap();
+        let mut client = Client::connect(client_config(server.address(), 1), None, &never).unwrap();
+        assert!(client.init(&model, &[&bytes_of(&[0.0; 8])], None, &never).unwrap());
+        let mut gradient = vec![Some(bytes_of(&[1.0; 8]))];
+        let push = PushInput { values: &memories(&mut gradient), samples: 1 };
+        assert!(client.push(push, &never).unwrap().applied);
+        client.close(Parting::Finished, &never).unwrap();
+        server.stop();
+        for (_, folder) in checkpoints(&place.0).unwrap() {
+            fs::remove_dir_all(folder).unwrap(); // its lives are still counted
+        }
+    }
+}
+
+#[test]
+fn a_goodbye_after_the_last_push_is_kept_when_the_server_stops() {
+    let place = Place::new("goodbye");
+    let server = start(place.config(Transaction::Fragment), false);
+    let relay = Relay::new(server.address(), []);
+    let mut done = join_as(&relay, 1, Some("done"));
+    let mut values = cells(&mut done, 0);
+    assert!(done.push(&mut values).unwrap().applied);
+    until_kept(&server, 1); // nothing but the goodbye comes after that
+    done.client.close(Parting::Finished, &never).unwrap();
+    server.stop();
+    let again = start(place.config(Transaction::Fragment), false);
+    let workers = status(&again)["workers"].clone();
+    assert_eq!((&workers[0]["id"], &workers[0]["state"]), (&"done".into(), &"finished".into()));
 }
 
 #[test]
