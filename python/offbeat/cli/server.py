@@ -142,5 +142,7 @@ def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -
         lines.append(f"Only this machine can reach it; for others give {opener}.")
     elif not has_token:
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
+    if (kept := server.status()["checkpoints"]) is not None:
+        lines.append(f"Checkpoints go to {kept['directory']}, every {kept['every']}.")
     # With its end, in one piece: the log writes to the same terminal.
     return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token), ""])

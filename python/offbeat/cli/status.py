@@ -183,8 +183,8 @@ def _workers(workers: Sequence[Status]) -> str:
 
 def _departures(departures: Sequence[Status], workers: Sequence[Status]) -> str:
     """Word who has gone; a worker that was lost and is back has not."""
-    present = {worker["id"] for worker in workers if worker["state"] in PRESENT}
-    gone = [d for d in departures if d["state"] != "lost" or d["worker"] not in present]
+    present = {worker["incarnation"] for worker in workers if worker["state"] in PRESENT}
+    gone = [d for d in departures if d["state"] != "lost" or d["incarnation"] not in present]
     if not gone:
         return ""
     head = ["departure", "state", "when", "cause"]

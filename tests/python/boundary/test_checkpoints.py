@@ -1,6 +1,7 @@
 """A server that is killed, and one that goes on from its checkpoint: real processes, real files."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,14 +161,42 @@ def test_what_does_not_fit_the_checkpoint_is_refused(tmp_path):
         push(server.address, 1)
     with pytest.raises(ConfigError, match="is of run"):
         made(tmp_path, run_id="another").start()
-    other = offbeat.ParameterServer({"v": np.zeros(2, np.float32)}, checkpoint_dir=tmp_path)
-    with pytest.raises(ModelMismatchError, match=r"not that of the checkpoint.*resume=\"never\""):
-        other.start()
+    less = {"w": MODEL["w"]}
+    for model, difference in [
+        ({"v": np.zeros(2, np.float32)}, "is nothing, and was b float32"),
+        (less, "is nothing, and was b float32"),
+        (MODEL | {"c": np.zeros(1, np.float32)}, "is c float32.*, and was nothing there"),
+    ]:
+        other = offbeat.ParameterServer(model, checkpoint_dir=tmp_path)
+        with pytest.raises(
+            ModelMismatchError, match=rf"not that of the checkpoint.*{difference}.*resume=\"never\""
+        ):
+            other.start()
+    with offbeat.ParameterServer(dict(reversed(MODEL.items())), checkpoint_dir=tmp_path) as same:
+        assert same.status()["version"] == 1, "the order of tensors is the checkpoint's"
+        assert list(same.state_dict()) == list(MODEL)
     with offbeat.ParameterServer(
         {"v": np.zeros(2, np.float32)}, checkpoint_dir=tmp_path, resume="never"
     ) as anew:
         assert anew.status()["version"] == 0
-    assert len(list(tmp_path.glob("earlier-checkpoint-*"))) == 2
+    assert len(list(tmp_path.glob("earlier-checkpoint-*"))) >= 2
+
+
+def test_a_run_that_begins_where_another_was_is_warned_of(tmp_path, caplog):
+    caplog.set_level("INFO", "offbeat")
+
+    def told(words):
+        return [record for record in caplog.records if words in record.getMessage()]
+
+    with made(tmp_path, checkpoint_frequency="5m") as server:
+        until_the_first(server)
+        assert server.status()["checkpoints"]["every"] == "300s"
+    assert not told("a new run begins")
+    for folder in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    with made(tmp_path) as server:
+        assert server.status()["version"] == 0
+    assert [record.levelname for record in told("a new run begins")] == ["WARNING"]
 
 
 @pytest.mark.parametrize("transaction", ["fragment", "model"])

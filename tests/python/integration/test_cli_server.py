@@ -595,6 +595,7 @@ def test_a_server_on_this_machine_s_ipv6_address_says_that_only_this_machine_rea
         server.signal(signal.SIGTERM)
         assert server.ends() == 0, server.said
     assert "Only this machine can reach it" in server.said
+    assert "Checkpoints go to" not in server.said
     assert "Whoever" not in server.said
 
 

@@ -31,6 +31,7 @@ def status(**changes):
         "workers": [
             {
                 "id": "amy",
+                "incarnation": 1,
                 "state": "joined",
                 "host": "north",
                 "samples": 39_488,
@@ -44,6 +45,7 @@ def status(**changes):
             },
             {
                 "id": "bob",
+                "incarnation": 2,
                 "state": "lost",
                 "host": "south",
                 "samples": 0,
@@ -56,7 +58,7 @@ def status(**changes):
                 "last_push_age_s": None,
             },
         ],
-        "departures": [{"worker": "bob", "state": "lost", "age_s": 75.0, "cause": "no heartbeat for 10 s"}],
+        "departures": [departure("bob", "lost", 2) | {"age_s": 75.0, "cause": "no heartbeat for 10 s"}],
         "tickets": {"applied": 1234, "partial": 1, "dropped": 0},
         "rejected": {"stale": 2},
         "memory": {
@@ -172,17 +174,22 @@ def test_each_worker_has_a_row_below_its_headings():
     assert len({len(line) for line in lines[head : head + 2]}) == 1, "columns are set right"
 
 
-def departure(worker, state):
-    return {"worker": worker, "state": state, "age_s": 26.0, "cause": f"the cause of {worker}"}
+def departure(worker, state, incarnation):
+    told = {"worker": worker, "incarnation": incarnation, "state": state}
+    return told | {"age_s": 26.0, "cause": f"the cause of {worker}"}
 
 
 @pytest.mark.parametrize("state", ["joined", "stalled"])
 def test_a_lost_worker_that_is_back_is_no_departure_in_the_table(state):
     amy, bob = status()["workers"]
-    gone = [departure(*who) for who in (("amy", "lost"), ("amy", "left"), ("bob", "lost"), ("cy", "lost"))]
-    text = report(status(workers=[amy | {"state": state}, bob], departures=gone), asked=ASKED)
+    amy, bob = amy | {"state": state, "incarnation": 5}, bob | {"incarnation": 2}
+    before = departure("amy", "lost", 1)  # by another process of that name, which is told of
+    who = (("amy", "lost", 5), ("amy", "left", 4), ("bob", "lost", 2), ("cy", "lost", 3))
+    gone = [departure(*each) for each in who]
+    text = report(status(workers=[amy, bob], departures=[before, *gone]), asked=ASKED)
     told = text.partition("departure ")[2]
-    assert [line.split()[:2] for line in told.splitlines()[1:4]] == [
+    assert [line.split()[:2] for line in told.splitlines()[1:5]] == [
+        ["amy", "lost"],
         ["amy", "left"],
         ["bob", "lost"],
         ["cy", "lost"],
