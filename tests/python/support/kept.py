@@ -31,14 +31,17 @@ AT_A_WORD = (
     sys.executable,
     "-c",
     """
-import sys
+import select, sys
 from offbeat.cli import main
 print("loaded", flush=True)
-sys.stdin.readline()
+select.select([sys.stdin], [], [])
 sys.exit(main.main())
 """,
 )
-"""`offbeat`, which begins when a line comes on its stdin."""
+"""`offbeat`, which begins when a line comes on its stdin.
+
+It does not read it: a tracer that comes while it does so may count that call or not.
+"""
 
 
 def state_of(tensors):
@@ -135,7 +138,8 @@ class Kept:
                 assert push(server.address) == version + 1
                 assert state_of(server.state_dict()) == self.states[version + 1], "nor is its optimizer's"
         assert complained == []
-        assert len(whole(place)) == NUM_KEPT
+        # One more where its first save has come after the push, and the last one has the goodbye besides.
+        assert len(whole(place)) in (NUM_KEPT, NUM_KEPT + 1)
         assert newest(place) == version + 1
         assert not (place / ".new").exists()
         assert not (place / ".old").exists()
