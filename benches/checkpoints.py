@@ -1,6 +1,6 @@
 """What a server's checkpoints cost: pushes without them and with them, in turns, and the server's memory.
 
-    python benches/checkpoints.py                        25e6 parameters, two workers, about eight minutes
+    python benches/checkpoints.py                        25e6 parameters, two workers, about six minutes
     python benches/checkpoints.py --every 30 --dir /data   as often, and on the disk, that you mean to use
 
 A server that writes a checkpoint every few seconds beside one that writes none, each with workers that push

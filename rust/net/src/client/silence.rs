@@ -20,10 +20,14 @@ impl Silence {
         Self { since: now, pause: FIRST, said: None }
     }
 
+    pub(super) fn is_said(&self) -> bool {
+        self.said.is_some()
+    }
+
     /// Something has come or gone. For how long there was silence, if that was said.
     pub(super) fn end(&mut self, now: Instant) -> Option<Duration> {
         let silent = now.saturating_duration_since(self.since);
-        let was_said = self.said.is_some();
+        let was_said = self.is_said();
         *self = Self::since(now);
         was_said.then_some(silent)
     }
