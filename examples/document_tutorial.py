@@ -1,4 +1,4 @@
-"""A tutorial, "Implementing Asynchronous Parameter Server Training": digits, in separate processes.
+"""A tutorial, "Implementing Asynchronous Parameter Server Training": pictures, in separate processes.
 
     export TUTORIAL_SERVER=127.0.0.1:5000
     python examples/document_tutorial.py server
@@ -6,6 +6,9 @@
     python examples/document_tutorial.py worker 1 2
 
 or all of them under `multiprocessing.Process`: python examples/document_tutorial.py all 2
+
+The pictures are the digits that scikit-learn carries; TUTORIAL_PICTURES=fashion-mnist takes the 60,000
+of Debian's package dataset-fashion-mnist: as many, and as large, as the tutorial was written for.
 
 Where the page is divided by lines, the code between them is the interface as it was first described, and
 keeps running as it stands; only imports, data, address, device and the place of checkpoints are this
@@ -24,7 +27,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Subset, TensorDataset
 
 from offbeat import AsyncWorker, ParameterServer, optim
-from offbeat.demo.data import load_digits
+from offbeat.demo.data import DEBIAN_DIR, load, load_digits
 
 ADDRESS = os.environ.get("TUTORIAL_SERVER", "127.0.0.1:5000")
 PORT = int(ADDRESS.rpartition(":")[2])
@@ -41,8 +44,11 @@ DataLoader = functools.partial(
 )
 
 
-def digits(*, train: bool) -> TensorDataset:
-    data = load_digits()
+PICTURES = os.environ.get("TUTORIAL_PICTURES", "digits")
+
+
+def pictures(*, train: bool) -> TensorDataset:
+    data = load(DEBIAN_DIR) if PICTURES == "fashion-mnist" else load_digits()
     images, labels = (data.train_images, data.train_labels) if train else (data.test_images, data.test_labels)
     return TensorDataset(torch.tensor(images).flatten(1), torch.tensor(labels))
 
@@ -77,7 +83,7 @@ def run_server() -> None:
 # Worker setup (run on multiple machines)
 def run_worker(rank: int, world_size: int) -> None:
     # Load data partition for this worker
-    train_dataset = digits(train=True)
+    train_dataset = pictures(train=True)
     partition_size = len(train_dataset) // world_size
     partition = Subset(
         train_dataset,
@@ -108,7 +114,7 @@ def run_worker(rank: int, world_size: int) -> None:
     )
 
     # Evaluate final model
-    test_dataset = digits(train=False)
+    test_dataset = pictures(train=False)
     test_loader = DataLoader(test_dataset, batch_size=100)
     accuracy = worker.evaluate(test_loader)
     print(f"Worker {rank} final accuracy: {accuracy}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.waiting import wait_for
+from support.ports import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -19,9 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def network_address():
@@ -123,34 +121,6 @@ def test_the_tutorial_in_separate_processes(start):
     found = accuracies("".join(printed))
     assert sorted(found) == ["0", "1"]
     assert min(found.values()) > 0.8
-
-
-def test_the_tutorial_whose_server_is_killed_three_times_ends_as_well_as_the_undisturbed_one(start, tmp_path):
-    found = {}
-    for name, kills in (("undisturbed", 0), ("killed", 3)):
-        kept = tmp_path / name
-        environment = {"TUTORIAL_SERVER": free_address()}
-        environment |= {"TUTORIAL_CHECKPOINTS": str(kept), "TUTORIAL_FREQUENCY": "20"}
-        server = start("document_tutorial.py", "server", **environment)
-        workers = [start("document_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
-        for _ in range(kills):
-            number = newest(kept)
-            wait_for(lambda kept=kept, number=number: newest(kept) > number + 2, timeout_s=100)
-            os.killpg(server[0].pid, signal.SIGKILL)
-            server[0].wait()
-            server = start("document_tutorial.py", "server", **environment)
-        _, *printed = finish(server, *workers)
-        found[name] = accuracies("".join(printed))
-        assert sorted(found[name]) == ["0", "1"]
-        if kills:
-            assert "coming back, for up to 300 s" in printed[0]
-    undisturbed, killed = (sum(found[name].values()) / 2 for name in ("undisturbed", "killed"))
-    assert killed > undisturbed - 0.02, found
-
-
-def newest(kept):
-    """Give the number of the newest checkpoint in a directory."""
-    return max((int(path.name[-6:]) for path in kept.glob("checkpoint-*")), default=0)
 
 
 def test_the_tutorial_on_the_network_s_address_with_one_environment_variable(start):

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,13 @@ import torch
 from torch import nn
 
 from support.command import command
+from support.ports import free_port
 
 README = Path(__file__).parents[3] / "README.md"
 TIMEOUT_S = 100
 
 # The server's block waits ten seconds for more workers after the last has left.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def with_port(code, port):
