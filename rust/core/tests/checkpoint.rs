@@ -8,19 +8,20 @@ use common::{Files, restored, verified, written};
 use offbeat_core::checkpoint::{CheckpointError, Draft, MANIFEST, MODEL, Manifest, OPTIMIZER, restore};
 use offbeat_core::checksum::checksum;
 use offbeat_core::dtype::Dtype;
-use offbeat_core::layout::Presence;
+use offbeat_core::layout::{FragmentKind, Presence};
 use offbeat_core::spec::{Group, OptimizerSpec, Rule, Schedule, StalenessSpec};
 use offbeat_core::store::book::{Answer, Reached, Unfinished};
 use offbeat_core::store::oracle::FragmentStore;
-use offbeat_core::store::{Admission, Life, PushHead, RunSpec, Store, StoreConfig};
+use offbeat_core::store::{Admission, Life, PushHead, Root, RunSpec, Store, StoreConfig};
 use offbeat_core::table::{Role, TensorSpec, TensorTable};
 use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{Cursor, ErrorKind};
+use std::io::{Cursor, ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 fn tensor(name: &str, shape: &[u64], dtype: Dtype, role: Role) -> TensorSpec {
     TensorSpec { name: name.into(), aliases: vec![], shape: shape.into(), dtype, role }
@@ -331,12 +332,61 @@ fn tensors_that_no_store_has_written_are_refused() {
     }
 }
 
+/// A file that writes down how many roots a draft still holds at each write; the store holds each once.
+struct Witness<'a> {
+    roots: &'a [Weak<Root>],
+    seen: Vec<usize>,
+}
+
+impl Write for Witness<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.seen.push(self.roots.iter().filter(|root| root.strong_count() > 1).count());
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// How many roots are held while each file is written, and after it.
+fn held_while_written(store: &Arc<Store>) -> Vec<Vec<usize>> {
+    let state = store.begin_cut().unwrap().take().unwrap();
+    let roots: Vec<Weak<Root>> = state.roots.iter().map(Arc::downgrade).collect();
+    let mut draft = Draft::new(store.table(), store.layout(), state).unwrap();
+    let files = draft.files();
+    let write = |file| {
+        let mut witness = Witness { roots: &roots, seen: vec![] };
+        draft.write(file, &mut witness).unwrap();
+        assert_eq!(witness.write(&[]).unwrap(), 0);
+        witness.seen
+    };
+    files.into_iter().map(write).collect()
+}
+
+#[test]
+fn a_draft_lets_go_of_a_fragment_as_soon_as_all_of_it_is_written() {
+    let store = store();
+    let num_buffers = store.layout().fragments.iter().filter(|f| f.kind == FragmentKind::Buffers).count();
+    let [model, optimizer] = held_while_written(&store).try_into().unwrap();
+    let with_state = store.layout().fragments.len() - num_buffers;
+    assert_eq!(model.last(), Some(&with_state), "what the optimizer remembers is not written yet");
+    assert_eq!(optimizer.last(), Some(&0));
+
+    let table = TensorTable::new(vec![tensor("large", &[1 << 20], Dtype::F32, Role::Parameter)]).unwrap();
+    let store = Store::new(Arc::new(table), StoreConfig::default(), 1, &mut |_, bytes| bytes.fill(0));
+    let [model] = held_while_written(&store).try_into().unwrap();
+    let fewer: BTreeSet<usize> = model.into_iter().collect();
+    let num_fragments = store.layout().fragments.len();
+    assert!(fewer.contains(&0) && fewer.len() > num_fragments / 2, "{fewer:?} of {num_fragments}");
+}
+
 #[test]
 fn a_name_that_the_format_keeps_is_refused_before_anything_is_written() {
     let table = TensorTable::new(vec![tensor("__metadata__", &[1], Dtype::F32, Role::Parameter)]).unwrap();
     let store = Store::new(Arc::new(table), StoreConfig::default(), 1, &mut |_, bytes| bytes.fill(0));
     let state = store.begin_cut().unwrap().take().unwrap();
-    let draft = Draft::new(store.table(), store.layout(), &state).unwrap();
+    let mut draft = Draft::new(store.table(), store.layout(), state).unwrap();
     assert_eq!(draft.files(), [MODEL], "nothing remembers, so there is no second file");
     let mut bytes = Vec::new();
     let refused = draft.write(MODEL, &mut bytes).unwrap_err();

@@ -11,7 +11,7 @@ use crate::table::TensorTable;
 use std::sync::Arc;
 
 /// What a store was at a cut: what its registry had written down, and the roots that belong to that.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct StoreState {
     pub book: Book,
     /// [`Store::comings_and_goings`] when the book was written.

@@ -16,7 +16,7 @@ pub(crate) const LAST_INCARNATION: u32 = 1000;
 
 /// The state of a store as files.
 pub(crate) fn written(store: &Store, state: &StoreState) -> Files {
-    let draft = Draft::new(store.table(), store.layout(), state).unwrap();
+    let mut draft = Draft::new(store.table(), store.layout(), state.clone()).unwrap();
     let mut files = Files::new();
     let mut entries = Vec::new();
     for name in draft.files() {

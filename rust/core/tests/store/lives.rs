@@ -224,7 +224,7 @@ fn a_book_that_no_registry_has_written_is_refused() {
     for change in changes {
         let mut state = store.begin_cut().unwrap().take().unwrap();
         change(&mut state.book.workers[0].recent);
-        let draft = Draft::new(store.table(), store.layout(), &state);
+        let draft = Draft::new(store.table(), store.layout(), state);
         let told = draft.err().unwrap().to_string();
         assert!(told.ends_with("the worker in slot 0 has push 2 under way, as it cannot be"), "{told}");
     }

@@ -84,7 +84,7 @@ fn write_again(store: &Arc<Store>) {
     let Some(cut) = store.begin_cut() else { return };
     let Some(state) = cut.take() else { return };
     // Counts that were as high as can be are too high by now.
-    let Ok(draft) = Draft::new(store.table(), store.layout(), &state) else { return };
+    let Ok(mut draft) = Draft::new(store.table(), store.layout(), state) else { return };
     let mut entries = vec![];
     let mut files = [None, None];
     for name in draft.files() {

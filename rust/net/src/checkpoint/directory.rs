@@ -83,14 +83,14 @@ impl Directory {
     pub fn save(
         &mut self,
         store: &Store,
-        state: &StoreState,
+        state: StoreState,
         run: RunRecord,
     ) -> Result<PathBuf, DirectoryError> {
         let folder = self.path.join(folder::name(folder::next_number(&self.path)?));
         let new = self.path.join(NEW);
         let draft = Draft::new(store.table(), store.layout(), state);
         let draft = draft.map_err(DirectoryError::checkpoint(&folder))?;
-        let written = write(&new, &draft, run, store.transaction()).and_then(|()| self.name(&new, &folder));
+        let written = write(&new, draft, run, store.transaction()).and_then(|()| self.name(&new, &folder));
         if let Err(error) = written {
             // What is half done needs its room; the next save or start tries again to remove it.
             let left =
@@ -218,7 +218,7 @@ impl Directory {
 /// Writes a checkpoint's files into a new folder, the manifest last.
 fn write(
     folder: &Path,
-    draft: &Draft<'_>,
+    mut draft: Draft<'_>,
     run: RunRecord,
     transaction: Transaction,
 ) -> Result<(), DirectoryError> {
@@ -303,7 +303,7 @@ mod tests {
     fn save(directory: &mut Directory, store: &Arc<Store>, version: u64) -> PathBuf {
         let mut state = store.begin_cut().unwrap().take().unwrap();
         state.book.version = version;
-        directory.save(store, &state, RunRecord::default()).unwrap()
+        directory.save(store, state, RunRecord::default()).unwrap()
     }
 
     #[test]
@@ -507,7 +507,7 @@ mod tests {
         assert_eq!(fs::read(precious.join("file")).unwrap(), b"to be kept");
         std::os::unix::fs::symlink(&precious, elsewhere.join(NEW)).unwrap();
         let state = store.begin_cut().unwrap().take().unwrap();
-        let refused = directory.save(&store, &state, RunRecord::default()).unwrap_err().to_string();
+        let refused = directory.save(&store, state, RunRecord::default()).unwrap_err().to_string();
         assert!(refused.starts_with("cannot remove"), "{refused}");
         assert_eq!(fs::read(precious.join("file")).unwrap(), b"to be kept");
     }
@@ -520,7 +520,7 @@ mod tests {
         let first = save(&mut directory, &store, 1);
         fs::write(place.0.join(NEW), "in the way").unwrap();
         let state = store.begin_cut().unwrap().take().unwrap();
-        let refused = directory.save(&store, &state, RunRecord::default()).unwrap_err().to_string();
+        let refused = directory.save(&store, state, RunRecord::default()).unwrap_err().to_string();
         assert!(refused.starts_with("cannot remove"), "{refused}");
         assert_eq!(directory.newest(Ok).unwrap().unwrap().path, first);
         assert_eq!(place.names(), [".new", "checkpoint-000001", "lock"]);

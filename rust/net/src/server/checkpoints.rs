@@ -249,9 +249,8 @@ impl Checkpoints {
         let (agreed, comings_and_goings) = (run.agreed.clone(), state.comings_and_goings);
         let saved = match lock(&self.directory).as_mut() {
             None => return true, // the server has stopped, and this was written before
-            Some(directory) => directory.save(store, &state, run),
+            Some(directory) => directory.save(store, state, run),
         };
-        drop(state); // its memory, before anything else
         match saved {
             Ok(path) => {
                 let (at, took) = (Instant::now(), begun.elapsed());
