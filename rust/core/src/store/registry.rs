@@ -22,6 +22,8 @@ const UNDONE: &str = "parts of it were applied after the checkpoint that the ser
 
 const OTHER_OPTIMIZER: &str = "parts of it were applied before the run's optimizer was replaced, and the rest came again as made for the new one";
 
+const ALL_FOR_ANOTHER: &str = "nothing of it was applied before the run's optimizer was replaced, and it came again as made for the new one";
+
 /// Every slot is taken: who could leave to make room is the caller's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("all {max_workers} worker slots are taken; raise max_workers or let workers leave")]
@@ -218,8 +220,10 @@ impl Registry {
                 }
                 Again::Ended(record, counted) => {
                     record.revoke(); // a fragment of it may be queued
-                    if record.ending() != Ending::Applied {
-                        record.count_refused(Reason::OptimizerChanged, OTHER_OPTIMIZER);
+                    match record.ending() {
+                        Ending::Applied => {}
+                        Ending::Partial => record.count_refused(Reason::OptimizerChanged, OTHER_OPTIMIZER),
+                        Ending::Dropped => record.count_refused(Reason::OptimizerChanged, ALL_FOR_ANOTHER),
                     }
                     self.reopen(&record, counted);
                     Ruling::Settled(self.settle(&record))
