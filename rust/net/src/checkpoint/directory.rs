@@ -11,6 +11,7 @@ use crate::fork::ClosedInChildren;
 use offbeat_core::checkpoint::{Draft, MANIFEST, RunRecord};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Life, Store, StoreState};
+use std::fmt;
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -141,38 +142,42 @@ impl Directory {
         Ok(Some(used))
     }
 
-    /// The newest checkpoint, or the newest of a version, once its files are found to be as they were written; else the
-    /// versions that there are. Where a version is given, checkpoints that cannot be read are passed over, with a
-    /// warning.
+    /// The newest checkpoint, or the newest of a version, once its files are found to be as they were written; else what
+    /// there is. Where a version is given, checkpoints whose manifest cannot be read are passed over, with a warning; so
+    /// is a damaged one of the version, where another of the same term is there: in an older term the values of a version
+    /// may have been others.
     ///
     /// # Errors
     /// As [`Checkpoint::verified`]: of the newest where no version is given; of the newest of the version where none of it
     /// can be used.
-    pub fn find(&self, version: Option<u64>) -> Result<Result<Checkpoint, Vec<u64>>, DirectoryError> {
-        let (mut versions, mut damaged) = (Vec::new(), None);
+    pub fn find(&self, version: Option<u64>) -> Result<Result<Checkpoint, Others>, DirectoryError> {
+        let mut others = Others::default();
+        let mut damaged: Option<(u64, DirectoryError)> = None;
         for folder in folders(&self.path)? {
             let checkpoint = match Checkpoint::unverified(&folder) {
                 Ok(checkpoint) => checkpoint,
                 Err(error) if version.is_some() => {
                     tracing::warn!(%error, "a checkpoint cannot be read, and is passed over");
+                    others.unread.push(error);
                     continue;
                 }
                 Err(error) => return Err(error),
             };
-            let found = checkpoint.manifest.book.version;
-            if version.is_none_or(|wanted| wanted == found) {
+            let (term, found) = (checkpoint.manifest.book.term, checkpoint.manifest.book.version);
+            let is_other = damaged.as_ref().is_some_and(|(of, _)| *of != term);
+            if version.is_none_or(|wanted| wanted == found) && !is_other {
                 match checkpoint.verify(&Watch::none()) {
                     Ok(()) => return Ok(Ok(checkpoint)),
                     Err(error) if version.is_none() => return Err(error),
                     Err(error) => {
                         tracing::warn!(%error, "a checkpoint of the version cannot be used");
-                        damaged.get_or_insert(error);
+                        damaged.get_or_insert((term, error));
                     }
                 }
             }
-            versions.push(found);
+            others.versions.push(found);
         }
-        damaged.map_or(Ok(Err(versions)), Err)
+        damaged.map_or(Ok(Err(others)), |(_, error)| Err(error))
     }
 
     /// Gives every checkpoint another name: a run that begins anew neither goes on from them nor removes them.
@@ -212,6 +217,26 @@ impl Directory {
             files::remove(&old)?;
         }
         Ok(())
+    }
+}
+
+/// What is in a directory in place of the checkpoint that was looked for.
+#[derive(Debug, Default)]
+pub struct Others {
+    /// Newest first.
+    pub versions: Vec<u64>,
+    /// Why it is not known of which version others are.
+    pub unread: Vec<DirectoryError>,
+}
+
+impl fmt::Display for Others {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "there are those of versions {:?}", self.versions)?;
+        match self.unread.as_slice() {
+            [] => Ok(()),
+            [first] => write!(f, ", and one that cannot be read: {first}"),
+            [first, ..] => write!(f, ", and {} that cannot be read, the first: {first}", self.unread.len()),
+        }
     }
 }
 
@@ -304,6 +329,51 @@ mod tests {
         let mut state = store.begin_cut().unwrap().take().unwrap();
         state.book.version = version;
         directory.save(store, state, RunRecord::default()).unwrap()
+    }
+
+    #[test]
+    fn of_a_version_whose_newest_is_damaged_an_older_one_is_found_in_the_same_term_alone() {
+        for (term, is_found) in [(2, true), (1, false)] {
+            let place = Temporary::new();
+            let mut directory = Directory::open(&place.0).unwrap();
+            for (of, store) in [(term, store()), (2, store_of(2)), (2, store_of(3))] {
+                let mut state = store.begin_cut().unwrap().take().unwrap();
+                (state.book.term, state.book.version) = (of, 10);
+                directory.save(&store, state, RunRecord::default()).unwrap();
+            }
+            let folders: Vec<PathBuf> = folders(&place.0).unwrap();
+            for folder in &folders[..2] {
+                fs::write(folder.join("model.safetensors"), "damaged").unwrap();
+            }
+            match directory.find(Some(10)) {
+                Ok(Ok(found)) => assert!(is_found && found.path == folders[2]),
+                Ok(Err(others)) => panic!("{others}"),
+                Err(error) => assert!(!is_found && error.is_damage(), "{error}"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_there_in_place_of_a_version_is_told_with_what_cannot_be_read() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let folders: Vec<PathBuf> =
+            [7, 8, 9].map(|version| save(&mut directory, &store, version)).into_iter().collect();
+        let told = || directory.find(Some(77)).unwrap().map(|found| found.path).unwrap_err().to_string();
+        assert_eq!(told(), "there are those of versions [9, 8, 7]");
+        fs::write(folders[0].join(MANIFEST), "{").unwrap();
+        let one = told();
+        assert!(
+            one.starts_with("there are those of versions [9, 8], and one that cannot be read: "),
+            "{one}"
+        );
+        fs::write(folders[2].join(MANIFEST), "{").unwrap();
+        let two = told();
+        assert!(
+            two.starts_with("there are those of versions [8], and 2 that cannot be read, the first: "),
+            "{two}"
+        );
     }
 
     #[test]

@@ -14,7 +14,7 @@ mod survey;
 mod watch;
 
 pub use choice::KEPT;
-pub use directory::Directory;
+pub use directory::{Directory, Others};
 pub use error::DirectoryError;
 pub use folder::{Checkpoint, checkpoints};
 pub use inspection::inspect;

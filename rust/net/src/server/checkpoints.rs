@@ -195,10 +195,10 @@ impl Checkpoints {
             None if cause.is_damage() => ServerError::DamagedNewest { cause },
             _ => cause.into(),
         })?;
-        let found = found.map_err(|kept| ServerError::NoSuchCheckpoint {
+        let found = found.map_err(|others| ServerError::NoSuchCheckpoint {
             directory: self.path.clone(),
             version,
-            kept,
+            others,
         })?;
         if let Some(difference) = table.first_difference(&found.manifest.table) {
             // A server of another model has written it, and somebody has put it there.

@@ -2,7 +2,7 @@
 //!
 //! [`Refused`]: offbeat_core::wire::message::Refused
 
-use crate::checkpoint::DirectoryError;
+use crate::checkpoint::{DirectoryError, Others};
 use crate::limits::explained;
 use offbeat_core::spec::SpecError;
 use offbeat_core::table::{Difference, TensorSpec};
@@ -34,9 +34,9 @@ pub enum ServerError {
     Spec(#[from] SpecError),
     #[error("a server that keeps no checkpoints has nothing to go back to: give checkpoint_dir")]
     KeepsNone,
-    #[error("there is no checkpoint{} in {}; there are those of versions {kept:?}",
+    #[error("there is no checkpoint{} in {}; {others}",
         .version.map(|version| format!(" of version {version}")).unwrap_or_default(), .directory.display())]
-    NoSuchCheckpoint { directory: PathBuf, version: Option<u64>, kept: Vec<u64> },
+    NoSuchCheckpoint { directory: PathBuf, version: Option<u64>, others: Others },
     #[error("{cause}; it is the newest, so give another version to go back to")]
     DamagedNewest { cause: DirectoryError },
     #[error("{name} is {value}: {remedy}")]
