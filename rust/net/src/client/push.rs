@@ -106,8 +106,8 @@ impl Inner {
             has_begun = true;
             inner.send_push(&model, input, makings, to, interrupt)
         });
-        if pushed.is_err() {
-            self.give_up_waiting();
+        if pushed.is_err() && has_begun {
+            self.give_up_waiting(); // what was refused before has changed nothing
         }
         pushed
     }

@@ -23,12 +23,14 @@ fn cut() -> impl Strategy<Value = Cut> {
     (budget.clone(), budget, any::<bool>()).prop_map(|(up, down, is_heard)| Cut { up, down, is_heard })
 }
 
-/// Pushes some cells through a relay that cuts as planned. The receipts, what the server holds of each push, and how many
+/// Pushes some cells through a relay that cuts as planned, each after one that is refused before it leaves, if
+/// `is_refused`. The receipts, what the server holds of each push, and how many
 /// of the receipts came with the last flush.
 fn run(
     transaction: Transaction,
     in_flight: usize,
     has_buffers: bool,
+    is_refused: bool,
     plan: Vec<Cut>,
     ways: &[(bool, bool)],
 ) -> (Vec<Receipt>, Vec<Vec<f32>>, usize) {
@@ -41,6 +43,11 @@ fn run(
     for (n, &(pulls, incremental)) in ways.iter().enumerate() {
         // With two in flight an answer is asked for a call before, and so for the same memory.
         let incremental = if in_flight == 1 { incremental } else { ways[0].1 };
+        if is_refused && pulls {
+            let mut values = worker.gradient(f32::NAN);
+            let refused = worker.push_pull(&mut values, incremental).unwrap_err();
+            assert!(matches!(refused, ClientError::NonFinite { .. }), "{refused}");
+        }
         let mut values = cells(&mut worker, n);
         if pulls {
             receipts.extend(worker.push_pull(&mut values, incremental).unwrap());
@@ -75,10 +82,10 @@ proptest! {
 
     #[test]
     fn with_one_in_flight_every_push_is_applied_once(
-        transaction in transactions(), has_buffers: bool, plan in prop::collection::vec(cut(), 1..8),
+        transaction in transactions(), has_buffers: bool, is_refused: bool, plan in prop::collection::vec(cut(), 1..8),
         ways in prop::collection::vec(any::<(bool, bool)>(), 2..8),
     ) {
-        let (receipts, held, _) = run(transaction, 1, has_buffers, plan, &ways);
+        let (receipts, held, _) = run(transaction, 1, has_buffers, is_refused, plan, &ways);
         prop_assert_eq!(receipts.len(), ways.len());
         prop_assert!(receipts.iter().all(|r| r.applied && r.reason.is_none()), "{:?}", receipts);
         prop_assert!(held.iter().flatten().all(|w| *w == 1.0), "{:?}", held);
@@ -86,10 +93,10 @@ proptest! {
 
     #[test]
     fn with_two_in_flight_every_push_is_applied_at_most_once_and_its_receipt_says_how(
-        transaction in transactions(), has_buffers: bool, plan in prop::collection::vec(cut(), 1..8),
+        transaction in transactions(), has_buffers: bool, is_refused: bool, plan in prop::collection::vec(cut(), 1..8),
         ways in prop::collection::vec(any::<(bool, bool)>(), 2..8),
     ) {
-        let (receipts, held, _) = run(transaction, 2, has_buffers, plan, &ways);
+        let (receipts, held, _) = run(transaction, 2, has_buffers, is_refused, plan, &ways);
         prop_assert_eq!(receipts.len(), ways.len());
         let whole = receipts.iter().filter(|r| r.applied && r.reason.is_none()).count();
         let partly = receipts.iter().filter(|r| r.applied && r.reason == Some(Reason::ConnectionLost)).count();
@@ -106,9 +113,9 @@ proptest! {
 
     #[test]
     fn with_two_in_flight_each_call_gives_the_receipt_of_the_push_before_whatever_was_cut(
-        transaction in transactions(), incremental: bool, plan in prop::collection::vec(cut(), 1..8), num in 3..8_usize,
+        transaction in transactions(), incremental: bool, is_refused: bool, plan in prop::collection::vec(cut(), 1..8), num in 3..8_usize,
     ) {
-        let (receipts, held, num_flushed) = run(transaction, 2, false, plan, &vec![(true, incremental); num]);
+        let (receipts, held, num_flushed) = run(transaction, 2, false, is_refused, plan, &vec![(true, incremental); num]);
         prop_assert_eq!((receipts.len(), num_flushed), (num, 1));
         for (receipt, held) in receipts.iter().zip(held) {
             let due = if !receipt.applied { 0.0 } else if receipt.reason.is_none() { 1.0 } else { continue };
