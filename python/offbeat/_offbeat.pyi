@@ -85,8 +85,6 @@ class Session:
     term: int
     version: int
     """Of the model, as last heard."""
-    came: bool
-    """Whether the last `push_pull` wrote parameters into its `out`."""
     table: str | None
     """The tensors in order, as JSON; None as long as the server has no model."""
     blueprint: str | None
@@ -126,10 +124,11 @@ class Session:
 
     def push_pull(
         self, values: Sequence[_Memory | None], samples: int, out: Sequence[_Memory], incremental: bool
-    ) -> Receipt | None:
+    ) -> tuple[Receipt | None, bool]:
         """Push and pull at once. With two in flight the receipt is the push's before this; first, None.
 
-        Where none was under way, as at the first and after a lost connection, nothing is written: see `came`.
+        Also whether parameters were written into `out`: where none was under way, as at the first and after a
+        lost connection, none were.
         """
 
     def flush(self, out: Sequence[_Memory] | None) -> list[Receipt]:

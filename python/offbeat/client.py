@@ -251,11 +251,10 @@ class Client(process.Live):
         values, memories, count = self._values(gradients), self._memories(out), sample_count(samples)
         was_due, self._is_answer_due = self._is_answer_due, False
         try:
-            receipt = session.push_pull(values, count, memories, False)  # noqa: FBT003
+            receipt, came = session.push_pull(values, count, memories, False)  # noqa: FBT003
         except _UNSENT:
             self._is_answer_due = was_due
             raise
-        came = session.came
         self._own_is_written |= is_own and came
         self._is_answer_due = was_due or not came
         return receipt

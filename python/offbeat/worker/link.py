@@ -85,14 +85,14 @@ class Link:
             self._broken_off = True
             self._unsure |= is_written
             try:
-                receipt = self.session.push_pull(memories, samples, binding.out(), binding.filled)
+                receipt, came = self.session.push_pull(memories, samples, binding.out(), binding.filled)
             except UNSENT:
                 self._broken_off, self._unsure, self._astray = False, was_unsure, False
                 raise
             self._num_unsettled = self._in_flight - 1
             self._broken_off = False
             self.version = self.session.version
-            binding.landed(came=self.session.came)
+            binding.landed(came=came)
             answered = receipt if self._in_flight == 1 else None
             if self._unsure and (stays or answered is None or not answered.applied or answered.reason):
                 self._fetch(incremental=False)

@@ -138,11 +138,6 @@ impl Session {
     }
 
     #[getter]
-    fn came(&self, py: Python<'_>) -> PyResult<bool> {
-        self.told(py, |session| session.came)
-    }
-
-    #[getter]
     fn table(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.told(py, |session| session.table.clone())?.map(|table| json(py, &*table)).transpose()
     }
@@ -217,14 +212,17 @@ impl Session {
         samples: u64,
         out: Vec<Bound<'py, PyAny>>,
         incremental: bool,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+    ) -> PyResult<(Option<Bound<'py, PyAny>>, bool)> {
         let (held_values, held_out) = (take_values(&values)?, take_out(&out)?);
         let (values, out) = (optional_memories(&held_values), memories(&held_out));
-        let receipt = self.call(py, move |client, signals| {
-            client.push_pull(PushInput { values: &values, samples }, &out, incremental, signals)
+        let (receipt, came) = self.call(py, move |client, signals| {
+            let input = PushInput { values: &values, samples };
+            let receipt = client.push_pull(input, &out, incremental, signals)?;
+            // Asked for here and not by a call of its own, which another thread's may keep from being made.
+            Ok((receipt, client.session()?.came))
         })?;
         self.unless_signalled(py, receipt.as_slice())?;
-        receipt.map(|receipt| receipt::to_python(py, &receipt)).transpose()
+        Ok((receipt.map(|receipt| receipt::to_python(py, &receipt)).transpose()?, came))
     }
 
     fn flush<'py>(
