@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat import errors, optim, schedule, staleness
     from offbeat.client import Client
+    from offbeat.distributed import init_distributed
     from offbeat.history import History
     from offbeat.receipt import Receipt
     from offbeat.server import ParameterServer
@@ -27,6 +28,7 @@ __all__ = [
     "Receipt",
     "__version__",
     "errors",
+    "init_distributed",
     "optim",
     "partition",
     "schedule",
@@ -40,6 +42,7 @@ _MODULE_OF = {
     "History": "offbeat.history",
     "ParameterServer": "offbeat.server",
     "Receipt": "offbeat.receipt",
+    "init_distributed": "offbeat.distributed",
     "partition": "offbeat.sharding",
 }
 _OF_A_LATER_VERSION = frozenset(
@@ -49,7 +52,6 @@ _OF_A_LATER_VERSION = frozenset(
         "AsyncTrainer",
         "AsyncTrainingMonitor",
         "FaultTolerantTrainer",
-        "init_distributed",
     }
 )
 _SUBMODULES = frozenset({"errors", "optim", "schedule", "staleness"})

@@ -163,7 +163,9 @@ def read(cell):
     return cell if cell == "required" else ast.literal_eval(cell.strip("`"))
 
 
-@pytest.mark.parametrize("name", ["ParameterServer", "Client", "AsyncWorker", "AsyncWorker.train"])
+@pytest.mark.parametrize(
+    "name", ["ParameterServer", "Client", "AsyncWorker", "AsyncWorker.train", "init_distributed"]
+)
 def test_table_of_keywords_is_the_signature_in_its_order(name):
     shown = {keyword.strip("`"): read(default) for keyword, default, _, _ in KEYWORDS[name]}
     signature = defaults_of(functools.reduce(getattr, name.split("."), offbeat))

@@ -1,0 +1,150 @@
+"""`init_distributed`: which of how many this process is, and torch's process group where one is asked for."""
+
+import atexit
+import logging
+import os
+from datetime import timedelta
+
+from offbeat.checks import Faults, refuse, seconds
+from offbeat.errors import ConfigError, ConnectError, StateError
+from offbeat.launchers import Place, find
+
+__all__ = ["BACKENDS", "init_distributed"]
+
+BACKENDS = ("tcp", "gloo", "nccl")
+"""Offbeat's own transport, and the process groups of torch that Offbeat can use."""
+
+_log = logging.getLogger("offbeat")
+
+
+def init_distributed(
+    backend: str = "tcp",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_s: float = 300.0,
+) -> tuple[int, int]:
+    """Tell which process of how many this one is, and join the others where the backend is torch's.
+
+    What is given wins; else the environment says it, as torchrun, `offbeat launch`, Slurm's `srun` and
+    Kubeflow set it, or plain ``RANK`` and ``WORLD_SIZE``; a process of which nobody says anything is the only
+    one. What was chosen, and who said so, is logged.
+
+    With ``"tcp"``, Offbeat's own transport, nothing is opened: members meet when something is made that has
+    members. With ``"gloo"`` and ``"nccl"`` torch's default process group is made, at ``MASTER_ADDR`` and
+    ``MASTER_PORT``, unless there is one already; it is left when the process ends.
+
+    Args:
+        backend: ``"tcp"``, ``"gloo"`` or ``"nccl"``.
+        rank: Which process this is, 0 to ``world_size - 1``.
+        world_size: How many there are; with ``"tcp"`` a hint, for members may come and go.
+        timeout_s: Seconds that torch's process group waits for others, now and in each operation.
+
+    Returns:
+        ``(rank, world_size)``.
+
+    Raises:
+        ConfigError: If a value cannot be used, if the environment says only half, or if ``"nccl"`` is asked
+            for where torch has no CUDA device.
+        StateError: If torch has a process group already that is another one than is asked for.
+        ConnectError: If the others did not come in time.
+
+    Example:
+        >>> rank, world_size = offbeat.init_distributed()
+        >>> rank, world_size
+        (0, 1)
+    """
+    faults = Faults(seconds(finite=True, timeout_s=timeout_s))
+    if backend not in BACKENDS:
+        faults.append(f"backend is {backend!r}: give one of {', '.join(map(repr, BACKENDS))}")
+    place = faults.catch(lambda: find(os.environ, rank=rank, world_size=world_size))
+    refuse(faults)
+    assert place is not None  # noqa: S101  else there is a fault
+    if backend == "tcp":
+        _log.info("this is process %d of %d, by %s", place.rank, place.world_size, place.told_by)
+        return place.rank, place.world_size
+    return _in_a_group(backend, place, timeout_s, is_given=rank is not None or world_size is not None)
+
+
+def _in_a_group(backend: str, place: Place, timeout_s: float, *, is_given: bool) -> tuple[int, int]:
+    import torch
+    from torch import distributed
+
+    if not distributed.is_available():
+        raise ConfigError(f'backend is {backend!r}, and this torch has no process groups: take "tcp"')
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            "backend is 'nccl', and torch finds no CUDA device here: take 'tcp', or 'gloo' for torch's own "
+            "process group on CPUs"
+        )
+    if distributed.is_initialized():
+        return _in_the_group_there_is(backend, place if is_given else None)
+    if backend == "nccl" and place.local_rank is not None:
+        # Each process its own; else all of a machine would use the first.
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=timeout_s)
+    if place.world_size == 1:
+        store = distributed.HashStore()  # type: ignore[attr-defined]  # public, and not in its __all__
+        distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        _meet(backend, place, timeout)
+    atexit.register(_leave)
+    _log.info(
+        "this is process %d of %d in torch's %s group, by %s",
+        place.rank, place.world_size, backend, place.told_by,
+    )  # fmt: skip
+    return place.rank, place.world_size
+
+
+def _meet(backend: str, place: Place, timeout: timedelta) -> None:
+    from torch import distributed
+
+    if place.master_addr is None:
+        raise ConfigError(
+            f"world_size is {place.world_size}, by {place.told_by}, and nobody says where they meet: set "
+            f"MASTER_ADDR (and MASTER_PORT, else {place.master_port}) to an address of rank 0's machine, the "
+            f"same for all"
+        )
+    host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
+    where = f"{host}:{place.master_port}"
+    try:
+        distributed.init_process_group(
+            backend,
+            init_method=f"tcp://{where}",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise ConnectError(
+            f"process {place.rank} of {place.world_size} did not meet the others at {where} within "
+            f"{timeout.total_seconds():g} s: {cause}; is every rank started, with the same "
+            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and does rank 0's machine take connections there?"
+        ) from error
+
+
+def _in_the_group_there_is(backend: str, place: Place | None) -> tuple[int, int]:
+    from torch import distributed
+
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    found = distributed.get_backend_config()  # as in "cpu:gloo,cuda:nccl"
+    if backend not in {part.rpartition(":")[2] for part in found.split(",")}:
+        raise StateError(
+            f"backend is {backend!r}, and torch has a process group of {found} in this process already: "
+            f"ask for that, or destroy it first (torch.distributed.destroy_process_group())"
+        )
+    if place is not None and (place.rank, place.world_size) != (rank, world_size):
+        raise StateError(
+            f"process {place.rank} of {place.world_size} is asked for, and in torch's process group, which "
+            f"is there already, this is process {rank} of {world_size}"
+        )
+    _log.info("this is process %d of %d in the %s group that torch has already", rank, world_size, found)
+    return rank, world_size
+
+
+def _leave() -> None:
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

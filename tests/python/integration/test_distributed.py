@@ -1,0 +1,107 @@
+"""`init_distributed` in real processes, as torchrun starts them and alone."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import offbeat
+from offbeat.errors import ConfigError, ConnectError, StateError
+from support.ports import free_port
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "PET_NODE_RANK")
+
+GROUP = """
+import torch
+import offbeat
+rank, world_size = offbeat.init_distributed({backend!r}, timeout_s=60)
+if torch.distributed.is_initialized():
+    one = torch.tensor([1.0 + rank])
+    torch.distributed.all_reduce(one)
+    print(f"{{rank}} of {{world_size}}: {{one.item()}}", flush=True)
+else:
+    print(f"{{rank}} of {{world_size}}: no group", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_group():
+    from torch import distributed
+
+    yield distributed
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("backend", "told"), [("gloo", "3.0"), ("tcp", "no group")])
+def test_processes_of_torchrun_know_their_ranks_and_meet_where_they_are_to(backend, told, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(GROUP.format(backend=backend))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port")
+    ended = subprocess.run(
+        [*torchrun, str(free_port()), script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"0 of 2: {told}", f"1 of 2: {told}"]
+
+
+def test_alone_on_tcp_nothing_is_opened_and_what_was_chosen_is_logged(caplog, no_group):
+    with caplog.at_level(logging.INFO, logger="offbeat"):
+        assert offbeat.init_distributed() == (0, 1)
+    assert not no_group.is_initialized()
+    assert caplog.messages == ["this is process 0 of 1, by nobody, so it is the only one"]
+
+
+def test_one_process_is_a_group_of_its_own_without_an_address(no_group):
+    assert offbeat.init_distributed("gloo") == (0, 1)
+    assert (no_group.get_rank(), no_group.get_world_size(), no_group.get_backend()) == (0, 1, "gloo")
+    assert offbeat.init_distributed("gloo") == (0, 1), "the second call finds it there"
+    with pytest.raises(StateError, match=r"process 1 of 2 is asked for, .* this is process 0 of 1"):
+        offbeat.init_distributed("gloo", rank=1, world_size=2)
+
+
+def test_another_backend_than_that_of_the_group_there_is_is_refused(monkeypatch, no_group):
+    offbeat.init_distributed("gloo")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(StateError, match="backend is 'nccl', and torch has a process group of cpu:gloo"):
+        offbeat.init_distributed("nccl")
+
+
+def test_nccl_without_cuda_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device here: take 'tcp', or 'gloo'"):
+        offbeat.init_distributed("nccl")
+
+
+def test_everything_that_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        offbeat.init_distributed("mpi", rank=-1, timeout_s="long")
+    told = str(caught.value)
+    for what in ("backend is 'mpi': give one of 'tcp', 'gloo', 'nccl'", "rank is -1", "timeout_s is 'long'"):
+        assert what in told
+
+
+def test_a_group_of_several_needs_a_place_to_meet():
+    with pytest.raises(
+        ConfigError, match=r"world_size is 2, by the rank and world_size given, .* set MASTER_ADDR"
+    ):
+        offbeat.init_distributed("gloo", rank=0, world_size=2)
+
+
+def test_others_that_do_not_come_are_told_with_place_and_remedy(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(
+        ConnectError, match=rf"process 0 of 2 did not meet the others at 127.0.0.1:{port} within 1 s"
+    ):
+        offbeat.init_distributed("gloo", rank=0, world_size=2, timeout_s=1)

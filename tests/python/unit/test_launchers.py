@@ -1,0 +1,107 @@
+"""What the environment says of ranks is read as whoever started the process meant it, or refused."""
+
+import pytest
+
+from offbeat import launchers
+from offbeat.errors import ConfigError
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-08,11]", "SLURM_NODEID": "2",
+}  # fmt: skip
+KUBEFLOW = {
+    "PET_NODE_RANK": "1", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto",
+    "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def told(environ, **given):
+    place = launchers.find(environ, **given)
+    return place.rank, place.world_size, place.local_rank, place.master_addr, place.master_port
+
+
+def test_a_process_of_which_nobody_says_anything_is_the_only_one():
+    assert told({}) == (0, 1, None, None, 29500)
+    assert launchers.find({}).told_by == launchers.ALONE
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "by"),
+    [
+        (TORCHRUN, (3, 8, 1, "10.0.0.1", 29400), "torchrun (RANK, WORLD_SIZE)"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, (0, 2, None, None, 29500), "the environment (RANK, WORLD_SIZE)"),
+        (SRUN, (5, 6, 1, "gpu07", 30569), "Slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)"),
+        (KUBEFLOW, (1, 4, None, "job-node-0-0.job", 29500), "Kubeflow Trainer (PET_NODE_RANK, PET_NNODES)"),
+        # torchrun, started by srun on each node, or by Kubeflow: what is nearest to the process counts.
+        (SRUN | TORCHRUN, (3, 8, 1, "10.0.0.1", 29400), "torchrun (RANK, WORLD_SIZE)"),
+        (KUBEFLOW | TORCHRUN, (3, 8, 1, "10.0.0.1", 29400), "torchrun (RANK, WORLD_SIZE)"),
+        # With an address of one's own, as many batch scripts export it.
+        (SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, (5, 6, 1, "head", 1), "Slurm (SLURM_PROCID, "),
+    ],
+)
+def test_whoever_has_started_it_is_understood(environ, expected, by):
+    assert told(environ) == expected
+    assert launchers.find(environ).told_by.startswith(by)
+
+
+def test_a_batch_script_of_slurm_is_one_process_however_many_tasks_its_job_has():
+    script = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
+    assert told(script)[:2] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[1-4]", "gpu1"),
+        ("gpu[003,007-009],login", "gpu003"),
+        ("rack[0-1]node[08-11,14]", "rack0node08"),
+        ("a-b[1-2]-ib,c", "a-b1-ib"),
+    ],
+)
+def test_slurms_first_machine_is_where_processes_meet(nodes, first):
+    assert told(SRUN | {"SLURM_JOB_NODELIST": nodes})[3] == first
+    assert told(SRUN | {"SLURM_STEP_NODELIST": nodes})[3] == first
+
+
+def test_jobs_and_steps_that_share_a_machine_meet_at_ports_of_their_own():
+    environs = [SRUN | {"SLURM_JOB_ID": j, "SLURM_STEP_ID": s} for j in ("7", "99", "4000000") for s in "01"]
+    ports = [told(environ)[4] for environ in environs]
+    assert len(set(ports)) == len(ports)
+    assert all(20_000 <= port < 32_000 for port in ports)
+
+
+def test_what_is_given_wins_over_what_is_said():
+    assert told(TORCHRUN, rank=0, world_size=2) == (0, 2, 1, "10.0.0.1", 29400)
+    assert told(TORCHRUN, rank=7)[:2] == (7, 8)
+    assert told(TORCHRUN, world_size=4)[:2] == (3, 4)
+    assert told({"RANK": "nonsense", "WORLD_SIZE": "2"}, rank=1, world_size=3)[:2] == (1, 3)
+    assert launchers.find(TORCHRUN, rank=7).told_by == "the rank given and torchrun (RANK, WORLD_SIZE)"
+    assert told({}, world_size=1)[:2] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "what"),
+    [
+        ({"RANK": "1"}, {}, "RANK is '1' in the environment and WORLD_SIZE is not there: set both"),
+        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE is '2' in the environment and RANK is not there"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, {}, "rank is 2 and world_size is 2, by the environment (RANK"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, {}, "RANK is 'one' in the environment: it is a whole number"),
+        (KUBEFLOW | {"PET_NNODES": "1:4"}, {}, "PET_NNODES is '1:4' in the environment: it is"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, {}, "RANK is '-1' in the environment"),
+        ({"MASTER_PORT": "http"}, {}, "MASTER_PORT is 'http' in the environment"),
+        ({}, {"rank": 1}, "rank is given and world_size is not, nor does the environment say it"),
+        ({}, {"world_size": 3}, "world_size is given and rank is not"),
+        ({}, {"rank": True, "world_size": 0}, "rank is True: give a whole number, 0 or more, or None; w"),
+        (TORCHRUN, {"rank": 8}, "rank is 8 and world_size is 8, by the rank given and torchrun"),
+    ],
+)  # fmt: skip
+def test_what_is_half_said_or_no_number_is_refused_with_its_name_and_value(environ, given, what):
+    with pytest.raises(ConfigError) as caught:
+        launchers.find(environ, **given)
+    assert what in str(caught.value)
