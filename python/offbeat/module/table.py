@@ -24,6 +24,7 @@ __all__ = [
     "TensorSpec",
     "describe",
     "find",
+    "named_parameters",
     "spec_of",
     "unwrap",
 ]
@@ -96,6 +97,13 @@ def find(module: nn.Module) -> list[Found]:
     if faults:
         raise UnsupportedTensorError("; ".join(faults))
     return list(found.values())
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Go through a module's parameters, of whatever kind; one that is tied comes under each of its names."""
+    for name, owner, key, role in _walk(module, ""):
+        if role == "parameter":
+            yield name, owner[key]
 
 
 def spec_of(name: str, tensor: torch.Tensor, role: Role) -> TensorSpec:

@@ -1,7 +1,6 @@
 """A torch optimizer that runs on the worker, and the difference it makes."""
 
 import copy
-import inspect
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +8,8 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import NonFiniteError, StateError
+from offbeat.local import check_holds, check_steps_alone
 from offbeat.module import Binding, Slot
 from offbeat.receipt import Receipt
 from offbeat.worker.contribution import Kind, Values, require_gradient, with_buffers
@@ -32,7 +32,7 @@ class LiveOptimizer:
             ConfigError: If it does not hold the module's trainable parameters, or holds others, or computes
                 gradients itself.
         """
-        _check_steps_alone(optimizer)
+        check_steps_alone(optimizer)
         self._held = _check_holds(optimizer, binding)
         self.optimizer = optimizer
         self._binding = binding
@@ -181,30 +181,8 @@ def _check_finite(slots: Sequence[Slot], gradients: Sequence[torch.Tensor | None
 
 
 def _check_holds(optimizer: torch.optim.Optimizer, binding: Binding) -> set[int]:
-    """Give the ids of what a live optimizer holds: every trainable parameter, and only the model's."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    name = type(optimizer).__name__
-    remedy = f"build it from the worker's model: {name}(worker.model.parameters(), ...)"
-    for slot in binding.parameters:
-        if slot.tensor.requires_grad and id(slot.tensor) not in held:
-            raise ConfigError(
-                f"the {name} does not hold the model's parameter {slot.spec['name']!r}: {remedy}"
-            )
-    if held - {id(slot.tensor) for slot in binding.parameters}:
-        raise ConfigError(f"the {name} holds tensors that are not parameters of the worker's model: {remedy}")
-    return held
-
-
-def _check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what calls for gradients while it steps, as LBFGS does; a worker has those of one batch."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        name = type(optimizer).__name__
-        raise ConfigError(
-            f"{name}.step() needs a closure, which it calls for gradients as often as it likes, and "
-            f"worker.step() has the gradients of one batch: give an optimizer whose step() works with these, "
-            f"such as torch.optim.SGD or Adam"
-        )
+    parameters = ((slot.spec["name"], slot.tensor) for slot in binding.parameters)
+    return check_holds(optimizer, parameters, called="worker.model")
 
 
 def _copied(value: object) -> Any:  # noqa: ANN401  of the same type

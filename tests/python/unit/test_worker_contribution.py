@@ -475,7 +475,7 @@ def test_a_live_optimizer_without_one_of_the_parameters_is_refused_by_its_name()
 def test_a_live_optimizer_of_another_model_is_refused():
     model = mlp()
     optimizer = torch.optim.SGD([*model.parameters(), *mlp().parameters()], lr=0.01)
-    with pytest.raises(ConfigError, match="not parameters of the worker's model"):
+    with pytest.raises(ConfigError, match=r"not parameters of worker\.model"):
         LiveOptimizer(bound(model), optimizer)
 
 
