@@ -1,17 +1,14 @@
 """Gradients for an optimizer on the server, averaged over the samples of several batches."""
 
-from typing import Literal
-
 import torch
 
 from offbeat.errors import ConfigError, StateError
+from offbeat.local.loss import LossReduction
 from offbeat.module import Binding, Slot
 from offbeat.receipt import Receipt
 from offbeat.worker.contribution import Kind, Values, require_gradient, with_buffers
 
-__all__ = ["Gradients", "LossReduction"]
-
-LossReduction = Literal["mean", "sum"]
+__all__ = ["Gradients"]
 
 
 class Gradients:

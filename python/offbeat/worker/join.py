@@ -23,9 +23,9 @@ from offbeat.checks import (
     strings,
 )
 from offbeat.errors import ConfigError
+from offbeat.local.loss import LossReduction
 from offbeat.module import Binding, describe
 from offbeat.naming import unknown
-from offbeat.worker.gradients import LossReduction
 from offbeat.worker.link import Link
 
 if TYPE_CHECKING:

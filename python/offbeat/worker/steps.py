@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from offbeat.errors import ConfigError, NonFiniteError
+from offbeat.local.loss import LossReduction
 from offbeat.optim import OptimizerSpec, as_spec
 from offbeat.receipt import Receipt
 from offbeat.samples import sample_count
@@ -15,7 +16,7 @@ from offbeat.worker import words
 from offbeat.worker.contribution import Contribution, Kind
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.fates import Watch
-from offbeat.worker.gradients import Gradients, LossReduction
+from offbeat.worker.gradients import Gradients
 from offbeat.worker.link import UNSENT, Link
 from offbeat.worker.live import LiveOptimizer
 

@@ -5,28 +5,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from offbeat.errors import ConfigError, RejectedError
+from offbeat.errors import RejectedError
 from offbeat.history import History, Record
+from offbeat.local.batches import Epochs, Given, count, moved, split
+from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
 from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
-from offbeat.worker.batches import Epochs, Given, count, moved, split
 from offbeat.worker.fates import Fates, fate_of
-from offbeat.worker.gradients import LossReduction
 from offbeat.worker.link import Link
 from offbeat.worker.progress import Progress
 from offbeat.worker.steps import Steps
 
-__all__ = ["LossFunction", "TrainPlan", "run", "stop_noted"]
+__all__ = ["TrainPlan", "run", "stop_noted"]
 
 #: In a row, before `train` gives up: what made so many wrong will not pass by itself.
 MAX_REJECTIONS = 100
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +119,7 @@ class _Loop:
         self._out_of_budget = False
 
     def run(self) -> None:
-        _wake(self._link.binding.module)
+        wake(self._link.binding.module)
         self._link.binding.clear_gradients()
         self._note_kept()
         if not self._out_of_budget:
@@ -163,7 +159,7 @@ class _Loop:
         inputs, targets = moved(inputs, self._device), moved(targets, self._device)
         outputs = self._link.binding.module(inputs)
         loss = plan.loss_fn(outputs, targets)
-        _check_loss(loss)
+        check_loss(loss, owner="AsyncWorker")
         loss.backward()  # type: ignore[no-untyped-call]
         shown = loss.detach() if plan.reduction == "mean" else loss.detach() / samples
         for meter in plan.meters:
@@ -224,21 +220,6 @@ class _Loop:
         text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({speed})"
         self._progress.log(text, record, fates)
         self._link.session.set_progress(history.steps)
-
-
-def _wake(module: nn.Module) -> None:
-    """Put a model that is in eval mode as a whole into training mode; what someone chose in parts stays."""
-    if not any(part.training for part in module.modules()):
-        module.train()
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise ConfigError(
-            f"loss_fn gave {what}: it takes (outputs, targets) and gives a scalar tensor, the mean over the "
-            f'batch (or the sum, with AsyncWorker(loss_reduction="sum"))'
-        )
 
 
 def _rejections(reasons: Counter[str], last: str) -> str:

@@ -15,17 +15,17 @@ from offbeat import process
 from offbeat.checks import at_least_one, functions, refuse
 from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
+from offbeat.local.batches import batches_of, loaded
+from offbeat.local.evaluate import measure
+from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
-from offbeat.worker.batches import batches_of, loaded
-from offbeat.worker.evaluate import measure
 from offbeat.worker.facade import WorkerOptimizer
-from offbeat.worker.gradients import LossReduction
 from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
-from offbeat.worker.train import LossFunction, TrainPlan, run, stop_noted
+from offbeat.worker.train import TrainPlan, run, stop_noted
 from offbeat.worker.turn import one_thread, whole_turn
 
 if TYPE_CHECKING:

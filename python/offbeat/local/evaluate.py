@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat.local.batches import count, moved, split
+from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter
-from offbeat.worker.batches import count, moved, split
-from offbeat.worker.gradients import LossReduction
-from offbeat.worker.train import LossFunction
 
 __all__ = ["measure"]
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from offbeat.errors import ConfigError
-from offbeat.worker.batches import Epochs, Given, count, moved, split
+from offbeat.local.batches import Epochs, Given, count, moved, split
 
 DATA = TensorDataset(torch.arange(50), torch.arange(50))
 
