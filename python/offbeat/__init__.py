@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat import errors, optim, schedule, staleness
+    from offbeat.accumulator import AsyncGradientAccumulator
     from offbeat.client import Client
     from offbeat.distributed import init_distributed
     from offbeat.history import History
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AsyncGradientAccumulator",
     "AsyncWorker",
     "Client",
     "History",
@@ -37,6 +39,7 @@ __all__ = [
 
 # No name here may also be the name of a module: importing that module would put it in the name's place.
 _MODULE_OF = {
+    "AsyncGradientAccumulator": "offbeat.accumulator",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
     "History": "offbeat.history",
@@ -47,7 +50,6 @@ _MODULE_OF = {
 }
 _OF_A_LATER_VERSION = frozenset(
     {
-        "AsyncGradientAccumulator",
         "AsyncModelAverager",
         "AsyncTrainer",
         "AsyncTrainingMonitor",

@@ -23,6 +23,7 @@ from offbeat.checks import (
     strings,
 )
 from offbeat.errors import ConfigError
+from offbeat.local.device import usable_device
 from offbeat.local.loss import LossReduction
 from offbeat.module import Binding, describe
 from offbeat.naming import unknown
@@ -70,7 +71,7 @@ class JoinConfig:
         address = faults.catch(lambda: _address(self.server_address))
         faults += of_worker_id(self.worker_id) + strings(token=self.token)
         faults += at_least_one(local_batch_size=self.local_batch_size, update_frequency=self.update_frequency)
-        device = faults.catch(lambda: _device(self.device))
+        device = faults.catch(lambda: usable_device(self.device))
         if self.loss_reduction not in ("mean", "sum"):
             faults.append(unknown("loss reduction", self.loss_reduction, ("mean", "sum")))
         faults += one_or_two(in_flight=self.in_flight)
@@ -93,27 +94,6 @@ def _address(given: str | None) -> str:
         "no server address: give AsyncWorker(server_address='HOST:PORT') or set OFFBEAT_SERVER; the server "
         "prints the line to use when it starts"
     )
-
-
-def _device(given: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is {given!r}, which torch does not know: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, and torch sees no CUDA device here")
-    try:
-        torch.empty(1, device=device)
-    except Exception as error:  # each backend has errors of its own, of many lines
-        raise ConfigError(
-            f"device is {device}, and torch cannot use that here ({_first_sentence(error)}): take a "
-            f'device that is there, such as "cpu"'
-        ) from error
-    return device
-
-
-def _first_sentence(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
 
 
 def fixed(name: str, value: object) -> str:

@@ -1,0 +1,74 @@
+"""A window: the gradients of several micro-batches, added up where autograd adds them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["Sum", "Window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a window has gathered: a sum of gradients, each times its micro-batch's count over `unit`.
+
+    Attributes:
+        gradients: By parameter; None where no micro-batch had one.
+        counts: Samples, or what a normalizer counts. The sum, times `unit`, is to be divided by those of all
+            members; None where it is not to be divided.
+        unit: The first micro-batch's count where losses are means, so that its gradient is not touched, nor
+            that of any as large; else 1.
+        samples: Of all micro-batches.
+    """
+
+    gradients: list[torch.Tensor | None]
+    counts: float | None
+    unit: float
+    samples: int
+
+
+class Window:
+    """Micro-batches since the last update.
+
+    Attributes:
+        batches: How many.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, are_means: bool, is_divided: bool) -> None:
+        """`are_means`: each loss is one over its counts; `is_divided`: their sum is to be one over all."""
+        self._parameters = parameters
+        self._are_means = are_means
+        self._is_divided = is_divided
+        self.batches = 0
+        self._samples = 0
+        self._counts = self._unit = 0.0
+
+    def add(self, loss: torch.Tensor, *, counts: float, samples: int) -> None:
+        """Add a micro-batch's gradients.
+
+        Args:
+            loss: Of the micro-batch; what it was reduced by is `counts`.
+            counts: How much of the window's loss it is. Of 0 nothing is added: a mean over nothing is NaN.
+            samples: In it.
+        """
+        if not self.batches:
+            for parameter in self._parameters:
+                parameter.grad = None
+        self.batches += 1
+        self._samples += samples
+        if counts:
+            self._unit = self._unit or (counts if self._are_means else 1.0)
+            factor = counts / self._unit if self._are_means else 1.0
+            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            self._counts += counts
+
+    def take(self) -> Sum:
+        """Give what was gathered, and begin anew."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        taken = Sum(gradients, self._counts if self._is_divided else None, self._unit or 1.0, self._samples)
+        self.batches = self._samples = 0
+        self._counts = self._unit = 0.0
+        return taken
