@@ -153,6 +153,17 @@ def test_every_page_is_reached_from_the_readme():
 KEYWORDS = tables((ROOT / "docs/keywords.md").read_text("utf-8"))
 
 
+NAMES_OF_TABLES = [
+    "ParameterServer",
+    "Client",
+    "AsyncWorker",
+    "AsyncWorker.train",
+    "AsyncGradientAccumulator",
+    "AsyncGradientAccumulator.train_step",
+    "init_distributed",
+]
+
+
 def defaults_of(function):
     """Give a signature's keywords in order, and their defaults; of what has none, the word."""
     parameters = inspect.signature(function).parameters.values()
@@ -163,9 +174,7 @@ def read(cell):
     return cell if cell == "required" else ast.literal_eval(cell.strip("`"))
 
 
-@pytest.mark.parametrize(
-    "name", ["ParameterServer", "Client", "AsyncWorker", "AsyncWorker.train", "init_distributed"]
-)
+@pytest.mark.parametrize("name", NAMES_OF_TABLES)
 def test_table_of_keywords_is_the_signature_in_its_order(name):
     shown = {keyword.strip("`"): read(default) for keyword, default, _, _ in KEYWORDS[name]}
     signature = defaults_of(functools.reduce(getattr, name.split("."), offbeat))
