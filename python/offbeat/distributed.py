@@ -5,9 +5,10 @@ import logging
 import os
 from datetime import timedelta
 
+from offbeat import process
 from offbeat.checks import Faults, refuse, seconds
 from offbeat.errors import ConfigError, ConnectError, StateError
-from offbeat.launchers import Place, find
+from offbeat.launchers import Place, find, meeting_place, overlooked
 
 __all__ = ["BACKENDS", "init_distributed"]
 
@@ -22,56 +23,62 @@ def init_distributed(
     *,
     rank: int | None = None,
     world_size: int | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> tuple[int, int]:
     """Tell which process of how many this one is, and join the others where the backend is torch's.
 
-    What is given wins; else the environment says it, as torchrun, `offbeat launch`, Slurm's `srun` and
+    What is given wins; else the environment says it, as torchrun, `offbeat launch`, MPI, Slurm's `srun` and
     Kubeflow set it, or plain ``RANK`` and ``WORLD_SIZE``; a process of which nobody says anything is the only
     one. What was chosen, and who said so, is logged.
 
     With ``"tcp"``, Offbeat's own transport, nothing is opened: members meet when something is made that has
-    members. With ``"gloo"`` and ``"nccl"`` torch's default process group is made, at ``MASTER_ADDR`` and
-    ``MASTER_PORT``, unless there is one already; it is left when the process ends.
+    them. With ``"gloo"`` and ``"nccl"`` torch's default process group is made, at ``MASTER_ADDR`` and
+    ``MASTER_PORT``, or where the launcher says, unless there is one already; it is left when the process
+    ends. With ``"nccl"`` each process of a machine gets a CUDA device of its own, by its local rank, unless
+    its rank was given.
 
     Args:
         backend: ``"tcp"``, ``"gloo"`` or ``"nccl"``.
         rank: Which process this is, 0 to ``world_size - 1``.
         world_size: How many there are; with ``"tcp"`` a hint, for members may come and go.
-        timeout_s: Seconds that torch's process group waits for others, now and in each operation.
+        timeout_s: Seconds that torch's process group waits for others, now and in each operation. None: as
+            long as torch does.
 
     Returns:
         ``(rank, world_size)``.
 
     Raises:
         ConfigError: If a value cannot be used, if the environment says only half, or if ``"nccl"`` is asked
-            for where torch has no CUDA device.
+            for where torch has no CUDA device, or too few.
         StateError: If torch has a process group already that is another one than is asked for.
-        ConnectError: If the others did not come in time.
+        ConnectError: If no process group came about: the others did not come, or the port is taken.
 
     Example:
         >>> rank, world_size = offbeat.init_distributed()
         >>> rank, world_size
         (0, 1)
     """
-    faults = Faults(seconds(finite=True, timeout_s=timeout_s))
+    faults = Faults([] if timeout_s is None else seconds(finite=True, timeout_s=timeout_s))
     if backend not in BACKENDS:
         faults.append(f"backend is {backend!r}: give one of {', '.join(map(repr, BACKENDS))}")
     place = faults.catch(lambda: find(os.environ, rank=rank, world_size=world_size))
     refuse(faults)
     assert place is not None  # noqa: S101  else there is a fault
+    if (warning := overlooked(os.environ, place)) is not None:
+        process.warn(warning)
     if backend == "tcp":
         _log.info("this is process %d of %d, by %s", place.rank, place.world_size, place.told_by)
         return place.rank, place.world_size
-    return _in_a_group(backend, place, timeout_s, is_given=rank is not None or world_size is not None)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    return _in_a_group(backend, place, timeout, is_given=rank is not None or world_size is not None)
 
 
-def _in_a_group(backend: str, place: Place, timeout_s: float, *, is_given: bool) -> tuple[int, int]:
+def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_given: bool) -> tuple[int, int]:
     import torch
     from torch import distributed
 
     if not distributed.is_available():
-        raise ConfigError(f'backend is {backend!r}, and this torch has no process groups: take "tcp"')
+        raise ConfigError(f"backend is {backend!r}, and this torch has no process groups: take 'tcp'")
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
             "backend is 'nccl', and torch finds no CUDA device here: take 'tcp', or 'gloo' for torch's own "
@@ -80,9 +87,7 @@ def _in_a_group(backend: str, place: Place, timeout_s: float, *, is_given: bool)
     if distributed.is_initialized():
         return _in_the_group_there_is(backend, place if is_given else None)
     if backend == "nccl" and place.local_rank is not None:
-        # Each process its own; else all of a machine would use the first.
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    timeout = timedelta(seconds=timeout_s)
+        torch.cuda.set_device(_device_of(place.local_rank, torch.cuda.device_count()))
     if place.world_size == 1:
         store = distributed.HashStore()  # type: ignore[attr-defined]  # public, and not in its __all__
         distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -96,21 +101,38 @@ def _in_a_group(backend: str, place: Place, timeout_s: float, *, is_given: bool)
     return place.rank, place.world_size
 
 
-def _meet(backend: str, place: Place, timeout: timedelta) -> None:
+def _device_of(local_rank: int, num_devices: int) -> int:
+    """Choose a device for a process; where it sees one alone, its launcher has chosen.
+
+    Raises:
+        ConfigError: If there are fewer devices than processes.
+    """
+    if num_devices == 1:
+        return 0
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"this is process {local_rank} of its machine, counted from 0, and torch sees {num_devices} CUDA "
+            f"devices there: start as many processes on a machine as it has devices, or take 'tcp' or 'gloo'"
+        )
+    return local_rank
+
+
+def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
     from torch import distributed
 
-    if place.master_addr is None:
+    host, port = meeting_place(os.environ, place)
+    if host is None:
         raise ConfigError(
             f"world_size is {place.world_size}, by {place.told_by}, and nobody says where they meet: set "
-            f"MASTER_ADDR (and MASTER_PORT, else {place.master_port}) to an address of rank 0's machine, the "
-            f"same for all"
+            f"MASTER_ADDR (and MASTER_PORT, else {port}) to an address of rank 0's machine, the same for all"
         )
-    host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
-    where = f"{host}:{place.master_port}"
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # Of what torchrun sets torch knows more than the address: whether its agent listens there already.
+    is_environs = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
     try:
         distributed.init_process_group(
             backend,
-            init_method=f"tcp://{where}",
+            init_method="env://" if is_environs else f"tcp://{where}",
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -118,9 +140,11 @@ def _meet(backend: str, place: Place, timeout: timedelta) -> None:
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise ConnectError(
-            f"process {place.rank} of {place.world_size} did not meet the others at {where} within "
-            f"{timeout.total_seconds():g} s: {cause}; is every rank started, with the same "
-            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and does rank 0's machine take connections there?"
+            f"process {place.rank} of {place.world_size} did not meet the others at {where}: {cause}; "
+            f"is every "
+            f"rank started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, is the port free, "
+            f"and does "
+            f"rank 0's machine take connections there?"
         ) from error
 
 

@@ -1,9 +1,9 @@
-"""Which of how many processes this one is, as whoever started it says in the environment.
+"""Which of how many processes this one is and where they meet, as whoever started it says.
 
-Pure: an environment comes in, a `Place` goes out. Looked for in this order, and the first that says it is
-taken: torchrun and whoever else sets RANK and WORLD_SIZE (`offbeat launch`, Kubeflow's PyTorchJob), Slurm's
-srun, Kubeflow Trainer's PET_* of a process that is not started by torchrun. A process of which nobody says
-anything is the only one.
+Pure: an environment comes in, facts go out. Looked for in this order, and the first that says it is taken:
+RANK and WORLD_SIZE, which torchrun, `offbeat launch` and Kubeflow's PyTorchJob set; Open MPI and MPICH,
+before Slurm, whose variables their processes inherit; Slurm's srun; Kubeflow Trainer's PET_*, of a process
+that is not started by torchrun. A process of which nobody says anything is the only one.
 """
 
 import re
@@ -13,19 +13,65 @@ from dataclasses import dataclass, replace
 from offbeat.checks import is_count, refuse
 from offbeat.errors import ConfigError
 
-__all__ = ["MASTER_PORT", "Place", "find"]
+__all__ = ["MASTER_PORT", "Place", "find", "meeting_place", "overlooked"]
 
 MASTER_PORT = 29500
 """Where processes meet that are told a host and no port: torchrun's own default."""
 
 SLURM_PORTS = range(20_000, 32_000)
-"""Below those that systems give to whoever asks for any; jobs that share a node meet at different ones."""
-
-ALONE = "nobody, so it is the only one"
+"""Below those that systems give to whoever asks for any; jobs that share a machine meet at different ones."""
 
 _FIRST_HOST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 """Of Slurm's list of hosts, in which commas stand in brackets, too: ``rack[0-1]gpu[01-04,7],login1``."""
 _RANGE_OF_HOSTS = re.compile(r"\[([^\],-]+)[^\]]*\]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """Where a launcher writes down what.
+
+    Attributes:
+        name: For people.
+        rank: Variable of the process's number.
+        world_size: Variable of how many there are.
+        local_rank: Variable of its number on its machine, if there is one.
+        host: Variable of the machine where they meet, if there is one.
+        port: Variable of the port there, if there is one.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str | None = None
+    host: str | None = None
+    port: str | None = None
+
+
+_PLAIN = Launcher(name="the environment", rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK")
+_SLURM = Launcher(
+    # Of a step, and so of a process that srun has started; a batch script has the job's alone.
+    name="Slurm", rank="SLURM_PROCID", world_size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID"
+)  # fmt: skip
+_LAUNCHERS = (
+    _PLAIN,
+    Launcher(
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    Launcher(name="MPI", rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID"),
+    _SLURM,
+    Launcher(
+        name="Kubeflow Trainer",
+        rank="PET_NODE_RANK",
+        world_size="PET_NNODES",
+        host="PET_MASTER_ADDR",
+        port="PET_MASTER_PORT",
+    ),
+)
+_GIVEN = Launcher(name="what is given", rank="", world_size="")
+_NOBODY = Launcher(name="nobody, so it is the only one", rank="", world_size="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,18 +81,16 @@ class Place:
     Attributes:
         rank: Which, 0 to ``world_size - 1``.
         world_size: How many there are.
+        local_rank: Which of those on its machine; None where who says the rank does not say that.
         told_by: Who says so, in words.
-        local_rank: Which of those on its machine; None where nobody says.
-        master_addr: Host at which they meet; None where nobody says.
-        master_port: The port there.
+        launcher: Who says so.
     """
 
     rank: int
     world_size: int
+    launcher: Launcher
     told_by: str
     local_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int = MASTER_PORT
 
 
 def find(environ: Mapping[str, str], *, rank: int | None = None, world_size: int | None = None) -> Place:
@@ -71,60 +115,86 @@ def find(environ: Mapping[str, str], *, rank: int | None = None, world_size: int
             f"rank is {place.rank} and world_size is {place.world_size}, by {place.told_by}: "
             f"ranks are 0 to world_size - 1"
         )
-    host, port = _meeting_place(environ)
-    local_rank = _number(environ, "LOCAL_RANK", "SLURM_LOCALID")
-    return replace(place, local_rank=local_rank, master_addr=host, master_port=port)
+    return place
+
+
+def meeting_place(environ: Mapping[str, str], place: Place) -> tuple[str | None, int]:
+    """Say at which host and port the processes meet; None for the host where nobody says.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` win; else it is as the place's launcher has it. A step of Slurm meets
+    at its first machine.
+
+    Raises:
+        ConfigError: If a port is no number.
+    """
+    launcher = place.launcher
+    host = environ.get("MASTER_ADDR") or environ.get(launcher.host or "")
+    port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
+    if port is None and launcher.port is not None and launcher.port in environ:
+        port = _number(environ, launcher.port)
+    if launcher is _SLURM:
+        host = host or _slurms_first_host(environ)
+        if port is None and "SLURM_JOB_ID" in environ:
+            job = _number(environ, "SLURM_JOB_ID")
+            step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
+            port = SLURM_PORTS[(job + step) % len(SLURM_PORTS)]
+    return host or None, MASTER_PORT if port is None else port
+
+
+def overlooked(environ: Mapping[str, str], place: Place) -> str | None:
+    """Say what may mean that a process which seems to be alone is not; None if nothing does."""
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    if place.launcher is _NOBODY and num_tasks != "1":
+        return (
+            f"SLURM_NTASKS is {num_tasks}, and this process was not started by srun, so it is taken for "
+            f"the only "
+            f"one: start it with srun, or set RANK and WORLD_SIZE"
+        )
+    return None
 
 
 def _place(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Place:
     if rank is not None and world_size is not None:
-        return Place(rank=rank, world_size=world_size, told_by="the rank and world_size given")
+        told_by = "the rank and world_size given"
+        return Place(rank=rank, world_size=world_size, launcher=_GIVEN, told_by=told_by)
     place = _told(environ)
     if rank is None and world_size is None:
         return place
     given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
-    if place.told_by == ALONE and world_size != 1:
+    if place.launcher is _NOBODY and world_size != 1:
         raise ConfigError(
             f"{given} is given and {missing} is not, nor does the environment say it: give both"
         )
-    told_by = f"the {given} given and {place.told_by}"
     return replace(
         place,
         rank=place.rank if rank is None else rank,
         world_size=place.world_size if world_size is None else world_size,
-        told_by=told_by,
+        local_rank=place.local_rank if rank is None else None,
+        told_by=f"the {given} given and {place.told_by}",
     )
 
 
 def _told(environ: Mapping[str, str]) -> Place:
     """Give what the environment says, by the first of those that say anything."""
-    pairs = (
-        ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment", "RANK", "WORLD_SIZE"),
-        # Of a step, and so of a process that srun has started; a batch script has the job's alone.
-        ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-        ("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES"),
-    )
-    for name, rank, world_size in pairs:
-        if rank in environ and world_size in environ:
-            ranks, sizes = _number(environ, rank), _number(environ, world_size)
-            assert ranks is not None and sizes is not None  # noqa: PT018, S101  they are there
-            return Place(rank=ranks, world_size=sizes, told_by=f"{name} ({rank}, {world_size})")
+    for launcher in _LAUNCHERS:
+        if launcher.rank in environ and launcher.world_size in environ:
+            is_torchrun = launcher is _PLAIN and "TORCHELASTIC_RUN_ID" in environ
+            name = "torchrun" if is_torchrun else launcher.name
+            local = launcher.local_rank
+            return Place(
+                rank=_number(environ, launcher.rank),
+                world_size=_number(environ, launcher.world_size),
+                local_rank=_number(environ, local) if local is not None and local in environ else None,
+                launcher=launcher,
+                told_by=f"{name} ({launcher.rank}, {launcher.world_size})",
+            )
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if one in environ:
             raise ConfigError(
                 f"{one} is {environ[one]!r} in the environment and {other} is not there: set both, or give "
                 f"rank and world_size"
             )
-    return Place(rank=0, world_size=1, told_by=ALONE)
-
-
-def _meeting_place(environ: Mapping[str, str]) -> tuple[str | None, int]:
-    hosts = (environ.get("MASTER_ADDR"), environ.get("PET_MASTER_ADDR"), _slurms_first_host(environ))
-    port = _number(environ, "MASTER_PORT", "PET_MASTER_PORT")
-    if port is None:
-        job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
-        port = MASTER_PORT if job is None else SLURM_PORTS[(job + (step or 0)) % len(SLURM_PORTS)]
-    return next((host for host in hosts if host), None), port
+    return Place(rank=0, world_size=1, launcher=_NOBODY, told_by=_NOBODY.name)
 
 
 def _slurms_first_host(environ: Mapping[str, str]) -> str | None:
@@ -133,16 +203,13 @@ def _slurms_first_host(environ: Mapping[str, str]) -> str | None:
     return _RANGE_OF_HOSTS.sub(r"\1", first.group()) if first else None
 
 
-def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Give the first of these variables that is there.
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """Give a variable that is there.
 
     Raises:
         ConfigError: If it is no whole number.
     """
-    for name in names:
-        if name in environ:
-            text = environ[name].strip()
-            if not (text.isascii() and text.isdigit()):
-                raise ConfigError(f"{name} is {environ[name]!r} in the environment: it is a whole number")
-            return int(text)
-    return None
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name} is {environ[name]!r} in the environment: it is a whole number")
+    return int(text)

@@ -1,5 +1,7 @@
 """Who adds to a sum of gradients: this process alone, or all of a process group of torch's."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,8 +10,12 @@ import torch
 from torch import distributed, nn
 
 from offbeat.accumulator.window import Sum
+from offbeat.errors import ConfigError, ModelMismatchError, StateError
 
 __all__ = ["Alone", "Group", "Members", "Total"]
+
+ROUNDING = 1e-12
+"""Relative; beyond what float64 rounds in sums over thousands of members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,19 @@ class Members(Protocol):
 
     size: int
 
-    def begin(self, own: Sum | None) -> None:
-        """Send what this member has; None takes part with nothing, having ended."""
+    def begin(self, own: Sum | None, settings: object) -> None:
+        """Send what this member has.
+
+        Args:
+            own: None takes part with nothing, having ended.
+            settings: How its optimizer is set, as JSON can have it: alike for all members.
+        """
 
     def finish(self) -> Total:
         """Wait for the total of what was begun."""
+
+    def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
+        """Make the buffers of all members alike, of which this one's have seen so many samples."""
 
 
 class Alone:
@@ -47,8 +61,9 @@ class Alone:
     def __init__(self) -> None:
         self._own: Sum | None = None
 
-    def begin(self, own: Sum | None) -> None:
+    def begin(self, own: Sum | None, settings: object) -> None:
         """Keep it."""
+        del settings
         self._own = own
 
     def finish(self) -> Total:
@@ -56,54 +71,174 @@ class Alone:
         own, self._own = self._own, None
         if own is None:
             return Total([], 0, 0)
-        if own.counts is not None:
-            # Times `unit` over `counts`: by 1 where there was one micro-batch, which so keeps its bits.
-            _divide(own.gradients, own.counts / own.unit)
+        if own.counts:
+            # By 1 where there was one micro-batch, which so keeps its bits.
+            _divide([g for g in own.gradients if g is not None], own.counts / own.unit)
         return Total(own.gradients, own.samples, 1)
+
+    def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
+        """Leave them."""
 
 
 class Group:
     """A process group: the gradients of all in one all-reduce per dtype, on the group's own threads."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, is_divided: bool) -> None:
-        """`is_divided`: totals are, by the counts of all."""
-        self.size = distributed.get_world_size()
+    def __init__(
+        self,
+        group: distributed.ProcessGroup,
+        named: Sequence[tuple[str, nn.Parameter]],
+        buffers: Sequence[torch.Tensor],
+        *,
+        is_divided: bool,
+    ) -> None:
+        """Begin with the first member's values.
+
+        Args:
+            group: Of the members.
+            named: The parameters, each once, with its name.
+            buffers: The buffers that are to begin alike.
+            is_divided: Totals are, by the counts of all.
+
+        Raises:
+            ConfigError: If the group has no backend for the parameters' device.
+            ModelMismatchError: If members hold different models.
+        """
+        self.size = distributed.get_world_size(group)
+        self._group = group
+        self._named = named
         self._is_divided = is_divided
-        self._parameters = parameters
-        self._device = parameters[0].device
+        self._device = named[0][1].device
+        self._sent: list[nn.Parameter] = []
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         self._facts = torch.empty(0)
         self._works: list[distributed.Work] = []
+        self._check_device()
+        self._check_alike()
+        with torch.no_grad():
+            for tensor in (*(parameter for _, parameter in named), *buffers):
+                first = tensor.contiguous()  # what is strided otherwise would travel with its gaps
+                distributed.broadcast(first, group=group, group_src=0)
+                tensor.copy_(first)
 
-    def begin(self, own: Sum | None) -> None:
-        """Copy the sums into flat memory and start their reduction."""
-        gradients: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
+    def begin(self, own: Sum | None, settings: object) -> None:
+        """Copy the sums into flat memory and start their reduction.
+
+        Raises:
+            ConfigError: If a gradient is sparse.
+        """
+        gradients: Sequence[torch.Tensor | None] = [None] * len(self._named)
         facts = [0.0, 0.0, 0.0]
+        unit = 1.0
         if own is not None:
-            gradients = own.gradients
+            gradients, unit = own.gradients, own.unit
             facts = [own.counts or 0.0, float(own.samples), 1.0]
-        unit = 1.0 if own is None else own.unit
-        self._flat = _flat(self._parameters, gradients, unit)
+        self._check_dense(gradients)
+        # Frozen parameters stay here; that all members freeze the same is among the facts.
+        is_sent = [parameter.requires_grad for _, parameter in self._named]
+        there = zip(self._named, gradients, is_sent, strict=True)
+        sent = [(parameter, gradient) for (_, parameter), gradient, is_one in there if is_one]
+        self._sent = [parameter for parameter, _ in sent]
+        self._flat = _flat(sent, unit)
+        mark = _digest([settings, is_sent])
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        self._facts = torch.tensor([*facts, *presence], dtype=torch.float64, device=self._device)
-        self._works = [_reduce(tensor) for tensor in (self._facts, *self._flat.values())]
+        every = [*facts, mark, mark**2, *presence]
+        self._facts = torch.tensor(every, dtype=torch.float64, device=self._device)
+        works = (self._reduce(tensor) for tensor in (self._facts, *self._flat.values()))
+        self._works = [work for work in works if work is not None]
 
     def finish(self) -> Total:
-        """Wait for all members, divide, and give each parameter its part."""
+        """Wait for all members, divide, and give each parameter its part.
+
+        Raises:
+            StateError: If members' optimizers are set differently, or they train different parameters.
+        """
         for work in self._works:
             work.wait()
-        counts, samples, num_at_work, *presence = self._facts.tolist()
-        gradients = _parts(self._parameters, self._flat, presence)
+        counts, samples, num_at_work, marks, squares, *presence = self._facts.tolist()
+        self._works = []
+        if num_at_work:
+            self._check_settings(marks, squares)
         if self._is_divided and counts:
-            _divide(gradients, counts)
-        self._works, self._flat = [], {}
+            _divide(list(self._flat.values()), counts)
+        parts = dict(zip(map(id, self._sent), _parts(self._sent, self._flat), strict=True))
+        self._flat = {}
+        there = zip(self._named, presence, strict=True)
+        gradients = [parts.get(id(parameter)) if is_there else None for (_, parameter), is_there in there]
         return Total(gradients, round(samples), round(num_at_work))
 
+    def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
+        """Give floating buffers their mean over members, by samples; others are the first member's."""
+        seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
+        distributed.all_reduce(seen, group=self._group)
+        total = seen.item()
+        with torch.no_grad():
+            for buffer in buffers:
+                if buffer.is_floating_point() and total:
+                    share = buffer.to(_wide(buffer.dtype)).contiguous() * (samples / total)
+                    distributed.all_reduce(share, group=self._group)
+                else:
+                    share = buffer.contiguous()
+                    distributed.broadcast(share, group=self._group, group_src=0)
+                buffer.copy_(share)
 
-def _reduce(tensor: torch.Tensor) -> distributed.Work:
-    work = distributed.all_reduce(tensor, async_op=True)
-    assert work is not None  # noqa: S101  this process is a member
-    return work
+    def _reduce(self, tensor: torch.Tensor) -> distributed.Work | None:
+        return distributed.all_reduce(tensor, group=self._group, async_op=True)
+
+    def _check_device(self) -> None:
+        config = distributed.get_backend_config(self._group)  # as in "cpu:gloo,cuda:nccl"
+        if self._device.type not in {part.partition(":")[0] for part in config.split(",")}:
+            raise ConfigError(
+                f"device is {self._device}, and the process group is of {config}: give a device of "
+                f"these, or make "
+                f"the group for this one"
+            )
+
+    def _check_alike(self) -> None:
+        rows = [(name, list(p.shape), str(p.dtype)) for name, p in self._named]
+        digest = _digest(rows)
+        least, most = (torch.tensor([sign * digest], dtype=torch.float64) for sign in (-1.0, 1.0))
+        both = torch.cat((least, most)).to(self._device)
+        distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=self._group)
+        if -both[0].item() == both[1].item():
+            return
+        everybody: list[list[tuple[str, list[int], str]]] = [[] for _ in range(self.size)]
+        distributed.all_gather_object(everybody, rows, group=self._group)
+        for other, theirs in enumerate(everybody):
+            for one, two in zip([*rows, None], [*theirs, None], strict=False):
+                if one != two:
+                    raise ModelMismatchError(
+                        f"members hold different models: here comes {_row(one)}, and in member {other} "
+                        f"{_row(two)}"
+                    )
+
+    def _check_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for (name, _), gradient in zip(self._named, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"the gradient of {name!r} is sparse and cannot be reduced: build its layer without "
+                    f"sparse=True"
+                )
+
+    def _check_settings(self, marks: float, squares: float) -> None:
+        spread = (
+            squares * self.size - marks**2
+        )  # n² times the variance of what is the same for all, or random
+        if spread > ROUNDING * marks**2:
+            raise StateError(
+                "the members' optimizers are set differently, or they train different parameters: a "
+                "scheduler "
+                "has to step once per update in every member, also in those that flush() makes: "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
+            )
+
+
+def _row(row: object) -> str:
+    return "nothing more" if row is None else f"{row[0]!r} of shape {row[1]} and dtype {row[2]}"  # type: ignore[index]
+
+
+def _digest(value: object) -> float:
+    """Give a number that is another one for another value: 24 bits, whose squares float64 adds up exactly."""
+    return float(int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:3], "little"))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -111,39 +246,52 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _flat(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], unit: float
+    sent: Sequence[tuple[nn.Parameter, torch.Tensor | None]], unit: float
 ) -> dict[torch.dtype, torch.Tensor]:
     """Lay gradients one behind the other, by dtype, float32 at least; zeros for what is not there."""
-    parts: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    sizes: dict[torch.dtype, int] = {}
+    for parameter, _ in sent:
         kind = _wide(parameter.dtype)
+        sizes[kind] = sizes.get(kind, 0) + parameter.numel()
+    flat = {kind: torch.empty(size, dtype=kind, device=sent[0][0].device) for kind, size in sizes.items()}
+    for part, (_, gradient) in zip(_slices([p for p, _ in sent], flat), sent, strict=True):
         if gradient is None:
-            part = parameter.new_zeros(parameter.numel(), dtype=kind)
+            part.zero_()
         else:
-            part = gradient.reshape(-1).to(kind)
-        parts.setdefault(kind, []).append(part)
-    flat = {kind: torch.cat(tensors) for kind, tensors in parts.items()}
-    if unit != 1.0:
-        for tensor in flat.values():
-            tensor.mul_(unit)
+            part.copy_(gradient.detach())
+            if unit != 1.0:
+                part.mul_(unit)
     return flat
 
 
-def _parts(
-    parameters: Sequence[nn.Parameter], flat: dict[torch.dtype, torch.Tensor], presence: Sequence[float]
-) -> list[torch.Tensor | None]:
-    starts = dict.fromkeys(flat, 0)
-    parts: list[torch.Tensor | None] = []
-    for parameter, is_there in zip(parameters, presence, strict=True):
-        kind = _wide(parameter.dtype)
-        start = starts[kind]
-        starts[kind] = end = start + parameter.numel()
-        part = flat[kind][start:end].view(parameter.shape).to(parameter.dtype)
-        parts.append(part if is_there else None)
+def _parts(sent: Sequence[nn.Parameter], flat: dict[torch.dtype, torch.Tensor]) -> list[torch.Tensor]:
+    """Take the flat memory apart into gradients, each laid out as its parameter."""
+    parts = []
+    for parameter, part in zip(sent, _slices(sent, flat), strict=True):
+        if part.dtype == parameter.dtype and parameter.is_contiguous():
+            parts.append(part)
+        else:
+            parts.append(torch.empty_like(parameter, requires_grad=False).copy_(part))
     return parts
 
 
-def _divide(gradients: Sequence[torch.Tensor | None], by: float) -> None:
-    there = [gradient for gradient in gradients if gradient is not None]
-    if there and by != 1.0:
-        torch._foreach_div_(there, by)
+def _slices(parameters: Sequence[nn.Parameter], flat: dict[torch.dtype, torch.Tensor]) -> list[torch.Tensor]:
+    starts = dict.fromkeys(flat, 0)
+    slices = []
+    for parameter in parameters:
+        kind = _wide(parameter.dtype)
+        start = starts[kind]
+        starts[kind] = end = start + parameter.numel()
+        slices.append(flat[kind][start:end].view(parameter.shape))
+    return slices
+
+
+def _divide(tensors: list[torch.Tensor], by: float) -> None:
+    if by == 1.0:
+        return
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    if dense:
+        torch._foreach_div_(dense, by)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            tensor.div_(by)

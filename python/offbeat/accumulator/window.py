@@ -31,6 +31,9 @@ class Sum:
 class Window:
     """Micro-batches since the last update.
 
+    Between two micro-batches their gradients are not on the module: what a user zeroes, clips or adds there
+    is not the window's.
+
     Attributes:
         batches: How many.
     """
@@ -41,34 +44,47 @@ class Window:
         self._are_means = are_means
         self._is_divided = is_divided
         self.batches = 0
+        self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
         self._samples = 0
         self._counts = self._unit = 0.0
 
     def add(self, loss: torch.Tensor, *, counts: float, samples: int) -> None:
-        """Add a micro-batch's gradients.
+        """Add a micro-batch's gradients. If that raises, the window begins anew: autograd had begun to add.
 
         Args:
             loss: Of the micro-batch; what it was reduced by is `counts`.
             counts: How much of the window's loss it is. Of 0 nothing is added: a mean over nothing is NaN.
             samples: In it.
         """
-        if not self.batches:
-            for parameter in self._parameters:
-                parameter.grad = None
+        if counts:
+            unit = self._unit or (counts if self._are_means else 1.0)
+            factor = counts / unit if self._are_means else 1.0
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+            try:
+                (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            except BaseException:
+                self.drop()
+                raise
+            finally:
+                gradients = [parameter.grad for parameter in self._parameters]
+                for parameter in self._parameters:
+                    parameter.grad = None
+            self._gradients = gradients
+            self._unit = unit
         self.batches += 1
         self._samples += samples
-        if counts:
-            self._unit = self._unit or (counts if self._are_means else 1.0)
-            factor = counts / self._unit if self._are_means else 1.0
-            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
-            self._counts += counts
+        self._counts += counts
 
     def take(self) -> Sum:
         """Give what was gathered, and begin anew."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        taken = Sum(gradients, self._counts if self._is_divided else None, self._unit or 1.0, self._samples)
-        self.batches = self._samples = 0
-        self._counts = self._unit = 0.0
+        counts = self._counts if self._is_divided else None
+        taken = Sum(self._gradients, counts, self._unit or 1.0, self._samples)
+        self.drop()
         return taken
+
+    def drop(self) -> None:
+        """Begin anew."""
+        self.batches = self._samples = 0
+        self._gradients = [None] * len(self._parameters)
+        self._counts = self._unit = 0.0

@@ -6,6 +6,7 @@ The workers are not a gang: one that fails does not end the others, and its exit
 import contextlib
 import os
 import secrets
+import socket
 import sys
 from argparse import REMAINDER, Namespace
 from collections.abc import Mapping, Sequence
@@ -175,15 +176,25 @@ def _server(arguments: Namespace, background: Background) -> tuple[ParameterServ
     return server, {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
 
 
+def _meeting_place() -> dict[str, str]:
+    """Name a port of this machine for a process group of torch's, should the script make one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
 def _workers(
     arguments: Namespace, joining: dict[str, str], signals: Signals, background: Background
 ) -> Processes:
+    world_size = arguments.world_size or arguments.first_rank + arguments.workers
+    are_all_here = world_size == arguments.workers
+    inherited = (_meeting_place() if are_all_here else {}) | dict(os.environ)
     variables = [
         environment(
-            os.environ,
+            inherited,
             rank=arguments.first_rank + local_rank,
             local_rank=local_rank,
-            world_size=arguments.world_size or arguments.first_rank + arguments.workers,
+            world_size=world_size,
             num_workers=arguments.workers,
         )
         | joining

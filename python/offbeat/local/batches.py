@@ -224,8 +224,13 @@ def _is_copied_with_its_items(mapping: Mapping[Any, Any]) -> TypeGuard[MutableMa
     return isinstance(mapping, dict) or knows_how
 
 
-def count(inputs: object, targets: object) -> int:
+def count(inputs: object, targets: object, *, instead: str = _OWN_LOOP) -> int:
     """Count a batch's samples: the length of the first tensor's first dimension, or of packed sequences.
+
+    Args:
+        inputs: What the model takes.
+        targets: What the loss takes.
+        instead: What to do where there is nothing to count.
 
     Raises:
         ConfigError: If no tensor has one.
@@ -233,7 +238,7 @@ def count(inputs: object, targets: object) -> int:
     for tensor in (*_tensors(inputs), *_tensors(targets)):
         if tensor.ndim:
             return tensor.shape[0]
-    raise ConfigError(f"a batch without a tensor that has a batch dimension cannot be counted; {_OWN_LOOP}")
+    raise ConfigError(f"a batch without a tensor that has a batch dimension cannot be counted; {instead}")
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

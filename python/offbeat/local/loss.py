@@ -8,7 +8,7 @@ from torch import nn
 
 from offbeat.errors import ConfigError
 
-__all__ = ["LossFunction", "LossReduction", "check_loss", "wake"]
+__all__ = ["LossFunction", "LossReduction", "check_loss", "other_reduction", "wake"]
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """From (outputs, targets)."""
@@ -33,6 +33,24 @@ def check_loss(loss: object, *, owner: str) -> None:
             f"loss_fn gave {what}: it takes (outputs, targets) and gives a scalar tensor, the mean over the "
             f'batch (or the sum, with {owner}(loss_reduction="sum"))'
         )
+
+
+def other_reduction(loss_fn: LossFunction, told: LossReduction, *, owner: str) -> str | None:
+    """Word a warning of a loss function that reduces otherwise than was told; None if it does not.
+
+    Args:
+        loss_fn: As torch's, which have a `reduction`.
+        told: What was told.
+        owner: The class that was told so.
+    """
+    said = getattr(loss_fn, "reduction", None)
+    if said not in ("mean", "sum") or said == told:
+        return None
+    return (
+        f'the loss function is a {type(loss_fn).__name__}(reduction="{said}") and the {owner} has '
+        f'loss_reduction="{told}": what it gives is taken for the {told} over the batch; make the '
+        f'{owner} with loss_reduction="{said}", or the loss function with reduction="{told}"'
+    )
 
 
 def wake(module: nn.Module) -> None:

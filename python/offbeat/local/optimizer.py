@@ -32,6 +32,11 @@ class LocalOptimizer:
         self._given: object = None
         self._live: torch.optim.Optimizer | None = None
 
+    @property
+    def live(self) -> torch.optim.Optimizer | None:
+        """The live optimizer, if there is one yet."""
+        return self._live
+
     def use(self, given: object) -> torch.optim.Optimizer:
         """Give the live optimizer; make it of what is given, if there is none yet.
 

@@ -17,7 +17,7 @@ from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, Forke
 from offbeat.history import History
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.evaluate import measure
-from offbeat.local.loss import LossFunction, LossReduction
+from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
@@ -422,14 +422,10 @@ class AsyncWorker(process.Live):
 
     def _warn_of_reduction(self, loss_fn: LossFunction) -> None:
         """Warn, once, where a loss function says that it reduces otherwise than the worker was told."""
-        said, told = getattr(loss_fn, "reduction", None), self._config.loss_reduction
-        if said in ("mean", "sum") and said != told and not self._has_warned_of_reduction:
+        warning = other_reduction(loss_fn, self._config.loss_reduction, owner="worker")
+        if warning is not None and not self._has_warned_of_reduction:
             self._has_warned_of_reduction = True
-            process.warn(
-                f'the loss function is a {type(loss_fn).__name__}(reduction="{said}") and the worker has '
-                f'loss_reduction="{told}": what it gives is taken for the {told} over the batch; make the '
-                f'worker with loss_reduction="{said}", or the loss function with reduction="{told}"'
-            )
+            process.warn(warning)
 
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import offbeat
+from offbeat.distributed import _device_of
 from offbeat.errors import ConfigError, ConnectError, StateError
 from support.ports import free_port
 
@@ -40,18 +41,43 @@ def no_group():
         distributed.destroy_process_group()
 
 
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone")
+LAUNCH = ("offbeat.cli.main", "launch", "--workers", "2")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("backend", "told"), [("gloo", "3.0"), ("tcp", "no group")])
-def test_processes_of_torchrun_know_their_ranks_and_meet_where_they_are_to(backend, told, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "backend", "told"),
+    [(TORCHRUN, "gloo", "3.0"), (TORCHRUN, "tcp", "no group"), (LAUNCH, "gloo", "3.0")],
+)
+def test_processes_know_their_ranks_and_meet_where_they_are_to(launcher, backend, told, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(GROUP.format(backend=backend))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port")
     ended = subprocess.run(
-        [*torchrun, str(free_port()), script], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", *launcher, script], capture_output=True, text=True, timeout=100, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == [f"0 of 2: {told}", f"1 of 2: {told}"]
+    for rank in range(2):
+        assert f"{rank} of 2: {told}" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_devices", "device"), [(0, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3)]
+)
+def test_each_process_of_a_machine_has_a_device_of_its_own(local_rank, num_devices, device):
+    assert _device_of(local_rank, num_devices) == device
+
+
+def test_more_processes_than_devices_are_refused():
+    with pytest.raises(ConfigError, match="process 4 of its machine, counted from 0, and torch sees 4 CUDA"):
+        _device_of(4, 4)
+
+
+def test_a_batch_script_that_takes_itself_for_the_only_process_is_warned(monkeypatch, caplog):
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert offbeat.init_distributed() == (0, 1)
+    assert "SLURM_NTASKS is 8, and this process was not started by srun" in caplog.text
 
 
 def test_alone_on_tcp_nothing_is_opened_and_what_was_chosen_is_logged(caplog, no_group):
@@ -101,7 +127,5 @@ def test_others_that_do_not_come_are_told_with_place_and_remedy(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(
-        ConnectError, match=rf"process 0 of 2 did not meet the others at 127.0.0.1:{port} within 1 s"
-    ):
+    with pytest.raises(ConnectError, match=rf"process 0 of 2 did not meet the others at 127.0.0.1:{port}: "):
         offbeat.init_distributed("gloo", rank=0, world_size=2, timeout_s=1)

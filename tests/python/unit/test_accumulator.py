@@ -8,7 +8,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StateError
 
 IGNORED = -100
 NUM_CLASSES = 5
@@ -57,11 +57,12 @@ def test_micro_batches_of_any_sizes_are_one_large_batch(sizes, reduction, seed):
     )
     live = momentum(trained.parameters())
     batches = [data(sum(sizes), seed + n) for n in range(3)]
+    taken = 0
     for inputs, targets in batches:
         for micro in zip(inputs.split(sizes), targets.split(sizes), strict=True):
-            assert not ours.is_update_step() or ours.updates
             ours.train_step(inputs=micro[0], targets=micro[1], optimizer=live, loss_fn=loss_fn)
-        assert ours.is_update_step()
+            taken += 1
+            assert ours.is_update_step() == (taken % len(sizes) == 0)
     assert (ours.updates, ours.effective_batch_size) == (3, sum(sizes))
     assert close(trained.parameters(), large_batches(batches, loss_fn, momentum))
 
@@ -188,8 +189,11 @@ def test_sizes_are_given_as_steps_or_as_samples():
     [
         ({}, "no size is given: give accumulation_steps, or base_batch_size and target_batch_size"),
         ({"accumulation_steps": 0}, "accumulation_steps is 0: give a whole number, 1 or more"),
-        ({"target_batch_size": 64}, "target_batch_size are given"),
-        ({"accumulation_steps": 2, "target_batch_size": 64}, "accumulation_steps and target_batch_size are"),
+        ({"target_batch_size": 64}, "target_batch_size given: give"),
+        ({"accumulation_steps": 2, "target_batch_size": 64}, "accumulation_steps and target_batch_size give"),
+        ({"base_batch_size": 64}, "base_batch_size given: give"),
+        ({"accumulation_steps": 1, "overlap": "yes"}, "overlap is 'yes': give True or False"),
+        ({"accumulation_steps": 1, "process_group": 3}, "process_group is 3: give a torch.distributed."),
         ({"base_batch_size": 64, "target_batch_size": 32}, "target_batch_size is 32 and base_batch_size 64"),
         ({"accumulation_steps": 1, "loss_reduction": "none"}, "loss_reduction is 'none': give \"mean\" or"),
         ({"accumulation_steps": 1, "normalizer": 3}, "normalizer is 3: give a function of (inputs, targets)"),
@@ -219,17 +223,160 @@ def test_all_that_is_wrong_is_told_at_once():
 @pytest.mark.parametrize(
     ("keywords", "what"),
     [
-        ({"optimizer": None}, "there is no optimizer"),
+        ({"optimizer": torch.optim.LBFGS}, "needs a closure"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="none")}, "loss_fn gave a tensor of shape"),
-        ({"normalizer": lambda *_: -1}, "normalizer gave -1.0: it gives a count, 0 or more"),
+        (
+            {"inputs": torch.tensor(1.0), "targets": 3},
+            "cannot be counted; give inputs or targets whose first",
+        ),
     ],
 )
-def test_a_step_that_cannot_be_made_changes_nothing(keywords, what):
+def test_a_step_that_cannot_be_made_adds_nothing(keywords, what):
     trained = model()
-    ours = offbeat.AsyncGradientAccumulator(trained, 1, normalizer=keywords.pop("normalizer", None))
+    ours = offbeat.AsyncGradientAccumulator(trained, 2)
     inputs, targets = data(4, 0)
-    given = {"optimizer": optim.SGD(lr=0.1), "loss_fn": nn.CrossEntropyLoss()}
+    given = {"optimizer": optim.SGD(lr=0.1, momentum=0.9), "loss_fn": nn.CrossEntropyLoss()}
+    halves = [
+        dict(zip(("inputs", "targets"), half, strict=True))
+        for half in ((inputs[:2], targets[:2]), (inputs[2:], targets[2:]))
+    ]
     with pytest.raises(ConfigError, match=what):
-        ours.train_step(inputs=inputs, targets=targets, **given | keywords)
-    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), model().parameters(), strict=True))
-    assert ours.updates == 0
+        ours.train_step(**halves[0] | given | keywords)
+    ours.train_step(**halves[0], **given)
+    with pytest.raises(ConfigError):
+        ours.train_step(
+            **halves[0] | given | keywords | ({"optimizer": optim.SGD} if "optimizer" in keywords else {})
+        )
+    ours.train_step(**halves[1], **given)
+    assert (ours.updates, ours.effective_batch_size) == (1, 4)
+    assert close(trained.parameters(), large_batches([(inputs, targets)], nn.CrossEntropyLoss(), momentum))
+
+
+@pytest.mark.parametrize("counts", [-1, float("nan"), float("inf")])
+def test_a_normalizer_gives_a_count(counts):
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, normalizer=lambda *_: counts)
+    inputs, targets = data(4, 0)
+    with pytest.raises(ConfigError, match=r"normalizer gave .*: it gives a count, 0 or more"):
+        ours.train_step(
+            inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=nn.CrossEntropyLoss()
+        )
+
+
+def in_two(ours, inputs, targets, between=lambda: None, loss_fn=None):
+    for half in (slice(0, 2), slice(2, None)):
+        ours.train_step(
+            inputs=inputs[half],
+            targets=targets[half],
+            optimizer=optim.SGD(lr=0.1, momentum=0.9),
+            loss_fn=loss_fn or nn.CrossEntropyLoss(),
+        )
+        between()
+
+
+def test_gradients_that_are_zeroed_or_added_between_two_steps_are_not_the_windows():
+    inputs, targets = data(6, 0)
+    for between in (
+        lambda trained: trained.zero_grad(),
+        lambda trained: trained.zero_grad(set_to_none=False),
+        lambda trained: trained(inputs).sum().backward(),
+    ):
+        trained = model()
+        ours = offbeat.AsyncGradientAccumulator(trained, 2)
+        in_two(ours, inputs, targets, lambda trained=trained, between=between: between(trained))
+        assert close(
+            trained.parameters(), large_batches([(inputs, targets)], nn.CrossEntropyLoss(), momentum)
+        )
+
+
+def test_what_breaks_in_the_backward_pass_drops_the_window():
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model()
+
+        def forward(self, inputs):
+            return self.net(inputs)
+
+    trained = Net()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2)
+    inputs, targets = data(6, 0)
+    plain = nn.CrossEntropyLoss()
+    ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1, momentum=0.9), loss_fn=plain)
+    with pytest.raises(MemoryError):
+        ours.train_step(inputs=inputs, targets=targets, loss_fn=lambda *both: Breaks.apply(plain(*both)))
+    assert all(p.grad is None for p in trained.parameters())
+    in_two(ours, inputs, targets)
+    assert ours.updates == 1
+    assert close(trained.parameters(), large_batches([(inputs, targets)], plain, momentum))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "2", nn.Linear(8, NUM_CLASSES)),
+        lambda net: net.load_state_dict(model().state_dict(), assign=True),
+        lambda net: net.append(nn.Linear(NUM_CLASSES, NUM_CLASSES)),
+    ],
+)
+def test_a_model_with_other_parameters_than_at_first_is_refused(change):
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2)
+    change(trained)
+    with pytest.raises(StateError, match="the model"):
+        in_two(ours, *data(6, 0))
+
+
+def test_a_loss_of_something_else_is_refused():
+    ours = offbeat.AsyncGradientAccumulator(model(), 2)
+    other = nn.Parameter(torch.ones(()))
+    with pytest.raises(StateError, match="no parameter has a gradient"):
+        in_two(ours, *data(6, 0), loss_fn=lambda *_: other * 2)
+
+
+def test_a_loss_that_reduces_otherwise_than_was_told_is_warned_of_once(caplog):
+    ours = offbeat.AsyncGradientAccumulator(model(), 2)
+    in_two(ours, *data(6, 0), loss_fn=nn.CrossEntropyLoss(reduction="sum"))
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert 'the AsyncGradientAccumulator has loss_reduction="mean"' in warning
+
+
+def test_the_live_optimizer_can_be_had_and_its_hooks_see_the_updates_gradient():
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2)
+    assert ours.optimizer is None
+    inputs, targets = data(6, 0)
+    in_two(ours, inputs, targets)
+    norms = []
+    ours.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(nn.utils.clip_grad_norm_(trained.parameters(), 1e-3).item())
+    )
+    before = [p.detach().clone() for p in trained.parameters()]
+    ours.optimizer.state.clear()  # no momentum
+    in_two(ours, inputs, targets)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(trained.parameters(), before, strict=True)]).norm()
+    assert norms[0] > 1e-3
+    assert moved.item() == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"process 1 of 2, .* call offbeat.init_distributed\('gloo'\)"):
+        offbeat.AsyncGradientAccumulator(model(), 2)
+    ours = offbeat.AsyncGradientAccumulator(model(), 2, process_group=False)
+    in_two(ours, *data(6, 0))
+    assert ours.updates == 1
+
+
+def test_a_target_that_is_no_multiple_is_rounded_up_with_a_warning(caplog):
+    offbeat.AsyncGradientAccumulator(model(), base_batch_size=64, target_batch_size=130)
+    assert "target_batch_size is 130, and an update is of 192 samples" in caplog.text

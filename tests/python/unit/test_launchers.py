@@ -13,6 +13,10 @@ SRUN = {
     "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6",
     "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-08,11]", "SLURM_NODEID": "2",
 }  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMIX_RANK": "3",
+}  # fmt: skip
 KUBEFLOW = {
     "PET_NODE_RANK": "1", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto",
     "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500",
@@ -21,12 +25,12 @@ KUBEFLOW = {
 
 def told(environ, **given):
     place = launchers.find(environ, **given)
-    return place.rank, place.world_size, place.local_rank, place.master_addr, place.master_port
+    return place.rank, place.world_size, place.local_rank, *launchers.meeting_place(environ, place)
 
 
 def test_a_process_of_which_nobody_says_anything_is_the_only_one():
     assert told({}) == (0, 1, None, None, 29500)
-    assert launchers.find({}).told_by == launchers.ALONE
+    assert launchers.find({}).told_by == "nobody, so it is the only one"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,12 @@ def test_a_process_of_which_nobody_says_anything_is_the_only_one():
         ({"RANK": "0", "WORLD_SIZE": "2"}, (0, 2, None, None, 29500), "the environment (RANK, WORLD_SIZE)"),
         (SRUN, (5, 6, 1, "gpu07", 30569), "Slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)"),
         (KUBEFLOW, (1, 4, None, "job-node-0-0.job", 29500), "Kubeflow Trainer (PET_NODE_RANK, PET_NNODES)"),
+        (OPEN_MPI, (3, 4, 1, None, 29500), "Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, None, None, 29500), "MPI (PMI_RANK, PMI_SIZE)"),
+        # Whose processes inherit what the step that started their daemon says.
+        (SRUN | OPEN_MPI, (3, 4, 1, None, 29500), "Open MPI"),
+        # One step on each machine, whose ranks say what belongs together.
+        (SRUN | {"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, None, None, 29500), "the environment"),
         # torchrun, started by srun on each node, or by Kubeflow: what is nearest to the process counts.
         (SRUN | TORCHRUN, (3, 8, 1, "10.0.0.1", 29400), "torchrun (RANK, WORLD_SIZE)"),
         (KUBEFLOW | TORCHRUN, (3, 8, 1, "10.0.0.1", 29400), "torchrun (RANK, WORLD_SIZE)"),
@@ -51,6 +61,22 @@ def test_whoever_has_started_it_is_understood(environ, expected, by):
 def test_a_batch_script_of_slurm_is_one_process_however_many_tasks_its_job_has():
     script = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
     assert told(script)[:2] == (0, 1)
+    assert "SLURM_NTASKS is 6, and this process was not" in launchers.overlooked(
+        script, launchers.find(script)
+    )
+
+
+@pytest.mark.parametrize("environ", [{}, SRUN, TORCHRUN, {"SLURM_NTASKS": "1"}])
+def test_of_a_process_that_is_told_of_or_alone_nothing_was_overlooked(environ):
+    assert launchers.overlooked(environ, launchers.find(environ)) is None
+
+
+def test_where_processes_meet_is_looked_for_when_it_is_asked_for():
+    services = {"MASTER_PORT": "tcp://10.0.0.1:80"}  # as Kubernetes says it of a service called "master"
+    place = launchers.find(services)
+    assert (place.rank, place.world_size) == (0, 1)
+    with pytest.raises(ConfigError, match=r"MASTER_PORT is 'tcp://10.0.0.1:80' in the environment"):
+        launchers.meeting_place(services, place)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +103,8 @@ def test_jobs_and_steps_that_share_a_machine_meet_at_ports_of_their_own():
 
 
 def test_what_is_given_wins_over_what_is_said():
-    assert told(TORCHRUN, rank=0, world_size=2) == (0, 2, 1, "10.0.0.1", 29400)
+    # Whoever numbers processes knows which device is whose.
+    assert told(TORCHRUN, rank=0, world_size=2) == (0, 2, None, "10.0.0.1", 29400)
     assert told(TORCHRUN, rank=7)[:2] == (7, 8)
     assert told(TORCHRUN, world_size=4)[:2] == (3, 4)
     assert told({"RANK": "nonsense", "WORLD_SIZE": "2"}, rank=1, world_size=3)[:2] == (1, 3)
@@ -94,7 +121,7 @@ def test_what_is_given_wins_over_what_is_said():
         ({"RANK": "one", "WORLD_SIZE": "2"}, {}, "RANK is 'one' in the environment: it is a whole number"),
         (KUBEFLOW | {"PET_NNODES": "1:4"}, {}, "PET_NNODES is '1:4' in the environment: it is"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, {}, "RANK is '-1' in the environment"),
-        ({"MASTER_PORT": "http"}, {}, "MASTER_PORT is 'http' in the environment"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "a"}, {}, "LOCAL_RANK is 'a' in the environment"),
         ({}, {"rank": 1}, "rank is given and world_size is not, nor does the environment say it"),
         ({}, {"world_size": 3}, "world_size is given and rank is not"),
         ({}, {"rank": True, "world_size": 0}, "rank is True: give a whole number, 0 or more, or None; w"),
