@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,10 +13,10 @@ from offbeat.accumulator.members import Alone, Group, Members
 from offbeat.accumulator.window import Window
 from offbeat.checks import Faults, at_least_one, functions, refuse
 from offbeat.errors import ConfigError, StateError
-from offbeat.launchers import find
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
+from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.module import named_parameters
 
@@ -97,7 +96,7 @@ class AsyncGradientAccumulator:
         faults = Faults(_of_sizes(*sizes))
         faults += _of_the_rest(model, overlap, loss_reduction, normalizer)
         where = faults.catch(lambda: usable_device(device))
-        group = faults.catch(lambda: _group_of(process_group))
+        group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
         size = 1 if group is None else distributed.get_world_size(group)
@@ -295,32 +294,6 @@ def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _settings(live: torch.optim.Optimizer | None) -> list[float] | None:
     """Give what may change from update to update and has to be the same for all members: learning rates."""
     return None if live is None else [float(group["lr"]) for group in live.param_groups]
-
-
-def _group_of(given: object) -> "distributed.ProcessGroup | None":
-    """Choose the members; None is this process alone.
-
-    Raises:
-        ConfigError: If it is no group, or this is one of several processes that have none.
-    """
-    if given is False:
-        return None
-    is_there = distributed.is_available() and distributed.is_initialized()
-    if given is None and is_there:
-        return distributed.group.WORLD
-    if given is None:
-        place = find(os.environ)
-        if place.world_size > 1:
-            raise ConfigError(
-                f"this is process {place.rank} of {place.world_size}, by {place.told_by}, and there is "
-                f"no process "
-                f"group of them: call offbeat.init_distributed('gloo') (or 'nccl') first, or give "
-                f"process_group=False to train alone"
-            )
-        return None
-    if not is_there or not isinstance(given, distributed.ProcessGroup):
-        raise ConfigError(f"process_group is {given!r}: give a torch.distributed.ProcessGroup, None or False")
-    return given
 
 
 def _steps_of(steps: int | None, base: int | None, target: int | None, num_members: int) -> int:

@@ -1,7 +1,5 @@
 """Who adds to a sum of gradients: this process alone, or all of a process group of torch's."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,12 +8,11 @@ import torch
 from torch import distributed, nn
 
 from offbeat.accumulator.window import Sum
-from offbeat.errors import ConfigError, ModelMismatchError, StateError
+from offbeat.errors import ConfigError, StateError
+from offbeat.local.flat import Flat, pack, slices, wide
+from offbeat.local.group import begin_alike, check_alike, check_device, digest, is_other, own_group
 
 __all__ = ["Alone", "Group", "Members", "Total"]
-
-ROUNDING = 1e-12
-"""Relative; beyond what float64 rounds in sums over thousands of members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +101,17 @@ class Group:
             ModelMismatchError: If members hold different models.
         """
         self.size = distributed.get_world_size(group)
-        self._group = group
         self._named = named
         self._is_divided = is_divided
         self._device = named[0][1].device
         self._sent: list[nn.Parameter] = []
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._flat: Flat = {}
         self._facts = torch.empty(0)
         self._works: list[distributed.Work] = []
-        self._check_device()
-        self._check_alike()
-        with torch.no_grad():
-            for tensor in (*(parameter for _, parameter in named), *buffers):
-                first = tensor.contiguous()  # what is strided otherwise would travel with its gaps
-                distributed.broadcast(first, group=group, group_src=0)
-                tensor.copy_(first)
+        check_device(group, self._device)
+        self._group = own_group(group)
+        check_alike(self._group, named, self._device)
+        begin_alike(self._group, (*(parameter for _, parameter in named), *buffers))
 
     def begin(self, own: Sum | None, settings: object) -> None:
         """Copy the sums into flat memory and start their reduction.
@@ -138,8 +131,8 @@ class Group:
         there = zip(self._named, gradients, is_sent, strict=True)
         sent = [(parameter, gradient) for (_, parameter), gradient, is_one in there if is_one]
         self._sent = [parameter for parameter, _ in sent]
-        self._flat = _flat(sent, unit)
-        mark = _digest([settings, is_sent])
+        self._flat = pack(self._sent, [gradient for _, gradient in sent], scale=unit) if sent else {}
+        mark = digest([settings, is_sent])
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
         every = [*facts, mark, mark**2, *presence]
         self._facts = torch.tensor(every, dtype=torch.float64, device=self._device)
@@ -174,7 +167,7 @@ class Group:
         with torch.no_grad():
             for buffer in buffers:
                 if buffer.is_floating_point() and total:
-                    share = buffer.to(_wide(buffer.dtype)).contiguous() * (samples / total)
+                    share = buffer.to(wide(buffer.dtype)).contiguous() * (samples / total)
                     distributed.all_reduce(share, group=self._group)
                 else:
                     share = buffer.contiguous()
@@ -183,33 +176,6 @@ class Group:
 
     def _reduce(self, tensor: torch.Tensor) -> distributed.Work | None:
         return distributed.all_reduce(tensor, group=self._group, async_op=True)
-
-    def _check_device(self) -> None:
-        config = distributed.get_backend_config(self._group)  # as in "cpu:gloo,cuda:nccl"
-        if self._device.type not in {part.partition(":")[0] for part in config.split(",")}:
-            raise ConfigError(
-                f"device is {self._device}, and the process group is of {config}: give a device of "
-                f"these, or make "
-                f"the group for this one"
-            )
-
-    def _check_alike(self) -> None:
-        rows = [(name, list(p.shape), str(p.dtype)) for name, p in self._named]
-        digest = _digest(rows)
-        least, most = (torch.tensor([sign * digest], dtype=torch.float64) for sign in (-1.0, 1.0))
-        both = torch.cat((least, most)).to(self._device)
-        distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=self._group)
-        if -both[0].item() == both[1].item():
-            return
-        everybody: list[list[tuple[str, list[int], str]]] = [[] for _ in range(self.size)]
-        distributed.all_gather_object(everybody, rows, group=self._group)
-        for other, theirs in enumerate(everybody):
-            for one, two in zip([*rows, None], [*theirs, None], strict=False):
-                if one != two:
-                    raise ModelMismatchError(
-                        f"members hold different models: here comes {_row(one)}, and in member {other} "
-                        f"{_row(two)}"
-                    )
 
     def _check_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for (name, _), gradient in zip(self._named, gradients, strict=True):
@@ -220,10 +186,7 @@ class Group:
                 )
 
     def _check_settings(self, marks: float, squares: float) -> None:
-        spread = (
-            squares * self.size - marks**2
-        )  # n² times the variance of what is the same for all, or random
-        if spread > ROUNDING * marks**2:
+        if is_other(marks, squares, self.size):
             raise StateError(
                 "the members' optimizers are set differently, or they train different parameters: a "
                 "scheduler "
@@ -232,58 +195,15 @@ class Group:
             )
 
 
-def _row(row: object) -> str:
-    return "nothing more" if row is None else f"{row[0]!r} of shape {row[1]} and dtype {row[2]}"  # type: ignore[index]
-
-
-def _digest(value: object) -> float:
-    """Give a number that is another one for another value: 24 bits, whose squares float64 adds up exactly."""
-    return float(int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:3], "little"))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _flat(
-    sent: Sequence[tuple[nn.Parameter, torch.Tensor | None]], unit: float
-) -> dict[torch.dtype, torch.Tensor]:
-    """Lay gradients one behind the other, by dtype, float32 at least; zeros for what is not there."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter, _ in sent:
-        kind = _wide(parameter.dtype)
-        sizes[kind] = sizes.get(kind, 0) + parameter.numel()
-    flat = {kind: torch.empty(size, dtype=kind, device=sent[0][0].device) for kind, size in sizes.items()}
-    for part, (_, gradient) in zip(_slices([p for p, _ in sent], flat), sent, strict=True):
-        if gradient is None:
-            part.zero_()
-        else:
-            part.copy_(gradient.detach())
-            if unit != 1.0:
-                part.mul_(unit)
-    return flat
-
-
-def _parts(sent: Sequence[nn.Parameter], flat: dict[torch.dtype, torch.Tensor]) -> list[torch.Tensor]:
+def _parts(sent: Sequence[nn.Parameter], flat: Flat) -> list[torch.Tensor]:
     """Take the flat memory apart into gradients, each laid out as its parameter."""
     parts = []
-    for parameter, part in zip(sent, _slices(sent, flat), strict=True):
+    for parameter, part in zip(sent, slices(sent, flat), strict=True):
         if part.dtype == parameter.dtype and parameter.is_contiguous():
             parts.append(part)
         else:
             parts.append(torch.empty_like(parameter, requires_grad=False).copy_(part))
     return parts
-
-
-def _slices(parameters: Sequence[nn.Parameter], flat: dict[torch.dtype, torch.Tensor]) -> list[torch.Tensor]:
-    starts = dict.fromkeys(flat, 0)
-    slices = []
-    for parameter in parameters:
-        kind = _wide(parameter.dtype)
-        start = starts[kind]
-        starts[kind] = end = start + parameter.numel()
-        slices.append(flat[kind][start:end].view(parameter.shape))
-    return slices
 
 
 def _divide(tensors: list[torch.Tensor], by: float) -> None:

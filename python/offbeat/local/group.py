@@ -1,0 +1,139 @@
+"""Members that are a process group of torch's: which group, and that they begin, and stay, alike."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from offbeat.errors import ConfigError, ModelMismatchError
+from offbeat.launchers import find
+
+__all__ = [
+    "begin_alike",
+    "check_alike",
+    "check_device",
+    "digest",
+    "group_of",
+    "is_other",
+    "own_group",
+]
+
+ROUNDING = 1e-12
+"""Relative; beyond what float64 rounds in sums over thousands of members."""
+
+
+def group_of(given: object) -> "distributed.ProcessGroup | None":
+    """Choose the members; None is this process alone.
+
+    Args:
+        given: A group; None: torch's default group where there is one; False: alone, whatever there is.
+
+    Raises:
+        ConfigError: If it is no group, or this is one of several processes that have none.
+    """
+    if given is False:
+        return None
+    is_there = distributed.is_available() and distributed.is_initialized()
+    if given is None and is_there:
+        return distributed.group.WORLD
+    if given is None:
+        place = find(os.environ)
+        if place.world_size > 1:
+            raise ConfigError(
+                f"this is process {place.rank} of {place.world_size}, by {place.told_by}, and there is no "
+                f"process group of them: call offbeat.init_distributed('gloo') (or 'nccl') first, or give "
+                f"process_group=False to train alone"
+            )
+        return None
+    if not is_there or not isinstance(given, distributed.ProcessGroup):
+        raise ConfigError(f"process_group is {given!r}: give a torch.distributed.ProcessGroup, None or False")
+    return given
+
+
+def own_group(
+    group: "distributed.ProcessGroup", *, timeout: timedelta | None = None
+) -> "distributed.ProcessGroup":
+    """Make a group of the same members, for messages that nobody else's may be taken for.
+
+    Members that work at different speeds send theirs between whatever else they do: on the user's own group a
+    barrier in one member would meet a sum in another. Every member has to call this, in the same order.
+
+    Args:
+        group: The members.
+        timeout: How long each operation waits for others; None: as long as torch does.
+    """
+    made = distributed.new_group(
+        distributed.get_process_group_ranks(group),
+        timeout=timeout,
+        backend=distributed.get_backend_config(group),
+        use_local_synchronization=True,  # members outside the group need not take part
+    )
+    assert isinstance(made, distributed.ProcessGroup)  # noqa: S101  else this process would be no member
+    return made
+
+
+def check_device(group: "distributed.ProcessGroup", device: torch.device) -> None:
+    """See that a group carries tensors of a device.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    config = distributed.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
+    if device.type not in {part.partition(":")[0] for part in config.split(",")}:
+        raise ConfigError(
+            f"device is {device}, and the process group is of {config}: give a device of these, or make the "
+            f"group for this one"
+        )
+
+
+def check_alike(
+    group: "distributed.ProcessGroup", named: Sequence[tuple[str, torch.Tensor]], device: torch.device
+) -> None:
+    """See that all members have tensors of the same names, shapes and dtypes, in the same order.
+
+    Raises:
+        ModelMismatchError: In all members, naming the first that differs.
+    """
+    rows = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    number = digest(rows)
+    both = torch.tensor([-number, number], dtype=torch.float64, device=device)
+    distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=group)
+    if -both[0].item() == both[1].item():
+        return
+    everybody: list[list[tuple[str, list[int], str]]] = [[] for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather_object(everybody, rows, group=group)
+    for other, theirs in enumerate(everybody):
+        for one, two in zip([*rows, None], [*theirs, None], strict=False):
+            if one != two:
+                raise ModelMismatchError(
+                    f"members hold different models: here comes {_row(one)}, and in member {other} "
+                    f"{_row(two)}"
+                )
+
+
+def begin_alike(group: "distributed.ProcessGroup", tensors: Iterable[torch.Tensor]) -> None:
+    """Give all members the first one's values, in place."""
+    with torch.no_grad():
+        for tensor in tensors:
+            first = tensor.contiguous()  # what is strided otherwise would travel with its gaps
+            distributed.broadcast(first, group=group, group_src=0)
+            tensor.copy_(first)
+
+
+def digest(value: object) -> float:
+    """Give a number that is another one for another value: 24 bits, whose squares float64 adds up exactly."""
+    return float(int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:3], "little"))
+
+
+def is_other(mark: float, square: float, num_members: int) -> bool:
+    """Tell by the sums over members of a digest and of its square whether one member's is another."""
+    # n² times the variance of what is the same for all, or random.
+    return square * num_members - mark**2 > ROUNDING * mark**2
+
+
+def _row(row: object) -> str:
+    return "nothing more" if row is None else f"{row[0]!r} of shape {row[1]} and dtype {row[2]}"  # type: ignore[index]
