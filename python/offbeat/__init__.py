@@ -29,6 +29,7 @@ __all__ = [
     "ParameterServer",
     "Receipt",
     "__version__",
+    "averaging",
     "errors",
     "init_distributed",
     "optim",
@@ -40,6 +41,7 @@ __all__ = [
 # No name here may also be the name of a module: importing that module would put it in the name's place.
 _MODULE_OF = {
     "AsyncGradientAccumulator": "offbeat.accumulator",
+    "AsyncModelAverager": "offbeat.averaging",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
     "History": "offbeat.history",
@@ -50,13 +52,12 @@ _MODULE_OF = {
 }
 _OF_A_LATER_VERSION = frozenset(
     {
-        "AsyncModelAverager",
         "AsyncTrainer",
         "AsyncTrainingMonitor",
         "FaultTolerantTrainer",
     }
 )
-_SUBMODULES = frozenset({"errors", "optim", "schedule", "staleness"})
+_SUBMODULES = frozenset({"averaging", "errors", "optim", "schedule", "staleness"})
 
 
 def __getattr__(name: str) -> object:

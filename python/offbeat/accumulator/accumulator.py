@@ -18,7 +18,7 @@ from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
-from offbeat.module import named_parameters
+from offbeat.local.parameters import check_same, each_once, of_model
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
@@ -108,7 +108,7 @@ class AsyncGradientAccumulator:
         self._reduction: LossReduction = loss_reduction
         self._normalizer = normalizer
         self._optimizer = LocalOptimizer(model)
-        self._named = _parameters_of(model)
+        self._named = each_once(model)
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
         self._parameters = [parameter for _, parameter in self._named]
@@ -161,7 +161,7 @@ class AsyncGradientAccumulator:
         if not (math.isfinite(counts) and counts >= 0):
             raise ConfigError(f"normalizer gave {counts}: it gives a count, 0 or more")
         if not self._window.batches:
-            self._check_parameters()
+            check_same(self._named, self.model)
         self._warn_of_reduction(loss_fn)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
@@ -263,32 +263,11 @@ class AsyncGradientAccumulator:
         self._members.end(list(self.model.buffers()), self._samples_since_end)
         self._samples_since_end = 0
 
-    def _check_parameters(self) -> None:
-        for (name, before), (_, now) in zip(self._named, _parameters_of(self.model), strict=False):
-            if before is not now:
-                raise StateError(
-                    f"the model's parameter {name!r} is another object than when this was made: change "
-                    f"the model "
-                    f"first, or load values without assign=True"
-                )
-        if len(self._named) != len(_parameters_of(self.model)):
-            raise StateError(
-                "the model has more or fewer parameters than when this was made: change it first"
-            )
-
     def _warn_of_reduction(self, loss_fn: LossFunction) -> None:
         warning = other_reduction(loss_fn, self._reduction, owner=type(self).__name__)
         if warning is not None and not self._has_warned:
             self._has_warned = True
             process.warn(warning)
-
-
-def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List a model's parameters, each once, by its first name."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in named_parameters(model):
-        found.setdefault(id(parameter), (name, parameter))
-    return list(found.values())
 
 
 def _settings(live: torch.optim.Optimizer | None) -> list[float] | None:
@@ -330,15 +309,7 @@ def _of_sizes(steps: object, base: object, target: object) -> list[str]:
 
 
 def _of_the_rest(model: object, overlap: object, reduction: object, normalizer: object) -> list[str]:
-    faults = []
-    if not isinstance(model, nn.Module):
-        faults.append(f"model is {model!r}: give an nn.Module")
-    elif any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
-        faults.append(
-            "model is, or holds, a module in DDP, which reduces every micro-batch: give what is inside"
-        )
-    elif not any(True for _ in model.parameters()):
-        faults.append(f"model is a {type(model).__name__} without parameters, so there is nothing to train")
+    faults = of_model(model)
     if not isinstance(overlap, bool):
         faults.append(f"overlap is {overlap!r}: give True or False")
     if reduction not in ("mean", "sum"):

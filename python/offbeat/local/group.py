@@ -18,6 +18,7 @@ __all__ = [
     "check_device",
     "digest",
     "group_of",
+    "is_alike",
     "is_other",
     "own_group",
 ]
@@ -99,10 +100,7 @@ def check_alike(
         ModelMismatchError: In all members, naming the first that differs.
     """
     rows = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named]
-    number = digest(rows)
-    both = torch.tensor([-number, number], dtype=torch.float64, device=device)
-    distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=group)
-    if -both[0].item() == both[1].item():
+    if is_alike(group, rows, device):
         return
     everybody: list[list[tuple[str, list[int], str]]] = [[] for _ in range(distributed.get_world_size(group))]
     distributed.all_gather_object(everybody, rows, group=group)
@@ -113,6 +111,14 @@ def check_alike(
                     f"members hold different models: here comes {_row(one)}, and in member {other} "
                     f"{_row(two)}"
                 )
+
+
+def is_alike(group: "distributed.ProcessGroup", value: object, device: torch.device) -> bool:
+    """Tell in all members whether a value, as JSON can have it, is the same in all of them."""
+    number = digest(value)
+    both = torch.tensor([-number, number], dtype=torch.float64, device=device)
+    distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=group)
+    return -both[0].item() == both[1].item()
 
 
 def begin_alike(group: "distributed.ProcessGroup", tensors: Iterable[torch.Tensor]) -> None:

@@ -17,12 +17,12 @@ LossReduction = Literal["mean", "sum"]
 """What it gives of a batch."""
 
 
-def check_loss(loss: object, *, owner: str) -> None:
+def check_loss(loss: object, *, owner: str | None) -> None:
     """See that a loss function gave a scalar.
 
     Args:
         loss: What it gave.
-        owner: The class whose `loss_reduction` says which.
+        owner: The class whose `loss_reduction` says which; None where there is no such keyword.
 
     Raises:
         ConfigError: If it is anything else.
@@ -31,7 +31,7 @@ def check_loss(loss: object, *, owner: str) -> None:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ConfigError(
             f"loss_fn gave {what}: it takes (outputs, targets) and gives a scalar tensor, the mean over the "
-            f'batch (or the sum, with {owner}(loss_reduction="sum"))'
+            "batch" + (f' (or the sum, with {owner}(loss_reduction="sum"))' if owner else "")
         )
 
 

@@ -1,0 +1,546 @@
+"""`AsyncModelAverager`."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, Literal, overload
+
+import torch
+from torch import distributed, nn
+from torch.utils.data import Dataset
+
+from offbeat import process
+from offbeat.averaging.meeting import meet
+from offbeat.averaging.members import Alone, Group, Members
+from offbeat.averaging.methods import Method, as_method, shown
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds, variance
+from offbeat.averaging.rounds import Outcome, Progress, Rounds
+from offbeat.averaging.settings import AveragingPolicy, Backend, Pacing, name_of, overlap_faults, pacing
+from offbeat.checks import Faults, is_count, refuse
+from offbeat.errors import ConfigError
+from offbeat.local import LocalOptimizer
+from offbeat.local.batches import count, loaded, moved
+from offbeat.local.device import usable_device
+from offbeat.local.evaluate import measure
+from offbeat.local.loss import LossFunction, check_loss, wake
+from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.metrics import Metric, is_collection, meters
+from offbeat.naming import known_keywords
+
+__all__ = ["AsyncModelAverager"]
+
+EVALUATION_BATCH = 256
+"""Samples at a time, of a dataset that is given without a loader."""
+
+_log = logging.getLogger("offbeat")
+
+
+class AsyncModelAverager:
+    """Trains a model apart from others and averages it with theirs now and then, behind the training.
+
+    Each member trains on data of its own, at its own speed. Every so often it takes its model as it is, and
+    while it goes on, the members' mean is computed, weighted by the samples each has had since the last time.
+    What the mean is away from what was taken is then added to the model, so that nothing is lost that was
+    learnt meanwhile; `method` may make more of the mean than that. Optimizers, with their states, are each
+    member's own; so are buffers, but for BatchNorm's statistics, which are averaged with the parameters.
+
+    All begin with the first member's model. A member whose data is at its end calls `flush`, after which all
+    models are alike; those that end earlier take part with nothing until the last has ended. A member whose
+    parameters are not finite adds nothing to a round and takes over the others' mean, with a warning.
+
+    Args:
+        model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
+            `device` and trained in place.
+        world_size: How many members there are; None: as the environment says (see `init_distributed`).
+        rank: Which this is; None likewise.
+        averaging_frequency: Iterations from average to average; or a time, as ``"30s"``, which
+            ``averaging_policy="time"`` needs. None: 100 iterations, brought within the bounds, or 30 s.
+        averaging_policy: ``"iteration"``, ``"time"``, or ``"adaptive"``, which begins with
+            `averaging_frequency` and then goes by `adaptation_metric`, within the two bounds.
+        min_averaging_frequency: Least iterations from average to average, with ``"adaptive"``. None: a
+            quarter of `averaging_frequency`.
+        max_averaging_frequency: Most of them. None: four times `averaging_frequency`.
+        adaptation_metric: What ``"adaptive"`` goes by: where it rises, members average more often.
+            ``"loss_variance"``: of the losses since the last average; ``"gradient_norm"``, of the last step;
+            ``"parameter_variance"``: how far members have drifted apart, as FDA has it; or a function that is
+            given this averager at each round and gives a number, 0 or more, taken for a variance.
+        communication_backend: ``"gloo"`` or ``"nccl"``: torch's process group, the default one, which is
+            made if there is none. None: the group that there is; without one, this process alone.
+        device: Where to train.
+        method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
+            ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``.
+        overlap: When a round ends: True: after the iteration in which the others' models have come, and
+            before the next round begins; a number: so many iterations after it began, waiting if need be,
+            which makes a run repeatable; False: where it began, as synchronous training does.
+        process_group: The members, in place of torch's default group; False: alone, whatever there is.
+
+    Raises:
+        ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
+            there is no group of them.
+        ModelMismatchError: If members hold different models.
+
+    Example:
+        >>> averager = offbeat.AsyncModelAverager(nn.Linear(4, 2), averaging_frequency=10)
+        >>> for _ in range(25):
+        ...     loss = averager.train_step(
+        ...         inputs=torch.ones(8, 4),
+        ...         targets=torch.zeros(8, dtype=torch.long),
+        ...         optimizer=offbeat.optim.SGD(lr=0.1),
+        ...         loss_fn=nn.CrossEntropyLoss(),
+        ...     )
+        >>> averager.averaging_round, averager.last_averaging_iteration
+        (2, 5)
+    """
+
+    @known_keywords
+    def __init__(  # noqa: PLR0917  the document's order
+        self,
+        model: nn.Module,
+        world_size: int | None = None,
+        rank: int | None = None,
+        averaging_frequency: int | str | None = None,
+        averaging_policy: AveragingPolicy = "iteration",
+        min_averaging_frequency: int | None = None,
+        max_averaging_frequency: int | None = None,
+        adaptation_metric: AdaptationMetric = "loss_variance",
+        communication_backend: Backend | None = None,
+        device: str | torch.device = "cpu",
+        *,
+        method: str | Method = "average",
+        overlap: bool | int = True,
+        process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
+    ) -> None:
+        faults = Faults(of_model(model))
+        given = Pacing(
+            averaging_frequency,
+            averaging_policy,
+            min_averaging_frequency,
+            max_averaging_frequency,
+            adaptation_metric,
+        )
+        pace, wrong = pacing(given)
+        faults += wrong + overlap_faults(overlap)
+        where = faults.catch(lambda: usable_device(device))
+        how = faults.catch(lambda: as_method(method))
+        if not faults:
+            faults.catch(lambda: _check_fragments(how, each_once(model)))
+        if faults:  # and what is wrong with the members besides, where that can be told without them
+            faults.catch(lambda: meet(communication_backend, process_group, rank, world_size, is_tried=True))
+        refuse(faults)
+        assert where is not None  # noqa: S101  else there is a fault
+        assert how is not None  # noqa: S101
+        assert pace is not None  # noqa: S101
+        group = meet(communication_backend, process_group, rank, world_size, is_tried=False)
+        self.model = model.to(where)
+        self.device = where
+        self.rank = 0 if group is None else distributed.get_rank(group)
+        self.averaging_round = 0
+        self.iterations = 0
+        self._pace: Pace = pace
+        self._metric = adaptation_metric if isinstance(pace, Adaptive) else None
+        self._overlap = overlap
+        self._named = each_once(model)
+        self._optimizer = LocalOptimizer(model)
+        self._members = _members_of(group, self._named, model, pace, [shown(how), *self._setting()])
+        self._rounds = Rounds(
+            model,
+            [parameter for _, parameter in self._named],
+            self._members,
+            how,
+            goes_on=overlap is not False,
+            measures_drift=self._metric == "parameter_variance",
+        )
+        self._loss_fn: LossFunction | None = None
+        self._losses: list[float] = []
+        self._drift: float | None = None
+        self._samples = 0
+        self._iterations_at_begin = self._iterations_at_average = 0
+        self._began_s = time.monotonic()
+        _log.info("%r", self)
+
+    # ------------------------------------------------------------------ training
+
+    def train_step(
+        self,
+        *,
+        inputs: Any,  # noqa: ANN401  whatever the model takes
+        targets: Any,  # noqa: ANN401  whatever the loss takes
+        optimizer: object = None,
+        loss_fn: LossFunction,
+    ) -> float:
+        """Train on a batch; average if it is time to. Gradients are zeroed before, and stay afterwards.
+
+        Args:
+            inputs: What the model takes: a tensor, or a nest of them; brought to the device.
+            targets: What the loss takes, likewise.
+            optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. The
+                same at each call, or its equal; may be left out after the first.
+            loss_fn: From (outputs, targets) to a scalar.
+
+        Returns:
+            The loss of this batch.
+
+        Raises:
+            ConfigError: If the optimizer, the batch or the loss cannot be used.
+            StateError: If the model has other parameters than when this was made, or members average
+                differently.
+            ConnectionLostError: If a member is lost.
+        """
+        live = self._optimizer.use(optimizer)
+        samples = count(
+            inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
+        )
+        inputs, targets = moved(inputs, self.device), moved(targets, self.device)
+        wake(self.model)
+        live.zero_grad()
+        loss = loss_fn(self.model(inputs), targets)
+        check_loss(loss, owner=None)
+        loss.backward()  # type: ignore[no-untyped-call]
+        live.step()
+        self._loss_fn = loss_fn
+        value = float(loss.detach())
+        self.step(samples, loss=value)
+        return value
+
+    def step(self, samples: int, *, loss: float | None = None, optimizer: object = None) -> None:
+        """Count an iteration of a loop of one's own, after its ``optimizer.step()``; average if it is time.
+
+        Args:
+            samples: In the batch; weights what this member adds.
+            loss: Of the batch; needed where the pace goes by ``"loss_variance"``.
+            optimizer: The live optimizer that has stepped, for ``"slowmo"``, whose velocity follows the
+                learning rate, and for `state_dict`; may be left out after the first call.
+
+        Raises:
+            ConfigError: If a value cannot be used, or is missing.
+            StateError: As `train_step`.
+            ConnectionLostError: As `train_step`.
+        """
+        faults = [] if is_count(samples) else [f"samples is {samples!r}: give a whole number, 0 or more"]
+        if self._metric == "loss_variance" and loss is None:
+            faults.append('loss is missing, and adaptation_metric is "loss_variance": give the batch\'s loss')
+        refuse(faults)
+        if optimizer is not None:
+            self._optimizer.use(optimizer)
+        self.iterations += 1
+        self._samples += samples
+        if self._metric == "loss_variance" and loss is not None:
+            self._losses.append(float(loss))
+        if self._rounds.is_under_way and self._is_to_end():
+            self._finish()
+        if self._is_due():
+            self._average()
+
+    def flush(self) -> None:
+        """End together: average what is left, and leave the same model in all members.
+
+        To be called by every member when its data is at its end. It waits until all have called it, taking
+        part with nothing in the rounds of those that have more to do. Training may go on afterwards.
+
+        Raises:
+            StateError: As `train_step`.
+            ConnectionLostError: If a member is lost, or does not call this.
+        """
+        for _ in range(self._rounds.num_fragments):
+            self._average(waits=True)
+        if self._members.size > 1:
+            num_at_work = self._members.size
+            while num_at_work:
+                self._rounds.begin(self._progress(is_at_work=False))
+                num_at_work = self._finish().num_at_work
+            self._rounds.end_alike()
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def world_size(self) -> int:
+        """How many members there are."""
+        return self._members.size
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The live optimizer; None before the first step."""
+        return self._optimizer.live
+
+    @property
+    def last_averaging_iteration(self) -> int:
+        """Iterations since this model was averaged last, or since the start."""
+        return self.iterations - self._iterations_at_average
+
+    @property
+    def averaging_frequency(self) -> int | float:
+        """Iterations from average to average, at present; seconds, with ``averaging_policy="time"``."""
+        return self._pace.every
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this member has added to sums, in bytes; how often each travels is the group's affair."""
+        return self._rounds.num_bytes if self._members.size > 1 else 0
+
+    @property
+    def method(self) -> Method:
+        """What is made of the mean.
+
+        May be set, to a name or an object, by all members before the same round. That one is still of the
+        method before, and members agree in it; what that has kept (a reference, a velocity) is then
+        forgotten, and the new one begins with the mean of the round after it, to which members go.
+        """
+        return self._rounds.wanted_method
+
+    @method.setter
+    def method(self, given: str | Method) -> None:
+        how = as_method(given)
+        _check_fragments(how, self._named)
+        self._rounds.wanted_method = how
+        _log.info("the method will be %r after round %d", how, self._rounds.number + 1)
+
+    @overload
+    def evaluate(
+        self,
+        loader: Iterable[Any] | Dataset[Any],
+        metrics: list[Any] | tuple[Any, ...] | nn.ModuleDict,
+        *,
+        loss_fn: LossFunction | None = None,
+    ) -> dict[str, float]: ...
+    @overload
+    def evaluate(
+        self,
+        loader: Iterable[Any] | Dataset[Any],
+        metrics: Metric = "accuracy",
+        *,
+        loss_fn: LossFunction | None = None,
+    ) -> float: ...
+    def evaluate(
+        self,
+        loader: Iterable[Any] | Dataset[Any],
+        metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy",
+        *,
+        loss_fn: LossFunction | None = None,
+    ) -> float | dict[str, float]:
+        """Measure this member's model as it is, in eval mode; modes and random states stay as they are.
+
+        Other members need not call this, and wait no longer than their next round needs this one.
+
+        Args:
+            loader: Gives batches (inputs, targets); or a dataset.
+            metrics: One metric, or a list of them: "accuracy" (0..1), "loss", callables of (outputs,
+                targets), torchmetrics objects and collections.
+            loss_fn: For "loss"; None: that of the last `train_step`, a mean over the batch.
+
+        Returns:
+            The mean over all samples; for a list or a collection, a dict by name.
+        """
+        several = isinstance(metrics, list | tuple) or is_collection(metrics)
+        measured = meters(metrics)
+        loss_of = self._loss_fn if loss_fn is None else loss_fn
+        found = measure(
+            self.model,
+            loaded(loader, EVALUATION_BATCH),
+            measured,
+            device=self.device,
+            loss_fn=loss_of if any(meter.name == "loss" for meter in measured) else None,
+            reduction="mean",
+        )
+        return found if several else found[measured[0].name]
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what it takes to go on, besides the model: a nest of plain values and tensors.
+
+        A round that is under way is ended first, so that all members have to come there; each member has a
+        state of its own. The optimizer's is in it.
+        """
+        if self._rounds.is_under_way:
+            self._finish()
+        live = self._optimizer.live
+        pace = self._pace
+        return {
+            "iterations": self.iterations,
+            "samples": self._samples,
+            "averaging_round": self.averaging_round,
+            "since_begin": self.iterations - self._iterations_at_begin,
+            "since_average": self.last_averaging_iteration,
+            "seconds": time.monotonic() - self._began_s,
+            "losses": list(self._losses),
+            "drift": self._drift,
+            "pace": [pace.every, list(pace.seen), pace.smooth] if isinstance(pace, Adaptive) else None,
+            "rounds": self._rounds.state_dict(),
+            "optimizer": None if live is None else live.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
+        """Go on from a state, in a model that has its values back already.
+
+        Args:
+            state: As `state_dict` gave it.
+            optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
+
+        Raises:
+            ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+        """
+        faults = Faults()
+        live = None
+        if state["optimizer"] is not None:
+            live = faults.catch(lambda: self._optimizer.use(optimizer))
+        faults.catch(lambda: self._rounds.check(state["rounds"]))
+        if (state["pace"] is not None) != isinstance(self._pace, Adaptive):
+            faults.append("the state is of another averaging_policy: make the averager with the same")
+        refuse(faults)
+        if live is not None:
+            live.load_state_dict(state["optimizer"])
+        if self._rounds.is_under_way:
+            self._finish()
+        self._rounds.load_state_dict(state["rounds"])
+        if isinstance(self._pace, Adaptive):
+            every, seen, smooth = state["pace"]
+            self._pace = self._pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+        self.iterations, self._samples = state["iterations"], state["samples"]
+        self.averaging_round = state["averaging_round"]
+        self._iterations_at_begin = self.iterations - state["since_begin"]
+        self._iterations_at_average = self.iterations - state["since_average"]
+        self._began_s = time.monotonic() - state["seconds"]
+        self._losses, self._drift = list(state["losses"]), state["drift"]
+
+    def __repr__(self) -> str:
+        """Say what it does."""
+        how = f"every {self._pace.every:g} {'s' if isinstance(self._pace, Seconds) else 'iterations'}"
+        if isinstance(self._pace, Adaptive):
+            assert self._metric is not None  # noqa: S101  an adaptive pace has one
+            how += f" at present, {self._pace.least} to {self._pace.most} by {name_of(self._metric)}"
+        return (
+            f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}, {how}, "
+            f"round {self.averaging_round}>"
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a round would leave everything as it is."""
+        return self._members.size == 1 and self.method.is_nothing_alone
+
+    def _is_due(self) -> bool:
+        return self._pace.is_due(
+            iterations=self.iterations - self._iterations_at_begin,
+            seconds=time.monotonic() - self._began_s,
+            num_fragments=self._rounds.num_fragments,
+            number=self._rounds.number,
+        )
+
+    def _is_to_end(self) -> bool:
+        if isinstance(self._overlap, bool):
+            return self._rounds.is_there()
+        return self.iterations - self._iterations_at_begin >= self._overlap
+
+    def _average(self, *, waits: bool = False) -> None:
+        if self._rounds.is_under_way:
+            self._finish()
+        check_same(self._named, self.model)
+        progress = self._progress(is_at_work=True)
+        self._iterations_at_begin, self._began_s = self.iterations, time.monotonic()
+        self._losses = []
+        if self._is_idle:
+            self._count(Outcome(1, self._samples, progress.metric, None, is_finite=True))
+            return
+        self._rounds.begin(progress)
+        if waits or self._overlap is False:
+            self._finish()
+
+    def _finish(self) -> Outcome:
+        outcome = self._rounds.finish(self.iterations)
+        if outcome.num_at_work:
+            self._count(outcome)
+        if not outcome.is_finite:
+            process.warn(
+                f"parameters of member {self.rank} were not finite in iteration {self.iterations}: it adds "
+                f"nothing to round {self.averaging_round} and goes on from the others' mean; look at its "
+                f"learning rate and its data"
+            )
+        return outcome
+
+    def _count(self, outcome: Outcome) -> None:
+        self.averaging_round += 1
+        self._iterations_at_average = self.iterations
+        self._drift = outcome.drift if outcome.drift is not None else self._drift
+        before, self._pace = self._pace, self._pace.after(outcome.metric)
+        if self._pace.every != before.every:
+            _log.info(
+                "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
+                self.averaging_round, outcome.metric, self._pace.every, before.every,
+            )  # fmt: skip
+
+    def _progress(self, *, is_at_work: bool) -> Progress:
+        live = self._optimizer.live
+        return Progress(
+            iterations=self.iterations,
+            samples=self._samples,
+            is_at_work=is_at_work,
+            rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
+            metric=self._measured() if is_at_work else None,
+            setting=[
+                self._pace.setting(),
+                None if self._metric is None else name_of(self._metric),
+                self._overlap,
+            ],
+        )
+
+    def _setting(self) -> list[object]:
+        """Give what has to be the same for all members, as JSON can have it."""
+        return [self._pace.setting(), self._metric and name_of(self._metric), self._overlap]
+
+    def _measured(self) -> float | None:
+        """Give the metric that the pace goes by, of what was trained since the last round began."""
+        metric = self._metric
+        if metric == "loss_variance":
+            return variance(self._losses)
+        if metric == "parameter_variance":
+            return self._drift
+        if metric == "gradient_norm":
+            gradients = [p.grad for _, p in self._named if p.grad is not None]
+            return float(nn.utils.get_total_norm(gradients)) if gradients else None
+        return None if metric is None else _number_of(metric, self)
+
+
+def _number_of(metric: Callable[[Any], float], averager: AsyncModelAverager) -> float:
+    found = metric(averager)
+    try:
+        number = float(found)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not number >= 0.0:
+        raise ConfigError(
+            f"adaptation_metric {name_of(metric)} gave {found!r}: it gives a number, 0 or more, which rises "
+            f"where members are to average more often"
+        )
+    return number
+
+
+def _check_fragments(method: Method | None, named: list[tuple[str, nn.Parameter]]) -> None:
+    if method is not None and method.num_fragments > len(named):
+        raise ConfigError(
+            f"fragments is {method.num_fragments}, and the model has {len(named)} parameters: give as "
+            f"many at "
+            f"most"
+        )
+
+
+def _members_of(
+    group: "distributed.ProcessGroup | None",
+    named: list[tuple[str, nn.Parameter]],
+    model: nn.Module,
+    pace: Pace,
+    setting: list[object],
+) -> Members:
+    if group is None or distributed.get_world_size(group) == 1:
+        return Alone()
+    buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
+    # A member waits for the others' next round, which may be as far away as a round is long.
+    timeout = (
+        timedelta(seconds=pace.every) + distributed.distributed_c10d.default_pg_timeout
+        if isinstance(pace, Seconds)
+        else None
+    )
+    are_trained = [parameter.requires_grad for _, parameter in named]
+    return Group(group, [*named, *buffers.values()], setting=[*setting, are_trained], timeout=timeout)

@@ -1,0 +1,135 @@
+"""The averager's keywords, checked together."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from offbeat.averaging.pace import (
+    METRICS,
+    POLICIES,
+    POWERS,
+    AdaptationMetric,
+    Adaptive,
+    Iterations,
+    Pace,
+    Seconds,
+)
+from offbeat.checks import Faults, at_least_one, functions
+from offbeat.frequency import frequency as read
+from offbeat.naming import unknown
+
+__all__ = [
+    "BACKENDS",
+    "DEFAULT_FREQUENCY",
+    "AveragingPolicy",
+    "Backend",
+    "Pacing",
+    "name_of",
+    "overlap_faults",
+    "pacing",
+]
+
+AveragingPolicy: TypeAlias = Literal["iteration", "time", "adaptive"]
+Backend: TypeAlias = Literal["gloo", "nccl"]
+
+BACKENDS = ("gloo", "nccl")
+DEFAULT_FREQUENCY = 100
+"""Iterations, where nothing else is said."""
+DEFAULT_TIME = "30s"
+"""With averaging_policy="time"."""
+BOUNDS = 4
+"""By how much an adaptive frequency may leave the one it starts at, either way, where no bounds are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """When to average, as a user gives it."""
+
+    frequency: object
+    policy: object
+    least: object
+    most: object
+    metric: object
+
+
+def pacing(given: Pacing) -> tuple[Pace | None, list[str]]:
+    """Make a pace of the keywords; else tell what is wrong with them."""
+    faults = Faults(_of_policy(given) + _of_metric(given.metric))
+    if faults:
+        return None, faults
+    asked = _usual(given) if given.frequency is None else given.frequency
+    found = faults.catch(lambda: read(asked, name="averaging_frequency", counted="iterations"))
+    if found is None:
+        return None, faults
+    if given.policy == "time":
+        if found.seconds is not None:
+            return Seconds(every=found.seconds), []
+        return None, [f"averaging_frequency is {asked!r} and averaging_policy 'time': give '30s', say"]
+    if found.count is None:
+        text = (
+            f"averaging_frequency is {asked!r} and averaging_policy {given.policy!r}: give a number of "
+            f"iterations, or take averaging_policy='time'"
+        )
+        return None, [text]
+    return (
+        (Iterations(every=found.count), []) if given.policy == "iteration" else _adaptive(given, found.count)
+    )
+
+
+def overlap_faults(overlap: object) -> list[str]:
+    """Tell what is wrong with `overlap`."""
+    if isinstance(overlap, bool) or (isinstance(overlap, int) and overlap >= 1):
+        return []
+    return [f"overlap is {overlap!r}: give True, False, or a number of iterations, 1 or more"]
+
+
+def _of_policy(given: Pacing) -> list[str]:
+    bounds = {"min_averaging_frequency": given.least, "max_averaging_frequency": given.most}
+    bounds = {name: value for name, value in bounds.items() if value is not None}
+    if given.policy not in POLICIES:
+        return [unknown("averaging_policy", given.policy, POLICIES), *at_least_one(**bounds)]
+    if bounds and given.policy != "adaptive":
+        names = " and ".join(bounds)
+        text = (
+            f"{names} given, and averaging_policy is {given.policy!r}, which keeps to averaging_frequency: "
+            f"leave out what is not meant, or take averaging_policy='adaptive'"
+        )
+        return [text, *at_least_one(**bounds)]
+    return at_least_one(**bounds)
+
+
+def _of_metric(metric: object) -> list[str]:
+    if isinstance(metric, str):
+        text = unknown("adaptation_metric", metric, METRICS) + ", or a function of the averager"
+        return [] if metric in METRICS else [text]
+    names = ", ".join(map(repr, METRICS))
+    return functions(f"one of {names}, or a function of the averager", adaptation_metric=metric)
+
+
+def _usual(given: Pacing) -> int | str:
+    """Give the frequency where none was given: the usual one, or what is nearest to it within the bounds."""
+    if given.policy == "time":
+        return DEFAULT_TIME
+    least = given.least if isinstance(given.least, int) else 1
+    most = given.most if isinstance(given.most, int) else max(DEFAULT_FREQUENCY, least)
+    return min(max(DEFAULT_FREQUENCY, least), most)
+
+
+def _adaptive(given: Pacing, start: int) -> tuple[Pace | None, list[str]]:
+    least = given.least if isinstance(given.least, int) else max(1, start // BOUNDS)
+    most = given.most if isinstance(given.most, int) else start * BOUNDS
+    if not least <= start <= most:
+        text = (
+            f"averaging_frequency is {start}, min_averaging_frequency {least} and max_averaging_frequency "
+            f"{most}: 'adaptive' starts at averaging_frequency, within the two others"
+        )
+        return None, [text]
+    metric = given.metric
+    power = POWERS.get(metric, 0.5) if isinstance(metric, str) else 0.5
+    is_of_drift = metric == "parameter_variance"
+    pace = Adaptive(every=start, start=start, least=least, most=most, power=power, is_of_drift=is_of_drift)
+    return pace, []
+
+
+def name_of(metric: AdaptationMetric) -> str:
+    """Give a metric's name."""
+    return metric if isinstance(metric, str) else getattr(metric, "__qualname__", type(metric).__name__)

@@ -1,0 +1,46 @@
+"""The parameters of a model that is trained here: each once, and the same objects as long as it is."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from offbeat.errors import StateError
+from offbeat.module import named_parameters
+
+__all__ = ["check_same", "each_once", "of_model"]
+
+
+def each_once(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List a model's parameters, each once, by its first name."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in named_parameters(model):
+        found.setdefault(id(parameter), (name, parameter))
+    return list(found.values())
+
+
+def check_same(before: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> None:
+    """See that a model has the parameters it had.
+
+    Raises:
+        StateError: If one is another object, or there are more or fewer.
+    """
+    now = each_once(model)
+    for (name, old), (_, new) in zip(before, now, strict=False):
+        if old is not new:
+            raise StateError(
+                f"the model's parameter {name!r} is another object than when this was made: change the model "
+                f"first, or load values without assign=True"
+            )
+    if len(before) != len(now):
+        raise StateError("the model has more or fewer parameters than when this was made: change it first")
+
+
+def of_model(model: object) -> list[str]:
+    """Tell what is wrong with a model that is to be trained here together with others."""
+    if not isinstance(model, nn.Module):
+        return [f"model is {model!r}: give an nn.Module"]
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
+        return ["model is, or holds, a module in DDP, which reduces every batch: give what is inside"]
+    if not any(True for _ in model.parameters()):
+        return [f"model is a {type(model).__name__} without parameters, so there is nothing to train"]
+    return []

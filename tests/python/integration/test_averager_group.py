@@ -1,0 +1,407 @@
+"""Members of a process group that average are what the methods say, computed in one process."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import averaging, optim
+from offbeat.errors import ConnectionLostError, ModelMismatchError, StateError
+from support.group import together
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+LOSS = nn.CrossEntropyLoss()
+SPEC = optim.SGD(lr=0.1, momentum=0.9)
+METHODS = ["average", "easgd", "diloco", "slowmo", "bmuf"]
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def batch(rank, number):
+    """Of one member, as large as nobody else's."""
+    random = torch.Generator().manual_seed(1000 * rank + number)
+    size = 1 + (3 * rank + number) % 5
+    return torch.randn(size, 6, generator=random), torch.randint(5, (size,), generator=random)
+
+
+def step(trained, live, rank, number):
+    inputs, targets = batch(rank, number)
+    live.zero_grad()
+    LOSS(trained(inputs), targets).backward()
+    live.step()
+    return len(inputs)
+
+
+def arrays(trained):
+    return [p.detach().numpy() for p in trained.parameters()]
+
+
+def member(rank, iterations, frequency, method, overlap):
+    trained = model(seed=rank)  # all start from the first one's
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=frequency, method=method, overlap=overlap)
+    for number in range(iterations[rank]):
+        inputs, targets = batch(rank, number)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    before = [value.copy() for value in arrays(trained)]
+    ours.flush()
+    return before, arrays(trained), ours.averaging_round, ours.bytes_sent
+
+
+class Alone:
+    """One process that does what all members do, by the papers' forms, in double precision."""
+
+    def __init__(self, num, method):
+        self.num = num
+        self.method = method
+        self.models = [model() for _ in range(num)]
+        self.lives = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in self.models]
+        self.reference = [p.detach().double().clone() for p in self.models[0].parameters()]
+        self.velocity = [torch.zeros_like(p) for p in self.reference]
+        self.samples = [0] * num
+
+    def take(self):
+        """Give each member's parameters, and what they weigh."""
+        own = [[p.detach().double().clone() for p in m.parameters()] for m in self.models]
+        weights = [1] * self.num if self.method == "easgd" else self.samples
+        self.samples = [0] * self.num
+        return own, weights
+
+    def lead(self, own, weights, moved):
+        """Bring the members from where they were to where the method leads, or as far from where they are."""
+        if sum(weights) == 0:
+            return
+        for place in range(len(self.reference)):
+            mean = sum(w * o[place] for w, o in zip(weights, own, strict=True)) / sum(weights)
+            targets = self.targets(place, [o[place] for o in own], mean)
+            for trained, o, target in zip(self.models, own, targets, strict=True):
+                parameter = list(trained.parameters())[place]
+                with torch.no_grad():
+                    parameter.add_((target - o[place]).float()) if moved else parameter.copy_(target)
+
+    def targets(self, place, own, mean):
+        if self.method == "average":
+            return [mean] * self.num
+        if self.method == "easgd":
+            alpha = 0.9 / self.num
+            elastic = [alpha * (o - self.reference[place]) for o in own]
+            self.reference[place] = self.reference[place] + sum(elastic)
+            return [o - e for o, e in zip(own, elastic, strict=True)]
+        lr, momentum, looks_ahead = {"diloco": (0.7, 0.9, True), "slowmo": (1.0, 0.5, False)}.get(
+            self.method, (1.0, 1 - 1 / self.num, True)
+        )
+        way = mean - self.reference[place]
+        velocity = self.velocity[place] = momentum * self.velocity[place] + way
+        self.reference[place] = self.reference[place] + lr * (
+            way + momentum * velocity if looks_ahead else velocity
+        )
+        return [self.reference[place]] * self.num
+
+    def train(self, iterations, frequency, overlap):
+        """Train up to the end; give the round that is still to be ended."""
+        taken = None
+        for number in range(iterations):
+            for rank in range(self.num):
+                self.samples[rank] += step(self.models[rank], self.lives[rank], rank, number)
+            if taken and (number + 1) % frequency == overlap:
+                self.lead(*taken, moved=True)
+                taken = None
+            if (number + 1) % frequency == 0:
+                taken = self.take()
+                if not overlap:
+                    self.lead(*taken, moved=False)
+                    taken = None
+        return taken
+
+
+def alone(num, method, iterations, frequency, overlap):
+    """Give each member's model before the end, and all members' model after it."""
+    us = Alone(num, method)
+    assert us.train(iterations, frequency, overlap) is None
+    before = [[value.copy() for value in arrays(m)] for m in us.models]
+    us.lead(*us.take(), moved=False)
+    if method == "easgd":
+        us.lead(*us.take(), moved=False)  # in the round in which nobody had anything to do any more
+        return before, [centre.float().numpy() for centre in us.reference]
+    return before, arrays(us.models[0])
+
+
+def close(ours, theirs, within=2e-6):
+    return all(
+        np.abs(a - b).max() <= within * max(np.abs(b).max(), 1e-3) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_members_do_what_the_methods_say(method, overlap):
+    num = 3 if method == "easgd" else 2
+    found = together(member, num, (10,) * num, 4, method, overlap)
+    before, last = alone(num, method, 10, 4, int(overlap))
+    for rank in range(num):
+        assert close(found[rank][0], before[rank]), "what it had before the end"
+        assert all(map(np.array_equal, found[rank][1], found[0][1])), "the same for all at the end"
+    assert close(found[0][1], last)
+    assert found[0][2] == 3, "after 4 and 8 iterations, and at the end"
+    num_numbers = sum(p.size for p in last)
+    assert found[0][3] == pytest.approx(4 * num_numbers * 4, rel=0.2), "four rounds, one of them of nothing"
+
+
+def every_iteration(rank, iterations):
+    trained = model(seed=rank)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=1, overlap=False)
+    for number in range(iterations):
+        inputs, targets = batch(rank, number)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+    return arrays(trained)
+
+
+def test_averaging_every_iteration_is_training_on_the_large_batch():
+    first, second = together(every_iteration, 2, 8)
+    assert all(map(np.array_equal, first, second))
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for number in range(8):
+        batches = [batch(rank, number) for rank in range(2)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        live.zero_grad()
+        LOSS(trained(inputs), targets).backward()
+        live.step()
+    for a, b in zip(first, arrays(trained), strict=True):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("iterations", [(13, 5), (9, 0)])
+def test_members_that_end_at_different_times_end_alike(method, iterations):
+    found = together(member, 2, iterations, 4, method, True)
+    assert all(map(np.array_equal, found[0][1], found[1][1]))
+    assert found[0][2] == found[1][2], "they have been in the same rounds"
+    assert not all(map(np.array_equal, found[0][1], arrays(model())))
+
+
+def background(rank, iterations):
+    """Freeze all learning but by this member's own steps, which add a number of their own."""
+    trained = nn.Linear(3, 2, bias=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, overlap=True)
+    start = trained.weight.detach().clone()
+    for _ in range(iterations):
+        with torch.no_grad():
+            trained.weight.add_(2.0 ** -(rank + 1))
+        ours.step(4)
+    ours.method = "average"  # ends the round under way
+    return start.tolist(), trained.weight.detach().tolist()
+
+
+def test_in_the_background_no_progress_is_lost():
+    """The sum over members is the start's and all their steps, at whichever iteration each round ended."""
+    found = together(background, 2, 43)
+    start = np.array(found[0][0])
+    total = sum(np.array(weights) for _, weights in found)
+    assert np.allclose(total, 2 * start + 43 * (0.5 + 0.25), atol=1e-5)
+
+
+def fragments(rank):
+    trained = model(seed=rank)
+    ours = offbeat.AsyncModelAverager(
+        trained,
+        averaging_frequency=6,
+        method=averaging.DiLoCo(lr=1.0, momentum=0.0, fragments=3),
+        overlap=False,
+    )
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    alike = []
+    for number in range(6):
+        samples = step(trained, live, rank, number)
+        ours.step(samples)
+        alike.append([value.tolist() for value in arrays(trained)])
+    ours.flush()
+    return alike, arrays(trained), ours.bytes_sent
+
+
+def test_fragments_are_averaged_in_turn():
+    (first, last, sent), (second, also_last, _) = together(fragments, 2)
+    same = [[a == b for a, b in zip(one, two, strict=True)] for one, two in zip(first, second, strict=True)]
+    assert same == [
+        [False, False, False, False],
+        [True, False, False, False],
+        [False, False, False, False],
+        [False, True, True, False],
+        [False, False, False, False],
+        [False, False, False, True],
+    ]
+    assert all(map(np.array_equal, last, also_last))
+    num_numbers = sum(value.size for value in last)
+    assert sent < 1.2 * 4 * num_numbers * (1 + 1 + 1), "three rounds, three at flush, one or more of nothing"
+
+
+def with_statistics(rank, overlap):
+    trained = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 5))
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=3, overlap=overlap)
+    seen = []
+    for number in range(3 + int(overlap)):
+        ours.train_step(
+            inputs=torch.full((2 + 2 * rank, 2), 1.0 + 10 * rank + number),
+            targets=torch.zeros(2 + 2 * rank, dtype=torch.long),
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=LOSS,
+        )
+        seen.append(trained[0].running_mean[0].item())
+    return seen
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+def test_running_statistics_are_averaged_by_samples_and_keep_what_came_since(overlap):
+    found = together(with_statistics, 2, overlap)
+    means = []
+    for rank in range(2):
+        mean = 0.0
+        for number in range(3):
+            mean = 0.9 * mean + 0.1 * (1.0 + 10 * rank + number)
+        means.append(mean)
+    agreed = (2 * means[0] + 4 * means[1]) / 6
+    for rank in range(2):
+        expected = agreed
+        for number in range(3, 3 + int(overlap)):
+            expected = 0.9 * expected + 0.1 * (1.0 + 10 * rank + number)
+        assert found[rank][-1] == pytest.approx(expected, rel=1e-5)
+
+
+def sick(rank):
+    trained = model()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=2, overlap=True)
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for number in range(6):
+        samples = step(trained, live, rank, number)
+        if rank == 1 and number == 1:
+            with torch.no_grad():
+                trained[0].weight[0, 0] = float("nan")
+        ours.step(samples)
+        if rank == 1 and number >= 1 and not ours._rounds.is_under_way:
+            break
+    ours.flush()
+    return arrays(trained)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_member_that_is_not_finite_adds_nothing_and_takes_over_the_others_mean():
+    first, second = together(sick, 2)
+    assert all(np.isfinite(value).all() for value in first)
+    assert all(map(np.array_equal, first, second))
+
+
+def unlike(rank, what):
+    trained = model()
+    settings = {"averaging_frequency": 2}
+    if what == "frequency":
+        settings["averaging_frequency"] = 2 + rank
+    if what == "method":
+        settings["method"] = ("average", "easgd")[rank]
+    if what == "frozen" and rank:
+        trained[0].weight.requires_grad_(requires_grad=False)
+    if what == "model" and rank:
+        trained = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+    try:
+        ours = offbeat.AsyncModelAverager(trained, **settings)
+        if what == "later":
+            ours.method = ("average", averaging.DiLoCo(fragments=2))[rank]
+        for _ in range(4):
+            ours.step(1)
+        ours.flush()
+    except (StateError, ModelMismatchError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("frequency", ("StateError", "members average differently")),
+        ("method", ("StateError", "members average differently")),
+        ("frozen", ("StateError", "requires_grad")),
+        ("later", ("StateError", "to change before the same round")),
+        ("model", ("ModelMismatchError", "members hold different models: here comes '0.weight'")),
+    ],
+)
+def test_members_that_are_set_differently_are_all_told(what, told):
+    for kind, text in together(unlike, 2, what):
+        assert kind == told[0]
+        assert told[1] in text
+
+
+def with_a_barrier(rank):
+    """Use the group between rounds that only one member has begun."""
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, overlap=True)
+    for number in range(8 if rank == 0 else 12):
+        ours.step(batch(rank, number)[0].shape[0])
+    torch.distributed.barrier()
+    total = torch.tensor([float(rank)])
+    torch.distributed.all_reduce(total)
+    ours.flush()
+    return total.item(), ours.averaging_round
+
+
+def test_the_users_own_messages_do_not_meet_rounds():
+    assert [total for total, _ in together(with_a_barrier, 2)] == [1.0, 1.0]
+
+
+def dying(rank, gone, said):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=True)
+    for _ in range(2):
+        ours.step(1)
+    if rank == 1:
+        gone.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for(gone.exists, timeout_s=60)
+    told = []
+    for _ in range(2):
+        try:
+            for _ in range(6):
+                ours.step(1)
+        except ConnectionLostError as error:
+            told.append(str(error))
+    said.write_text("\n".join(told))
+
+
+def test_a_member_that_dies_is_an_error_that_says_so_each_time(tmp_path):
+    with pytest.raises(EOFError):  # of the one that is killed
+        together(dying, 2, tmp_path / "gone", tmp_path / "said")
+    first, second = (tmp_path / "said").read_text().splitlines()
+    assert "a member is gone or was waited for too long" in first
+    assert "start all of them again" in first
+    assert first == second
+
+
+def adaptive(rank, metric):
+    trained = model()
+    ours = offbeat.AsyncModelAverager(
+        trained,
+        averaging_frequency=4,
+        averaging_policy="adaptive",
+        max_averaging_frequency=12,
+        adaptation_metric=metric,
+        overlap=2,
+    )
+    frequencies = []
+    for number in range(80):
+        inputs, targets = batch(rank, number % 7)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.05), loss_fn=LOSS)
+        frequencies.append(ours.averaging_frequency)
+    ours.flush()
+    return frequencies, arrays(trained)
+
+
+@pytest.mark.parametrize("metric", ["loss_variance", "parameter_variance", "gradient_norm"])
+def test_members_agree_on_an_adaptive_frequency(metric):
+    (first, last), (second, also_last) = together(adaptive, 2, metric)
+    assert first == second
+    assert len(set(first)) > 1
+    assert all(map(np.array_equal, last, also_last))

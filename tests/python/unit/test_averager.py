@@ -1,0 +1,407 @@
+"""An averager alone, and what can be told of it without others."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import averaging, optim
+from offbeat.errors import ConfigError, StateError
+
+LOSS = nn.CrossEntropyLoss()
+OPTIMIZERS = [
+    optim.SGD(lr=0.1),
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    optim.Adam(lr=0.01),
+    optim.AdamW(lr=0.01),
+    optim.Adagrad(lr=0.1),
+    optim.RMSprop(lr=0.01, momentum=0.5),
+]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def batch(number):
+    random = torch.Generator().manual_seed(number)
+    return torch.randn(7, 6, generator=random), torch.randint(5, (7,), generator=random)
+
+
+def train(averager, iterations, optimizer, first=0):
+    losses = []
+    for number in range(first, first + iterations):
+        inputs, targets = batch(number)
+        losses.append(averager.train_step(inputs=inputs, targets=targets, optimizer=optimizer, loss_fn=LOSS))
+    return losses
+
+
+def local(iterations, kind, **numbers):
+    trained = model()
+    live = getattr(torch.optim, kind)(trained.parameters(), **numbers)
+    losses = []
+    for number in range(iterations):
+        inputs, targets = batch(number)
+        live.zero_grad()
+        loss = LOSS(trained(inputs), targets)
+        loss.backward()
+        live.step()
+        losses.append(loss.item())
+    return trained, losses
+
+
+def same(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("method", ["average", "easgd"])
+@pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
+def test_one_member_is_a_local_loop_bit_for_bit(spec, method):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3, method=method)
+    losses = train(ours, 10, spec)
+    ours.flush()
+    numbers = {name: getattr(spec, name) for name in vars(spec) if name != "groups"}
+    theirs, expected = local(10, type(spec).__name__, **numbers)
+    assert losses == expected
+    assert same(ours.model, theirs)
+    assert ours.averaging_round == 4, "three, and what was left at flush"
+    assert ours.last_averaging_iteration == 0
+
+
+@pytest.mark.parametrize("method", [averaging.DiLoCo(lr=1.0, momentum=0.0), averaging.SlowMo(beta=0.0)])
+def test_outer_steps_of_one_without_momentum_are_a_local_loop(method):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3, method=method, overlap=False)
+    train(ours, 10, optim.SGD(lr=0.1))
+    theirs, _ = local(10, "SGD", lr=0.1)
+    for a, b in zip(ours.model.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+def test_outer_steps_of_one_are_torchs_on_the_way_since(overlap):
+    method = averaging.DiLoCo(lr=0.7, momentum=0.9)
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, method=method, overlap=overlap)
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    outer = copy.deepcopy(list(trained.parameters()))
+    steps = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    taken = None
+    for number in range(14):
+        inputs, targets = batch(number)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+        live.zero_grad()
+        LOSS(trained(inputs), targets).backward()
+        live.step()
+        if (number + 1) % 4 == 0:
+            taken = [p.detach().clone() for p in trained.parameters()]
+        if taken is not None and (number + 1) % 4 == int(overlap):
+            for reference, own in zip(outer, taken, strict=True):
+                reference.grad = reference.detach() - own
+            steps.step()
+            with torch.no_grad():
+                for p, own, reference in zip(trained.parameters(), taken, outer, strict=True):
+                    p.add_(reference - own)
+            taken = None
+    for a, b in zip(ours.model.parameters(), trained.parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max() + 1e-7
+
+
+def test_a_loop_of_ones_own_counts_with_step():
+    ours = offbeat.AsyncModelAverager(
+        model(), averaging_frequency=2, method=averaging.DiLoCo(lr=1.0, momentum=0.5), overlap=False
+    )
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    for number in range(5):
+        inputs, targets = batch(number)
+        live.zero_grad()
+        LOSS(ours.model(inputs), targets).backward()
+        live.step()
+        ours.step(len(inputs))
+    other = offbeat.AsyncModelAverager(
+        model(), averaging_frequency=2, method=averaging.DiLoCo(lr=1.0, momentum=0.5), overlap=False
+    )
+    train(other, 5, optim.SGD(lr=0.1))
+    assert same(ours.model, other.model)
+    assert (ours.averaging_round, ours.last_averaging_iteration) == (2, 1)
+
+
+def test_a_frequency_of_time_is_kept_by_the_clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("offbeat.averaging.averager.time.monotonic", lambda: now[0])
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency="10s", averaging_policy="time")
+    rounds = []
+    for number, passes in enumerate((4.0, 5.9, 0.1, 9.0, 12.0, 1.0)):
+        now[0] += passes
+        train(ours, 1, optim.SGD(lr=0.1), first=number)
+        rounds.append(ours.averaging_round)
+    assert rounds == [0, 0, 1, 1, 2, 2]
+    assert ours.averaging_frequency == 10.0
+
+
+def test_an_adaptive_frequency_follows_the_metric_and_keeps_its_bounds():
+    seen = iter([1.0, 1.0, 1.0] + [0.25] * 12 + [100.0] * 12)
+    ours = offbeat.AsyncModelAverager(
+        model(),
+        averaging_frequency=4,
+        averaging_policy="adaptive",
+        min_averaging_frequency=2,
+        max_averaging_frequency=7,
+        adaptation_metric=lambda _: next(seen),
+    )
+    frequencies = []
+    while ours.averaging_round < 27:
+        train(ours, 1, optim.SGD(lr=0.01), first=ours.iterations)
+        frequencies.append(ours.averaging_frequency)
+    assert frequencies[0] == 4
+    assert max(frequencies) == 7, "a quarter of the variance: twice as long, but for the bound"
+    assert frequencies[-1] == 2
+
+
+@pytest.mark.parametrize("metric", ["loss_variance", "gradient_norm", "parameter_variance"])
+def test_each_metric_can_be_followed(metric):
+    ours = offbeat.AsyncModelAverager(
+        model(), averaging_frequency=2, averaging_policy="adaptive", adaptation_metric=metric, method="diloco"
+    )
+    train(ours, 40, optim.SGD(lr=0.05))
+    assert 1 <= ours.averaging_frequency <= 8
+    assert ours.averaging_round > 5
+
+
+def test_a_state_goes_on_bit_for_bit():
+    def made():
+        return offbeat.AsyncModelAverager(
+            model(),
+            averaging_frequency=4,
+            averaging_policy="adaptive",
+            adaptation_metric="gradient_norm",
+            method=averaging.DiLoCo(lr=0.5, momentum=0.5, fragments=2),
+            overlap=False,
+        )
+
+    spec = optim.AdamW(lr=0.01)
+    whole = made()
+    train(whole, 30, spec)
+    first = made()
+    train(first, 17, spec)
+    kept = copy.deepcopy((first.model.state_dict(), first.state_dict()))
+    second = made()
+    second.model.load_state_dict(kept[0])
+    second.load_state_dict(kept[1], optimizer=spec)
+    train(second, 13, spec, first=17)
+    assert same(second.model, whole.model)
+    assert (second.averaging_round, second.averaging_frequency) == (
+        whole.averaging_round,
+        whole.averaging_frequency,
+    )
+
+
+def test_a_state_of_another_method_or_model_is_refused_and_changes_nothing():
+    ours = offbeat.AsyncModelAverager(model(), method="diloco")
+    state = ours.state_dict()
+    other = offbeat.AsyncModelAverager(model(), method="easgd")
+    with pytest.raises(ConfigError, match=r"the state is of method .'diloco'"):
+        other.load_state_dict(state)
+    narrow = offbeat.AsyncModelAverager(nn.Linear(2, 2), method="diloco")
+    with pytest.raises(ConfigError, match="another model"):
+        narrow.load_state_dict(state)
+
+
+def test_the_method_can_change_in_mid_run():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=False)
+    train(ours, 2, optim.SGD(lr=0.1))
+    ours.method = "slowmo"
+    assert ours.method == averaging.SlowMo()
+    train(ours, 2, optim.SGD(lr=0.1), first=2)
+    before = [p.detach().clone() for p in ours.model.parameters()]
+    train(ours, 2, optim.SGD(lr=0.1), first=4)
+    theirs = model()
+    with torch.no_grad():
+        for p, value in zip(theirs.parameters(), before, strict=True):
+            p.copy_(value)
+    live = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for number in (4, 5):
+        live.zero_grad()
+        LOSS(theirs(batch(number)[0]), batch(number)[1]).backward()
+        live.step()
+    for a, b in zip(ours.model.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6), (
+            "the first round of a new method takes the mean for its reference"
+        )
+    with pytest.raises(ConfigError, match="did you mean 'slowmo'"):
+        ours.method = "slow-mo"
+
+
+def test_a_parameter_that_is_unfrozen_begins_with_the_mean():
+    trained = model()
+    trained[0].weight.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=1, method="diloco", overlap=False)
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    train(ours, 3, live)
+    trained[0].weight.requires_grad_(requires_grad=True)
+    expected = trained[0].weight.detach().clone()
+    for number in (
+        3,
+        4,
+    ):  # in the first members agree that it is trained; the second's mean is where it begins
+        train(ours, 1, live, first=number)
+        expected -= 0.1 * trained[0].weight.grad
+        assert torch.allclose(trained[0].weight, expected, atol=1e-6), "no outer step yet"
+    train(ours, 1, live, first=5)
+    expected -= 0.7 * 1.9 * 0.1 * trained[0].weight.grad
+    assert torch.allclose(trained[0].weight, expected, atol=1e-6)
+
+
+def test_slowmo_follows_the_learning_rate_as_the_paper_does():
+    ours = offbeat.AsyncModelAverager(
+        model(), averaging_frequency=2, method=averaging.SlowMo(alpha=1.0, beta=0.5), overlap=False
+    )
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    x = [p.detach().clone() for p in ours.model.parameters()]
+    u = [torch.zeros_like(p) for p in x]
+    for number in range(4):
+        live.param_groups[0]["lr"] = gamma = 0.1 / (1 + number)
+        trained = model()
+        trained.load_state_dict(ours.model.state_dict())
+        theirs = torch.optim.SGD(trained.parameters(), lr=gamma)
+        for place in (2 * number, 2 * number + 1):
+            theirs.zero_grad()
+            LOSS(trained(batch(place)[0]), batch(place)[1]).backward()
+            theirs.step()
+        u = [0.5 * b + (a - p.detach()) / gamma for a, b, p in zip(x, u, trained.parameters(), strict=True)]
+        x = [a - gamma * b for a, b in zip(x, u, strict=True)]
+        train(ours, 2, live, first=2 * number)
+        for p, value in zip(ours.model.parameters(), x, strict=True):
+            assert torch.allclose(p, value, atol=1e-6), number
+
+
+def test_a_model_in_bfloat16_keeps_its_reference_in_float32():
+    trained = nn.Linear(4, 5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        trained.weight.fill_(1.0)
+    ours = offbeat.AsyncModelAverager(
+        trained, averaging_frequency=1, method=averaging.DiLoCo(lr=0.1, momentum=0.0), overlap=False
+    )
+    live = torch.optim.SGD(trained.parameters(), lr=1.0)
+    for _ in range(20):  # each outer step is a tenth of the least that bfloat16 can tell from 1
+        live.zero_grad()
+        with torch.no_grad():
+            trained.weight.sub_(2.0**-8)
+        ours.step(4)
+    state = ours.state_dict()["rounds"]["memories"][0]["reference"]
+    assert {part.dtype for part in state} == {torch.float32}
+    assert trained.weight[0, 0].item() < 1.0
+
+
+def test_evaluation_is_of_this_members_model_and_changes_nothing():
+    ours = offbeat.AsyncModelAverager(model())
+    train(ours, 3, optim.SGD(lr=0.1))
+    before = copy.deepcopy(ours.model.state_dict())
+    dataset = torch.utils.data.TensorDataset(*batch(7))
+    accuracy = ours.evaluate(dataset)
+    both = ours.evaluate(torch.utils.data.DataLoader(dataset, batch_size=2), ["accuracy", "loss"])
+    assert accuracy == pytest.approx(both["accuracy"])
+    ours.model.eval()
+    assert both["loss"] == pytest.approx(LOSS(ours.model(batch(7)[0]), batch(7)[1]).item(), rel=1e-5)
+    assert all(map(torch.equal, before.values(), ours.model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"averaging_frequency": 0}, "averaging_frequency is 0: give a number of iterations, 1 or more"),
+        ({"averaging_frequency": "30s"}, "averaging_frequency is '30s' and averaging_policy 'iteration'"),
+        ({"averaging_policy": "time", "averaging_frequency": 5}, "averaging_policy 'time': give '30s', say"),
+        ({"averaging_policy": "adaptiv"}, "did you mean 'adaptive'"),
+        (
+            {"min_averaging_frequency": 5},
+            "min_averaging_frequency given, and averaging_policy is 'iteration'",
+        ),
+        (
+            {"averaging_policy": "adaptive", "averaging_frequency": 10, "min_averaging_frequency": 20},
+            "'adaptive' starts at averaging_frequency, within the two others",
+        ),
+        ({"averaging_policy": "adaptive", "max_averaging_frequency": 0}, "max_averaging_frequency is 0"),
+        ({"adaptation_metric": "loss"}, "unknown adaptation_metric 'loss'"),
+        ({"adaptation_metric": 3}, "adaptation_metric is 3: give one of"),
+        ({"communication_backend": "tcp"}, "does not have yet"),
+        ({"communication_backend": "mpi"}, "unknown communication_backend 'mpi'"),
+        ({"method": "dilocco"}, "did you mean 'diloco'"),
+        ({"method": averaging.DiLoCo}, "give DiLoCo() or 'diloco'"),
+        ({"method": averaging.DiLoCo(fragments=50)}, "fragments is 50, and the model has 6 parameters"),
+        ({"overlap": 0}, "overlap is 0"),
+        ({"device": "warp"}, "device is 'warp'"),
+        ({"world_size": 4}, "world_size is given and rank is not"),
+        ({"world_size": 0}, "world_size is 0: give a whole number, 1 or more"),
+        ({"rank": 3, "world_size": 2}, "ranks are 0 to world_size - 1"),
+        ({"frequency": 3}, "unknown keyword of AsyncModelAverager 'frequency'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_value_and_the_remedy(settings, told):
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncModelAverager(model(), **settings)
+    assert told in str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_nccl_without_a_device_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match='torch finds no CUDA device here: take "gloo"'):
+        offbeat.AsyncModelAverager(model(), communication_backend="nccl")
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncModelAverager(
+            nn.ReLU(),
+            averaging_frequency=-1,
+            communication_backend="tpc",
+            method=7,
+            overlap="yes",
+            device=3.5,
+        )
+    for told in ("model is a ReLU", "averaging_frequency is -1", "'tpc'", "method is 7", "overlap", "device"):
+        assert told in str(refused.value), told
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "told"),
+    [
+        ("DiLoCo", {"lr": 0.0}, "lr is 0.0: give a number from above 0"),
+        ("DiLoCo", {"momentum": 1.0}, "momentum is 1.0: give a number from 0 to below 1"),
+        ("DiLoCo", {"nesterov": 1, "fragments": 0}, "nesterov is 1: give True or False; fragments is 0"),
+        ("DiLoCo", {"momentun": 0.9}, "did you mean 'momentum'"),
+        ("SlowMo", {"beta": float("nan")}, "beta is nan"),
+        ("BMUF", {"block_lr": -1}, "block_lr is -1"),
+        ("EASGD", {"alpha": 2.0}, "alpha is 2.0: give a number from above 0 to below 2"),
+    ],
+)
+def test_a_methods_numbers_are_looked_at(kind, numbers, told):
+    with pytest.raises(ConfigError, match=told.split(":")[0]) as refused:
+        getattr(averaging, kind)(**numbers)
+    assert told in str(refused.value)
+
+
+def test_what_a_step_lacks_is_told_and_counts_nothing():
+    ours = offbeat.AsyncModelAverager(model(), averaging_policy="adaptive")
+    with pytest.raises(ConfigError, match=r"samples is -1.*loss is missing"):
+        ours.step(-1)
+    with pytest.raises(ConfigError, match="there is no optimizer"):
+        ours.train_step(inputs=batch(0)[0], targets=batch(0)[1], loss_fn=LOSS)
+    assert ours.iterations == 0
+
+
+def test_a_metric_that_is_no_number_is_refused():
+    ours = offbeat.AsyncModelAverager(
+        model(), averaging_policy="adaptive", averaging_frequency=1, adaptation_metric=lambda _: "much"
+    )
+    with pytest.raises(ConfigError, match="gave 'much': it gives a number, 0 or more"):
+        train(ours, 1, optim.SGD(lr=0.1))
+
+
+def test_a_model_with_other_parameters_than_at_first_is_refused():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=1)
+    ours.model[0].weight = nn.Parameter(torch.zeros(8, 6))
+    with pytest.raises(StateError, match="another object than when this was made"):
+        ours.step(4)
