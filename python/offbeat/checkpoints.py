@@ -72,6 +72,8 @@ def _directory(given: object) -> str:
     except UnicodeEncodeError:
         raise ConfigError(f"checkpoint_dir is {given!r}: give a path that is UTF-8") from None
     place = Path(whole).absolute()
+    if os.path.isfile(place):  # noqa: PTH113  as below
+        raise ConfigError(f"checkpoint_dir is {given!r}, which is a file: give the path of a directory")
     if os.path.isfile(place / MANIFEST):  # noqa: PTH113  what cannot be looked at is the server's to tell
         raise ConfigError(
             f"checkpoint_dir is {given!r}, and {place} is the folder of one checkpoint ({MANIFEST} is in "

@@ -419,9 +419,12 @@ def _is_module(model: object) -> "TypeGuard[torch.nn.Module]":
 
 def _rate(lr: object) -> float:
     try:
-        return float(cast(float, lr))
+        rate = None if isinstance(lr, str | bool) else float(cast(float, lr))  # also takes 0-d tensors
     except (OverflowError, TypeError, ValueError):
-        raise ConfigError(f"lr is {lr!r}: give a finite number, 0 or more") from None
+        rate = None
+    if rate is None:
+        raise ConfigError(f"lr is {lr!r}: give a finite number, 0 or more")
+    return rate
 
 
 def _workers(n: int) -> int:

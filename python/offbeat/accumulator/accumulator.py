@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,13 +12,14 @@ from offbeat import process
 from offbeat.accumulator.members import Alone, Group, Members
 from offbeat.accumulator.window import Window
 from offbeat.checks import Faults, at_least_one, functions, refuse
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.naming import known_keywords
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
@@ -38,8 +39,9 @@ class AsyncGradientAccumulator:
     such as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean.
 
     With ``overlap=True`` members reduce a window's sum while they work on the next window: its update is
-    made at the end of that, one update late. With ``overlap=False``, and alone, an update is made at the end
-    of its own window.
+    made at the end of that, one update late. Late updates bear less momentum and smaller learning rates:
+    where an update is large, as with few windows in an epoch, lower both, or take ``overlap=False``. With
+    that, and alone, an update is made at the end of its own window.
 
     What belongs to each update, such as clipping or a scheduler that steps, goes into hooks of the optimizer
     (`register_step_pre_hook`, `register_step_post_hook`): `flush` may make two updates, and those of members
@@ -79,6 +81,7 @@ class AsyncGradientAccumulator:
         (True, 16)
     """
 
+    @known_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -127,6 +130,7 @@ class AsyncGradientAccumulator:
         late = "one window late, behind the next one's work" if self._overlaps else "at the end of its window"
         _log.info("an update is of %d micro-batches of %d members, made %s", self._steps, size, late)
 
+    @known_keywords
     def train_step(
         self,
         *,
@@ -152,6 +156,9 @@ class AsyncGradientAccumulator:
                 is raised in the backward pass drops the window.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
+            NonFiniteError: If the update's gradient is NaN or infinite, in all members; the window it is of
+                is dropped.
+            ConnectionLostError: If a member is lost.
         """
         live = self._optimizer.use(optimizer)
         samples = count(
@@ -230,19 +237,26 @@ class AsyncGradientAccumulator:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
+        fault = None
         if self._is_under_way:
-            self._update()
+            try:
+                self._update()
+            except NonFiniteError as error:  # of the window before; this one is to be sent all the same
+                fault = error
         self._members.begin(own, _settings(live))
         del own  # what is sent is a copy
         self._is_under_way = True
+        if fault is not None:
+            raise fault
         if not self._overlaps:
             self._update()
 
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
-        total = self._members.finish()
         self._is_under_way = False
+        total = self._members.finish()
         if total.num_at_work:
+            _check_finite(total.gradients, self.updates)
             live = self._optimizer.use(None)
             for parameter, gradient in zip(self._parameters, total.gradients, strict=True):
                 parameter.grad = gradient
@@ -268,6 +282,17 @@ class AsyncGradientAccumulator:
         if warning is not None and not self._has_warned:
             self._has_warned = True
             process.warn(warning)
+
+
+def _check_finite(gradients: Sequence[torch.Tensor | None], num_updates: int) -> None:
+    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
+    # A norm is one number for all of them; where it overflows, each is looked at.
+    if dense and not nn.utils.get_total_norm(dense).isfinite() and not all(g.isfinite().all() for g in dense):
+        raise NonFiniteError(
+            f"the gradient of update {num_updates + 1} is NaN or infinite, so it was dropped and nothing was "
+            f"changed: look at the data, the loss and the learning rate. This may be caught, and training go "
+            f"on with the next window"
+        )
 
 
 def _settings(live: torch.optim.Optimizer | None) -> list[float] | None:

@@ -10,9 +10,18 @@ from torch import distributed, nn
 from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
 from offbeat.local.flat import Flat, pack, slices, wide
-from offbeat.local.group import begin_alike, check_alike, check_device, digest, is_other, own_group
+from offbeat.local.group import begin_alike, check_alike, check_device, digest, is_alike, is_other, own_group
+from offbeat.local.sums import Sums
 
 __all__ = ["Alone", "Group", "Members", "Total"]
+
+
+UNLIKE = (
+    "the members' optimizers are set differently, or they train different parameters (requires_grad): a "
+    "scheduler has to step once per update in every member, also in those that flush() makes: "
+    "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
+)
+"""What to say where members differ in what has to be alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,7 @@ class Group:
         Raises:
             ConfigError: If the group has no backend for the parameters' device.
             ModelMismatchError: If members hold different models.
+            StateError: If they train different parameters.
         """
         self.size = distributed.get_world_size(group)
         self._named = named
@@ -107,10 +117,15 @@ class Group:
         self._sent: list[nn.Parameter] = []
         self._flat: Flat = {}
         self._facts = torch.empty(0)
-        self._works: list[distributed.Work] = []
         check_device(group, self._device)
         self._group = own_group(group)
+        self._sums = Sums(self._group, of="the gradients")
         check_alike(self._group, named, self._device)
+        # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
+        # another sums of different sizes otherwise, and torch ends a process to which that happens.
+        self._is_sent = self._wanted = self._are_trained()
+        if not is_alike(self._group, self._is_sent, self._device):
+            raise StateError(UNLIKE)
         begin_alike(self._group, (*(parameter for _, parameter in named), *buffers))
 
     def begin(self, own: Sum | None, settings: object) -> None:
@@ -126,31 +141,29 @@ class Group:
             gradients, unit = own.gradients, own.unit
             facts = [own.counts or 0.0, float(own.samples), 1.0]
         self._check_dense(gradients)
-        # Frozen parameters stay here; that all members freeze the same is among the facts.
-        is_sent = [parameter.requires_grad for _, parameter in self._named]
-        there = zip(self._named, gradients, is_sent, strict=True)
+        there = zip(self._named, gradients, self._is_sent, strict=True)
         sent = [(parameter, gradient) for (_, parameter), gradient, is_one in there if is_one]
         self._sent = [parameter for parameter, _ in sent]
         self._flat = pack(self._sent, [gradient for _, gradient in sent], scale=unit) if sent else {}
-        mark = digest([settings, is_sent])
+        self._wanted = self._are_trained()
+        mark = digest([settings, self._wanted])
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
         every = [*facts, mark, mark**2, *presence]
         self._facts = torch.tensor(every, dtype=torch.float64, device=self._device)
-        works = (self._reduce(tensor) for tensor in (self._facts, *self._flat.values()))
-        self._works = [work for work in works if work is not None]
+        self._sums.begin([self._facts, *self._flat.values()])
 
     def finish(self) -> Total:
         """Wait for all members, divide, and give each parameter its part.
 
         Raises:
             StateError: If members' optimizers are set differently, or they train different parameters.
+            ConnectionLostError: If a member is lost.
         """
-        for work in self._works:
-            work.wait()
+        self._sums.finish()
         counts, samples, num_at_work, marks, squares, *presence = self._facts.tolist()
-        self._works = []
-        if num_at_work:
-            self._check_settings(marks, squares)
+        if num_at_work and is_other(marks, squares, self.size):
+            raise StateError(UNLIKE)
+        self._is_sent = self._wanted
         if self._is_divided and counts:
             _divide(list(self._flat.values()), counts)
         parts = dict(zip(map(id, self._sent), _parts(self._sent, self._flat), strict=True))
@@ -174,8 +187,8 @@ class Group:
                     distributed.broadcast(share, group=self._group, group_src=0)
                 buffer.copy_(share)
 
-    def _reduce(self, tensor: torch.Tensor) -> distributed.Work | None:
-        return distributed.all_reduce(tensor, group=self._group, async_op=True)
+    def _are_trained(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameter in self._named]
 
     def _check_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for (name, _), gradient in zip(self._named, gradients, strict=True):
@@ -184,15 +197,6 @@ class Group:
                     f"the gradient of {name!r} is sparse and cannot be reduced: build its layer without "
                     f"sparse=True"
                 )
-
-    def _check_settings(self, marks: float, squares: float) -> None:
-        if is_other(marks, squares, self.size):
-            raise StateError(
-                "the members' optimizers are set differently, or they train different parameters: a "
-                "scheduler "
-                "has to step once per update in every member, also in those that flush() makes: "
-                "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
-            )
 
 
 def _parts(sent: Sequence[nn.Parameter], flat: Flat) -> list[torch.Tensor]:

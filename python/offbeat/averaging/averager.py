@@ -161,6 +161,7 @@ class AsyncModelAverager:
 
     # ------------------------------------------------------------------ training
 
+    @known_keywords
     def train_step(
         self,
         *,

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch import distributed
 
-from offbeat.errors import ConnectionLostError, StateError
+from offbeat.errors import StateError
 from offbeat.local.flat import Flat
 from offbeat.local.group import begin_alike, check_alike, check_device, is_alike, own_group
+from offbeat.local.sums import Sums
 
 __all__ = ["DIFFERENT", "Alone", "Group", "Members"]
 
@@ -93,8 +94,7 @@ class Group:
         begin_alike(self._group, (tensor for _, tensor in named))
         self._sent: Flat = {}
         self._facts = self._statistics = torch.empty(0)
-        self._works: list[distributed.Work] = []
-        self._lost: str | None = None
+        self._sums = Sums(self._group, of="the models")
 
     def begin(self, sent: Flat, facts: Sequence[float], statistics: torch.Tensor) -> None:
         """Start the sums.
@@ -102,19 +102,14 @@ class Group:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        self._check()
         self._sent = sent
         self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
         self._statistics = statistics
-        every = [self._facts, *([statistics] if statistics.numel() else []), *sent.values()]
-        try:
-            self._works = [self._reduce(tensor) for tensor in every]
-        except RuntimeError as error:
-            self._lose(error)
+        self._sums.begin([self._facts, *([statistics] if statistics.numel() else []), *sent.values()])
 
     def is_there(self) -> bool:
-        """Ask the group's threads; of what has failed there is an error to be had, at `finish`."""
-        return all(work.is_completed() for work in self._works)
+        """Ask the group's threads."""
+        return self._sums.is_there()
 
     def finish(self) -> tuple[Flat, list[float], torch.Tensor]:
         """Wait for all members.
@@ -122,30 +117,6 @@ class Group:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        self._check()
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._lose(error)
-        sent, self._sent, self._works = self._sent, {}, []
+        sent, self._sent = self._sent, {}
+        self._sums.finish()
         return sent, self._facts.tolist(), self._statistics
-
-    def _reduce(self, tensor: torch.Tensor) -> distributed.Work:
-        work = distributed.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None  # noqa: S101  this process is a member
-        return work
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise ConnectionLostError(self._lost)
-
-    def _lose(self, error: RuntimeError) -> NoReturn:
-        self._sent, self._works = {}, []
-        cause = str(error).strip().partition("\n")[0]
-        self._lost = (
-            f"a round of averaging failed, for a member is gone or was waited for too long: {cause}; torch's "
-            f"process groups do not outlive a member: start all of them again. Each member has to call "
-            f"flush() when its data is at its end, as others may have more"
-        )
-        raise ConnectionLostError(self._lost) from error

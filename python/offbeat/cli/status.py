@@ -65,7 +65,8 @@ def add_arguments(parser: Parser) -> None:
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
         dest="timeout_s",
-        help="how long to try; default: %(default)g",
+        help="how long to try; where all is silent, up to 2 s more to find out what is there; "
+        "default: %(default)g",
     )
 
 

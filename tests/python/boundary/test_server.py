@@ -212,7 +212,9 @@ def test_set_lr_of_one_group_leaves_the_others():
             server.set_lr(1.0, group=2)
 
 
-@pytest.mark.parametrize(("lr", "group"), [(None, -1), ("fast", "0"), (10**400, 1.0), (-1.0, None)])
+@pytest.mark.parametrize(
+    ("lr", "group"), [(None, -1), ("0.05", "0"), (True, 1.0), (10**400, 1.0), (-1.0, None)]
+)
 def test_set_lr_refuses_by_name_what_is_no_rate_or_group(lr, group):
     with offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0)) as server:
         with pytest.raises(ConfigError) as caught:

@@ -1,5 +1,8 @@
 """Several processes that accumulate together are one that has all their samples."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ModelMismatchError, StateError
+from offbeat.errors import ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
 from support.group import together
 from support.waiting import wait_for
 
@@ -264,3 +267,71 @@ def going_on(rank, went_on):
 
 def test_a_member_goes_on_before_the_others_have_ended_their_window(tmp_path):
     assert together(going_on, 2, tmp_path / "went-on") == [1, 1]
+
+
+def with_nan(rank):
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 1)
+    told = []
+    for window in range(4):
+        inputs, targets = micro_batch(rank, window, 0)
+        if rank == 0 and window == 1:
+            inputs = torch.full_like(inputs, float("nan"))
+        try:
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+        except NonFiniteError as error:
+            told.append((window, str(error).partition(":")[0]))
+    ours.flush()
+    return told, ours.updates, [p.detach().numpy() for p in trained.parameters()]
+
+
+def test_what_is_not_finite_in_one_member_is_an_error_in_all_and_costs_its_window():
+    first, second = together(with_nan, 2)
+    said = "the gradient of update 2 is NaN or infinite, so it was dropped and nothing was changed"
+    assert first[0] == second[0] == [(2, said)], "one window late"
+    assert first[1] == second[1] == 3
+    assert all(map(np.array_equal, first[2], second[2]))
+    assert all(np.isfinite(value).all() for value in first[2])
+
+
+def freezing(rank, is_alone):
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 1, overlap=False)
+    try:
+        for window in range(4):
+            if window == 1 and (rank == 0 or not is_alone):
+                trained[0].weight.requires_grad_(requires_grad=False)
+            inputs, targets = micro_batch(rank, window, 0)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    except StateError as error:
+        return str(error)
+    return [p.detach().tolist() for p in trained.parameters()]
+
+
+def test_freezing_in_mid_run_is_for_all_members():
+    first, second = together(freezing, 2, False)
+    assert first == second
+    for told in together(freezing, 2, True):
+        assert "they train different parameters (requires_grad)" in told
+
+
+def dying(rank, gone, said):
+    ours = offbeat.AsyncGradientAccumulator(model(), 1)
+    inputs, targets = micro_batch(rank, 0, 0)
+    given = {"inputs": inputs, "targets": targets, "optimizer": SPEC, "loss_fn": LOSS}
+    ours.train_step(**given)
+    if rank == 1:
+        gone.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for(gone.exists, timeout_s=60)
+    try:
+        for _ in range(4):
+            ours.train_step(**given)
+    except ConnectionLostError as error:
+        said.write_text(str(error))
+
+
+def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(EOFError):  # of the one that is killed
+        together(dying, 2, tmp_path / "gone", tmp_path / "said")
+    assert "of all members could not be added up, for one is gone" in (tmp_path / "said").read_text()

@@ -375,7 +375,7 @@ def test_a_member_that_dies_is_an_error_that_says_so_each_time(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
     first, second = (tmp_path / "said").read_text().splitlines()
-    assert "a member is gone or was waited for too long" in first
+    assert "for one is gone or was waited for too long" in first
     assert "start all of them again" in first
     assert first == second
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, NonFiniteError, StateError
 
 IGNORED = -100
 NUM_CLASSES = 5
@@ -380,3 +380,30 @@ def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
 def test_a_target_that_is_no_multiple_is_rounded_up_with_a_warning(caplog):
     offbeat.AsyncGradientAccumulator(model(), base_batch_size=64, target_batch_size=130)
     assert "target_batch_size is 130, and an update is of 192 samples" in caplog.text
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_and_changes_nothing():
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2)
+    inputs, targets = data(4, 0)
+    given = {"optimizer": optim.Adam(lr=0.1), "loss_fn": nn.CrossEntropyLoss()}
+    for _ in range(2):
+        ours.train_step(inputs=inputs, targets=targets, **given)
+    before = [p.detach().clone() for p in trained.parameters()]
+    ours.train_step(inputs=inputs, targets=targets, **given)
+    with pytest.raises(NonFiniteError, match="the gradient of update 2 is NaN or infinite"):
+        ours.train_step(inputs=torch.full_like(inputs, float("nan")), targets=targets, **given)
+    assert all(map(torch.equal, before, trained.parameters()))
+    for _ in range(2):
+        ours.train_step(inputs=inputs, targets=targets, **given)
+    assert ours.updates == 2
+    assert all(p.isfinite().all() for p in trained.parameters())
+
+
+def test_a_keyword_that_is_unknown_or_missing_its_name_is_answered_with_the_nearest():
+    ours = offbeat.AsyncGradientAccumulator(model(), 2)
+    inputs, targets = data(4, 0)
+    with pytest.raises(ConfigError, match="did you mean 'inputs'"):
+        ours.train_step(input=inputs, targets=targets, loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(ConfigError, match="By keyword alone: inputs, targets, optimizer, loss_fn"):
+        ours.train_step(inputs, targets)

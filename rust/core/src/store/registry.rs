@@ -26,7 +26,9 @@ const ALL_FOR_ANOTHER: &str = "nothing of it was applied before the run's optimi
 
 /// Every slot is taken: who could leave to make room is the caller's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("all {max_workers} worker slots are taken; raise max_workers or let workers leave")]
+#[error(
+    "all {max_workers} places for workers are taken, as many as a server has: close workers and clients that are done; a lost one leaves its place when it has been away for rejoin_grace_s"
+)]
 pub struct Full {
     pub max_workers: usize,
 }

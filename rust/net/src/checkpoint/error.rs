@@ -22,7 +22,8 @@ pub enum DirectoryError {
     #[error("{}: {cause}", path.display())]
     Checkpoint { path: PathBuf, cause: CheckpointError },
     #[error(
-        "none of the {found} checkpoints in {} can be used; the newest: {newest}. Move them away to begin anew",
+        "none of the {found} checkpoints in {} can be used; the newest: {newest}. Move them away to begin anew, or start with \
+         resume=\"never\", which sets them aside",
         path.display()
     )]
     NoneUsable { path: PathBuf, found: usize, newest: Box<Self> },

@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(next(vec![(fourth, gone())]), Ok(None));
         let refusal = next(vec![(fourth, gone()), (third, damaged())]).unwrap_err();
         assert!(refusal.starts_with("none of the 1 checkpoints in /nowhere can be used; "), "{refusal}");
-        assert!(refusal.ends_with("Move them away to begin anew"), "{refusal}");
+        assert!(refusal.ends_with("which sets them aside"), "{refusal}");
         let refusal = next(vec![(third, other()), (second, Ok(()))]).unwrap_err();
         assert!(refusal.contains("is of format 9") && refusal.contains("use Offbeat 9.0"), "{refusal}");
         let looked_at = unless_gone(fourth, looked_at(fourth));
