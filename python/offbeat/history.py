@@ -23,6 +23,8 @@ class Record:
         samples: Samples this worker has trained on since `train` began.
         seconds: Wall time since `train` began.
         metrics: Mean of each metric over the samples since the log line before.
+        staleness: Mean staleness, in updates, of the applied pushes that were answered since the log line
+            before; None where there was none.
     """
 
     step: int
@@ -30,6 +32,7 @@ class Record:
     samples: int
     seconds: float
     metrics: dict[str, float]
+    staleness: float | None = None
 
 
 @dataclass(slots=True)
