@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["HISTOGRAM", "MAX_WORKERS", "METRICS", "Histogram", "Metric", "Status", "scalars", "staleness"]
+__all__ = [
+    "HISTOGRAM",
+    "MAX_WORKERS",
+    "METRICS",
+    "PRESENT",
+    "Histogram",
+    "Metric",
+    "Status",
+    "scalars",
+    "staleness",
+]
 
 Status = Mapping[str, Any]
 
