@@ -9,7 +9,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -29,10 +29,9 @@ class _File:
     """What the first line of every such file begins with."""
     _kind: str
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         refuse(no_name("a file", path=path))
         self._path = Path(path)
-        self._clock = clock
         self._is_torn = False  # a line may have been left half written, as on a full disk
         # Unbuffered and for appending: each call is one write, also where several processes share a file.
         self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
@@ -59,7 +58,7 @@ class _File:
             raise ClosedError(f"{self!r} was finished; make a new one, which goes on with the file")
         if not numbers:
             return
-        text = self._text(numbers, step, self._clock())
+        text = self._text(numbers, step, time.time())
         if self._is_torn:
             self._take_up(self._file)
         self._is_torn = True
@@ -136,9 +135,6 @@ class JSONL(_File):
     _head = b'{"step": '
     _kind = "JSON lines"
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(path, clock=clock)
-
     def _is_whole(self, line: bytes) -> bool:
         try:
             json.loads(line)
@@ -169,9 +165,6 @@ class CSV(_File):
 
     _head = b"step,time_unix_s,name,value\n"
     _kind = "CSV"
-
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(path, clock=clock)
 
     def _begin(self, file: BinaryIO) -> None:
         _write(file, self._head)

@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -45,34 +46,40 @@ def same(one, other):
 @given(CALLS)
 def test_a_jsonl_file_is_read_back_as_it_was_logged_and_what_is_not_finite_is_null(tmp_path_factory, calls):
     path = tmp_path_factory.mktemp("jsonl") / "run.jsonl"
-    times = iter(range(100))
-    with JSONL(path, clock=lambda: next(times) + 0.25) as log:
+    begin = time.time()
+    with JSONL(path) as log:
         for step, values in calls:
             log.log(values, step)
+    read = from_jsonl(path)
+    times = [at for _, at, _ in read]
+    assert times == sorted(times)
+    assert all(begin <= at <= time.time() for at in times)
     wanted = [
-        (step, number + 0.25, {k: v if math.isfinite(v) else None for k, v in values.items()})
-        for number, (step, values) in enumerate(calls)
+        (step, {k: v if math.isfinite(v) else None for k, v in values.items()}) for step, values in calls
     ]
-    assert from_jsonl(path) == wanted
+    assert [(step, values) for step, _, values in read] == wanted
 
 
 @given(CALLS)
 def test_a_csv_file_is_read_back_to_the_bit_whatever_names_come_later(tmp_path_factory, calls):
-    path = tmp_path_factory.mktemp("csv") / "run.csv"
-    with CSV(path, clock=lambda: 0.1) as log:
+    path, begin = tmp_path_factory.mktemp("csv") / "run.csv", time.time()
+    with CSV(path) as log:
         for step, values in calls:
             log.log(values, step)
-    wanted = [(step, 0.1, name, value) for step, values in calls for name, value in values.items()]
+    wanted = [(step, name, value) for step, values in calls for name, value in values.items()]
     read = from_csv(path)
-    assert [row[:3] for row in read] == [row[:3] for row in wanted]
-    assert all(same(one[3], other[3]) for one, other in zip(read, wanted, strict=True))
+    assert [(step, name) for step, _, name, _ in read] == [row[:2] for row in wanted]
+    assert all(same(one[3], other[2]) for one, other in zip(read, wanted, strict=True))
+    times = [at for _, at, _, _ in read]
+    assert times == sorted(times)
+    assert all(begin <= at <= time.time() for at in times)
 
 
 @pytest.mark.parametrize("cls", FILES)
 def test_a_file_that_is_there_is_gone_on_with(tmp_path, cls):
     path = tmp_path / "run"
     for step in (1, 2):
-        with cls(path, clock=lambda: 5.0) as log:
+        with cls(path) as log:
             log.log({"loss": 0.5}, step)
     read = from_jsonl(path) if cls is JSONL else from_csv(path)
     assert [row[0] for row in read] == [1, 2]
@@ -81,14 +88,14 @@ def test_a_file_that_is_there_is_gone_on_with(tmp_path, cls):
 @pytest.mark.parametrize("cls", FILES)
 def test_a_line_that_was_left_half_written_anywhere_is_taken_off(tmp_path, cls):
     whole = tmp_path / "whole"
-    with cls(whole, clock=lambda: 5.0) as log:
+    with cls(whole) as log:
         log.log({"a, b": 0.5}, 1)
         log.log({'"c': 1.5}, 2)
     text = whole.read_bytes()
     for length in range(len(text)):
         path = tmp_path / f"cut-{length}"
         path.write_bytes(text[:length])
-        with cls(path, clock=lambda: 5.0) as log:
+        with cls(path) as log:
             log.log({"d": 2.5}, 3)
         read = from_jsonl(path) if cls is JSONL else from_csv(path)
         kept = text[:length].count(b"\n") - (cls is CSV and length >= len(CSV._head))
@@ -110,7 +117,7 @@ def test_a_file_that_holds_something_else_is_refused_and_left_as_it_is(tmp_path,
 def test_a_json_object_without_the_end_of_its_line_is_not_cut_off(tmp_path):
     path = tmp_path / "one.json"
     path.write_text('{"step": 1, "time_unix_s": 0.0, "values": {"loss": 2.0}}')
-    with JSONL(path, clock=lambda: 1.0) as log:
+    with JSONL(path) as log:
         log.log({"loss": 1.0}, 2)
     assert [step for step, *_ in from_jsonl(path)] == [1, 2]
 
