@@ -1,11 +1,13 @@
 """`GET /metrics` of a real server: what it tells, whom it refuses, and what a bad client costs."""
 
 import http.client
-import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import offbeat
 from offbeat.errors import AddressInUseError, ConfigError
-from offbeat.tracking.endpoint import MAX_CONNECTIONS, MetricsEndpoint
+from offbeat.tracking.endpoint import DEADLINE_S, MAX_CONNECTIONS, MetricsEndpoint
 from support.command import command
 from support.ports import free_port
 from support.waiting import wait_for
@@ -140,7 +142,9 @@ def test_it_ends_with_the_server_at_once_whoever_is_connected(serve):
     with connect(address) as silent, connect(address) as half:
         half.sendall(b"GET /metrics HTTP/1.1\r\nHost: lo")
         scrape(address)
+        begin = time.monotonic()
         server.stop()
+        assert time.monotonic() - begin < DEADLINE_S / 2
         assert silent.recv(10) == b""
         assert half.recv(1000) == b""
     with pytest.raises(ConnectionRefusedError):
@@ -229,24 +233,39 @@ def test_it_listens_on_ipv6_too():
         endpoint.close()
 
 
-def test_a_forked_child_keeps_no_port_of_metrics_open(serve):
-    server = serve(ZEROS, metrics_port=0)
-    address = server.metrics_address
-    scrape(address)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)  # until the parent has looked
-        os._exit(0)
-    os.close(reading)
-    try:
-        server.stop()
-        with pytest.raises(ConnectionRefusedError):
-            connect(address)
-    finally:
-        os.close(writing)
-        assert os.waitpid(child, 0)[1] == 0
+FORKS_AND_IS_KILLED = """
+import os, signal, sys, offbeat
+server = offbeat.ParameterServer(metrics_port=0)
+server.start()
+print(server.metrics_address, flush=True)
+if os.fork() == 0:
+    sys.stdin.read()  # until the test has looked
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_keeps_no_port_of_metrics_open():
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS_AND_IS_KILLED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as parent:
+        address = parent.stdout.readline().strip()
+        assert parent.wait(40) == -signal.SIGKILL
+
+        def is_refused():  # once the child has been made ready
+            try:
+                connect(address).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        wait_for(is_refused)
+        parent.stdin.close()
+        assert parent.stdout.read() == "", "the child has ended"
 
 
 def test_a_process_that_never_stops_its_server_ends_all_the_same(run_python):
