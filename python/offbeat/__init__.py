@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat import errors, optim, schedule, staleness
+    from offbeat import errors, optim, schedule, staleness, tracking
     from offbeat.accumulator import AsyncGradientAccumulator
     from offbeat.client import Client
     from offbeat.distributed import init_distributed
@@ -36,6 +36,7 @@ __all__ = [
     "partition",
     "schedule",
     "staleness",
+    "tracking",
 ]
 
 # No name here may also be the name of a module: importing that module would put it in the name's place.
@@ -57,7 +58,7 @@ _OF_A_LATER_VERSION = frozenset(
         "FaultTolerantTrainer",
     }
 )
-_SUBMODULES = frozenset({"averaging", "errors", "optim", "schedule", "staleness"})
+_SUBMODULES = frozenset({"averaging", "errors", "optim", "schedule", "staleness", "tracking"})
 
 
 def __getattr__(name: str) -> object:

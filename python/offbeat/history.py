@@ -1,9 +1,15 @@
 """What one call of `train` did, as plain data."""
 
+import os
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from offbeat import plain_json
+from offbeat.errors import StateError
+from offbeat.plots import draw_metrics, picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["History", "Record", "Stopped"]
 
@@ -23,6 +29,8 @@ class Record:
         samples: Samples this worker has trained on since `train` began.
         seconds: Wall time since `train` began.
         metrics: Mean of each metric over the samples since the log line before.
+        staleness: Mean staleness, in updates, of the applied pushes that were answered since the log line
+            before; None where there was none.
     """
 
     step: int
@@ -30,6 +38,7 @@ class Record:
     samples: int
     seconds: float
     metrics: dict[str, float]
+    staleness: float | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +69,31 @@ class History:
     receipts: dict[str, int] = field(default_factory=dict)
     stopped: Stopped = "running"
     optimizer: str = ""
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
+        """Draw each metric over this worker's steps, and the staleness of its pushes where some were applied.
+
+        Args:
+            path: Where to write the picture, in the format that its name says; None: nowhere.
+
+        Returns:
+            The picture, a `matplotlib.figure.Figure`.
+
+        Raises:
+            StateError: If there is no log line to draw.
+            ConfigError: If matplotlib is not installed.
+            OSError: If the picture cannot be written.
+        """
+        names = [*self.records[0].metrics] if self.records else []
+        is_late_told = any(record.staleness is not None for record in self.records)
+        if not names and not is_late_told:
+            raise StateError("this history has nothing to draw: train() fills it, with a record per log line")
+        title = self.optimizer or "training"
+        with picture(
+            [1.0] * (len(names) + is_late_told), title=title, path=path, what="History.plot"
+        ) as drawn:
+            draw_metrics(drawn.panels, self, names)
+        return drawn.figure
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Give the whole history as JSON text, an object with this class's attributes.

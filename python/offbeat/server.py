@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat import _offbeat
+    from offbeat.tracking.endpoint import MetricsEndpoint
 
 __all__ = ["ParameterServer"]
 
@@ -71,6 +73,10 @@ class ParameterServer(process.Live):
         linger_s: How long nobody must be there before `wait_for_workers` takes the work for done.
         rejoin_grace_s: How long a lost worker counts as there; one that was there before the server went on
             from a checkpoint five times as long.
+        metrics_port: Where `GET /metrics` over HTTP tells the status in Prometheus's format; 0 takes a free
+            port, None opens none. Needs prometheus-client.
+        metrics_host: Address to listen on for that; another one than this machine's needs `insecure`, since
+            there is no token.
 
     Raises:
         ConfigError: If a setting cannot be used; it names all that cannot.
@@ -107,8 +113,11 @@ class ParameterServer(process.Live):
         insecure: bool = False,
         linger_s: float = 10.0,
         rejoin_grace_s: float = 60.0,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
     ) -> None:
         self._server: _offbeat.Server | None = None
+        self._endpoint: MetricsEndpoint | None = None
         self._stopped = False
         self._config = Settings(
             port=port,
@@ -130,7 +139,10 @@ class ParameterServer(process.Live):
             insecure=insecure,
             linger_s=linger_s,
             rejoin_grace_s=rejoin_grace_s,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
         ).resolve()
+        self._metrics_at = None if metrics_port is None else (metrics_host, metrics_port)
         self._keeps_checkpoints = checkpoint_dir is not None
         self._model = _snapshot(model)
         self._config["blueprint"] = _blueprint(model)
@@ -141,7 +153,7 @@ class ParameterServer(process.Live):
         """Listen; returns at once. The log says where, and the line with which a worker joins.
 
         Raises:
-            AddressInUseError: If the port is taken.
+            AddressInUseError: If the port is taken, or that of the metrics.
             CheckpointError: If `checkpoint_dir` or what is in it cannot be used.
             ConfigError: If the checkpoint is of another run, or its workers had live optimizers and the
                 settings given here are for the server's.
@@ -154,8 +166,19 @@ class ParameterServer(process.Live):
             raise StateError(f"this server has been started and listens on {self._server.address}")
         from offbeat._offbeat import Server
 
-        self._server = Server(json.dumps(self._config), self._model)
+        # First, since it is known at once whether its port is free: nothing has to be undone then.
+        endpoint = None if self._metrics_at is None else _endpoint(*self._metrics_at, weakref.ref(self))
+        try:
+            self._server = Server(json.dumps(self._config), self._model)
+        except BaseException:
+            if endpoint is not None:
+                endpoint.close()
+            raise
         self._model = None
+        if endpoint is not None:
+            self._endpoint = endpoint
+            weakref.finalize(self, endpoint.close).atexit = False  # at exit `stop` does
+            endpoint.start()
         process.register(self)
         token = self._config["token"]
         if token is not None and len(token) < SHORT_TOKEN:
@@ -170,6 +193,12 @@ class ParameterServer(process.Live):
     def address(self) -> str:
         """Where workers find it, "HOST:PORT"."""
         return reachable(self._open().address)
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where `GET /metrics` is answered, "HOST:PORT"; None where there is no `metrics_port`."""
+        self._open()
+        return None if self._endpoint is None else reachable(self._endpoint.address)
 
     def wait_for_workers(self, n: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
@@ -219,7 +248,11 @@ class ParameterServer(process.Live):
             )
         self._stopped = True
         if self._server is not None:
-            self._server.stop(not restarting)
+            try:
+                self._server.stop(not restarting)
+            finally:
+                if self._endpoint is not None:
+                    self._endpoint.close()
             process.release(self)
 
     def __enter__(self) -> Self:
@@ -357,6 +390,20 @@ class ParameterServer(process.Live):
         if self._server is None:
             raise StateError("this server has not been started: call server.start(), or use a with statement")
         return self._server
+
+
+def _endpoint(host: str, port: int, of: "weakref.ref[ParameterServer]") -> "MetricsEndpoint":
+    """Listen for those who ask for a server's metrics, without holding the server."""
+    from offbeat.tracking.endpoint import MetricsEndpoint
+    from offbeat.tracking.prometheus import CONTENT_TYPE, text
+
+    def read() -> bytes:
+        server = of()
+        if server is None:
+            raise ClosedError("the server of these metrics has gone")
+        return text(server.status())
+
+    return MetricsEndpoint(read, content_type=CONTENT_TYPE, host=host, port=port)
 
 
 def _state(server: "_offbeat.Server") -> "dict[str, torch.Tensor] | dict[str, Array]":

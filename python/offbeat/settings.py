@@ -7,6 +7,7 @@ from typing import Any
 from offbeat import checkpoints, schedule, staleness
 from offbeat.address import LARGEST_PORT, THIS_MACHINE
 from offbeat.checks import Faults, is_count, refuse, seconds, strings
+from offbeat.extras import lacks
 from offbeat.naming import unknown
 from offbeat.optim import as_spec
 
@@ -39,6 +40,8 @@ class Settings:
     insecure: bool
     linger_s: float
     rejoin_grace_s: float
+    metrics_port: int | None
+    metrics_host: str
 
     def resolve(self) -> dict[str, Any]:
         """Check everything and write the Rust server's configuration, as JSON carries it.
@@ -103,5 +106,27 @@ class Settings:
             faults.append(f"momentum_correction is {self.momentum_correction!r}: it is True, False or None")
         if self.max_samples is not None and not is_count(self.max_samples, least=1):
             faults.append(f"max_samples is {self.max_samples!r}: it is 1 or more, or None for no end")
+        faults += self._metrics_faults()
         faults += seconds(finite=True, linger_s=self.linger_s, rejoin_grace_s=self.rejoin_grace_s)
+        return faults
+
+    def _metrics_faults(self) -> list[str]:
+        port, host = self.metrics_port, self.metrics_host
+        if not host or strings(metrics_host=host):
+            return [f"metrics_host is {host!r}: give an address to listen on"]
+        if port is None:
+            is_default = host == THIS_MACHINE[0]
+            return [] if is_default else [f"metrics_host is {host!r} and metrics_port None: give a port, too"]
+        faults = []
+        if not is_count(port) or port > LARGEST_PORT:
+            faults.append(
+                f"metrics_port is {port!r}: it is 0 (a free one) to {LARGEST_PORT}, or None for none"
+            )
+        if host not in THIS_MACHINE and not self.insecure:
+            faults.append(
+                f"metrics_host is {host!r}, where anyone who reaches the port can read how the run goes: say "
+                "insecure=True, or leave it out and let this machine's own collector ask"
+            )
+        if fault := lacks("prometheus_client", "metrics_port"):
+            faults.append(fault)
         return faults

@@ -27,6 +27,7 @@ COMMANDS = {
     "launch": "run a script as several workers on this machine",
     "demo": "train two models with four unequal workers, beside a single process",
     "status": "ask a server how its run goes",
+    "top": "watch a run on the terminal, as it goes",
     "checkpoint": "look at a server's checkpoints, verify them, or take the model out of one",
     "env": "print what a bug report needs to know about this machine",
 }

@@ -13,7 +13,7 @@ from offbeat.address import THIS_MACHINE, is_local
 from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser, positive_int, secret
+from offbeat.cli.parser import Parser, count, positive_int, secret
 from offbeat.cli.serving import (
     add_run_options,
     join_lines,
@@ -50,6 +50,18 @@ def add_arguments(parser: Parser) -> None:
     )
     door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
     door.add_argument("--insecure", action="store_true", help="listen beyond this machine without a token")
+    door.add_argument(
+        "--metrics-port",
+        type=count,
+        metavar="N",
+        help="tell metrics there, GET /metrics in Prometheus's format; 0 takes a free port; default: nowhere",
+    )
+    door.add_argument(
+        "--metrics-host",
+        default=THIS_MACHINE[0],
+        metavar="ADDRESS",
+        help="where to listen for that, without a token; default: %(default)s",
+    )
     end = parser.add_argument_group("the end")
     end.add_argument(
         "--workers",
@@ -106,6 +118,8 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
                 insecure=arguments.insecure,
                 linger_s=arguments.linger,
                 rejoin_grace_s=arguments.rejoin_grace,
+                metrics_port=arguments.metrics_port,
+                metrics_host=arguments.metrics_host,
             )
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")
@@ -144,5 +158,7 @@ def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     if (kept := server.status()["checkpoints"]) is not None:
         lines.append(f"Checkpoints go to {kept['directory']}, every {kept['every']}.")
+    if server.metrics_address is not None:
+        lines.append(f"Metrics are at http://{server.metrics_address}/metrics.")
     # With its end, in one piece: the log writes to the same terminal.
     return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token), ""])

@@ -8,12 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat import ParameterServer, optim, schedule, staleness
+from offbeat.address import THIS_MACHINE
 from offbeat.cli import model_file, notation
 from offbeat.cli.background import Background, LogHandler
 from offbeat.cli.exit_codes import ExitCode, code_of, first_failure
 from offbeat.cli.parser import count, file, positive_int
 from offbeat.cli.signals import Signals, Stopped
 from offbeat.errors import ConfigError, StateError
+from offbeat.extras import lacks
 
 __all__ = [
     "add_run_options",
@@ -132,6 +134,8 @@ def make_server(
     insecure: bool = False,
     linger_s: float = 10.0,
     rejoin_grace_s: float = 60.0,
+    metrics_port: int | None = None,
+    metrics_host: str = THIS_MACHINE[0],
 ) -> ParameterServer:
     """Make the server that a command line describes.
 
@@ -143,11 +147,16 @@ def make_server(
         insecure: The same.
         linger_s: The same.
         rejoin_grace_s: The same.
+        metrics_port: The same.
+        metrics_host: The same.
 
     Raises:
         ConfigError: If an option cannot be used.
         OSError: If the model's file cannot be read.
+        ModuleNotFoundError: If there are to be metrics, and what writes them is not installed.
     """
+    if metrics_port is not None and (fault := lacks("prometheus_client", "--metrics-port")):
+        raise ModuleNotFoundError(fault, name="prometheus_client")
     if arguments.save is not None:
         model_file.check_writable(arguments.save.path())
     return ParameterServer(
@@ -169,6 +178,8 @@ def make_server(
         insecure=insecure,
         linger_s=linger_s,
         rejoin_grace_s=rejoin_grace_s,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
     )
 
 

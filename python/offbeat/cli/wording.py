@@ -3,20 +3,42 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.address import EVERY_INTERFACE, is_local, reachable
+
 __all__ = [
+    "PRESENT",
     "Told",
     "by_reason",
+    "checkpoints",
     "columns",
     "duration",
+    "gone",
     "learning_rate",
     "model",
     "optimizer",
     "plain",
     "pushes",
+    "run_at",
     "staleness",
 ]
 
 Told = Mapping[str, Any]
+
+PRESENT = ("joined", "stalled")
+"""The states of a worker that is there."""
+
+
+def run_at(run: Told, asked: str) -> str:
+    """Word which run it is, where, and how it is; `asked` is the address where it was asked."""
+    state = run["state"].replace("_", " ")
+    return f"{run['run_id']} on {_address(run['address'], asked)}, {state}, up {duration(run['uptime_s'])}"
+
+
+def _address(told: str, asked: str) -> str:
+    """Give an address to join with, where a server listens on every interface."""
+    if told.rpartition(":")[0] not in EVERY_INTERFACE:
+        return told
+    return f"{reachable(told) if is_local(asked) else asked} (every interface)"
 
 
 def model(run: Told) -> str:
@@ -63,6 +85,21 @@ def pushes(run: Told) -> str:
     tickets = run["tickets"]
     fates = ", ".join(f"{tickets[fate]:,} {fate}" for fate in ("applied", "partial", "dropped"))
     return f"{fates}, {by_reason(run['rejected'])} rejected"
+
+
+def checkpoints(told: Told) -> str:
+    """Word where a server's checkpoints are, and how old the newest is."""
+    newest = "none written yet"  # by this server: the one that it went on from does not count
+    if told["version"] is not None:
+        newest = f"the newest of version {told['version']:,}, {duration(told['age_s'])} ago"
+    failed = "" if told["failed"] is None else f"; the last one failed: {told['failed']}"
+    return f"in {told['directory']}, {newest}{failed}"
+
+
+def gone(departures: Sequence[Told], workers: Sequence[Told]) -> list[Told]:
+    """Tell who has gone, oldest first; a worker that was lost and is back has not."""
+    present = {worker["incarnation"] for worker in workers if worker["state"] in PRESENT}
+    return [d for d in departures if d["state"] != "lost" or d["incarnation"] not in present]
 
 
 def by_reason(rejected: Mapping[str, int]) -> str:

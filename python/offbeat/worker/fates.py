@@ -37,6 +37,12 @@ class Fates:
         self._counts[fate_of(receipt)] += 1
         self._staleness += receipt.staleness if receipt.applied else 0
 
+    @property
+    def mean_staleness(self) -> float | None:
+        """In updates, of the applied pushes since the last reading; None where none was applied."""
+        applied = self._counts["applied"]
+        return self._staleness / applied if applied else None
+
     def read(self) -> str:
         """Say what became of the pushes, if any was rejected, else nothing; and begin anew."""
         counts = self._counts

@@ -14,6 +14,7 @@ from offbeat.local.batches import Epochs, Given, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
 from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
+from offbeat.tracking.fanout import Fanout
 from offbeat.worker.fates import Fates, fate_of
 from offbeat.worker.link import Link
 from offbeat.worker.progress import Progress
@@ -38,6 +39,8 @@ class TrainPlan:
         reduction: Whether that scalar is a mean or a sum over the batch.
         meters: What to measure.
         log_frequency: Steps between log lines.
+        trackers: Who is handed the log lines' numbers.
+        first_step: How many steps the worker had made before.
     """
 
     source: Epochs | Given
@@ -48,6 +51,8 @@ class TrainPlan:
     reduction: LossReduction
     meters: list[Meter]
     log_frequency: int
+    trackers: Fanout
+    first_step: int
 
     def num_batches(self, per_step: int) -> int | None:
         """Count the batches that there will be at most, if anyone knows."""
@@ -207,6 +212,7 @@ class _Loop:
             samples=history.samples,
             seconds=now - self._began,
             metrics=metrics,
+            staleness=self._fates.mean_staleness,
         )
         history.records.append(record)
         since, samples = self._logged
@@ -219,7 +225,21 @@ class _Loop:
         speed = f"{rate:,.0f} samples/s" + (f", with those of rejected pushes; {fates}" if fates else "")
         text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({speed})"
         self._progress.log(text, record, fates)
+        self._plan.trackers.log(_tracked(record, rate), self._plan.first_step + record.step)
         self._link.session.set_progress(history.steps)
+
+
+def _tracked(record: Record, samples_per_s: float) -> dict[str, float]:
+    """Give a log line's numbers by the names under which trackers keep them."""
+    ours: dict[str, float] = {
+        "version": record.version,
+        "samples": record.samples,
+        "seconds": record.seconds,
+        "samples_per_s": samples_per_s,
+    }
+    if record.staleness is not None:
+        ours["staleness"] = record.staleness
+    return record.metrics | {f"offbeat/{name}": value for name, value in ours.items()}
 
 
 def _rejections(reasons: Counter[str], last: str) -> str:

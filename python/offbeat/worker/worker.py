@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import process
-from offbeat.checks import at_least_one, functions, refuse
+from offbeat.checks import Faults, at_least_one, functions, refuse
 from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.local.batches import batches_of, loaded
@@ -21,6 +21,8 @@ from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
+from offbeat.tracking.base import Tracker, trackers_of
+from offbeat.tracking.fanout import Fanout
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.join import Buffers, JoinConfig, fixed, join
 from offbeat.worker.progress import progress_for
@@ -123,6 +125,7 @@ class AsyncWorker(process.Live):
         )
         self.local_batch_size = local_batch_size
         self._epochs_begun = 0
+        self._steps_made = 0  # by calls of `train`
         self._history = History()
         self._loss_fn: LossFunction | None = None
         self._facade: WorkerOptimizer | None = None
@@ -259,6 +262,7 @@ class AsyncWorker(process.Live):
         log_frequency: int = 100,
         max_steps: int | None = None,
         progress: bool | None = None,
+        trackers: Tracker | Iterable[Tracker] = (),
     ) -> History:
         """Train, and leave the model with the newest parameters pulled.
 
@@ -278,6 +282,10 @@ class AsyncWorker(process.Live):
             max_steps: Stop after that many steps.
             progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
                 one line per `log_frequency` to stderr where logging is not configured.
+            trackers: One of `offbeat.tracking`, or several, which keep each log line: the metrics, and
+                `offbeat/version`, `/samples`, `/seconds`, `/samples_per_s` and `/staleness`, at this
+                worker's step, counted over all its calls of `train`. One that fails is warned of once and
+                stops nothing. They are yours to finish.
 
         Returns:
             What happened. `history.stopped` is "epochs", "max_steps", or "budget" where the run's
@@ -292,9 +300,11 @@ class AsyncWorker(process.Live):
         steps = self._usable()
         self._is_broken_off = True  # until it returns
         limit = {} if max_steps is None else {"max_steps": max_steps}
-        faults = at_least_one(epochs=epochs, log_frequency=log_frequency, **limit)
+        faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
         example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
-        refuse(faults + functions(example, loss_fn=loss_fn))
+        faults += functions(example, loss_fn=loss_fn)
+        tracking = faults.catch(lambda: trackers_of(trackers)) or []
+        refuse(faults)
         seed = self._config.seed
         source = batches_of(
             dataset,
@@ -319,6 +329,8 @@ class AsyncWorker(process.Live):
             reduction=self._config.loss_reduction,
             meters=measured,
             log_frequency=log_frequency,
+            trackers=Fanout(tracking, f"worker {self.id}"),
+            first_step=self._steps_made,
         )
         self._loss_fn = loss_fn
         self._history = history = History(optimizer=steps.words)
@@ -331,6 +343,7 @@ class AsyncWorker(process.Live):
                 run(plan, link=self._link, steps=steps, device=self.device, history=history, progress=shown)
             finally:
                 self._epochs_begun += history.epochs + (history.stopped != "epochs")
+                self._steps_made += history.steps
         self._is_broken_off = False
         if not history.samples and history.stopped == "epochs":
             what = "dataset" if dataloader is None else "dataloader"

@@ -161,6 +161,12 @@ NAMES_OF_TABLES = [
     "AsyncGradientAccumulator",
     "AsyncGradientAccumulator.train_step",
     "init_distributed",
+    "tracking.JSONL",
+    "tracking.CSV",
+    "tracking.TensorBoard",
+    "tracking.watch",
+    "tracking.Run.plot",
+    "History.plot",
 ]
 
 

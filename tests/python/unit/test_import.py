@@ -20,6 +20,7 @@ TORCH_FREE = [
     "offbeat.schedule",
     "offbeat.server",
     "offbeat.staleness",
+    "offbeat.tracking",
 ]
 
 
@@ -81,7 +82,7 @@ def test_every_public_name_is_there():
 def test_no_public_name_is_hidden_by_a_module_of_its_name():
     names = set(offbeat.__all__) - {"__version__"}
     modules = {name for name in names if importlib.util.find_spec(f"offbeat.{name}") is not None}
-    assert modules == {"averaging", "errors", "optim", "schedule", "staleness"}
+    assert modules == {"averaging", "errors", "optim", "schedule", "staleness", "tracking"}
 
 
 def test_unknown_name_raises_and_suggests_the_nearest():

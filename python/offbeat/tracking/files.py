@@ -1,0 +1,194 @@
+"""Trackers that write plain files, which any tool reads: JSON lines, and CSV.
+
+A file only grows, by whole calls of `log`, and each is with the system when the call returns: a process that
+is killed costs nothing that was logged. What is opened again is gone on with.
+"""
+
+import csv
+import io
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from offbeat import plain_json
+from offbeat.checks import refuse
+from offbeat.errors import ClosedError, ConfigError
+from offbeat.tracking.base import checked, no_name
+
+__all__ = ["CSV", "JSONL"]
+
+
+class _File:
+    """A file of lines that only grows."""
+
+    _head: bytes
+    """What the first line of every such file begins with."""
+    _kind: str
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        refuse(no_name("a file", path=path))
+        self._path = Path(path)
+        self._is_torn = False  # a line may have been left half written, as on a full disk
+        # Unbuffered and for appending: each call is one write, also where several processes share a file.
+        self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
+        try:
+            self._take_up(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers down.
+
+        Args:
+            values: By name.
+            step: Where they belong.
+
+        Raises:
+            ConfigError: If something is no number; nothing is written then.
+            ClosedError: After `finish()`.
+            OSError: If the file cannot be written.
+        """
+        numbers = checked(values, step)
+        if self._file is None:
+            raise ClosedError(f"{self!r} was finished; make a new one, which goes on with the file")
+        if not numbers:
+            return
+        text = self._text(numbers, step, time.time())
+        if self._is_torn:
+            self._take_up(self._file)
+        self._is_torn = True
+        _write(self._file, text)
+        self._is_torn = False
+
+    def finish(self) -> None:
+        """Close the file; finishing twice is fine."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        """Use as a context manager: finished at the end."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    def __repr__(self) -> str:
+        return f"offbeat.tracking.{type(self).__name__}({str(self._path)!r})"
+
+    def _text(self, numbers: Mapping[str, float], step: int, now: float) -> bytes:
+        raise NotImplementedError
+
+    def _begin(self, file: BinaryIO) -> None:
+        """Write what an empty file begins with."""
+
+    def _take_up(self, file: BinaryIO) -> None:
+        """Go on with a file of ours: a line that a killed process has left half written is taken off.
+
+        Raises:
+            ConfigError: If the file holds something else, which is left as it is.
+        """
+        file.seek(0)
+        first = file.read(len(self._head))
+        if not self._head.startswith(first):
+            raise ConfigError(
+                f"{self._path} holds something else than {self._kind} of ours: give another path"
+            )
+        end = _end_of_lines(file)
+        file.seek(end)
+        if (rest := file.read()) and self._is_whole(rest):
+            _write(file, b"\n")
+        elif rest:
+            file.truncate(end)
+        if end == 0:
+            self._begin(file)
+
+    def _is_whole(self, line: bytes) -> bool:  # noqa: ARG002  of those that can tell
+        """Whether a line without its end lacks nothing else."""
+        return False
+
+
+class JSONL(_File):
+    """A tracker that writes one JSON object a line, by `{"step": …, "time_unix_s": …, "values": {…}}`.
+
+    What is NaN or infinite is null, since JSON has no word for it.
+
+    Args:
+        path: The file; one that is there is gone on with.
+
+    Raises:
+        ConfigError: If the file holds something else.
+        OSError: If it cannot be opened, as where its folder is missing.
+
+    Example:
+        >>> with offbeat.tracking.JSONL("run.jsonl") as log:
+        ...     worker.train(dataset=data, loss_fn=loss_fn, trackers=log)
+    """
+
+    _head = b'{"step": '
+    _kind = "JSON lines"
+
+    def _is_whole(self, line: bytes) -> bool:
+        try:
+            json.loads(line)
+        except ValueError:
+            return False
+        return True
+
+    def _text(self, numbers: Mapping[str, float], step: int, now: float) -> bytes:
+        line = {"step": step, "time_unix_s": now, "values": dict(numbers)}
+        return f"{plain_json.dumps(line)}\n".encode()
+
+
+class CSV(_File):
+    """A tracker that writes one number a line, under the columns step, time_unix_s, name and value.
+
+    Long, and not one column a name: names may come later (a metric of the second epoch, a worker that joins),
+    and a file whose header is written again does not only grow. A table is made of it by
+    `pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")`. Numbers are as Python
+    writes them, `nan` and `inf` among them, so that `float()` gives the same bits back.
+
+    Args:
+        path: The file; one that is there is gone on with.
+
+    Raises:
+        ConfigError: If the file holds something else.
+        OSError: If it cannot be opened, as where its folder is missing.
+    """
+
+    _head = b"step,time_unix_s,name,value\n"
+    _kind = "CSV"
+
+    def _begin(self, file: BinaryIO) -> None:
+        _write(file, self._head)
+
+    def _text(self, numbers: Mapping[str, float], step: int, now: float) -> bytes:
+        text = io.StringIO(newline="")
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerows((step, repr(now), name, repr(value)) for name, value in numbers.items())
+        return text.getvalue().encode()
+
+
+def _write(file: BinaryIO, text: bytes) -> None:
+    while text:  # a disk that fills up takes a part
+        text = text[file.write(text) :]
+
+
+def _end_of_lines(file: BinaryIO, chunk_bytes: int = 1 << 16) -> int:
+    """Tell where the last whole line ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - chunk_bytes)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0

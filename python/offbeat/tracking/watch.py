@@ -1,0 +1,114 @@
+"""Looking at a server now and then, beside whatever else is done: for trackers, and for a picture."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, cast, runtime_checkable
+
+from offbeat.address import is_address
+from offbeat.checks import Faults, is_number, refuse, strings
+from offbeat.process import cause_of, warn
+from offbeat.tracking.base import Tracker, trackers_of
+from offbeat.tracking.fanout import Fanout
+from offbeat.tracking.registry import Status, scalars
+from offbeat.tracking.run import Run
+
+__all__ = ["StatusSource", "watch"]
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+@runtime_checkable
+class StatusSource(Protocol):
+    """What can be asked for a server's status by a thread of its own, as a `ParameterServer` can."""
+
+    def status(self) -> Status:
+        """Tell how it goes."""
+
+
+@contextmanager
+def watch(
+    server: StatusSource | str,
+    *,
+    trackers: Tracker | Iterable[Tracker] = (),
+    interval_s: float = 1.0,
+    token: str | None = None,
+) -> Iterator[Run]:
+    """Look at a server now and then until the block ends, and once more then.
+
+    A look that fails, as where the server has gone, is warned of once and tried again.
+
+    Args:
+        server: A `ParameterServer` of this process, or the "HOST:PORT" of any.
+        trackers: Who is handed each status's numbers (`offbeat/model_version`, `offbeat/samples_total`, …) at
+            the model's version as the step; yours to finish.
+        interval_s: Between two looks, above 0.
+        token: The server's, where it is named by its address; None means the environment's OFFBEAT_TOKEN.
+
+    Yields:
+        What was seen, as far as it is.
+
+    Raises:
+        ConfigError: If an argument cannot be used.
+
+    Example:
+        >>> with offbeat.tracking.watch(server, trackers=offbeat.tracking.JSONL("server.jsonl")) as run:
+        ...     server.wait_for_workers()
+        >>> run.plot("run.png")
+    """
+    faults = Faults(strings(token=token))
+    if not (is_address(server) if isinstance(server, str) else isinstance(server, StatusSource)):
+        faults.append(f'server is {server!r:.100}: give a ParameterServer, or its "HOST:PORT"')
+    if not is_number(interval_s) or interval_s <= 0:
+        faults.append(f"interval_s is {interval_s!r}: give a number of seconds above 0")
+    known = faults.catch(lambda: trackers_of(trackers)) or []
+    refuse(faults)
+    run, ended = Run(), threading.Event()
+    look = _Look(run, _asking(server, token), Fanout(known, "the watched server"))
+    watching = threading.Thread(target=_watch, args=(look, ended, interval_s), name="offbeat-watch")
+    look()
+    watching.start()
+    try:
+        yield run
+    finally:
+        ended.set()
+        watching.join()
+        look()
+
+
+class _Look:
+    """One look after the other."""
+
+    def __init__(self, run: Run, ask: Callable[[], Status], trackers: Fanout) -> None:
+        self._run, self._ask, self._trackers = run, ask, trackers
+        self._has_warned = False
+
+    def __call__(self) -> None:
+        try:
+            status = self._ask()
+        except Exception as error:  # noqa: BLE001  a server that has gone, in any of its ways
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"the server cannot be watched, which is tried again: {cause_of(error)}")
+            return
+        self._has_warned = False
+        self._run.observe(status, time.monotonic())
+        self._trackers.log(scalars(status), status["version"])
+
+
+def _watch(look: _Look, ended: threading.Event, interval_s: float) -> None:
+    main = threading.main_thread()  # Python waits for this thread before it ends, and the block may never
+    while not ended.wait(interval_s) and main.is_alive():
+        look()
+
+
+def _asking(server: StatusSource | str, token: str | None) -> Callable[[], Status]:
+    if not isinstance(server, str):
+        return server.status
+    from offbeat._offbeat import fetch_status
+
+    secret = token or os.environ.get("OFFBEAT_TOKEN") or None
+    return lambda: cast(Status, json.loads(fetch_status(server, secret, ANSWER_TIMEOUT_S)))

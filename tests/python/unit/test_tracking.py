@@ -1,0 +1,323 @@
+"""Trackers: what is logged is read back by somebody else's reader, whatever it is called."""
+
+import csv
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import ClosedError, ConfigError
+from offbeat.tracking import CSV, JSONL, TensorBoard, Tracker
+from offbeat.tracking.base import checked, trackers_of
+from offbeat.tracking.fanout import Fanout
+
+NAMES = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20)
+CALLS = st.lists(
+    st.tuples(st.integers(0, 2**53), st.dictionaries(NAMES, st.floats(), min_size=1, max_size=4)), max_size=6
+)
+FILES = [JSONL, CSV]
+
+
+def from_jsonl(path):
+    lines = path.read_text("utf-8").split("\n")
+    assert lines.pop() == ""
+    read = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+    return [(line["step"], line["time_unix_s"], line["values"]) for line in read]
+
+
+def from_csv(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            (int(row["step"]), float(row["time_unix_s"]), row["name"], float(row["value"]))
+            for row in csv.DictReader(file, strict=True)
+        ]
+
+
+def same(one, other):
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+@given(CALLS)
+def test_a_jsonl_file_is_read_back_as_it_was_logged_and_what_is_not_finite_is_null(tmp_path_factory, calls):
+    path = tmp_path_factory.mktemp("jsonl") / "run.jsonl"
+    begin = time.time()
+    with JSONL(path) as log:
+        for step, values in calls:
+            log.log(values, step)
+    read = from_jsonl(path)
+    times = [at for _, at, _ in read]
+    assert times == sorted(times)
+    assert all(begin <= at <= time.time() for at in times)
+    wanted = [
+        (step, {k: v if math.isfinite(v) else None for k, v in values.items()}) for step, values in calls
+    ]
+    assert [(step, values) for step, _, values in read] == wanted
+
+
+@given(CALLS)
+def test_a_csv_file_is_read_back_to_the_bit_whatever_names_come_later(tmp_path_factory, calls):
+    path, begin = tmp_path_factory.mktemp("csv") / "run.csv", time.time()
+    with CSV(path) as log:
+        for step, values in calls:
+            log.log(values, step)
+    wanted = [(step, name, value) for step, values in calls for name, value in values.items()]
+    read = from_csv(path)
+    assert [(step, name) for step, _, name, _ in read] == [row[:2] for row in wanted]
+    assert all(same(one[3], other[2]) for one, other in zip(read, wanted, strict=True))
+    times = [at for _, at, _, _ in read]
+    assert times == sorted(times)
+    assert all(begin <= at <= time.time() for at in times)
+
+
+@pytest.mark.parametrize("cls", FILES)
+def test_a_file_that_is_there_is_gone_on_with(tmp_path, cls):
+    path = tmp_path / "run"
+    for step in (1, 2):
+        with cls(path) as log:
+            log.log({"loss": 0.5}, step)
+    read = from_jsonl(path) if cls is JSONL else from_csv(path)
+    assert [row[0] for row in read] == [1, 2]
+
+
+@pytest.mark.parametrize("cls", FILES)
+def test_a_line_that_was_left_half_written_anywhere_is_taken_off(tmp_path, cls):
+    whole = tmp_path / "whole"
+    with cls(whole) as log:
+        log.log({"a, b": 0.5}, 1)
+        log.log({'"c': 1.5}, 2)
+    text = whole.read_bytes()
+    for length in range(len(text)):
+        path = tmp_path / f"cut-{length}"
+        path.write_bytes(text[:length])
+        with cls(path) as log:
+            log.log({"d": 2.5}, 3)
+        read = from_jsonl(path) if cls is JSONL else from_csv(path)
+        kept = text[:length].count(b"\n") - (cls is CSV and length >= len(CSV._head))
+        # A line of JSON of which the end alone is missing lacks nothing.
+        kept += cls is JSONL and length in {i for i, byte in enumerate(text) if byte == ord("\n")}
+        assert [row[0] for row in read] == [*[1, 2][:kept], 3]
+
+
+@pytest.mark.parametrize("cls", FILES)
+@pytest.mark.parametrize("text", ["model = 5\n", "{}", "step,loss\n1,0.5\n", '{"loss": 1}\n'])
+def test_a_file_that_holds_something_else_is_refused_and_left_as_it_is(tmp_path, cls, text):
+    path = tmp_path / "mine"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"mine holds something else .* give another path"):
+        cls(path)
+    assert path.read_text() == text
+
+
+def test_a_json_object_without_the_end_of_its_line_is_not_cut_off(tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text('{"step": 1, "time_unix_s": 0.0, "values": {"loss": 2.0}}')
+    with JSONL(path) as log:
+        log.log({"loss": 1.0}, 2)
+    assert [step for step, *_ in from_jsonl(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("cls", FILES)
+def test_what_was_logged_is_in_the_file_when_the_process_is_killed(tmp_path, cls):
+    path = tmp_path / "run"
+    code = (
+        "import os, signal, sys; from offbeat import tracking\n"
+        "log = getattr(tracking, sys.argv[1])(sys.argv[2])\n"
+        "for step in range(100): log.log({'loss': step / 4}, step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, cls.__name__, str(path)], check=False)
+    assert ran.returncode == -signal.SIGKILL
+    read = from_jsonl(path) if cls is JSONL else from_csv(path)
+    assert [row[0] for row in read] == list(range(100))
+
+
+@pytest.mark.parametrize("cls", FILES)
+def test_several_processes_may_write_one_file(tmp_path, cls):
+    path = tmp_path / "run"
+    cls(path).finish()
+    code = (
+        "import sys; from offbeat import tracking\n"
+        "with getattr(tracking, sys.argv[1])(sys.argv[2]) as log:\n"
+        "    for step in range(200): log.log({f'worker {sys.argv[3]}': step}, step)"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, cls.__name__, str(path), str(i)]) for i in range(3)
+    ]
+    assert [writer.wait(40) for writer in writers] == [0, 0, 0]
+    read = from_jsonl(path) if cls is JSONL else from_csv(path)
+    for i in range(3):
+        name = f"worker {i}"
+        assert [row[0] for row in read if name in row[2]] == list(range(200))
+
+
+def test_what_is_no_number_is_refused_all_at_once_and_nothing_is_written(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with JSONL(path) as log:
+        with pytest.raises(ConfigError) as refused:
+            log.log({"loss": 1.0, "name": "amy", "": 2.0, "a\nb": 3.0, "many": [1, 2]}, -1)
+        for said in ("step is -1", "name is 'amy'", "called ''", r"called 'a\nb'", "many is [1, 2]"):
+            assert said in str(refused.value)
+        log.log({"loss": 2.0}, 1)
+    assert [values for *_, values in from_jsonl(path)] == [{"loss": 2.0}]
+
+
+def test_a_tensor_of_one_element_is_a_number():
+    torch = pytest.importorskip("torch")
+    assert checked({"loss": torch.tensor([0.5])}, 0) == {"loss": 0.5}
+    with pytest.raises(ConfigError, match="loss is tensor"):
+        checked({"loss": torch.zeros(2)}, 0)
+
+
+def test_a_path_that_is_none_is_refused():
+    for cls in (JSONL, CSV, TensorBoard):
+        for path in (None, 3, ""):
+            with pytest.raises(ConfigError, match=f"is {path!r}: give the name of a"):
+                cls(path)
+
+
+@pytest.mark.parametrize("cls", [JSONL, CSV, TensorBoard])
+def test_a_tracker_that_was_finished_says_so(tmp_path, cls):
+    log = cls(tmp_path / "run")
+    log.log({"loss": 1.0}, 1)
+    log.finish()
+    log.finish()
+    with pytest.raises(ClosedError, match=f"{cls.__name__}.*was finished"):
+        log.log({"loss": 1.0}, 2)
+
+
+# ------------------------------------------------------------------------------- TensorBoard
+
+READ_EVENTS = """
+import sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1])
+events.Reload()
+for tag in sorted(events.Tags()["scalars"]):
+    for event in events.Scalars(tag): print(tag, event.step, event.value)
+"""
+
+
+def scalars(run_python, directory):
+    rows = [line.split() for line in run_python(READ_EVENTS, str(directory)).splitlines()]
+    return {(name, int(step)): float(value) for name, step, value in rows}
+
+
+WRITE_EVENTS = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv[2:]))  # makes `import` of these an ImportError
+from offbeat.tracking import TensorBoard
+with TensorBoard(sys.argv[1]) as log:
+    for step in range(5): log.log({"loss": step / 4, "offbeat/version": 3 * step, "nan": float("nan")}, step)
+    print(type(log._writer).__module__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "writer"), [([], "torch.utils.tensorboard.writer"), (["tensorboard"], "tensorboardX.writer")]
+)
+def test_tensorboard_reads_back_what_either_writer_wrote(run_python, tmp_path, hidden, writer):
+    pytest.importorskip("tensorboard")
+    assert run_python(WRITE_EVENTS, str(tmp_path), *hidden).strip() == writer
+    read = scalars(run_python, tmp_path)
+    for step in range(5):
+        assert read["loss", step] == step / 4
+        assert read["offbeat/version", step] == 3 * step
+        assert math.isnan(read["nan", step])
+    assert len(read) == 15
+
+
+def test_without_a_writer_of_event_files_it_says_what_to_install(run_python, tmp_path):
+    said = run_python(
+        "import sys\n"
+        "sys.modules['tensorboard'] = sys.modules['tensorboardX'] = None\n"
+        "from offbeat import errors, tracking\n"
+        "try: tracking.TensorBoard(sys.argv[1])\n"
+        "except errors.ConfigError as error: print(error)",
+        str(tmp_path / "new"),
+    )
+    assert "pip install tensorboard " in said
+    assert "pip install 'offbeat[tensorboard]'" in said
+    assert "tensorboardX" in said
+    assert not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------- whoever is given
+
+
+class Kept:
+    """A tracker of a user's."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
+
+    def log(self, values, step):
+        if self.error is not None:
+            raise self.error
+        self.calls.append((dict(values), step))
+
+    def finish(self):
+        pass
+
+
+def test_any_object_with_the_two_methods_is_a_tracker(tmp_path):
+    one = Kept()
+    assert isinstance(one, Tracker)
+    with JSONL(tmp_path / "a") as log:
+        assert isinstance(log, Tracker)
+    assert trackers_of(one) == [one]
+    assert trackers_of((one, one)) == [one, one]
+    assert trackers_of([]) == []
+
+
+def test_what_is_no_tracker_is_refused_all_at_once():
+    with pytest.raises(ConfigError) as refused:
+        trackers_of([Kept(), "run.jsonl", JSONL, 3])
+    assert "trackers has 'run.jsonl'" in str(refused.value)
+    assert "trackers is the class JSONL" in str(refused.value)
+    assert "trackers has 3" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"'run.jsonl'.*give objects with log"):
+        trackers_of("run.jsonl")
+
+
+def test_a_tracker_that_raises_is_warned_of_once_and_the_others_hear(caplog):
+    good, bad = Kept(), Kept(OSError("the disk is full"))
+    fanout = Fanout([bad, good], "worker amy")
+    fanout.log({"loss": 1.0}, 1)
+    fanout.log({"loss": 0.5}, 2)
+    assert good.calls == [({"loss": 1.0}, 1), ({"loss": 0.5}, 2)]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "worker amy" in record.getMessage()
+    assert "OSError: the disk is full" in record.getMessage()
+    bad.error = None  # room was made
+    fanout.log({"loss": 0.25}, 3)
+    assert bad.calls == [({"loss": 0.25}, 3)]
+
+
+FILL_THE_DISK = """
+import resource, sys
+from offbeat import tracking
+log = getattr(tracking, sys.argv[1])(sys.argv[2])
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # in the middle of a line
+for step in range(100):
+    try: log.log({"loss": step / 4}, step)
+    except OSError: print(step)
+    if step == 50: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+"""
+
+
+@pytest.mark.parametrize("cls", FILES)
+def test_a_disk_that_is_full_for_a_while_costs_whole_records(run_python, tmp_path, cls):
+    path = tmp_path / "run"
+    lost = {int(step) for step in run_python(FILL_THE_DISK, cls.__name__, str(path)).split()}
+    assert lost
+    assert lost == set(range(min(lost), 51))
+    read = from_jsonl(path) if cls is JSONL else from_csv(path)
+    assert [row[0] for row in read] == sorted(set(range(100)) - lost)
