@@ -144,7 +144,9 @@ def test_without_checkpoints_and_losses_neither_has_a_line():
 
 def test_help_says_how_long_the_server_is_tried(capsys):
     assert main.main(["status", "--help"]) == 0
-    assert "--timeout SECONDS how long to try; default: 10" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--timeout SECONDS how long to try; where all is silent, up to 2 s more" in said
+    assert "default: 10" in said
 
 
 def test_help_explains_the_words_of_the_tables(capsys):
