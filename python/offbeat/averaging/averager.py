@@ -1,10 +1,11 @@
 """`AsyncModelAverager`."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import distributed, nn
@@ -16,9 +17,17 @@ from offbeat.averaging.members import Alone, Group, Members
 from offbeat.averaging.methods import Method, as_method, shown
 from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds, variance
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
-from offbeat.averaging.settings import AveragingPolicy, Backend, Pacing, name_of, overlap_faults, pacing
+from offbeat.averaging.settings import (
+    AveragingPolicy,
+    Backend,
+    Pacing,
+    fitting_faults,
+    name_of,
+    overlap_faults,
+    pacing,
+)
 from offbeat.checks import Faults, is_count, refuse
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, loaded, moved
 from offbeat.local.device import usable_device
@@ -32,6 +41,9 @@ __all__ = ["AsyncModelAverager"]
 
 EVALUATION_BATCH = 256
 """Samples at a time, of a dataset that is given without a loader."""
+
+ROUNDS_TO_AGREE = 3
+"""Rounds in a row in which members want different things before they are told."""
 
 _log = logging.getLogger("offbeat")
 
@@ -47,7 +59,10 @@ class AsyncModelAverager:
 
     All begin with the first member's model. A member whose data is at its end calls `flush`, after which all
     models are alike; those that end earlier take part with nothing until the last has ended. A member whose
-    parameters are not finite adds nothing to a round and takes over the others' mean, with a warning.
+    parameters are not finite adds nothing to a round and takes over the others' mean, with a warning, and
+    what its optimizer kept that is not finite is forgotten. Where no member's are finite it is an error.
+
+    `close`, or a `with` block, gives back the connections that members have of their own.
 
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
@@ -79,6 +94,8 @@ class AsyncModelAverager:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
+        StateError: If members are set differently, or the process group is another one than is asked for.
+        ConnectError: If a process group was to be made, and the others did not come.
 
     Example:
         >>> averager = offbeat.AsyncModelAverager(nn.Linear(4, 2), averaging_frequency=10)
@@ -124,7 +141,7 @@ class AsyncModelAverager:
         where = faults.catch(lambda: usable_device(device))
         how = faults.catch(lambda: as_method(method))
         if not faults:
-            faults.catch(lambda: _check_fragments(how, each_once(model)))
+            faults += fitting_faults(how, pace, overlap, len(each_once(model)))
         if faults:  # and what is wrong with the members besides, where that can be told without them
             faults.catch(lambda: meet(communication_backend, process_group, rank, world_size, is_tried=True))
         refuse(faults)
@@ -132,6 +149,7 @@ class AsyncModelAverager:
         assert how is not None  # noqa: S101
         assert pace is not None  # noqa: S101
         group = meet(communication_backend, process_group, rank, world_size, is_tried=False)
+        how.check_for(1 if group is None else distributed.get_world_size(group))
         self.model = model.to(where)
         self.device = where
         self.rank = 0 if group is None else distributed.get_rank(group)
@@ -152,6 +170,7 @@ class AsyncModelAverager:
             measures_drift=self._metric == "parameter_variance",
         )
         self._loss_fn: LossFunction | None = None
+        self._num_disagreed = 0
         self._losses: list[float] = []
         self._drift: float | None = None
         self._samples = 0
@@ -186,6 +205,7 @@ class AsyncModelAverager:
             ConfigError: If the optimizer, the batch or the loss cannot be used.
             StateError: If the model has other parameters than when this was made, or members average
                 differently.
+            NonFiniteError: If it was to be averaged, and no member's parameters are finite.
             ConnectionLostError: If a member is lost.
         """
         live = self._optimizer.use(optimizer)
@@ -208,7 +228,7 @@ class AsyncModelAverager:
         """Count an iteration of a loop of one's own, after its ``optimizer.step()``; average if it is time.
 
         Args:
-            samples: In the batch; weights what this member adds.
+            samples: In the batch, 1 or more; weights what this member adds.
             loss: Of the batch; needed where the pace goes by ``"loss_variance"``.
             optimizer: The live optimizer that has stepped, for ``"slowmo"``, whose velocity follows the
                 learning rate, and for `state_dict`; may be left out after the first call.
@@ -216,9 +236,12 @@ class AsyncModelAverager:
         Raises:
             ConfigError: If a value cannot be used, or is missing.
             StateError: As `train_step`.
+            NonFiniteError: As `train_step`.
             ConnectionLostError: As `train_step`.
         """
-        faults = [] if is_count(samples) else [f"samples is {samples!r}: give a whole number, 0 or more"]
+        faults = (
+            [] if is_count(samples, least=1) else [f"samples is {samples!r}: give a whole number, 1 or more"]
+        )
         if self._metric == "loss_variance" and loss is None:
             faults.append('loss is missing, and adaptation_metric is "loss_variance": give the batch\'s loss')
         refuse(faults)
@@ -241,8 +264,13 @@ class AsyncModelAverager:
 
         Raises:
             StateError: As `train_step`.
+            NonFiniteError: As `train_step`.
             ConnectionLostError: If a member is lost, or does not call this.
         """
+        if self._rounds.is_under_way:
+            self._finish()
+        if self._rounds.is_to_change:
+            self._average(waits=True)
         for _ in range(self._rounds.num_fragments):
             self._average(waits=True)
         if self._members.size > 1:
@@ -251,6 +279,21 @@ class AsyncModelAverager:
                 self._rounds.begin(self._progress(is_at_work=False))
                 num_at_work = self._finish().num_at_work
             self._rounds.end_alike()
+
+    def close(self) -> None:
+        """Take part no more, and give back the members' own connections; the model stays usable.
+
+        May be called twice. Not to be called while other members have more to do: `flush` comes first.
+        """
+        self._members.close()
+
+    def __enter__(self) -> Self:
+        """Use the averager in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
 
     # ------------------------------------------------------------------ what is known
 
@@ -281,20 +324,22 @@ class AsyncModelAverager:
 
     @property
     def method(self) -> Method:
-        """What is made of the mean.
+        """What is made of the mean, at present.
 
-        May be set, to a name or an object, by all members before the same round. That one is still of the
-        method before, and members agree in it; what that has kept (a reference, a velocity) is then
-        forgotten, and the new one begins with the mean of the round after it, to which members go.
+        May be set, to a name or an object, in all members. They change together, after the first round that
+        all have begun with the same wish; until then all keep to the method before, and a warning says so
+        where it takes long. A member that waits in `flush` wishes for what it had. What the method before has
+        kept (a reference, a velocity) is forgotten; the new one begins with the mean of its first round, to
+        which members go.
         """
-        return self._rounds.wanted_method
+        return self._rounds.method
 
     @method.setter
     def method(self, given: str | Method) -> None:
         how = as_method(given)
-        _check_fragments(how, self._named)
+        refuse(fitting_faults(how, self._pace, self._overlap, len(self._named)))
+        how.check_for(self._members.size)
         self._rounds.wanted_method = how
-        _log.info("the method will be %r after round %d", how, self._rounds.number + 1)
 
     @overload
     def evaluate(
@@ -350,8 +395,14 @@ class AsyncModelAverager:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
-        A round that is under way is ended first, so that all members have to come there; each member has a
-        state of its own. The optimizer's is in it.
+        A round that is under way is ended first, in which every member has to take part, and which moves the
+        model: all members call this in the same place, and take the model's own state after it. Each
+        member's state is its own. The optimizer's is in it.
+
+        Raises:
+            StateError: As `train_step`.
+            NonFiniteError: As `train_step`.
+            ConnectionLostError: If a member is lost.
         """
         if self._rounds.is_under_way:
             self._finish()
@@ -372,7 +423,7 @@ class AsyncModelAverager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
-        """Go on from a state, in a model that has its values back already.
+        """Go on from a state, in a model that has its values back already. To be called by all members.
 
         Args:
             state: As `state_dict` gave it.
@@ -380,19 +431,20 @@ class AsyncModelAverager:
 
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+            StateError: If a round is under way, or members' states are not of the same round.
         """
+        if self._rounds.is_under_way:
+            raise StateError(
+                "a round is under way, which would move the model that has just been loaded: load into an "
+                "averager that was just made, or call flush() before"
+            )
         faults = Faults()
-        live = None
-        if state["optimizer"] is not None:
-            live = faults.catch(lambda: self._optimizer.use(optimizer))
         faults.catch(lambda: self._rounds.check(state["rounds"]))
         if (state["pace"] is not None) != isinstance(self._pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
         refuse(faults)
-        if live is not None:
-            live.load_state_dict(state["optimizer"])
-        if self._rounds.is_under_way:
-            self._finish()
+        if state["optimizer"] is not None:
+            self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
         self._rounds.load_state_dict(state["rounds"])
         if isinstance(self._pace, Adaptive):
             every, seen, smooth = state["pace"]
@@ -420,7 +472,8 @@ class AsyncModelAverager:
     @property
     def _is_idle(self) -> bool:
         """Whether a round would leave everything as it is."""
-        return self._members.size == 1 and self.method.is_nothing_alone
+        has_wish = self._rounds.wanted_method != self.method
+        return self._members.size == 1 and self.method.is_nothing_alone and not has_wish
 
     def _is_due(self) -> bool:
         return self._pace.is_due(
@@ -439,37 +492,66 @@ class AsyncModelAverager:
         if self._rounds.is_under_way:
             self._finish()
         check_same(self._named, self.model)
-        progress = self._progress(is_at_work=True)
+        progress, begun_at = self._progress(is_at_work=True), self._iterations_at_begin
         self._iterations_at_begin, self._began_s = self.iterations, time.monotonic()
         self._losses = []
         if self._is_idle:
-            self._count(Outcome(1, self._samples, progress.metric, None, is_finite=True))
+            if self.iterations > begun_at:
+                self._count(progress.metric, None)
             return
         self._rounds.begin(progress)
         if waits or self._overlap is False:
             self._finish()
 
     def _finish(self) -> Outcome:
+        before = self.method
         outcome = self._rounds.finish(self.iterations)
-        if outcome.num_at_work:
-            self._count(outcome)
+        if outcome.is_averaged and outcome.num_at_work:
+            self._count(outcome.metric, outcome.drift)
         if not outcome.is_finite:
+            self._recover(is_averaged=outcome.is_averaged)
+        if self.method != before:
+            _log.info("from round %d on the method is %r", self._rounds.number, self.method)
+        self._num_disagreed = 0 if outcome.are_agreed else self._num_disagreed + 1
+        if self._num_disagreed == ROUNDS_TO_AGREE:
             process.warn(
-                f"parameters of member {self.rank} were not finite in iteration {self.iterations}: it adds "
-                f"nothing to round {self.averaging_round} and goes on from the others' mean; look at its "
-                f"learning rate and its data"
+                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to "
+                f"{before!r} and the "
+                f"parameters they had trained until then: set method, and freeze parameters (requires_grad), "
+                f"in all of them; one that waits in flush() cannot follow"
             )
         return outcome
 
-    def _count(self, outcome: Outcome) -> None:
+    def _recover(self, *, is_averaged: bool) -> None:
+        """Go on after parameters were not finite: without what the optimizer kept that is not either.
+
+        Raises:
+            NonFiniteError: If there was no member's mean to go on from.
+        """
+        text = f"parameters of member {self.rank} were not finite in iteration {self._iterations_at_begin}"
+        remedy = "look at its learning rate and its data"
+        if not is_averaged:
+            raise NonFiniteError(f"{text}, nor any member's, so there is nothing to go on from: {remedy}")
+        live = self._optimizer.live
+        for kept in list(live.state if live is not None else ()):
+            assert live is not None  # noqa: S101  it has states
+            values = [v for v in live.state[kept].values() if isinstance(v, torch.Tensor)]
+            if not all(bool(value.isfinite().all()) for value in values):
+                del live.state[kept]
+        process.warn(
+            f"{text}: it adds nothing to round {self.averaging_round} and goes on from the others' "
+            f"mean; {remedy}"
+        )
+
+    def _count(self, metric: float | None, drift: float | None) -> None:
         self.averaging_round += 1
         self._iterations_at_average = self.iterations
-        self._drift = outcome.drift if outcome.drift is not None else self._drift
-        before, self._pace = self._pace, self._pace.after(outcome.metric)
+        self._drift = drift if drift is not None else self._drift
+        before, self._pace = self._pace, self._pace.after(metric)
         if self._pace.every != before.every:
             _log.info(
                 "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
-                self.averaging_round, outcome.metric, self._pace.every, before.every,
+                self.averaging_round, metric, self._pace.every, before.every,
             )  # fmt: skip
 
     def _progress(self, *, is_at_work: bool) -> Progress:
@@ -504,27 +586,18 @@ class AsyncModelAverager:
         return None if metric is None else _number_of(metric, self)
 
 
-def _number_of(metric: Callable[[Any], float], averager: AsyncModelAverager) -> float:
+def _number_of(metric: Callable[[Any], float], averager: AsyncModelAverager) -> float | None:
     found = metric(averager)
     try:
         number = float(found)
     except (TypeError, ValueError):
         number = -1.0
-    if not number >= 0.0:
+    if number < 0.0:
         raise ConfigError(
             f"adaptation_metric {name_of(metric)} gave {found!r}: it gives a number, 0 or more, which rises "
             f"where members are to average more often"
         )
-    return number
-
-
-def _check_fragments(method: Method | None, named: list[tuple[str, nn.Parameter]]) -> None:
-    if method is not None and method.num_fragments > len(named):
-        raise ConfigError(
-            f"fragments is {method.num_fragments}, and the model has {len(named)} parameters: give as "
-            f"many at "
-            f"most"
-        )
+    return number if math.isfinite(number) else None  # of which no other member's mean is to be infinite
 
 
 def _members_of(
@@ -538,10 +611,6 @@ def _members_of(
         return Alone()
     buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
     # A member waits for the others' next round, which may be as far away as a round is long.
-    timeout = (
-        timedelta(seconds=pace.every) + distributed.distributed_c10d.default_pg_timeout
-        if isinstance(pace, Seconds)
-        else None
-    )
+    more_time = timedelta(seconds=pace.every if isinstance(pace, Seconds) else 0.0)
     are_trained = [parameter.requires_grad for _, parameter in named]
-    return Group(group, [*named, *buffers.values()], setting=[*setting, are_trained], timeout=timeout)
+    return Group(group, [*named, *buffers.values()], setting=[*setting, are_trained], more_time=more_time)

@@ -76,8 +76,14 @@ def _check_place(group: "distributed.ProcessGroup | None", rank: int | None, wor
     size = 1 if group is None else distributed.get_world_size(group)
     own = 0 if group is None else distributed.get_rank(group)
     if (world_size is not None and world_size != size) or (rank is not None and rank != own):
+        where = (
+            "in torch's process group"
+            if group is not None
+            else "alone, for no communication_backend is named"
+        )
         raise StateError(
-            f"rank {rank} of world_size {world_size} is asked for, and this is process {own} of {size} "
-            + ("alone" if group is None else "in torch's process group")
-            + ": leave rank and world_size out, or start the others"
+            f"rank {rank} of world_size {world_size} is asked for, and this is process {own} of "
+            f"{size} {where}: "
+            f"leave rank and world_size out, or name a backend (communication_backend='gloo'), and start all "
+            f"processes"
         )

@@ -1,5 +1,6 @@
 """Who takes part in a round: this process alone, or all of a process group of torch's."""
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -9,15 +10,17 @@ from torch import distributed
 
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, check_alike, check_device, is_alike, own_group
+from offbeat.local.group import begin_alike, check_alike, check_device, destroy, is_alike, own_group
 from offbeat.local.sums import Sums
 
 __all__ = ["DIFFERENT", "Alone", "Group", "Members"]
 
 
 DIFFERENT = (
-    "members average differently: the method, the policy and its numbers, overlap, and which parameters are "
-    "trained (requires_grad) have to be the same in all of them, and to change before the same round"
+    "members average differently: method, averaging_policy with its frequency and bounds, adaptation_metric, "
+    "overlap, BatchNorm layers, and which parameters are trained (requires_grad) have to be the same "
+    "in all of "
+    "them when they are made"
 )
 """What to say where members' settings differ."""
 
@@ -35,6 +38,15 @@ class Members(Protocol):
 
     def finish(self) -> tuple[Flat, list[float], torch.Tensor]:
         """Wait for the sums over all members of what was begun."""
+
+    def is_alike(self, value: object) -> bool:
+        """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
+
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all members the first one's values, in place."""
+
+    def close(self) -> None:
+        """Take part no more."""
 
 
 class Alone:
@@ -59,6 +71,17 @@ class Alone:
         assert sent is not None  # noqa: S101  something was begun
         return sent
 
+    def is_alike(self, value: object) -> bool:
+        """It is."""
+        del value
+        return True
+
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """They are."""
+
+    def close(self) -> None:
+        """Nobody has to be told."""
+
 
 class Group:
     """A process group: all-reduces on its own threads, while this one goes on."""
@@ -69,7 +92,7 @@ class Group:
         named: Sequence[tuple[str, torch.Tensor]],
         *,
         setting: object,
-        timeout: timedelta | None,
+        more_time: timedelta,
     ) -> None:
         """Begin with the first member's values.
 
@@ -77,7 +100,7 @@ class Group:
             group: The members.
             named: Parameters and buffers, each once, with its name.
             setting: What has to be the same in all members, as JSON can have it.
-            timeout: How long a round waits for others; None: as long as torch does.
+            more_time: How much longer a round waits for others than the group given does.
 
         Raises:
             ConfigError: If the group has no backend for the parameters' device.
@@ -87,14 +110,16 @@ class Group:
         self.size = distributed.get_world_size(group)
         self._device = named[0][1].device
         check_device(group, self._device)
-        self._group = own_group(group, timeout=timeout)
-        check_alike(self._group, named, self._device)
-        if not is_alike(self._group, setting, self._device):
+        own = own_group(group, more=more_time)
+        self._sums = Sums(own, of="the models")
+        self._destroy = weakref.finalize(self, destroy, own)
+        self._destroy.atexit = False  # the default group takes all others with it
+        check_alike(own, named, self._device)
+        if not is_alike(own, setting, self._device):
             raise StateError(DIFFERENT)
-        begin_alike(self._group, (tensor for _, tensor in named))
+        begin_alike(own, (tensor for _, tensor in named))
         self._sent: Flat = {}
         self._facts = self._statistics = torch.empty(0)
-        self._sums = Sums(self._group, of="the models")
 
     def begin(self, sent: Flat, facts: Sequence[float], statistics: torch.Tensor) -> None:
         """Start the sums.
@@ -105,7 +130,7 @@ class Group:
         self._sent = sent
         self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
         self._statistics = statistics
-        self._sums.begin([self._facts, *([statistics] if statistics.numel() else []), *sent.values()])
+        self._sums.begin([self._facts, statistics, *sent.values()])
 
     def is_there(self) -> bool:
         """Ask the group's threads."""
@@ -117,6 +142,19 @@ class Group:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        sent, self._sent = self._sent, {}
         self._sums.finish()
+        sent, self._sent = self._sent, {}
         return sent, self._facts.tolist(), self._statistics
+
+    def is_alike(self, value: object) -> bool:
+        """Compare over the group."""
+        return is_alike(self._sums.group, value, self._device)
+
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast."""
+        begin_alike(self._sums.group, tensors)
+
+    def close(self) -> None:
+        """Destroy the group of one's own."""
+        self._sums.close()
+        self._destroy()

@@ -64,21 +64,23 @@ class FragmentMemory:
         for tensor in self._flats.get("velocity", {}).values():
             tensor.mul_(factor)
 
-    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+    def state_dict(self) -> dict[str, Any]:
         """Give copies of what is kept, by parameter."""
-        return {
+        state: dict[str, Any] = {
             kept: [part.clone() for part in slices(self._parameters, flat)]
             for kept, flat in self._flats.items()
         }
+        return state | {"are_fresh": list(self._are_fresh)}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """See that a state is of these parameters and this method.
+    @staticmethod
+    def check(method: Method, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> None:
+        """See that a state is of this method and these parameters.
 
         Raises:
             ConfigError: If it is not.
         """
-        shapes = [list(p.shape) for p in self._parameters]
-        for kept in self._keeps:
+        shapes = [list(p.shape) for p in parameters]
+        for kept in method.keeps:
             theirs = [list(part.shape) for part in state.get(kept, ())]
             if theirs != shapes:
                 raise ConfigError(
@@ -87,10 +89,10 @@ class FragmentMemory:
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that `check` has let pass."""
+        """Take over a state that `check` has let pass, of the parameters that there is room for."""
         for kept in self._keeps:
             flat = empty(self._parameters) if self._parameters else {}
             for part, value in zip(slices(self._parameters, flat), state[kept], strict=True):
                 part.copy_(value)
             self._flats[kept] = flat
-        self._are_fresh = [False] * len(self._parameters)
+        self._are_fresh = [bool(is_one) for is_one in state["are_fresh"]]

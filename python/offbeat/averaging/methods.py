@@ -6,7 +6,7 @@ members' mean and what it has kept of the rounds before, and gives where each me
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -61,6 +61,14 @@ class Method(ABC):
     has_centre: ClassVar[bool] = False
     scales_velocity: ClassVar[bool] = False
 
+    def check_for(self, num_members: int) -> None:
+        """See that its numbers go with so many members.
+
+        Raises:
+            ConfigError: If they do not.
+        """
+        del num_members  # most go with any
+
     @property
     def num_fragments(self) -> int:
         """Parts of the model that are averaged in rounds of their own, in turn."""
@@ -104,7 +112,7 @@ class EASGD(Method):
 
     Zhang, Choromanska and LeCun (2015), equations 5 and 6, synchronous: with E_i = alpha (x_i - z) each x_i
     becomes x_i - E_i, and z becomes z + the sum of all E_i. Members explore around the centre, which is what
-    `flush` leaves in all of them.
+    `flush` leaves in all of them; until then members that have ended hang on their springs like the others.
 
     Attributes:
         alpha: Strength of a spring, above 0 and, for the centre to come to rest, below 2 / num_members. None:
@@ -122,6 +130,14 @@ class EASGD(Method):
     def __post_init__(self) -> None:
         """Check the number."""
         refuse(_outside(0.0, 2.0, alpha=self.alpha))
+
+    def check_for(self, num_members: int) -> None:
+        """See that the centre comes to rest."""
+        if self.alpha is not None and num_members > 1 and self.alpha * num_members >= 2.0:  # noqa: PLR2004
+            raise ConfigError(
+                f"alpha is {self.alpha} and there are {num_members} members: the centre would be thrown ever "
+                f"further; give less than {2.0 / num_members:g}, or None for {0.9 / num_members:g}"
+            )
 
     def target(self, mean: torch.Tensor, own: torch.Tensor, memory: Memory, num_members: int) -> torch.Tensor:
         """Draw this member to the centre, and the centre to the mean."""
@@ -284,6 +300,10 @@ def as_method(given: object) -> Method:
         ConfigError: If it is neither.
     """
     if isinstance(given, Method):
+        if not is_dataclass(given):
+            raise ConfigError(
+                f"method is a {type(given).__name__}, which is no dataclass: make it one, frozen"
+            )
         return given
     if isinstance(given, str) and given in METHODS:
         return METHODS[given]()

@@ -31,8 +31,8 @@ ROUNDS_OF_REFERENCE = 3
 """Rounds at the starting frequency whose mean metric is what later ones are compared with."""
 SMOOTHING = 0.5
 """Of the newest metric in the mean that decides."""
-POWERS = {"gradient_norm": 1.0}
-"""Of the metric, where it is no square: members drift by steps whose length is the gradient's."""
+POWERS = {"gradient_norm": 1.0, "parameter_variance": 0.25}
+"""Of the metric, where it is not 1/2: a norm is no square, and drift answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,10 @@ class Adaptive:
 
     What members' drift itself measures (`is_of_drift`) answers to the frequency, so there the present
     frequency is what is multiplied, by at most two in a round: FDA's threshold on the variance
-    (Theodoropoulos et al., 2024), kept by the period in place of a message in each iteration.
+    (Theodoropoulos et al., 2024), kept by the period in place of a message in each iteration. What is
+    measured of a round is known one round later, and a variance may grow with the square of the iterations:
+    the power is 1/4 there, with which such a loop comes to rest (its poles are at .71 in size, for the
+    square; with 1/2 they are at 1), and the newest metric counts alone.
 
     Attributes:
         every: Iterations from average to average at present.
@@ -141,7 +144,9 @@ class Adaptive:
             return self
         if len(self.seen) < ROUNDS_OF_REFERENCE:
             return replace(self, seen=(*self.seen, metric))
-        smooth = metric if self.smooth is None else SMOOTHING * metric + (1.0 - SMOOTHING) * self.smooth
+        smooth = metric
+        if self.smooth is not None and not self.is_of_drift:
+            smooth = SMOOTHING * metric + (1.0 - SMOOTHING) * self.smooth
         reference = math.fsum(self.seen) / len(self.seen)
         if reference == smooth == 0.0:
             return replace(self, smooth=smooth)

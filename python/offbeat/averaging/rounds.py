@@ -45,22 +45,24 @@ class Outcome:
 
     Attributes:
         num_at_work: Members that have not ended.
-        samples: What it was weighted by, of all members.
+        is_averaged: Somebody had something to add.
         metric: Mean over the members that had one.
-        drift: Mean square distance of this member's parameters from the members' mean.
+        drift: Square distance of this member's parameters from the members' mean, over all fragments.
         is_finite: This member's parameters were.
+        are_agreed: All members want the same method, and to train the same parameters.
     """
 
     num_at_work: int
-    samples: int
+    is_averaged: bool
     metric: float | None
     drift: float | None
     is_finite: bool
+    are_agreed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What members do in a round, and so what they send: agreed upon in the round before.
+    """What members do in a round, and so what they send: agreed upon in a round before.
 
     Were it this round's own affair, members that differ would send one another sums of different sizes, and
     torch ends a process to which that happens.
@@ -69,12 +71,15 @@ class _Plan:
     method: Method
     are_trained: list[bool]
 
+    def shown(self) -> list[object]:
+        return [shown(self.method), self.are_trained]
+
 
 @dataclass(slots=True)
 class _UnderWay:
     fragment: int
     parameters: list[nn.Parameter]
-    wanted: "_Plan"
+    wanted: _Plan
     own: Flat | None
     statistics: Taken
     iterations: int
@@ -86,10 +91,10 @@ class Rounds:
 
     Attributes:
         number: Rounds begun.
-        wanted_method: What is made of the mean after the next round, in which members agree on it. What the
-            method before has kept is forgotten; a reference is, to begin with, the first mean, and velocities
-            begin at 0.
         num_bytes: Sent by this member, in all rounds: what it has added to the sums.
+        wanted_method: What is to be made of the mean after the round in which all members have come to want
+            it. What the method before has kept is forgotten then; a reference is, to begin with, the first
+            mean, and velocities begin at 0.
     """
 
     def __init__(
@@ -111,9 +116,9 @@ class Rounds:
             method: What is made of their mean.
             goes_on: The model is trained on while a round is under way.
             measures_drift: Outcomes are to have a drift.
-
         """
         self.number = self.num_bytes = 0
+        self.wanted_method = method
         self._parameters = list(parameters)
         self._members = members
         self._goes_on = goes_on
@@ -121,12 +126,14 @@ class Rounds:
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
         self._rate = 0.0
-        self.wanted_method = method
         self._plan = self._wanted()
+        self._samples: list[int] = [0]
+        self._drifts: list[float | None] = []
         self._lay_out(is_begun=True)
 
     @property
-    def _method(self) -> Method:
+    def method(self) -> Method:
+        """What is made of the mean, at present."""
         return self._plan.method
 
     @property
@@ -139,81 +146,100 @@ class Rounds:
         """Whether a round has begun and not ended."""
         return self._under_way is not None
 
+    @property
+    def is_to_change(self) -> bool:
+        """Whether this member wants another plan than the one in force."""
+        return self._wanted().shown() != self._plan.shown()
+
     def is_there(self) -> bool:
         """Tell whether the round under way can be ended without waiting."""
         return self._members.is_there()
 
     def begin(self, progress: Progress) -> None:
-        """Take the next fragment as it is and send it."""
+        """Take the next fragment as it is and send it.
+
+        Raises:
+            StateError: If the model has other BatchNorm layers than when this was made; nothing is sent.
+            ConnectionLostError: If a member is lost.
+        """
         fragment = self.number % len(self._fragments)
         trained = self._trained(fragment)
+        statistics = self._statistics.take(self._parameters[0].device)
         self._memories[fragment].fit(trained)
         own = pack(trained, trained) if trained else {}
-        statistics = self._statistics.take(self._parameters[0].device)
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
-        weight = samples if self._method.weighs == "samples" else float(is_finite)
-        needs_own = self._goes_on or self._measures_drift or self._method.has_centre
+        weight = samples if self.method.weighs == "samples" else float(is_finite)
+        weight = min(weight, 1.0) if self._members.size == 1 else weight  # one keeps its bits
+        needs_own = self._goes_on or self._measures_drift or self.method.has_centre
         sent = own if not needs_own else {kind: flat.clone() for kind, flat in own.items()}
         for flat in sent.values():
             # Zero times what is not finite would not be zero.
             flat.mul_(weight) if is_finite else flat.zero_()
         shared = statistics.values * samples if is_finite else torch.zeros_like(statistics.values)
         wanted = self._wanted()
-        mark = digest([shown(wanted.method), wanted.are_trained, progress.setting])
         metric = (0.0, 0.0) if progress.metric is None else (progress.metric, 1.0)
-        facts = [weight, samples, float(progress.is_at_work), *metric, samples * progress.rate, mark, mark**2]
+        mark = digest([self._plan.shown(), self.number, progress.setting])
+        want = digest(wanted.shown())
+        at_work = float(progress.is_at_work)
+        facts = [weight, samples, at_work, *metric, samples * progress.rate, mark, mark**2, want, want**2]
         self._members.begin(sent, facts, shared)
-        self.num_bytes += sum(flat.nbytes for flat in (*sent.values(), shared)) + 8 * len(facts)
-        self._samples[fragment] = progress.samples
         self._under_way = _UnderWay(
             fragment, trained, wanted, own if needs_own else None, statistics, progress.iterations, is_finite
         )
+        self.num_bytes += sum(flat.nbytes for flat in (*sent.values(), shared)) + 8 * len(facts)
+        self._samples[fragment] = progress.samples
         self.number += 1
 
     def finish(self, iterations: int) -> Outcome:
         """Wait for the others' and bring the model to where the method leads it.
 
+        What breaks off the wait, as Ctrl-C does, leaves the round under way.
+
         Args:
             iterations: How far this member is by now; what it has learnt since the round began stays.
 
         Raises:
-            StateError: If members are set differently, or train different parameters.
+            StateError: If members are set differently.
             ConnectionLostError: If a member is lost.
         """
-        round_, self._under_way = self._under_way, None
+        round_ = self._under_way
         assert round_ is not None  # noqa: S101  one has begun
         sums, facts, statistics = self._members.finish()
-        weight, samples, num_at_work, metrics, num_metrics, rate, marks, squares = facts
-        if is_other(marks, squares, self._members.size):
+        self._under_way = None
+        weight, samples, num_at_work, metrics, num_metrics, rate, *marks = facts
+        if is_other(marks[0], marks[1], self._members.size):
             raise StateError(DIFFERENT)
         drift = None
         if weight:
-            memory = self._memories[round_.fragment]
             for flat in sums.values():
                 flat.div_(weight)
-            memory.begin_with(sums)
-            if self._measures_drift and round_.is_finite and round_.own is not None:
-                drift = _square_distance(round_.own, sums)
+            if self._measures_drift and round_.is_finite:
+                drift = self._drift(round_, sums)
             if samples:
-                self._follow_rate(memory, rate / samples)
-            self._move(round_, sums, has_moved=iterations > round_.iterations)
+                self._follow_rate(round_.fragment, rate / samples)
+            self._move(round_, sums, weight, has_moved=iterations > round_.iterations)
             if samples:
                 self._statistics.settle(statistics / samples, round_.statistics)
-        self._follow(round_.wanted)
+        are_agreed = not is_other(marks[2], marks[3], self._members.size)
+        if are_agreed:
+            self._follow(round_.wanted)
         metric = metrics / num_metrics if num_metrics else None
-        return Outcome(round(num_at_work), round(samples), metric, drift, round_.is_finite)
+        return Outcome(round(num_at_work), weight > 0, metric, drift, round_.is_finite, are_agreed)
 
     def end_alike(self) -> None:
-        """Leave in all members what they have in common, where a method lets each have its own model."""
-        if not self._method.has_centre:
-            return
+        """Leave the same model in all members, also of what has not been averaged of late.
+
+        That is the centre, where the method has one; and the first member's value of what was frozen while it
+        differed.
+        """
         with torch.no_grad():
-            for number, memory in enumerate(self._memories):
+            for number, memory in enumerate(self._memories if self.method.has_centre else ()):
                 trained = self._trained(number)
                 memory.fit(trained)
                 for parameter, part in zip(trained, memory.parts("reference"), strict=True):
                     parameter.copy_(part)
+        self._members.make_alike([*self._parameters, *self._statistics.buffers()])
 
     def state_dict(self) -> dict[str, Any]:
         """Give what is kept from round to round; of no round under way."""
@@ -221,7 +247,9 @@ class Rounds:
             "number": self.number,
             "rate": self._rate,
             "samples": list(self._samples),
-            "method": shown(self._method),
+            "method": shown(self.method),
+            "are_trained": list(self._plan.are_trained),
+            "drifts": list(self._drifts),
             "memories": [memory.state_dict() for memory in self._memories],
         }
 
@@ -231,20 +259,38 @@ class Rounds:
         Raises:
             ConfigError: If it is of another method or model.
         """
-        if list(state["method"]) != shown(self._method) or len(state["memories"]) != len(self._memories):
+        if list(state["method"]) != shown(self.method):
             raise ConfigError(
-                f"the state is of method {state['method']}, and here it is {shown(self._method)}: make the "
+                f"the state is of method {state['method']}, and here it is {shown(self.method)}: make the "
                 f"averager with that one, load, and change the method then"
             )
-        for memory, kept in zip(self._memories, state["memories"], strict=True):
-            memory.check(kept)
+        num, own = len(state["are_trained"]), len(self._parameters)
+        if num != own:
+            raise ConfigError(f"the state is of a model of {num} parameters, and here are {own}")
+        for fragment, kept in zip(self._fragments, state["memories"], strict=True):
+            trained = [self._parameters[place] for place in fragment if state["are_trained"][place]]
+            FragmentMemory.check(self.method, trained, kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that `check` has let pass."""
+        """Take over a state that `check` has let pass.
+
+        Raises:
+            StateError: If the members' states are not of the same round.
+        """
+        plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
+        if not self._members.is_alike([plan.shown(), int(state["number"])]):
+            raise StateError(
+                "members load states of different rounds: each has to load its own, of one call of "
+                "state_dict "
+                "in all of them"
+            )
+        self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._samples = [int(samples) for samples in state["samples"]]
-        for memory, kept in zip(self._memories, state["memories"], strict=True):
-            memory.load_state_dict(kept)
+        self._drifts = list(state["drifts"])
+        for number, kept in enumerate(state["memories"]):
+            self._memories[number].fit(self._trained(number))
+            self._memories[number].load_state_dict(kept)
 
     # ------------------------------------------------------------------ inside
 
@@ -252,45 +298,56 @@ class Rounds:
         return _Plan(self.wanted_method, [p.requires_grad for p in self._parameters])
 
     def _follow(self, plan: _Plan) -> None:
-        """Do in the next round what all members have agreed upon in this one."""
-        has_other_method = plan.method != self._method
+        """Do from the next round on what all members want by now."""
+        has_other_method = plan.method != self.method
         self._plan = plan
         if has_other_method:
             self._lay_out(is_begun=False)
 
     def _lay_out(self, *, is_begun: bool) -> None:
-        num = self._method.num_fragments
+        num = self.method.num_fragments
         self._fragments = _split(range(len(self._parameters)), [p.numel() for p in self._parameters], num)
         self._memories = [
-            FragmentMemory(self._method, self._trained(number), is_begun=is_begun) for number in range(num)
+            FragmentMemory(self.method, self._trained(number), is_begun=is_begun) for number in range(num)
         ]
-        # Fragments of another cut count from where the last of the old ones was averaged.
-        self._samples = [0 if is_begun else max(self._samples)] * num
+        # Fragments of another cut count from where the first of the old ones was averaged last.
+        self._samples = [min(self._samples)] * num
+        self._drifts = [None] * num
 
     def _trained(self, fragment: int) -> list[nn.Parameter]:
         are_trained = self._plan.are_trained
         return [self._parameters[place] for place in self._fragments[fragment] if are_trained[place]]
 
-    def _follow_rate(self, memory: FragmentMemory, rate: float) -> None:
+    def _drift(self, round_: _UnderWay, means: Flat) -> float | None:
+        """Measure how far this member was from the mean, with what was last found of the other fragments."""
+        assert round_.own is not None  # noqa: S101  it is kept where drift is measured
+        own = round_.own
+        self._drifts[round_.fragment] = sum(torch.dist(own[k], means[k]).item() ** 2 for k in means)
+        known = [drift for drift in self._drifts if drift is not None]
+        return sum(known) if len(known) == len(self._drifts) else None
+
+    def _follow_rate(self, fragment: int, rate: float) -> None:
         """Scale the velocity with the learning rate of the members at work."""
-        if self._method.scales_velocity and rate and self._rate and rate != self._rate:
-            memory.scale_velocity(rate / self._rate)
+        if self.method.scales_velocity and rate and self._rate and rate != self._rate:
+            self._memories[fragment].scale_velocity(rate / self._rate)
         self._rate = rate or self._rate
 
-    def _move(self, round_: _UnderWay, means: Flat, *, has_moved: bool) -> None:
-        memory, method = self._memories[round_.fragment], self._method
-        share = method.share_kept
+    def _move(self, round_: _UnderWay, means: Flat, weight: float, *, has_moved: bool) -> None:
+        memory, method, size = self._memories[round_.fragment], self.method, self._members.size
+        memory.begin_with(means)
+        if method.weighs == "members" and weight < size:
+            for kind, mean in means.items():  # a member that adds nothing pulls nowhere: as if at the centre
+                mean.lerp_(memory.of(kind)["reference"], 1.0 - weight / size)
         targets = {
-            kind: method.target(
-                mean, mean if round_.own is None else round_.own[kind], memory.of(kind), self._members.size
-            )
+            kind: method.target(mean, mean if round_.own is None else round_.own[kind], memory.of(kind), size)
             for kind, mean in means.items()
         }
         if not round_.is_finite and method.has_centre:
             targets = {kind: memory.of(kind)["reference"] for kind in means}
-        adds = has_moved and round_.is_finite and share is None
-        if adds:
-            assert round_.own is not None  # noqa: S101  it goes on
+        share = method.share_kept
+        # Where it was not to go on, and has after a wait was broken off, what it has learnt since is dropped.
+        adds = has_moved and round_.is_finite and share is None and round_.own is not None
+        if adds and round_.own is not None:
             for kind, target in targets.items():
                 target.sub_(round_.own[kind])
         with torch.no_grad():
@@ -321,7 +378,3 @@ def _split(places: Sequence[int], sizes: Sequence[int], num: int) -> list[list[i
 def _is_finite(flat: torch.Tensor) -> bool:
     # A sum is one pass without memory; where it overflows, each is looked at.
     return bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all())
-
-
-def _square_distance(one: Flat, other: Flat) -> float:
-    return float(sum(torch.dist(one[kind], other[kind]).item() ** 2 for kind in one))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from offbeat.averaging.methods import Method
 from offbeat.averaging.pace import (
     METRICS,
     POLICIES,
@@ -80,6 +81,36 @@ def overlap_faults(overlap: object) -> list[str]:
     if isinstance(overlap, bool) or (isinstance(overlap, int) and overlap >= 1):
         return []
     return [f"overlap is {overlap!r}: give True, False, or a number of iterations, 1 or more"]
+
+
+def fitting_faults(
+    method: Method | None, pace: Pace | None, overlap: object, num_parameters: int
+) -> list[str]:
+    """Tell what is wrong with settings that are each right by themselves."""
+    if method is None or pace is None:
+        return []
+    num = method.num_fragments
+    faults = []
+    if num > num_parameters:
+        faults.append(
+            f"fragments is {num}, and the model has {num_parameters} parameters: give as many at most"
+        )
+    if isinstance(pace, Seconds):
+        return faults
+    least = pace.least if isinstance(pace, Adaptive) else pace.every
+    if num > least:
+        faults.append(
+            f"fragments is {num}, and they are all averaged within {least} iterations, each in one of "
+            f"its own: "
+            f"give fewer, or average less often"
+        )
+    elif not isinstance(overlap, bool) and isinstance(overlap, int) and overlap >= least // num:
+        faults.append(
+            f"overlap is {overlap}, and a round begins every {least // num} iterations: give less "
+            f"than that, or "
+            f"True"
+        )
+    return faults
 
 
 def _of_policy(given: Pacing) -> list[str]:

@@ -1,11 +1,12 @@
 """BatchNorm's running statistics, averaged by samples while their owners go on."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from offbeat.errors import StateError
 
 __all__ = ["Statistics", "Taken"]
 
@@ -24,7 +25,7 @@ class Taken:
 
 
 class Statistics:
-    """Of all modules of a model that have them.
+    """Of all modules that a model has with them when this is made.
 
     They are exponential means: each batch that a module sees after a round began leaves a share of
     (1 - momentum) of what was there then, and what is left of it at the end is replaced by as much of the
@@ -33,37 +34,64 @@ class Statistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the modules; which they are may change, as where a layer is replaced."""
-        self._model = model
+        """Find them."""
+        self._modules = [
+            module
+            for module in model.modules()
+            if isinstance(module, _BatchNorm) and module.running_mean is not None
+        ]
+        self._sizes = self._measured()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Give the running means and variances themselves."""
+        return [part for module in self._modules for part in _parts(module)]
 
     def take(self, device: torch.device) -> Taken:
-        """Copy what is there."""
-        modules = list(self._modules())
-        parts = [part.detach().flatten().double() for module in modules for part in _parts(module)]
-        values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
-        return Taken(values.to(device), [_batches(module) for module in modules])
+        """Copy what is there.
+
+        Raises:
+            StateError: If modules have other statistics than when this was made, which not all members can
+                know.
+        """
+        if self._measured() != self._sizes:
+            raise StateError(
+                "a BatchNorm layer has other running statistics than when the averager was made, or none: "
+                "change the model first, and make the averager of it then"
+            )
+        parts = [part.detach().flatten().double() for part in self.buffers()]
+        # One number that says nothing: what is empty is no message, and members send one each.
+        values = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *parts])
+        return Taken(values.to(device), [_batches(module) for module in self._modules])
 
     def settle(self, mean: torch.Tensor, taken: Taken) -> None:
-        """Put the members' mean in the place of what was taken."""
-        start = 0
+        """Put the members' mean in the place of what was taken; of what is not finite, all that is there."""
+        start = 1
         with torch.no_grad():
-            for module, before in zip(self._modules(), taken.counts, strict=True):
+            for module, before in zip(self._modules, taken.counts, strict=True):
                 share = _share_left(module, before)
                 for part in _parts(module):
                     end = start + part.numel()
                     own, theirs = (flat[start:end].view_as(part) for flat in (taken.values, mean))
                     start = end
-                    part.copy_(theirs if share == 1.0 else share * theirs + (part.double() - share * own))
+                    since = part.double() - share * own
+                    part.copy_(
+                        torch.where(since.isfinite(), share * theirs + since, theirs)
+                        if share < 1.0
+                        else theirs
+                    )
 
-    def _modules(self) -> Iterator[_BatchNorm]:
-        for module in self._model.modules():
-            if isinstance(module, _BatchNorm) and module.running_mean is not None:
-                yield module
+    def _measured(self) -> list[tuple[int, ...]]:
+        return [
+            ()
+            if module.running_mean is None or module.running_var is None
+            else tuple(module.running_mean.shape)
+            for module in self._modules
+        ]
 
 
 def _parts(module: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    assert module.running_mean is not None  # noqa: S101  such a module is not asked
-    assert module.running_var is not None  # noqa: S101  it has both or none
+    assert module.running_mean is not None  # noqa: S101  `_measured` has seen it
+    assert module.running_var is not None  # noqa: S101
     return module.running_mean, module.running_var
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "begin_alike",
     "check_alike",
     "check_device",
+    "destroy",
     "digest",
     "group_of",
     "is_alike",
@@ -56,7 +57,7 @@ def group_of(given: object) -> "distributed.ProcessGroup | None":
 
 
 def own_group(
-    group: "distributed.ProcessGroup", *, timeout: timedelta | None = None
+    group: "distributed.ProcessGroup", *, more: timedelta = timedelta(0)
 ) -> "distributed.ProcessGroup":
     """Make a group of the same members, for messages that nobody else's may be taken for.
 
@@ -65,16 +66,32 @@ def own_group(
 
     Args:
         group: The members.
-        timeout: How long each operation waits for others; None: as long as torch does.
+        more: How much longer than there an operation waits for others.
     """
     made = distributed.new_group(
         distributed.get_process_group_ranks(group),
-        timeout=timeout,
+        timeout=_timeout_of(group) + more,
         backend=distributed.get_backend_config(group),
         use_local_synchronization=True,  # members outside the group need not take part
     )
     assert isinstance(made, distributed.ProcessGroup)  # noqa: S101  else this process would be no member
     return made
+
+
+def destroy(group: "distributed.ProcessGroup") -> None:
+    """Let go of a group of one's own: its threads and connections; of one that is gone already, nothing."""
+    if not distributed.is_initialized():
+        return
+    kinds = {part.rpartition(":")[2] for part in distributed.get_backend_config(group).split(",")}
+    if kinds == {"gloo"}:  # others wait for one another there, and may wait for ever
+        distributed.destroy_process_group(group)
+
+
+def _timeout_of(group: "distributed.ProcessGroup") -> timedelta:
+    """Give how long a group's operations wait; torch tells it nowhere else than with each backend."""
+    devices = [part.partition(":")[0] for part in distributed.get_backend_config(group).split(",")]
+    times: list[timedelta] = [group._get_backend(torch.device(d)).options._timeout for d in devices]  # noqa: SLF001
+    return min(times)
 
 
 def check_device(group: "distributed.ProcessGroup", device: torch.device) -> None:
@@ -125,9 +142,10 @@ def begin_alike(group: "distributed.ProcessGroup", tensors: Iterable[torch.Tenso
     """Give all members the first one's values, in place."""
     with torch.no_grad():
         for tensor in tensors:
-            first = tensor.contiguous()  # what is strided otherwise would travel with its gaps
-            distributed.broadcast(first, group=group, group_src=0)
-            tensor.copy_(first)
+            first = tensor.detach().contiguous()  # what is strided otherwise would travel with its gaps
+            if first.numel():  # as bytes: backends know few dtypes
+                distributed.broadcast(first.reshape(-1).view(torch.uint8), group=group, group_src=0)
+                tensor.copy_(first)
 
 
 def digest(value: object) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
@@ -41,6 +42,12 @@ def of_model(model: object) -> list[str]:
         return [f"model is {model!r}: give an nn.Module"]
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
         return ["model is, or holds, a module in DDP, which reduces every batch: give what is inside"]
+    if any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+        return [
+            "model holds a SyncBatchNorm, whose forward waits for all processes in each batch: take BatchNorm"
+        ]
+    if any(is_lazy(part) for part in (*model.parameters(), *model.buffers())):
+        return ["model has parameters without a shape yet, of a lazy layer: run a batch through it first"]
     if not any(True for _ in model.parameters()):
         return [f"model is a {type(model).__name__} without parameters, so there is nothing to train"]
     return []

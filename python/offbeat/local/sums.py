@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import distributed
 
-from offbeat.errors import ConnectionLostError
+from offbeat.errors import ClosedError, ConnectionLostError
 
 __all__ = ["Sums"]
 
@@ -20,22 +20,44 @@ class Sums:
 
     def __init__(self, group: distributed.ProcessGroup, *, of: str) -> None:
         """`of`: what is added up, for people."""
-        self._group = group
+        self._group: distributed.ProcessGroup | None = group
         self._of = of
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
+
+    @property
+    def group(self) -> distributed.ProcessGroup:
+        """The members.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+            ClosedError: If this is closed.
+        """
+        if self._lost is not None:
+            raise ConnectionLostError(self._lost)
+        if self._group is None:
+            raise ClosedError("it was closed, and takes part no more: make a new one")
+        return self._group
+
+    def close(self) -> None:
+        """Add up no more, and let go of the group."""
+        self._group, self._works = None, []
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start to add up tensors, in place; they are nobody's until `finish`.
 
         Raises:
             ConnectionLostError: If a member is lost.
+            ClosedError: If this is closed.
         """
-        self._check()
+        group = self.group
         try:
-            self._works = [self._reduce(tensor) for tensor in tensors]
+            self._works = [_reduce(tensor, group) for tensor in tensors]
         except RuntimeError as error:
             self._lose(error)
+        except BaseException as error:  # as Ctrl-C: other members wait for all of them, or none
+            self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
+            raise
 
     def is_there(self) -> bool:
         """Tell whether the sums are, without waiting; of what has failed `finish` tells."""
@@ -44,25 +66,19 @@ class Sums:
     def finish(self) -> None:
         """Wait until the tensors that were given are the sums over all members.
 
+        What breaks off the wait, as Ctrl-C does, leaves them under way: the next call waits on.
+
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        self._check()
-        works, self._works = self._works, []
+        if self._lost is not None:
+            raise ConnectionLostError(self._lost)
         try:
-            for work in works:
+            for work in self._works:
                 work.wait()
         except RuntimeError as error:
             self._lose(error)
-
-    def _reduce(self, tensor: torch.Tensor) -> distributed.Work:
-        work = distributed.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None  # noqa: S101  this process is a member
-        return work
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise ConnectionLostError(self._lost)
+        self._works = []
 
     def _lose(self, error: RuntimeError) -> NoReturn:
         cause = str(error).strip().partition("\n")[0]
@@ -72,3 +88,9 @@ class Sums:
             f"has to call flush() when its data is at its end, as others may have more"
         )
         raise ConnectionLostError(self._lost) from error
+
+
+def _reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:
+    work = distributed.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None  # noqa: S101  this process is a member
+    return work

@@ -45,12 +45,19 @@ def test_a_quarter_of_a_variance_is_twice_as_long_and_half_of_a_norm_too():
     assert follow(norm, [4.0] * 3 + [2.0] * 40)[-1] == 200
 
 
-def test_drift_that_grows_with_the_iterations_comes_to_rest_at_what_it_was_at_first():
-    """The variance of a walk: so much for each iteration, a fourth of it from the tenth round on."""
-    pace = Adaptive(every=100, start=100, least=20, most=2000, is_of_drift=True)
+@pytest.mark.parametrize("growth", [1, 2])
+def test_drift_that_grows_with_the_iterations_comes_to_rest_at_what_it_was_at_first(growth):
+    """As of a walk, or a way: so much for each iteration or its square, a fourth from the tenth round on.
+
+    What a round has measured is known in the next one.
+    """
+    pace = Adaptive(every=100, start=100, least=20, most=2000, is_of_drift=True, power=0.25)
+    measured, seen = None, []
     for number in range(60):
-        pace = pace.after(pace.every * (1.0 if number < 10 else 0.25))
-    assert pace.every == pytest.approx(400, rel=0.1)
+        pace, measured = pace.after(measured), float(pace.every**growth) * (1.0 if number < 10 else 0.25)
+        seen.append(pace.every)
+    rest = 100 * 4 ** (1 / growth)
+    assert seen[-20:] == [pytest.approx(rest, rel=0.03)] * 20
 
 
 @hypothesis.given(
