@@ -21,11 +21,13 @@ from offbeat.averaging.settings import (
     AveragingPolicy,
     Backend,
     Pacing,
+    changed,
     fitting_faults,
     name_of,
     overlap_faults,
     pacing,
 )
+from offbeat.averaging.timing import Timing
 from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
@@ -155,9 +157,9 @@ class AsyncModelAverager:
         self.rank = 0 if group is None else distributed.get_rank(group)
         self.averaging_round = 0
         self.iterations = 0
-        self._pace: Pace = pace
+        self._timing = Timing(pace, overlap)
+        self._longest = pace.every
         self._metric = adaptation_metric if isinstance(pace, Adaptive) else None
-        self._overlap = overlap
         self._named = each_once(model)
         self._optimizer = LocalOptimizer(model)
         self._members = _members_of(group, self._named, model, pace, [shown(how), *self._setting()])
@@ -276,6 +278,7 @@ class AsyncModelAverager:
         if self._members.size > 1:
             num_at_work = self._members.size
             while num_at_work:
+                self._timing.begin()
                 self._rounds.begin(self._progress(is_at_work=False))
                 num_at_work = self._finish().num_at_work
             self._rounds.end_alike()
@@ -314,8 +317,33 @@ class AsyncModelAverager:
 
     @property
     def averaging_frequency(self) -> int | float:
-        """Iterations from average to average, at present; seconds, with ``averaging_policy="time"``."""
-        return self._pace.every
+        """Iterations from average to average, at present; seconds, with ``averaging_policy="time"``.
+
+        May be set in all members, to what the constructor takes, and is followed as `method` is: a number
+        within the bounds with ``"adaptive"``, which then begins anew from there, and with ``"time"`` no
+        longer than at first, for so long a round waits for others. What `method` has kept stays.
+        """
+        return self._timing.pace.every
+
+    @averaging_frequency.setter
+    def averaging_frequency(self, given: int | str) -> None:
+        pace = changed(self._timing.pace, given, longest=self._longest)
+        refuse(fitting_faults(self.method, pace, self._timing.wished_overlap, len(self._named)))
+        self._timing.ask(pace=pace)
+
+    @property
+    def overlap(self) -> bool | int:
+        """When a round ends, at present, as the constructor has it.
+
+        May be set in all members, and is followed as `method` is.
+        """
+        return self._timing.overlap
+
+    @overlap.setter
+    def overlap(self, given: bool | int) -> None:
+        faults = overlap_faults(given)
+        refuse(faults or fitting_faults(self.method, self._timing.wished_pace, given, len(self._named)))
+        self._timing.ask(overlap=given)
 
     @property
     def bytes_sent(self) -> int:
@@ -337,7 +365,8 @@ class AsyncModelAverager:
     @method.setter
     def method(self, given: str | Method) -> None:
         how = as_method(given)
-        refuse(fitting_faults(how, self._pace, self._overlap, len(self._named)))
+        timing = self._timing
+        refuse(fitting_faults(how, timing.wished_pace, timing.wished_overlap, len(self._named)))
         how.check_for(self._members.size)
         self._rounds.wanted_method = how
 
@@ -407,7 +436,7 @@ class AsyncModelAverager:
         if self._rounds.is_under_way:
             self._finish()
         live = self._optimizer.live
-        pace = self._pace
+        pace = self._timing.pace
         return {
             "iterations": self.iterations,
             "samples": self._samples,
@@ -440,15 +469,15 @@ class AsyncModelAverager:
             )
         faults = Faults()
         faults.catch(lambda: self._rounds.check(state["rounds"]))
-        if (state["pace"] is not None) != isinstance(self._pace, Adaptive):
+        if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
         refuse(faults)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
         self._rounds.load_state_dict(state["rounds"])
-        if isinstance(self._pace, Adaptive):
+        if isinstance(self._timing.pace, Adaptive):
             every, seen, smooth = state["pace"]
-            self._pace = self._pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+            self._timing.pace = self._timing.pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
         self.iterations, self._samples = state["iterations"], state["samples"]
         self.averaging_round = state["averaging_round"]
         self._iterations_at_begin = self.iterations - state["since_begin"]
@@ -458,10 +487,11 @@ class AsyncModelAverager:
 
     def __repr__(self) -> str:
         """Say what it does."""
-        how = f"every {self._pace.every:g} {'s' if isinstance(self._pace, Seconds) else 'iterations'}"
-        if isinstance(self._pace, Adaptive):
+        pace = self._timing.pace
+        how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
+        if isinstance(pace, Adaptive):
             assert self._metric is not None  # noqa: S101  an adaptive pace has one
-            how += f" at present, {self._pace.least} to {self._pace.most} by {name_of(self._metric)}"
+            how += f" at present, {pace.least} to {pace.most} by {name_of(self._metric)}"
         return (
             f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}, {how}, "
             f"round {self.averaging_round}>"
@@ -476,7 +506,7 @@ class AsyncModelAverager:
         return self._members.size == 1 and self.method.is_nothing_alone and not has_wish
 
     def _is_due(self) -> bool:
-        return self._pace.is_due(
+        return self._timing.pace.is_due(
             iterations=self.iterations - self._iterations_at_begin,
             seconds=time.monotonic() - self._began_s,
             num_fragments=self._rounds.num_fragments,
@@ -484,9 +514,10 @@ class AsyncModelAverager:
         )
 
     def _is_to_end(self) -> bool:
-        if isinstance(self._overlap, bool):
+        overlap = self._timing.overlap
+        if isinstance(overlap, bool):
             return self._rounds.is_there()
-        return self.iterations - self._iterations_at_begin >= self._overlap
+        return self.iterations - self._iterations_at_begin >= overlap
 
     def _average(self, *, waits: bool = False) -> None:
         if self._rounds.is_under_way:
@@ -495,12 +526,14 @@ class AsyncModelAverager:
         progress, begun_at = self._progress(is_at_work=True), self._iterations_at_begin
         self._iterations_at_begin, self._began_s = self.iterations, time.monotonic()
         self._losses = []
+        self._timing.begin()
         if self._is_idle:
             if self.iterations > begun_at:
                 self._count(progress.metric, None)
+            self._agree()
             return
         self._rounds.begin(progress)
-        if waits or self._overlap is False:
+        if waits or self._timing.overlap is False:
             self._finish()
 
     def _finish(self) -> Outcome:
@@ -512,15 +545,26 @@ class AsyncModelAverager:
             self._recover(is_averaged=outcome.is_averaged)
         if self.method != before:
             _log.info("from round %d on the method is %r", self._rounds.number, self.method)
+        if outcome.are_agreed:
+            self._agree()
         self._num_disagreed = 0 if outcome.are_agreed else self._num_disagreed + 1
         if self._num_disagreed == ROUNDS_TO_AGREE:
             process.warn(
                 f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to "
-                f"{before!r} and the "
-                f"parameters they had trained until then: set method, and freeze parameters (requires_grad), "
-                f"in all of them; one that waits in flush() cannot follow"
+                f"{before!r}, and to "
+                f"the frequency and the parameters they trained until then: set method, averaging_frequency "
+                f"and overlap, and freeze parameters (requires_grad), in all of them; one that waits in "
+                f"flush() cannot follow"
             )
         return outcome
+
+    def _agree(self) -> None:
+        """Follow what all members have wanted."""
+        before = self._timing.setting()
+        self._timing.agree()
+        self._rounds.goes_on = self._timing.overlap is not False
+        if self._timing.setting() != before:
+            _log.info("from round %d on: %r", self._rounds.number, self)
 
     def _recover(self, *, is_averaged: bool) -> None:
         """Go on after parameters were not finite: without what the optimizer kept that is not either.
@@ -547,11 +591,12 @@ class AsyncModelAverager:
         self.averaging_round += 1
         self._iterations_at_average = self.iterations
         self._drift = drift if drift is not None else self._drift
-        before, self._pace = self._pace, self._pace.after(metric)
-        if self._pace.every != before.every:
+        before = self._timing.pace
+        pace = self._timing.pace = before.after(metric)
+        if pace.every != before.every:
             _log.info(
                 "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
-                self.averaging_round, metric, self._pace.every, before.every,
+                self.averaging_round, metric, pace.every, before.every,
             )  # fmt: skip
 
     def _progress(self, *, is_at_work: bool) -> Progress:
@@ -562,16 +607,13 @@ class AsyncModelAverager:
             is_at_work=is_at_work,
             rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
             metric=self._measured() if is_at_work else None,
-            setting=[
-                self._pace.setting(),
-                None if self._metric is None else name_of(self._metric),
-                self._overlap,
-            ],
+            setting=self._setting(),
+            wish=self._timing.wish(),
         )
 
     def _setting(self) -> list[object]:
         """Give what has to be the same for all members, as JSON can have it."""
-        return [self._pace.setting(), self._metric and name_of(self._metric), self._overlap]
+        return [*self._timing.setting(), None if self._metric is None else name_of(self._metric)]
 
     def _measured(self) -> float | None:
         """Give the metric that the pace goes by, of what was trained since the last round began."""

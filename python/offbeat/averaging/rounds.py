@@ -29,6 +29,7 @@ class Progress:
         rate: Learning rate of its optimizer's first group; 0 where it has none yet.
         metric: What the pace goes by; None where there is none.
         setting: What else has to be the same in all members, as JSON can have it.
+        wish: What else is followed once it is the same in all members, likewise.
     """
 
     iterations: int
@@ -37,6 +38,7 @@ class Progress:
     rate: float = 0.0
     metric: float | None = None
     setting: object = None
+    wish: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Outcome:
         metric: Mean over the members that had one.
         drift: Square distance of this member's parameters from the members' mean, over all fragments.
         is_finite: This member's parameters were.
-        are_agreed: All members want the same method, and to train the same parameters.
+        are_agreed: All members want the same: the method, which parameters are trained, and their `wish`.
     """
 
     num_at_work: int
@@ -92,6 +94,7 @@ class Rounds:
     Attributes:
         number: Rounds begun.
         num_bytes: Sent by this member, in all rounds: what it has added to the sums.
+        goes_on: The model is trained on while a round is under way; of those that begin from here on.
         wanted_method: What is to be made of the mean after the round in which all members have come to want
             it. What the method before has kept is forgotten then; a reference is, to begin with, the first
             mean, and velocities begin at 0.
@@ -114,14 +117,14 @@ class Rounds:
             parameters: Each once.
             members: Who takes part.
             method: What is made of their mean.
-            goes_on: The model is trained on while a round is under way.
+            goes_on: See there.
             measures_drift: Outcomes are to have a drift.
         """
         self.number = self.num_bytes = 0
         self.wanted_method = method
         self._parameters = list(parameters)
         self._members = members
-        self._goes_on = goes_on
+        self.goes_on = goes_on
         self._measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
@@ -171,7 +174,7 @@ class Rounds:
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
         weight = samples if self.method.weighs == "samples" else float(is_finite)
         weight = min(weight, 1.0) if self._members.size == 1 else weight  # one keeps its bits
-        needs_own = self._goes_on or self._measures_drift or self.method.has_centre
+        needs_own = self.goes_on or self._measures_drift or self.method.has_centre
         sent = own if not needs_own else {kind: flat.clone() for kind, flat in own.items()}
         for flat in sent.values():
             # Zero times what is not finite would not be zero.
@@ -180,7 +183,7 @@ class Rounds:
         wanted = self._wanted()
         metric = (0.0, 0.0) if progress.metric is None else (progress.metric, 1.0)
         mark = digest([self._plan.shown(), self.number, progress.setting])
-        want = digest(wanted.shown())
+        want = digest([wanted.shown(), progress.wish])
         at_work = float(progress.is_at_work)
         facts = [weight, samples, at_work, *metric, samples * progress.rate, mark, mark**2, want, want**2]
         self._members.begin(sent, facts, shared)

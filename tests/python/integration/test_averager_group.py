@@ -620,3 +620,35 @@ def test_members_agree_on_an_adaptive_frequency(metric):
     assert first == second
     assert len(set(first)) > 1
     assert all(map(np.array_equal, last, also_last))
+
+
+def other_frequency(rank, who, overlap):
+    trained = model()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=3, overlap=False, method="diloco")
+    begins = []
+    try:
+        for number in range(22):
+            if number == 7 and rank in who:
+                ours.averaging_frequency, ours.overlap = 5, overlap
+            before = ours.bytes_sent
+            inputs, targets = batch(rank, number)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+            if ours.bytes_sent > before:
+                begins.append(ours.iterations)
+        ours.flush()
+    except StateError as error:
+        return str(error), begins
+    return arrays(trained), begins
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+def test_members_agree_on_another_frequency_and_keep_to_it_from_the_same_round_on(overlap):
+    (one, begins), (other, others) = together(other_frequency, 2, (0, 1), overlap)
+    assert begins == others == [3, 6, 9, 14, 19]
+    assert all(map(np.array_equal, one, other))
+
+
+def test_a_frequency_that_one_member_alone_has_set_is_not_followed():
+    (one, begins), (other, others) = together(other_frequency, 2, (1,), False)
+    assert begins == others == [3, 6, 9, 12, 15, 18, 21]
+    assert all(map(np.array_equal, one, other))
