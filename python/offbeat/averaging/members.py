@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -10,10 +11,10 @@ from torch import distributed
 
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, check_alike, check_device, destroy, is_alike, own_group
+from offbeat.local.group import begin_alike, check_alike, check_device, destroy, is_alike, is_other, own_group
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Members"]
+__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said"]
 
 
 DIFFERENT = (
@@ -25,19 +26,73 @@ DIFFERENT = (
 """What to say where members' settings differ."""
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a member says in a round.
+
+    Attributes:
+        values: Its parameters, in flat memory, which is nobody's from here on.
+        weight: Of these; 0 adds nothing, whatever they are.
+        samples: It has had since the round before; weigh all but the parameters.
+        is_at_work: It has not ended.
+        metric: What the pace goes by; None where there is none.
+        rate: Learning rate of its optimizer.
+        statistics: Of its BatchNorm layers.
+        mark: Digest of what has to be the same in all members.
+        want: Digest of what is followed once it is the same in all members.
+    """
+
+    values: Flat
+    weight: float
+    samples: float
+    is_at_work: bool
+    metric: float | None
+    rate: float
+    statistics: torch.Tensor
+    mark: float
+    want: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What all members together have said.
+
+    Attributes:
+        means: Of the parameters, by weight; nothing that makes sense where that is 0.
+        weight: Of all.
+        samples: Of all.
+        num_at_work: Members that have not ended.
+        metric: Mean over those that had one; None where nobody had.
+        rate: Mean by samples; 0 where there are none.
+        statistics: Mean by samples; likewise nothing that makes sense.
+        is_same: All gave the same mark.
+        are_agreed: All want the same.
+    """
+
+    means: Flat
+    weight: float
+    samples: float
+    num_at_work: int
+    metric: float | None
+    rate: float
+    statistics: torch.Tensor
+    is_same: bool = True
+    are_agreed: bool = True
+
+
 class Members(Protocol):
-    """Adds up over members. One round may be under way at a time."""
+    """Puts together what members say. One round may be under way at a time."""
 
     size: int
 
-    def begin(self, sent: Flat, facts: Sequence[float], statistics: torch.Tensor) -> None:
-        """Send what this member has: flat memory and statistics, which become sums over all, and facts."""
+    def begin(self, said: Said) -> None:
+        """Begin a round with what this member says."""
 
     def is_there(self) -> bool:
-        """Tell whether the sums have come, without waiting."""
+        """Tell whether what all have said is known, without waiting."""
 
-    def finish(self) -> tuple[Flat, list[float], torch.Tensor]:
-        """Wait for the sums over all members of what was begun."""
+    def finish(self) -> Heard:
+        """Wait for it."""
 
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
@@ -50,26 +105,34 @@ class Members(Protocol):
 
 
 class Alone:
-    """Nobody else: what is sent is the sum."""
+    """Nobody else: what is said is heard, and keeps its bits."""
 
     size = 1
 
     def __init__(self) -> None:
-        self._sent: tuple[Flat, list[float], torch.Tensor] | None = None
+        self._said: Said | None = None
 
-    def begin(self, sent: Flat, facts: Sequence[float], statistics: torch.Tensor) -> None:
+    def begin(self, said: Said) -> None:
         """Keep it."""
-        self._sent = sent, list(facts), statistics
+        self._said = said
 
     def is_there(self) -> bool:
         """It is."""
         return True
 
-    def finish(self) -> tuple[Flat, list[float], torch.Tensor]:
+    def finish(self) -> Heard:
         """Give it back."""
-        sent, self._sent = self._sent, None
-        assert sent is not None  # noqa: S101  something was begun
-        return sent
+        said, self._said = self._said, None
+        assert said is not None  # noqa: S101  something was begun
+        return Heard(
+            said.values,
+            said.weight,
+            said.samples,
+            int(said.is_at_work),
+            said.metric,
+            said.rate,
+            said.statistics,
+        )
 
     def is_alike(self, value: object) -> bool:
         """It is."""
@@ -118,33 +181,50 @@ class Group:
         if not is_alike(own, setting, self._device):
             raise StateError(DIFFERENT)
         begin_alike(own, (tensor for _, tensor in named))
-        self._sent: Flat = {}
+        self._values: Flat = {}
         self._facts = self._statistics = torch.empty(0)
 
-    def begin(self, sent: Flat, facts: Sequence[float], statistics: torch.Tensor) -> None:
-        """Start the sums.
+    def begin(self, said: Said) -> None:
+        """Start to add up.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        self._sent = sent
+        metric = (0.0, 0.0) if said.metric is None else (said.metric, 1.0)
+        marks = said.mark, said.mark**2, said.want, said.want**2
+        sizes = said.weight, said.samples, float(said.is_at_work)
+        facts = [*sizes, *metric, said.samples * said.rate, *marks]
         self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
-        self._statistics = statistics
-        self._sums.begin([self._facts, statistics, *sent.values()])
+        self._values = {kind: _times(flat, said.weight) for kind, flat in said.values.items()}
+        self._statistics = _times(said.statistics.clone(), said.samples)
+        self._sums.begin([self._facts, self._statistics, *self._values.values()])
 
     def is_there(self) -> bool:
         """Ask the group's threads."""
         return self._sums.is_there()
 
-    def finish(self) -> tuple[Flat, list[float], torch.Tensor]:
-        """Wait for all members.
+    def finish(self) -> Heard:
+        """Wait for all members, and divide.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
         self._sums.finish()
-        sent, self._sent = self._sent, {}
-        return sent, self._facts.tolist(), self._statistics
+        means, self._values = self._values, {}
+        weight, samples, num_at_work, metrics, num_metrics, rates, *marks = self._facts.tolist()
+        for flat in means.values():
+            flat.div_(weight or 1.0)
+        return Heard(
+            means,
+            weight,
+            samples,
+            round(num_at_work),
+            metrics / num_metrics if num_metrics else None,
+            rates / (samples or 1.0),
+            self._statistics.div_(samples or 1.0),
+            is_same=not is_other(marks[0], marks[1], self.size),
+            are_agreed=not is_other(marks[2], marks[3], self.size),
+        )
 
     def is_alike(self, value: object) -> bool:
         """Compare over the group."""
@@ -158,3 +238,8 @@ class Group:
         """Destroy the group of one's own."""
         self._sums.close()
         self._destroy()
+
+
+def _times(flat: torch.Tensor, weight: float) -> torch.Tensor:
+    """Multiply in place; by 0 what is not finite as well."""
+    return flat.mul_(weight) if weight else flat.zero_()

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.averaging.members import DIFFERENT, Members
+from offbeat.averaging.members import DIFFERENT, Members, Said
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.errors import ConfigError, StateError
 from offbeat.local.flat import Flat, pack, slices
-from offbeat.local.group import digest, is_other
+from offbeat.local.group import digest
 
 __all__ = ["Outcome", "Progress", "Rounds"]
 
@@ -172,25 +172,24 @@ class Rounds:
         own = pack(trained, trained) if trained else {}
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
-        weight = samples if self.method.weighs == "samples" else float(is_finite)
-        weight = min(weight, 1.0) if self._members.size == 1 else weight  # one keeps its bits
         needs_own = self.goes_on or self._measures_drift or self.method.has_centre
-        sent = own if not needs_own else {kind: flat.clone() for kind, flat in own.items()}
-        for flat in sent.values():
-            # Zero times what is not finite would not be zero.
-            flat.mul_(weight) if is_finite else flat.zero_()
-        shared = statistics.values * samples if is_finite else torch.zeros_like(statistics.values)
         wanted = self._wanted()
-        metric = (0.0, 0.0) if progress.metric is None else (progress.metric, 1.0)
-        mark = digest([self._plan.shown(), self.number, progress.setting])
-        want = digest([wanted.shown(), progress.wish])
-        at_work = float(progress.is_at_work)
-        facts = [weight, samples, at_work, *metric, samples * progress.rate, mark, mark**2, want, want**2]
-        self._members.begin(sent, facts, shared)
+        said = Said(
+            values=own if not needs_own else {kind: flat.clone() for kind, flat in own.items()},
+            weight=samples if self.method.weighs == "samples" else float(is_finite),
+            samples=samples,
+            is_at_work=progress.is_at_work,
+            metric=progress.metric,
+            rate=progress.rate,
+            statistics=statistics.values,
+            mark=digest([self._plan.shown(), self.number, progress.setting]),
+            want=digest([wanted.shown(), progress.wish]),
+        )
+        self._members.begin(said)
         self._under_way = _UnderWay(
             fragment, trained, wanted, own if needs_own else None, statistics, progress.iterations, is_finite
         )
-        self.num_bytes += sum(flat.nbytes for flat in (*sent.values(), shared)) + 8 * len(facts)
+        self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
         self._samples[fragment] = progress.samples
         self.number += 1
 
@@ -208,27 +207,24 @@ class Rounds:
         """
         round_ = self._under_way
         assert round_ is not None  # noqa: S101  one has begun
-        sums, facts, statistics = self._members.finish()
+        heard = self._members.finish()
         self._under_way = None
-        weight, samples, num_at_work, metrics, num_metrics, rate, *marks = facts
-        if is_other(marks[0], marks[1], self._members.size):
+        if not heard.is_same:
             raise StateError(DIFFERENT)
         drift = None
-        if weight:
-            for flat in sums.values():
-                flat.div_(weight)
+        if heard.weight:
             if self._measures_drift and round_.is_finite:
-                drift = self._drift(round_, sums)
-            if samples:
-                self._follow_rate(round_.fragment, rate / samples)
-            self._move(round_, sums, weight, has_moved=iterations > round_.iterations)
-            if samples:
-                self._statistics.settle(statistics / samples, round_.statistics)
-        are_agreed = not is_other(marks[2], marks[3], self._members.size)
-        if are_agreed:
+                drift = self._drift(round_, heard.means)
+            if heard.samples:
+                self._follow_rate(round_.fragment, heard.rate)
+            self._move(round_, heard.means, heard.weight, has_moved=iterations > round_.iterations)
+            if heard.samples:
+                self._statistics.settle(heard.statistics, round_.statistics)
+        if heard.are_agreed:
             self._follow(round_.wanted)
-        metric = metrics / num_metrics if num_metrics else None
-        return Outcome(round(num_at_work), weight > 0, metric, drift, round_.is_finite, are_agreed)
+        return Outcome(
+            heard.num_at_work, heard.weight > 0, heard.metric, drift, round_.is_finite, heard.are_agreed
+        )
 
     def end_alike(self) -> None:
         """Leave the same model in all members, also of what has not been averaged of late.
