@@ -1,13 +1,12 @@
 """From the keywords about checkpoints to what the Rust server reads: where, how often, what at a start."""
 
 import os
-import re
-from math import inf
 from pathlib import Path
 from typing import Any
 
-from offbeat.checks import Faults, is_count, refuse
+from offbeat.checks import Faults, refuse
 from offbeat.errors import ConfigError
+from offbeat.frequency import frequency
 from offbeat.naming import unknown
 
 __all__ = ["MANIFEST", "resolve"]
@@ -18,11 +17,6 @@ MANIFEST = "manifest.json"
 RESUME = ("auto", "never", "must")
 DEFAULT_FREQUENCY = 1000
 """Updates, where nothing else is said."""
-
-UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-TIME = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(UNITS_S)})")
-UPDATES = re.compile(r"[0-9]{1,20}")
-"""As the command line has them; more digits than a count can have need not be read."""
 
 
 def resolve(directory: object, frequency: object, resume: str) -> dict[str, Any] | None:
@@ -87,16 +81,7 @@ def _directory(given: object) -> str:
 
 
 def _frequency(given: object) -> dict[str, int | float]:
-    if given is None:
-        return {"versions": DEFAULT_FREQUENCY}
-    number = int(given) if isinstance(given, str) and UPDATES.fullmatch(given) else given
-    if isinstance(number, int) and is_count(number, least=1):
-        return {"versions": number}
-    if isinstance(given, str) and (time := TIME.fullmatch(given)):
-        time_s = float(time[1]) * UNITS_S[time[2]]
-        if 0 < time_s < inf:
-            return {"seconds": time_s}
-    raise ConfigError(
-        f"checkpoint_frequency is {given!r}: give a number of updates, 1 or more, or a time above 0 with its "
-        "unit (ms, s, m or h), such as '30s' or '1.5h'"
+    every = frequency(
+        DEFAULT_FREQUENCY if given is None else given, name="checkpoint_frequency", counted="updates"
     )
+    return {"versions": every.count} if every.count is not None else {"seconds": every.seconds or 0.0}
