@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat.distributed import init_distributed
     from offbeat.history import History
     from offbeat.receipt import Receipt
+    from offbeat.recovery.trainer import FaultTolerantTrainer
     from offbeat.server import ParameterServer
     from offbeat.sharding import partition
     from offbeat.worker import AsyncWorker
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncGradientAccumulator",
     "AsyncWorker",
     "Client",
+    "FaultTolerantTrainer",
     "History",
     "ParameterServer",
     "Receipt",
@@ -42,6 +44,7 @@ _MODULE_OF = {
     "AsyncGradientAccumulator": "offbeat.accumulator",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
+    "FaultTolerantTrainer": "offbeat.recovery.trainer",
     "History": "offbeat.history",
     "ParameterServer": "offbeat.server",
     "Receipt": "offbeat.receipt",
@@ -53,7 +56,6 @@ _OF_A_LATER_VERSION = frozenset(
         "AsyncModelAverager",
         "AsyncTrainer",
         "AsyncTrainingMonitor",
-        "FaultTolerantTrainer",
     }
 )
 _SUBMODULES = frozenset({"errors", "optim", "schedule", "staleness"})
