@@ -102,6 +102,8 @@ class Directory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = _Lock(self.path / LOCK)
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(f"checkpoint_dir {self.path} cannot be used: {error.strerror}") from error
         try:

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from offbeat.errors import CheckpointError
-from offbeat.recovery.folder import entry_of, write_synced
+from offbeat.recovery.folder import entry_of
 from offbeat.recovery.manifest import MODEL, STATE, TENSORS, FileEntry
 from offbeat.recovery.nest import Flat, unflatten
 
@@ -40,7 +40,7 @@ def write(folder: Path, parts: Parts) -> tuple[FileEntry, ...]:
     for name, tensors in ((MODEL, parts.model.tensors), (TENSORS, parts.rest.tensors)):
         _save(tensors, folder / name)
     skeletons = {"model": parts.model.skeleton, "rest": parts.rest.skeleton}
-    write_synced(folder / STATE, json.dumps(skeletons, allow_nan=False).encode())
+    (folder / STATE).write_text(json.dumps(skeletons, allow_nan=False), "utf-8")
     return tuple(entry_of(folder / name) for name in (MODEL, TENSORS, STATE))
 
 

@@ -24,7 +24,7 @@ from offbeat.local.evaluate import measure
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
-from offbeat.recovery import settings
+from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, kept
 from offbeat.recovery.determinism import deterministic as same_bits
@@ -248,6 +248,8 @@ class FaultTolerantTrainer:
                 go_on(found, self._directory, trainee=trainee, data=data, account=account, seed=seed)
             self._note(found, account)
             if plan.is_done(account):
+                assert rest is not None  # noqa: S101  a run that begins has something to do
+                rng.restore(rest["rng"], self.device)  # for what comes after
                 _log.info("all is done already, in %s", self.resumed_from)
                 return plan.end(account)
             if self._is_deterministic:

@@ -6,6 +6,7 @@ The process is forked from one that has torch loaded and has computed nothing: d
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offbeat.recovery.trainer import FaultTolerantTrainer
 
@@ -63,14 +64,77 @@ class Killer:
         self.kind, self.left = kind, number
 
     def __call__(self, kind):
-        if kind == self.kind:
+        if kind in _EVENTS.get(self.kind, ()):
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGTERM if self.kind == "term" else signal.SIGKILL)
 
 
-def train(folder, *, kill=(None, 0), out=None, data=None, **keywords):
+_EVENTS = {"step": ("step",), "save": ("save",), "term": ("step",)}
+
+
+def stateful():
+    return {"dataloader": Stateful(DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True))}
+
+
+def plain():
+    return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)}
+
+
+def with_workers():
+    return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=2)}
+
+
+def with_generator():
+    generator = torch.Generator().manual_seed(5)
+    return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, generator=generator)}
+
+
+def iterable():
+    return {"dataset": Stream(), "batch_size": BATCH_SIZE}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        samples = Noisy()
+        return (samples[index] for index in torch.randperm(SAMPLES).tolist())
+
+
+class Stateful:
+    """A loader with the protocol of torchdata's StatefulDataLoader: its order is its own state."""
+
+    def __init__(self, loader):
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+        self.generator = torch.Generator().manual_seed(9)
+        self.at, self.began, self.is_loaded = 0, None, False
+
+    def __len__(self):
+        return math.ceil(SAMPLES / self.batch_size)
+
+    def __iter__(self):
+        if not self.is_loaded:
+            self.at, self.began = 0, self.generator.get_state()
+        self.is_loaded = False
+        self.generator.set_state(self.began)
+        order = torch.randperm(SAMPLES, generator=self.generator).tolist()
+        for start in range(self.at * self.batch_size, SAMPLES, self.batch_size):
+            samples = [self.dataset[i] for i in order[start : start + self.batch_size]]
+            self.at += 1
+            yield torch.utils.data.default_collate(samples)
+
+    def state_dict(self):
+        return {"at": self.at, "began": self.began}
+
+    def load_state_dict(self, state):
+        self.at, self.began = state["at"], state["began"]
+        self.is_loaded = self.at < len(self)
+
+
+def train(folder, *, kill=(None, 0), out=None, data=None, max_steps=NUM_STEPS, **keywords):
     """Train a run to its end, or to where it is killed; write what came of it."""
+    # Else loaders would start their workers by another server, and torch's watch for a parent that was killed
+    # would watch that.
+    multiprocessing.set_start_method("fork", force=True)
     killer = Killer(*kill)
 
     def watched(name):
@@ -98,7 +162,7 @@ def train(folder, *, kill=(None, 0), out=None, data=None, **keywords):
     history = trainer.train(
         **data,
         epochs=100,
-        max_steps=NUM_STEPS,
+        max_steps=max_steps,
         optimizer=torch.optim.AdamW(module.parameters(), lr=0.01),
         scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
         loss_fn=loss_fn,
@@ -107,6 +171,24 @@ def train(folder, *, kill=(None, 0), out=None, data=None, **keywords):
     )
     if out is not None:
         Path(out).write_text(json.dumps(result(trainer, history)), "utf-8")
+
+
+def trained(folder, *, max_steps, **keywords):
+    """Train a run in this process, as the others do, up to a step."""
+    module = model()
+    trainer = FaultTolerantTrainer(module, folder, checkpoint_frequency=25, **keywords)
+    trainer.train(
+        dataset=Noisy(),
+        batch_size=BATCH_SIZE,
+        epochs=100,
+        max_steps=max_steps,
+        optimizer=torch.optim.AdamW(module.parameters(), lr=0.01),
+        scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
+        loss_fn=loss_of,
+        metrics=["loss", order],
+        log_frequency=1,
+    )
+    return trainer
 
 
 def result(trainer, history):
