@@ -2,22 +2,23 @@
 
     PYTHONPATH=python python benches/recovery.py [--rounds 5] [--every 50] [--directory DIR]
 
-Runs with and without saves take turns, each in a directory of its own; what is compared is the time per step
-over the same hundred steps, with as many saves and their writing inside as there are in the long run. The disk
-counts: give a directory on the one that checkpoints are to be on.
+Runs with and without saves take turns, each in a directory of its own, and which comes first alternates. What
+is compared is the time per step over the same hundred steps, with as many saves and their writing inside as
+there are in a long run. The disk counts: give a directory on the one that checkpoints are to be on.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import machine
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import machine
 import offbeat
 
 SIZES = (1024, 3500, 3500, 2500, 10)
@@ -32,7 +33,7 @@ def run(directory: Path, every: int) -> list[float]:
     """Train, and give the seconds of each step that is measured."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(SIZES, SIZES[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(SIZES):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers[:-1])
     samples = TensorDataset(torch.randn(1024, SIZES[0]), torch.randint(0, SIZES[-1], (1024,)))
@@ -55,7 +56,7 @@ def run(directory: Path, every: int) -> list[float]:
     )
     measured = times[WARM_UP:]
     assert len(measured) == MEASURED + 1
-    return [after - before for before, after in zip(measured, measured[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(measured)]
 
 
 def main() -> None:
@@ -65,10 +66,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two saves")
     parser.add_argument("--directory", type=Path, default=None)
     arguments = parser.parse_args()
-    print(machine.describe() if hasattr(machine, "describe") else "")
+    print(machine.describe())
     steps: dict[str, list[list[float]]] = {"without": [], "with": []}
     for number in range(arguments.rounds):
-        for which, every in (("without", NEVER), ("with", arguments.every)):
+        turn = [("without", NEVER), ("with", arguments.every)]
+        for which, every in turn if number % 2 == 0 else turn[::-1]:
             with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
                 steps[which].append(run(Path(folder), every))
             mean_ms = 1000 * statistics.fmean(steps[which][-1])
@@ -83,8 +85,10 @@ def main() -> None:
         )
     pairs = zip(steps["with"], steps["without"], strict=True)
     costs = sorted(100 * (statistics.fmean(a) / statistics.fmean(b) - 1) for a, b in pairs)
-    print(f"cost of saving every {arguments.every} steps: {statistics.median(costs):.1f} % of step time "
-          f"(of rounds {costs[0]:.1f} to {costs[-1]:.1f})")
+    print(
+        f"cost of saving every {arguments.every} steps: {statistics.median(costs):.1f} % of step time "
+        f"(of rounds {costs[0]:.1f} to {costs[-1]:.1f})"
+    )
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def data_of(
     batch_size: int,
     seed: int,
     device: torch.device,
+    is_deterministic: bool = False,
     is_ended: Callable[[], bool] = lambda: False,
 ) -> Data:
     """Make a source of what `train` was given.
@@ -118,6 +119,7 @@ def data_of(
         batch_size: Of a dataset.
         seed: Likewise: its order follows from this and the number of the pass.
         device: Where is trained.
+        is_deterministic: Whether a source that cannot give the same bits after a crash is warned of.
         is_ended: Whether the reading of batches that are not trained on is to end.
 
     Raises:
@@ -135,6 +137,12 @@ def data_of(
         samples = len(cast(Sized, dataset))
         return _Ordered(source, Described("dataset", samples, len(source), batch_size))
     if _tells_its_place(dataloader):
+        if is_deterministic and getattr(dataloader, "num_workers", None):
+            process.warn(
+                f"deterministic=True, and what the workers of a {type(dataloader).__name__} draw at random "
+                f"is in no state of it: the order of samples will be the same after a crash, and the samples "
+                f"where they follow from their index; give num_workers=0, a plain DataLoader, or a dataset="
+            )
         return _Stateful(source, dataloader, _describe("stateful", source, dataloader))
     described = _describe("replayed", source, dataloader)
     if isinstance(source, Epochs):
@@ -163,21 +171,29 @@ class _Stateful:
         self.described = described
         self._source = source
         self._loader = loader
+        self._generators = _Generators(loader)
 
     def begin(self, epoch: int) -> Iterator[Any]:
         return iter(self._source.epoch(epoch))
 
-    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
-        self._loader.load_state_dict(state)
+    def resume(
+        self,
+        place: Place,
+        state: Any,  # noqa: ANN401  of Data
+        restore: Callable[[], None],
+    ) -> Iterator[Any]:
+        self._loader.load_state_dict(state["loader"])
         if not place.batch:
+            self._generators.set(state["generators"])
             restore()
             return self.begin(place.epoch)
         batches = self.begin(place.epoch)
+        self._generators.set(state["generators"])  # which a loader's own state leaves out
         restore()
         return batches
 
     def state(self) -> Any:  # noqa: ANN401  of Data
-        return self._loader.state_dict()
+        return {"loader": self._loader.state_dict(), "generators": self._generators.states()}
 
 
 class _Replayed:
@@ -193,22 +209,22 @@ class _Replayed:
     ) -> None:
         self.described = described
         self._source = source
-        self._generators = _generators_of(loader)
+        self._generators = _Generators(loader)
         self._device = device
         self._is_ended = is_ended
         self._began: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        self._began = {"global": rng.capture(self._device), "generators": self._states()}
+        self._began = {"global": rng.capture(self._device), "generators": self._generators.states()}
         return iter(self._source.epoch(epoch))
 
     def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
         if not place.batch:
-            self._set(state["generators"])
+            self._generators.set(state["generators"])
             restore()
             return self.begin(place.epoch)
         began = state["began"]
-        self._set(began["generators"])
+        self._generators.set(began["generators"])
         rng.restore(began["global"], self._device)
         batches = self.begin(place.epoch)
         self._drop(place, batches)
@@ -216,19 +232,7 @@ class _Replayed:
         return batches
 
     def state(self) -> Any:  # noqa: ANN401  of Data
-        return {"began": self._began, "generators": self._states()}
-
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set(self, states: list[torch.Tensor]) -> None:
-        if len(states) != len(self._generators):
-            raise ConfigError(
-                f"the dataloader has {len(self._generators)} random generators of its own, and the "
-                f"checkpoint's had {len(states)}: give the same dataloader"
-            )
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        return {"began": self._began, "generators": self._generators.states()}
 
     def _drop(self, place: Place, batches: Iterator[Any]) -> None:
         process.warn(
@@ -262,9 +266,23 @@ def _describe(kind: Kind, source: Epochs | Given, loader: object) -> Described:
     return Described(kind, samples, batches, size if isinstance(size, int) else None)
 
 
-def _generators_of(loader: object) -> list[torch.Generator]:
-    """List a loader's own random generators, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    places = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-    found = [getattr(place, "generator", None) for place in places]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+class _Generators:
+    """A loader's own random generators, each once."""
+
+    def __init__(self, loader: object) -> None:
+        batches = getattr(loader, "batch_sampler", None)
+        places = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        found = [getattr(place, "generator", None) for place in places]
+        self._found = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._found]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        if len(states) != len(self._found):
+            raise ConfigError(
+                f"the dataloader has {len(self._found)} random generators of its own, and the checkpoint's "
+                f"had {len(states)}: give the same dataloader"
+            )
+        for generator, state in zip(self._found, states, strict=True):
+            generator.set_state(state)

@@ -242,6 +242,7 @@ class FaultTolerantTrainer:
                 epochs=epochs,
                 batch_size=batch_size,
                 seed=plan.seed,
+                is_deterministic=self._is_deterministic,
                 is_ended=lambda: terminated.has_come,
             )
             if found is not None:
@@ -318,6 +319,7 @@ class FaultTolerantTrainer:
         epochs: int,
         batch_size: int = 1,
         seed: int = 0,
+        is_deterministic: bool = False,
         is_ended: Callable[[], bool] = lambda: False,
     ) -> Data:
         return data_of(
@@ -327,6 +329,7 @@ class FaultTolerantTrainer:
             batch_size=batch_size,
             seed=seed,
             device=self.device,
+            is_deterministic=is_deterministic,
             is_ended=is_ended,
         )
 

@@ -15,8 +15,8 @@ from support.fault_tolerant import NUM_STEPS, in_process
 
 SEED = 20
 STEPS = sorted(random.Random(SEED).sample(range(2, NUM_STEPS), 10))  # noqa: S311  a plan, no secret
-CALLS = range(1, 101, 11)
-"""Of those with which checkpoints are written and removed, some 110: each is another of another save."""
+CALLS = range(1, 92, 10)
+"""Of those with which checkpoints are written and removed, some 100: each is another of another save."""
 KILL_POINTS = [("step", n) for n in STEPS] + [("save", n) for n in CALLS]
 
 
@@ -50,6 +50,7 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_bits(kill, uninterrupt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_run_that_is_killed_twenty_times_ends_with_the_same_bits(uninterrupted, tmp_path):
     folder = tmp_path / "kept"
     for life in range(20):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
 
 TIMEOUT_S = 50
@@ -130,6 +131,16 @@ class Stateful:
         self.is_loaded = self.at < len(self)
 
 
+def waited(save):
+    """Let training wait for each save, so that none is put off, and the n-th call is always the same."""
+
+    def save_and_wait(saver, draft):
+        save(saver, draft)
+        saver.wait()
+
+    return save_and_wait
+
+
 def train(folder, *, kill=(None, 0), out=None, data=None, max_steps=NUM_STEPS, **keywords):
     """Train a run to its end, or to where it is killed; write what came of it."""
     # Else loaders would start their workers by another server, and torch's watch for a parent that was killed
@@ -156,6 +167,8 @@ def train(folder, *, kill=(None, 0), out=None, data=None, max_steps=NUM_STEPS, *
 
     for name in SAVING:
         setattr(os, name, watched(name))
+    if kill[0] == "save":
+        Saver.save = waited(Saver.save)
     trainer = FaultTolerantTrainer(
         module, folder, **{"checkpoint_frequency": 25, "deterministic": True} | keywords
     )

@@ -17,6 +17,7 @@ TORCH_FREE = [
     "offbeat.history",
     "offbeat.optim",
     "offbeat.receipt",
+    "offbeat.recovery.directory",
     "offbeat.schedule",
     "offbeat.server",
     "offbeat.staleness",

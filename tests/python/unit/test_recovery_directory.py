@@ -150,18 +150,20 @@ def test_a_directory_has_one_owner_who_is_named(tmp_path):
 
 
 def test_a_child_does_not_hold_the_lock(tmp_path):
-    reads, writes = os.pipe()
+    (hears, ends), (told, tells) = os.pipe(), os.pipe()
     with Directory(tmp_path).locked():
         child = os.fork()
         if child == 0:
-            os.close(writes)
-            os.read(reads, 1)  # until the parent is done
+            os.close(ends)
+            os.write(tells, b"here")
+            os.read(hears, 1)  # until the parent is done
             os._exit(0)
+        os.read(told, 4)
     with Directory(tmp_path).locked():
         pass
-    os.close(writes)
+    for number in (ends, hears, told, tells):
+        os.close(number)
     os.waitpid(child, 0)
-    os.close(reads)
 
 
 @pytest.mark.parametrize("name", ["life.json", "checkpoint-000001", "damaged-checkpoint-000001"])
