@@ -151,14 +151,29 @@ def test_epochs_are_a_total_and_more_of_them_go_on(tmp_path):
 
 
 def test_means_between_log_lines_are_those_of_an_uninterrupted_run(tmp_path):
-    keywords = {"epochs": 4, "log_frequency": 7, "metrics": ["loss", "accuracy"]}
-    whole = run(made(tmp_path / "whole"), **keywords)
-    run(made(tmp_path / "parts"), **keywords, max_steps=10)
-    parts = run(made(tmp_path / "parts"), **keywords)
-    lines = {record.step: record.metrics for record in parts.records}
-    ours, told = [{r.step: r.metrics for r in h.records} for h in (parts, whole)]
-    assert lines.keys() == {7, 10, 17, 20}  # the end of a life is a log line
-    assert ours[7] == told[7]
+    """Those over steps of two lives, too."""
+    keywords = {"epochs": 4, "log_frequency": 7, "metrics": ["loss", "accuracy"], "optimizer": None}
+    optimizer = optim.SGD(lr=0.1)
+    whole = run(made(tmp_path / "whole", monitor="loss"), **keywords | {"optimizer": optimizer})
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 12:
+            raise KeyboardInterrupt
+        return LOSS(outputs, targets)
+
+    first = made(tmp_path / "parts", monitor="loss", checkpoint_frequency=5)
+    with pytest.raises(KeyboardInterrupt):
+        run(first, **keywords | {"optimizer": optimizer, "loss_fn": loss_fn})
+    assert first.history.stopped == "interrupted"
+    then = made(tmp_path / "parts", monitor="loss")
+    parts = run(then, **keywords | {"optimizer": optimizer})
+    assert then.resumed_from.name.rpartition("-")[2] not in ("7", "14")  # between two lines
+    assert [(r.step, r.samples, r.metrics) for r in parts.records] == [
+        (r.step, r.samples, r.metrics) for r in whole.records
+    ]
+    assert parts.seconds > first.history.records[0].seconds
 
 
 def test_state_that_torch_would_cast_comes_back_as_it_was(tmp_path):
@@ -220,23 +235,36 @@ def test_none_begins_anew_in_an_empty_directory_or_where_it_may_overwrite(tmp_pa
     assert run(trainer, epochs=2).steps == 10  # in this process it goes on with what it has
 
 
-def test_last_good_passes_over_a_checkpoint_that_is_not_finite(tmp_path):
-    bad = []
+@pytest.mark.parametrize("ruin", ["a loss that is not finite", "a loss that leaps", "a parameter"])
+def test_last_good_passes_over_a_checkpoint_that_is_not_good(ruin, tmp_path):
+    factor = [1.0]
 
     def loss_fn(outputs, targets):
-        return LOSS(outputs, targets) * (float("nan") if bad else 1.0)
+        return LOSS(outputs, targets) * factor[0]
 
-    first = made(tmp_path, checkpoint_frequency=1000)
-    run(first, loss_fn=loss_fn, epochs=3)
+    def trainer(**keywords):
+        module = net()
+        module.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+        return FaultTolerantTrainer(module, tmp_path, checkpoint_frequency=1000, **keywords)
+
+    first = trainer()
+    run(first, loss_fn=loss_fn, epochs=6)  # of 5 steps
     good = values(first.model)
-    bad.append(1)
-    for epochs in (4, 5, 6, 7):
-        run(first, loss_fn=loss_fn, epochs=epochs)
+    factor[0] = {"a loss that is not finite": float("nan"), "a loss that leaps": 100.0}.get(ruin, 1.0)
+    for epochs in (7, 8, 9, 10):
+        if ruin == "a parameter":
+            run(first, loss_fn=lambda o, t: ruined(loss_fn(o, t), first.model.idle), epochs=epochs)
+        else:
+            run(first, loss_fn=loss_fn, epochs=epochs)
     assert len(names(tmp_path)) == 4  # the newest three, and the newest good one
-    bad.clear()
-    trainer = made(tmp_path, recovery_strategy="last_good")
-    run(trainer, loss_fn=loss_fn, epochs=3)
-    assert equal(values(trainer.model), good)
+    then = trainer(recovery_strategy="last_good")
+    run(then, loss_fn=loss_fn, epochs=6)
+    assert equal(values(then.model), good)
+
+
+def ruined(loss, parameter):
+    parameter.data[1] = torch.inf
+    return loss
 
 
 def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
