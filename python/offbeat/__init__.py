@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat.distributed import init_distributed
     from offbeat.history import History
     from offbeat.receipt import Receipt
+    from offbeat.recovery.trainer import FaultTolerantTrainer
     from offbeat.server import ParameterServer
     from offbeat.sharding import partition
     from offbeat.worker import AsyncWorker
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncGradientAccumulator",
     "AsyncWorker",
     "Client",
+    "FaultTolerantTrainer",
     "History",
     "ParameterServer",
     "Receipt",
@@ -45,6 +47,7 @@ _MODULE_OF = {
     "AsyncModelAverager": "offbeat.averaging",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
+    "FaultTolerantTrainer": "offbeat.recovery.trainer",
     "History": "offbeat.history",
     "ParameterServer": "offbeat.server",
     "Receipt": "offbeat.receipt",
@@ -55,7 +58,6 @@ _OF_A_LATER_VERSION = frozenset(
     {
         "AsyncTrainer",
         "AsyncTrainingMonitor",
-        "FaultTolerantTrainer",
     }
 )
 _SUBMODULES = frozenset({"averaging", "errors", "optim", "schedule", "staleness", "tracking"})

@@ -9,7 +9,7 @@ from offbeat.errors import ConfigError
 from offbeat.frequency import frequency
 from offbeat.naming import unknown
 
-__all__ = ["MANIFEST", "resolve"]
+__all__ = ["MANIFEST", "directory_of", "resolve"]
 
 MANIFEST = "manifest.json"
 """What the folder of a checkpoint has, and the directory of several does not."""
@@ -51,14 +51,21 @@ def resolve(directory: object, frequency: object, resume: str) -> dict[str, Any]
             )
         refuse(faults)
         return None
-    path = faults.catch(lambda: _directory(directory))
+    path = faults.catch(lambda: directory_of(directory))
     every = faults.catch(lambda: _frequency(frequency))
     refuse(faults)
     return {"directory": path, "every": every, "resume": resume}
 
 
-def _directory(given: object) -> str:
-    """Make a path absolute, with its `~`: where the process goes later does not matter."""
+def directory_of(given: object) -> str:
+    """Make a path absolute, with its `~`: where the process goes later does not matter.
+
+    Args:
+        given: `checkpoint_dir`, as given.
+
+    Raises:
+        ConfigError: If it is no path, or that of one checkpoint.
+    """
     if not isinstance(given, str | os.PathLike) or not isinstance(path := os.fspath(given), str) or not path:
         raise ConfigError(f"checkpoint_dir is {given!r}: give the path of a directory")
     whole = os.path.expanduser(path)  # noqa: PTH111  Path takes the "./" from "./~amy", a folder of that name

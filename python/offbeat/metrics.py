@@ -15,7 +15,7 @@ from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
-__all__ = ["Meter", "Metric", "MetricObject", "accuracy", "is_collection", "meters"]
+__all__ = ["Mean", "Meter", "Metric", "MetricObject", "accuracy", "is_collection", "meters"]
 
 
 @runtime_checkable
@@ -107,7 +107,7 @@ def accuracy(outputs: object, targets: object) -> torch.Tensor:
     return (guessed == wanted).float().mean()
 
 
-class _Mean:
+class Mean:
     """A mean over samples. Values stay on the device until they are read, then are summed in float64."""
 
     def __init__(self, name: str, of: Callable[[Any, Any], float | torch.Tensor] | None) -> None:
@@ -117,6 +117,7 @@ class _Mean:
         self._samples: list[int] = []
 
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
+        """Take one batch."""
         value = loss if self._of is None else self._of(outputs, targets)
         if self._of is None and loss is None:
             raise ConfigError('the metric "loss" needs a loss function, and none was given')
@@ -124,6 +125,7 @@ class _Mean:
         self._samples.append(samples)
 
     def read(self) -> float:
+        """Give the value over the batches since the last reading, and begin anew. Waits for the device."""
         values = [v.reshape(()) for v in self._values if isinstance(v, torch.Tensor)]
         read = iter(torch.stack(values).double().tolist() if values else ())  # one wait for all of them
         plain = [next(read) if isinstance(v, torch.Tensor) else v for v in self._values]
@@ -134,6 +136,15 @@ class _Mean:
         self._values.clear()
         self._samples.clear()
         return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what was taken since the last reading, as plain numbers. Waits for the device."""
+        values = [float(value) for value in self._values]
+        return {"values": values, "samples": list(self._samples)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: the next reading is what it would have been."""
+        self._values, self._samples = list(state["values"]), list(state["samples"])
 
 
 class _Object:
@@ -180,11 +191,11 @@ def _meter(metric: Metric) -> Meter:
     if isinstance(metric, str):
         if metric not in _NAMES:
             raise ConfigError(unknown("metric", metric, _NAMES) + ", a callable, or a torchmetrics object")
-        return _Mean(metric, accuracy if metric == "accuracy" else None)
+        return Mean(metric, accuracy if metric == "accuracy" else None)
     if isinstance(metric, MetricObject):
         return _Object(metric)
     if callable(metric):
-        return _Mean(getattr(metric, "__name__", type(metric).__name__), metric)
+        return Mean(getattr(metric, "__name__", type(metric).__name__), metric)
     raise ConfigError(
         f"metrics: {metric!r} is no metric: give {' or '.join(map(repr, _NAMES))}, a callable of "
         f"(outputs, targets), or an object with update, compute and reset"

@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["stopping_on_sigterm"]
+__all__ = ["TERMINATED", "Terminated", "noting_sigterm", "stopping_on_sigterm"]
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of what SIGTERM has ended before it was done, as of a process that the signal itself ends."""
 
 
 class _Terminated(SystemExit):
@@ -32,5 +35,40 @@ def stopping_on_sigterm(stop: Callable[[], None]) -> Iterator[None]:
     except _Terminated:
         stop()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Terminated:
+    """Whether SIGTERM has come.
+
+    Attributes:
+        has_come: So.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+
+@contextmanager
+def noting_sigterm() -> Iterator[Terminated]:
+    """Take note of SIGTERM where work has places at which it can end; a second one ends the process at once.
+
+    Only on the main thread, and unless the signal has another handler: else nothing is noted.
+    """
+    noted = Terminated()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        noted.has_come = True
+        signal.signal(number, signal.SIG_DFL)
+
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield noted
+        return
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield noted
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,7 @@
-"""`offbeat checkpoint`: what a server has kept is looked at, verified, or taken out. It needs no server."""
+"""`offbeat checkpoint`: what a server or a trainer has kept is looked at, verified, or taken out.
+
+It needs no server. A trainer's is told by its manifest (`training_checkpoint.py`).
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ from typing import Any
 
 from offbeat.arrays import as_state
 from offbeat.checkpoints import MANIFEST
-from offbeat.cli import model_file
+from offbeat.cli import model_file, training_checkpoint
 from offbeat.cli.checkpoint_report import report
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, file
@@ -19,6 +22,7 @@ from offbeat.cli.say import flush_output, output, say
 from offbeat.cli.signals import Signals, Stopped
 from offbeat.cli.wording import plain
 from offbeat.errors import CheckpointError, ConfigError
+from offbeat.recovery.directory import is_trainers
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,7 +40,10 @@ OWN = ("lock", "life.json", "life.new", ".new", ".old")
 NAME = re.compile(r"(damaged-|earlier-)?checkpoint-\d{6,}")
 """How it calls a checkpoint, and one that is set aside."""
 
-REMEDY = "give the directory that a server has as --checkpoint-dir, or one of the folders checkpoint-… in it"
+REMEDY = (
+    "give the directory that a server has as --checkpoint-dir, or one of the folders checkpoint-… in it; or "
+    "what a FaultTolerantTrainer has as checkpoint_dir, or one of the folders save-… in it"
+)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -47,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
             "path",
             type=file,
             metavar="PATH",
-            help="a server's --checkpoint-dir, or a checkpoint's folder in it",
+            help="a server's --checkpoint-dir or a trainer's checkpoint_dir, or a checkpoint's folder in it",
         )
     parser.actions["inspect"].add_argument(
         "--json", action="store_true", help="everything there is to tell, as one object"
@@ -65,13 +72,15 @@ def run(arguments: Namespace) -> int:
     if not path.is_dir():
         what = "is no folder" if path.exists() else "is not there"
         raise ConfigError(f"{path} {what}: {REMEDY}")
+    is_of_training = is_trainers(path)
     match arguments.action:
         case "inspect":
-            _inspect(path, as_json=arguments.json)
+            inspect = training_checkpoint.inspect if is_of_training else _inspect
+            inspect(path, as_json=arguments.json)
         case "verify":
-            _verify(path)
+            (training_checkpoint.verify_all if is_of_training else _verify)(path)
         case _:
-            _export(path, arguments.file, force=arguments.force)
+            _export(path, arguments.file, force=arguments.force, is_of_training=is_of_training)
     return ExitCode.OK
 
 
@@ -138,7 +147,7 @@ def _verdicts(path: Path, names: Sequence[str] | None) -> Iterator[tuple[str, bo
             yield (f"{folder}: ok", True) if is_there else (f"{folder}: gone, removed by its server", None)
 
 
-def _export(path: Path, to: Path, *, force: bool) -> None:
+def _export(path: Path, to: Path, *, force: bool, is_of_training: bool) -> None:
     """Write a model to a file.
 
     Raises:
@@ -157,16 +166,20 @@ def _export(path: Path, to: Path, *, force: bool) -> None:
         signals.leave()
 
     signals = Signals()
-    _refuse_a_server_s(path, to)
+    (training_checkpoint.refuse_among if is_of_training else _refuse_a_server_s)(path, to)
     model_file.check_writable(to, "FILE")
     refuse_to_replace()
     try:
         with signals.raised():
-            name, version, state = _model(path)
-            model_file.save(state, to, before_replacing=settle)
+            if is_of_training:
+                done = training_checkpoint.export(path, to, settle)
+            else:
+                name, version, state = _model(path)
+                model_file.save(state, to, before_replacing=settle)
+                done = f"the model of {name}, version {version:,}, is in {to}"
     except Stopped as stopped:
         raise KeyboardInterrupt from stopped  # also one that would end the process with no clearing up
-    output(f"the model of {name}, version {version:,}, is in {to}")
+    output(done)
 
 
 def _model(path: Path) -> tuple[str, int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from offbeat.arrays import as_array, contiguous
 from offbeat.dtypes import NAMES
 from offbeat.errors import ConfigError
 
-__all__ = ["ModelLeftError", "Place", "check_writable", "load", "save"]
+__all__ = ["ModelLeftError", "Place", "check_writable", "copy", "load", "save"]
 
 TORCHS = (b"PK", b"\x80\x02")
 """How a file of `torch.save` begins: today's are zip archives, older ones pickles."""
@@ -108,12 +108,33 @@ def save(
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
         )
+
+    def write(whole: Path) -> None:
+        try:
+            serialize_file(specs, whole, metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(str(error)) from error
+
+    _put(path, write, before_replacing)
+
+
+def copy(source: Path, path: Path, *, before_replacing: Callable[[], object] = lambda: None) -> None:
+    """Copy a model's file as `save` writes one: a reader never finds half of it.
+
+    Raises:
+        ModelLeftError: As `save`.
+        OSError: If it cannot be read or written.
+    """
+    _put(path, lambda whole: shutil.copyfile(source, whole), before_replacing)
+
+
+def _put(path: Path, write: Callable[[Path], object], before_replacing: Callable[[], object]) -> None:
     target = _target(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _folder_beside(target) as folder:
             whole = folder / "model.safetensors"
-            serialize_file(specs, whole, metadata={"format": "pt"})
+            write(whole)
             with whole.open("rb") as written:
                 os.fsync(written.fileno())
             _permit_as(target, whole)
@@ -121,7 +142,7 @@ def save(
             _replace(target, whole)
     except ModelLeftError:
         raise
-    except (OSError, SafetensorError) as error:  # the latter of a full disk, too
+    except OSError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 

@@ -32,6 +32,7 @@ class Epochs:
     def __init__(self, dataset: Dataset[Any], batch_size: int, order: str, *, pin_memory: bool) -> None:
         """`order` names the sequence of orders; (order, epoch) determines one."""
         self._order = order
+        self._batch_size = batch_size
         self._generator = torch.Generator()
         self._sampler: _Permutation | None = None
         if not isinstance(dataset, IterableDataset):
@@ -49,9 +50,21 @@ class Epochs:
             pin_memory=pin_memory,
         )
 
-    def epoch(self, number: int) -> Iterable[Any]:
-        """Give the batches of one pass; a dataset that has a `set_epoch` is told the number."""
+    def epoch(self, number: int, *, skipped: int = 0) -> Iterable[Any]:
+        """Give the batches of one pass; a dataset that has a `set_epoch` is told the number.
+
+        Args:
+            number: Of the pass.
+            skipped: Batches at its start that are left out, without a look at their samples.
+
+        Raises:
+            ConfigError: If there are some, and the dataset has no order to leave them out of.
+        """
         _tell_epoch(self._loader, number)
+        if self._sampler is not None:
+            self._sampler.first = skipped * self._batch_size
+        elif skipped:
+            raise ConfigError("batches of an iterable dataset cannot be skipped: it gives its own order")
         digest = hashlib.sha256(f"{self._order}/{number}".encode()).digest()
         self._generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return self._loader
@@ -170,14 +183,19 @@ def is_map_style(data: object) -> TypeGuard[Dataset[Any]]:
 
 
 class _Permutation(Sampler[int]):
-    """Every index once, in the order that the generator gives."""
+    """Every index once, in the order that the generator gives.
+
+    Attributes:
+        first: So many at the start are left out.
+    """
 
     def __init__(self, length: int, generator: torch.Generator) -> None:
+        self.first = 0
         self._length = length
         self._generator = generator
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self._length, generator=self._generator).tolist()
+        yield from torch.randperm(self._length, generator=self._generator)[self.first :].tolist()
 
     def __len__(self) -> int:
         return self._length

@@ -160,6 +160,8 @@ NAMES_OF_TABLES = [
     "AsyncWorker.train",
     "AsyncGradientAccumulator",
     "AsyncGradientAccumulator.train_step",
+    "FaultTolerantTrainer",
+    "FaultTolerantTrainer.train",
     "init_distributed",
     "tracking.JSONL",
     "tracking.CSV",

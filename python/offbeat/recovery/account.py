@@ -1,0 +1,168 @@
+"""What a run has to tell, and what of it a checkpoint holds: history, meters, and the newest losses."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.history import History, Record
+from offbeat.metrics import Mean
+from offbeat.recovery.band import NUM_RECENT, Band, judged
+from offbeat.recovery.place import Place
+from offbeat.recovery.trainee import Stepped
+
+__all__ = ["Account", "Judgement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How a run is doing at a save.
+
+    Attributes:
+        loss: Mean of the newest losses; NaN without.
+        is_within: Whether they are finite, and that mean within the band.
+        band: What it may be at most; None while nobody knows.
+        monitored: Mean of what is monitored since the save before; None without.
+    """
+
+    loss: float
+    is_within: bool
+    band: float | None
+    monitored: float | None
+
+
+class Account:
+    """Counts and measures, across all lives of a run.
+
+    Attributes:
+        history: What `train` gives.
+        place: In the data.
+    """
+
+    def __init__(self, meters: Sequence[Mean], monitor: Mean | None) -> None:
+        self.history = History()
+        self.place = Place()
+        self._meters = meters
+        self._monitor = monitor
+        self._has_new = False
+        self._monitored: float | None = None
+        self._recent: deque[torch.Tensor | float] = deque(maxlen=NUM_RECENT)
+        self._band: Band | None = None
+
+    @property
+    def logged_step(self) -> int:
+        """Of the newest log line."""
+        return self.history.records[-1].step if self.history.records else 0
+
+    def add(self, done: Stepped) -> None:
+        """Take a step down."""
+        for meter in self._meters if self._monitor is None else (*self._meters, self._monitor):
+            meter.update(done.outputs, done.targets, done.loss, done.samples)
+        self._has_new = True
+        self._recent.append(done.loss.reshape(()))
+        self.history.steps += 1
+        self.history.samples += done.samples
+        self.place = Place(self.place.epoch, self.place.batch + 1)
+
+    def end_epoch(self) -> None:
+        """Take the end of a pass down."""
+        self.history.epochs += 1
+        self.place = Place(self.place.epoch + 1, 0)
+
+    def log(self, seconds: float) -> Record:
+        """Make a log line."""
+        metrics = {meter.name: meter.read() for meter in self._meters}
+        steps = self.history.steps
+        record = Record(
+            step=steps, version=steps, samples=self.history.samples, seconds=seconds, metrics=metrics
+        )
+        self.history.records.append(record)
+        return record
+
+    def judge(self) -> Judgement:
+        """Look at how the run is doing. Waits for the device."""
+        recent = self._read_recent()
+        is_within, self._band = judged(recent, self._band)
+        if self._monitor is not None and self._has_new:
+            self._monitored, self._has_new = self._monitor.read(), False
+        return Judgement(
+            loss=sum(recent) / len(recent) if recent else float("nan"),
+            is_within=is_within,
+            band=None if self._band is None else self._band.upper,
+            monitored=self._monitored,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give all of it."""
+        history = self.history
+        band = self._band
+        return {
+            "steps": history.steps,
+            "samples": history.samples,
+            "epochs": history.epochs,
+            "seconds": history.seconds,
+            "place": (self.place.epoch, self.place.batch),
+            "records": _columns(history.records),
+            "meters": {meter.name: meter.state_dict() for meter in self._meters},
+            "monitor": None if self._monitor is None else (self._monitor.name, self._monitor.state_dict()),
+            "has_new": self._has_new,
+            "monitored": self._monitored,
+            "recent": self._read_recent(),
+            "band": None if band is None else (band.mean, band.deviation),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; a metric that was not measured then begins here."""
+        history = self.history
+        history.steps, history.samples, history.epochs = state["steps"], state["samples"], state["epochs"]
+        history.seconds = state["seconds"]
+        history.records = _records(state["records"])
+        self.place = Place(*state["place"])
+        for meter in self._meters:
+            if (taken := state["meters"].get(meter.name)) is not None:
+                meter.load_state_dict(taken)
+        if self._monitor is not None and state["monitor"] is not None:
+            name, taken = state["monitor"]
+            if name == self._monitor.name:
+                self._monitor.load_state_dict(taken)
+                self._has_new, self._monitored = state["has_new"], state["monitored"]
+        self._recent.extend(state["recent"])
+        self._band = None if state["band"] is None else Band(*state["band"])
+
+    def _read_recent(self) -> list[float]:
+        """Give the newest losses as numbers, with one wait for all that are not."""
+        waiting = [loss.float() for loss in self._recent if isinstance(loss, torch.Tensor)]
+        read = iter(torch.stack(waiting).tolist() if waiting else ())
+        numbers = [next(read) if isinstance(loss, torch.Tensor) else loss for loss in self._recent]
+        self._recent = deque(numbers, maxlen=NUM_RECENT)
+        return numbers
+
+
+def _columns(records: Sequence[Record]) -> dict[str, Any]:
+    """Put log lines into columns: there may be a million of them, and JSON is slow."""
+    kinds = list({tuple(record.metrics): None for record in records})
+    return {
+        "step": torch.tensor([record.step for record in records], dtype=torch.int64),
+        "samples": torch.tensor([record.samples for record in records], dtype=torch.int64),
+        "seconds": torch.tensor([record.seconds for record in records], dtype=torch.float64),
+        "kinds": kinds,
+        "kind": torch.tensor([kinds.index(tuple(r.metrics)) for r in records], dtype=torch.int64),
+        "values": torch.tensor([v for r in records for v in r.metrics.values()], dtype=torch.float64),
+    }
+
+
+def _records(columns: dict[str, Any]) -> list[Record]:
+    values = iter(columns["values"].tolist())
+    rows = zip(*(columns[name].tolist() for name in ("step", "samples", "seconds", "kind")), strict=True)
+    return [
+        Record(
+            step=step,
+            version=step,
+            samples=samples,
+            seconds=seconds,
+            metrics={name: next(values) for name in columns["kinds"][kind]},
+        )
+        for step, samples, seconds, kind in rows
+    ]

@@ -1,0 +1,278 @@
+"""A directory of checkpoints: who has it, what is in it, what is kept.
+
+A checkpoint is built in a folder that no reader takes for one, and gets its name when it is whole. One that
+is removed loses its name first.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.errors import CheckpointError, ConfigError
+from offbeat.recovery.folder import read_manifest, sync
+from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
+
+__all__ = ["Directory", "Entry", "entries", "is_trainers", "name_of", "names"]
+
+LOCK = "lock"
+"""As a server's, so that neither takes the other's directory."""
+BUILT, REMOVED, DAMAGED = ".saving-", ".removing-", "damaged-"
+NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
+SERVERS = re.compile(r"life\.json|(damaged-|earlier-)?checkpoint-\d{6,}")
+"""What a server leaves in a directory."""
+
+_held: "weakref.WeakSet[_Lock]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint in a directory.
+
+    Attributes:
+        name: Of its folder.
+        manifest: What it says; None where that is damaged.
+        damage: Then, in which way; else None. Its other files have not been read.
+    """
+
+    name: str
+    manifest: Manifest | None
+    damage: str | None
+
+
+def name_of(number: int, step: int) -> str:
+    """Name a checkpoint's folder: by its save, since a step may be saved twice after a return to an older."""
+    return f"save-{number:06}-step-{step}"
+
+
+def names(path: Path) -> list[str]:
+    """List the checkpoints of a directory, newest first.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    found = [(_number(name), name) for name in _listed(path) if NAME.fullmatch(name)]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def entries(path: Path) -> list[Entry]:
+    """Tell of each checkpoint what its manifest says, newest first; one that is gone by then is left out.
+
+    Raises:
+        CheckpointError: If one cannot be read, or is of another format.
+    """
+    return [entry for name in names(path) if (entry := _entry(path, name)) is not None]
+
+
+def is_trainers(path: Path) -> bool:
+    """Whether a folder is a trainer's checkpoint, or a directory of them."""
+    from offbeat.recovery.manifest import kind_of
+
+    manifest = path / MANIFEST
+    try:
+        with manifest.open("rb") as file:
+            return kind_of(file.read(1024)) is not None
+    except OSError:
+        return bool(names(path))
+
+
+class Directory:
+    """A trainer's directory, locked for it alone.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Have it for this process alone, and remove what one that died has left half-done.
+
+        Raises:
+            CheckpointError: If another process has it, or it cannot be used.
+            ConfigError: If it is a server's.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = _Lock(self.path / LOCK)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"checkpoint_dir {self.path} cannot be used: {error.strerror}") from error
+        try:
+            if theirs := sorted(name for name in _listed(self.path) if SERVERS.fullmatch(name)):
+                raise ConfigError(
+                    f"checkpoint_dir is {str(self.path)!r}, and a server keeps its checkpoints there "
+                    f"({theirs[0]}): give another directory"
+                )
+            for name in _listed(self.path):
+                if name.startswith((BUILT, REMOVED)):
+                    shutil.rmtree(self.path / name)
+            yield
+        finally:
+            lock.release()
+
+    def others(self) -> list[str]:
+        """List what is there besides the lock."""
+        return sorted(name for name in _listed(self.path) if name != LOCK)
+
+    def next_number(self) -> int:
+        """Give the number of the next save: above all that are there, damaged ones too."""
+        found = [name.removeprefix(DAMAGED) for name in _listed(self.path)]
+        return 1 + max((_number(name) for name in found if NAME.fullmatch(name)), default=0)
+
+    def add(self, number: int, step: int, write: Callable[[Path], None]) -> str:
+        """Add a checkpoint.
+
+        Args:
+            number: Of the save.
+            step: Of the run.
+            write: Fills a folder with files that are on the disk when it returns, the manifest last.
+
+        Returns:
+            The name of its folder.
+
+        Raises:
+            CheckpointError: If it cannot be written; then nothing is left of it.
+        """
+        name = name_of(number, step)
+        built = self.path / f"{BUILT}{number:06}"
+        try:
+            built.mkdir()
+            write(built)
+            sync(built)
+            built.rename(self.path / name)
+            sync(self.path)
+        except BaseException as error:
+            with suppress(OSError):  # which was tried, and what went wrong is told
+                shutil.rmtree(built, ignore_errors=True)
+                # A name that may not have got to the disk is no checkpoint that anybody was told of.
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                what = error.strerror or str(error)
+                raise CheckpointError(f"{self.path / name} cannot be written: {what}") from error
+            raise
+        return name
+
+    def keep(self, chosen: Callable[[Sequence[Manifest]], set[int]]) -> None:
+        """Remove all checkpoints but those that are chosen.
+
+        Args:
+            chosen: From the manifests, newest first, to the numbers of those that stay. One whose manifest is
+                damaged stays, too: it is a start's to set aside.
+        """
+        found = entries(self.path)
+        stay = chosen([entry.manifest for entry in found if entry.manifest is not None])
+        for entry in found:
+            if entry.manifest is not None and entry.manifest.number not in stay:
+                self.remove(entry.name)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint.
+
+        Raises:
+            CheckpointError: If it cannot be.
+        """
+        gone = self.path / f"{REMOVED}{name}"
+        try:
+            (self.path / name).rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be removed: {error.strerror}") from error
+
+    def clear(self) -> None:
+        """Remove all checkpoints, those that were set aside, too; what is not ours stays.
+
+        Raises:
+            CheckpointError: If one cannot be removed.
+        """
+        for name in _listed(self.path):
+            if NAME.fullmatch(name.removeprefix(DAMAGED)):
+                self.remove(name)
+
+    def set_aside(self, name: str) -> None:
+        """Give a damaged checkpoint a name that no start looks at.
+
+        Raises:
+            CheckpointError: If it cannot be.
+        """
+        try:
+            (self.path / name).rename(self.path / f"{DAMAGED}{name}")
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be set aside: {error.strerror}") from error
+
+
+class _Lock:
+    """A lock that ends with this process, however it ends, and that a child does not hold on to."""
+
+    def __init__(self, path: Path) -> None:
+        self._number: int | None = None
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(number, 32).decode(errors="replace").strip()
+            os.close(number)
+            by = f" (process {holder})" if holder.isdecimal() else ""
+            raise CheckpointError(
+                f"checkpoint_dir {path.parent} is in use by another trainer or server{by}: wait for it, or "
+                f"give another directory"
+            ) from error
+        os.ftruncate(number, 0)
+        os.write(number, f"{os.getpid()}\n".encode())
+        self._number = number
+        _close_in_children()
+        _held.add(self)
+
+    def release(self) -> None:
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
+        _held.discard(self)
+
+
+_is_hooked = False
+
+
+def _close_in_children() -> None:
+    """Let a loader's worker, which outlives a killed trainer by seconds, not keep the next one out."""
+    global _is_hooked  # noqa: PLW0603  there is one process
+    if not _is_hooked:
+        _is_hooked = True
+        os.register_at_fork(after_in_child=_release_all)
+
+
+def _release_all() -> None:
+    for lock in list(_held):
+        lock.release()  # closes our descriptor alone: the parent's holds the lock
+
+
+def _entry(path: Path, name: str) -> Entry | None:
+    try:
+        manifest = read_manifest(path / name)
+    except DamagedError as error:
+        return Entry(name, None, str(error)) if (path / name).exists() else None
+    if name != name_of(manifest.number, manifest.step):
+        return Entry(
+            name, None, f"{path / name}: the manifest is of {name_of(manifest.number, manifest.step)}"
+        )
+    return Entry(name, manifest, None)
+
+
+def _number(name: str) -> int:
+    found = NAME.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
+def _listed(path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in path.iterdir()]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

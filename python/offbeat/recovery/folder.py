@@ -1,0 +1,128 @@
+"""One checkpoint as a folder: written so that it is there whole or not at all, and read with its digests."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+from offbeat.errors import CheckpointError
+from offbeat.recovery.manifest import MANIFEST, DamagedError, FileEntry, Manifest
+
+__all__ = ["Tell", "entry_of", "read_manifest", "sync", "verify", "write_synced"]
+
+Tell = Callable[[int, int], object]
+"""Hears how many bytes of how many have been read."""
+
+CHUNK_BYTES = 2**22
+LARGEST_MANIFEST_BYTES = 2**20
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read what a checkpoint says of itself.
+
+    Raises:
+        DamagedError: If it is not as it was written.
+        CheckpointError: If it cannot be read, or is of another format.
+    """
+    raw = b""
+    with _opened(folder, MANIFEST) as file:
+        if os.fstat(file.fileno()).st_size <= LARGEST_MANIFEST_BYTES:
+            raw = file.read()
+    try:
+        return Manifest.from_bytes(raw)
+    except DamagedError as error:
+        raise DamagedError(f"{folder}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def verify(folder: Path, tell: Tell = lambda *_: None) -> Manifest:
+    """Read a checkpoint to its end.
+
+    Args:
+        folder: Where it is.
+        tell: Told how far it is.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        DamagedError: If any file is not as it was written.
+        CheckpointError: If one cannot be read.
+    """
+    manifest = read_manifest(folder)
+    total, done = sum(entry.bytes for entry in manifest.files), 0
+    for entry in manifest.files:
+        with _opened(folder, entry.name) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != entry.bytes:
+                raise DamagedError(
+                    f"{folder}: {entry.name} has {found} bytes where the manifest says {entry.bytes}"
+                )
+            digest = hashlib.sha256()
+            while chunk := _read(file, folder / entry.name):
+                digest.update(chunk)
+                done += len(chunk)
+                tell(done, total)
+        if digest.hexdigest() != entry.sha256:
+            raise DamagedError(
+                f"{folder}: {entry.name} is not as it was written: its SHA-256 is {digest.hexdigest()}, the "
+                f"manifest says {entry.sha256}"
+            )
+    return manifest
+
+
+def entry_of(path: Path) -> FileEntry:
+    """Describe a file that was written, and get it to the disk.
+
+    The digest is of what is read back.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        num_bytes = os.fstat(file.fileno()).st_size
+        os.fsync(file.fileno())
+    return FileEntry(path.name, num_bytes, digest.hexdigest())
+
+
+def write_synced(path: Path, raw: bytes) -> None:
+    """Write a new file and get it to the disk."""
+    with path.open("xb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Get a folder's names to the disk."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _opened(folder: Path, name: str) -> FileIO:
+    """Open a plain file of a checkpoint, and nothing that a link leads to."""
+    path = folder / name
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{folder}: there is no {name}") from error
+    except OSError as error:
+        if path.is_symlink():
+            raise DamagedError(f"{folder}: {name} is a link") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    file = FileIO(number)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        file.close()
+        raise DamagedError(f"{folder}: {name} is no file")
+    return file
+
+
+def _read(file: FileIO, path: Path) -> bytes:
+    try:
+        return file.read(CHUNK_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,288 @@
+"""Where in its data a run is, so that another process goes on with the next batch.
+
+Three kinds of source: a dataset in an order of our own, whose next batch follows from (seed, epoch, batch); a
+loader that tells its place itself, by `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader
+does; and any other, which is set back to the start of the pass and read up to the place.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from offbeat import process
+from offbeat.errors import ConfigError
+from offbeat.local.batches import Epochs, Given, batches_of
+from offbeat.recovery import rng
+
+__all__ = ["Data", "Described", "Place", "data_of"]
+
+Kind = Literal["dataset", "stateful", "replayed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Between two batches.
+
+    Attributes:
+        epoch: Passes that were finished.
+        batch: Batches taken of the one that was not.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What must be the same for a place to mean the same.
+
+    Attributes:
+        kind: How the place is found again.
+        samples: Of the dataset; None where nobody knows.
+        batches: Of one pass, likewise.
+        batch_size: Likewise.
+    """
+
+    kind: Kind
+    samples: int | None
+    batches: int | None
+    batch_size: int | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Give it as plain values."""
+        return asdict(self)
+
+    def differences(self, told: dict[str, Any]) -> list[str]:
+        """Word in what a checkpoint's differs, which is in plain values."""
+        if told["kind"] != self.kind:
+            return [f"the data is {_KINDS[self.kind]}, and the checkpoint's was {_KINDS[told['kind']]}"]
+        words = {
+            "samples": "the dataset has {} samples, and had {}",
+            "batch_size": "the batch size is {}, and was {}",
+            "batches": "a pass has {} batches, and had {}",
+        }
+        own = asdict(self)
+        found = [text.format(own[key], told[key]) for key, text in words.items() if own[key] != told[key]]
+        return [f"{text} when the checkpoint was made" for text in found[:2]]  # the third follows from them
+
+
+_KINDS = {
+    "dataset": "a dataset= in batches of ours",
+    "stateful": "a dataloader= with a state_dict",
+    "replayed": "a dataloader= without a state_dict, or an iterable dataset",
+}
+
+
+class Data(Protocol):
+    """Where batches come from."""
+
+    described: Described
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        """Begin a pass."""
+
+    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  as `state` gave it
+        """Go on in a pass.
+
+        Args:
+            place: In it.
+            state: As `state` gave it.
+            restore: Gives the global random generators their states at the place. To be called when what the
+                pass has drawn from them is drawn.
+        """
+
+    def state(self) -> Any:  # noqa: ANN401  a nest
+        """Give what `resume` wants besides the place, between two batches."""
+
+
+def data_of(
+    dataset: "Dataset[Any] | None",
+    dataloader: Iterable[Any] | None,
+    *,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    device: torch.device,
+    is_deterministic: bool = False,
+    is_ended: Callable[[], bool] = lambda: False,
+) -> Data:
+    """Make a source of what `train` was given.
+
+    Args:
+        dataset: This or a loader.
+        dataloader: This or a dataset.
+        epochs: How many passes.
+        batch_size: Of a dataset.
+        seed: Likewise: its order follows from this and the number of the pass.
+        device: Where is trained.
+        is_deterministic: Whether a source that cannot give the same bits after a crash is warned of.
+        is_ended: Whether the reading of batches that are not trained on is to end.
+
+    Raises:
+        ConfigError: As `offbeat.local.batches.batches_of`.
+    """
+    source = batches_of(
+        dataset,
+        dataloader,
+        epochs=epochs,
+        batch_size=batch_size,
+        order=f"recovery/{seed}",
+        pin_memory=device.type == "cuda",
+    )
+    if isinstance(source, Epochs) and not isinstance(dataset, IterableDataset):
+        samples = len(cast(Sized, dataset))
+        return _Ordered(source, Described("dataset", samples, len(source), batch_size))
+    if _tells_its_place(dataloader):
+        if is_deterministic and getattr(dataloader, "num_workers", None):
+            process.warn(
+                f"deterministic=True, and what the workers of a {type(dataloader).__name__} draw at random "
+                f"is in no state of it: the order of samples will be the same after a crash, and the samples "
+                f"where they follow from their index; give num_workers=0, a plain DataLoader, or a dataset="
+            )
+        return _Stateful(source, dataloader, _describe("stateful", source, dataloader))
+    described = _describe("replayed", source, dataloader)
+    if isinstance(source, Epochs):
+        described = replace(described, batch_size=batch_size)
+    return _Replayed(source, dataloader, described, device, is_ended)
+
+
+class _Ordered:
+    def __init__(self, source: Epochs, described: Described) -> None:
+        self.described = described
+        self._source = source
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        return iter(self._source.epoch(epoch))
+
+    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401, ARG002  of Data
+        restore()
+        return iter(self._source.epoch(place.epoch, skipped=place.batch))
+
+    def state(self) -> None:
+        return None
+
+
+class _Stateful:
+    def __init__(self, source: Epochs | Given, loader: Any, described: Described) -> None:  # noqa: ANN401  any such
+        self.described = described
+        self._source = source
+        self._loader = loader
+        self._generators = _Generators(loader)
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        return iter(self._source.epoch(epoch))
+
+    def resume(
+        self,
+        place: Place,
+        state: Any,  # noqa: ANN401  of Data
+        restore: Callable[[], None],
+    ) -> Iterator[Any]:
+        self._loader.load_state_dict(state["loader"])
+        if not place.batch:
+            self._generators.set(state["generators"])
+            restore()
+            return self.begin(place.epoch)
+        batches = self.begin(place.epoch)
+        self._generators.set(state["generators"])  # which a loader's own state leaves out
+        restore()
+        return batches
+
+    def state(self) -> Any:  # noqa: ANN401  of Data
+        return {"loader": self._loader.state_dict(), "generators": self._generators.states()}
+
+
+class _Replayed:
+    """A pass is made again with the random states that it began with, and its first batches are dropped."""
+
+    def __init__(
+        self,
+        source: Epochs | Given,
+        loader: object,
+        described: Described,
+        device: torch.device,
+        is_ended: Callable[[], bool],
+    ) -> None:
+        self.described = described
+        self._source = source
+        self._generators = _Generators(loader)
+        self._device = device
+        self._is_ended = is_ended
+        self._began: dict[str, Any] | None = None
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        self._began = {"global": rng.capture(self._device), "generators": self._generators.states()}
+        return iter(self._source.epoch(epoch))
+
+    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
+        if not place.batch:
+            self._generators.set(state["generators"])
+            restore()
+            return self.begin(place.epoch)
+        began = state["began"]
+        self._generators.set(began["generators"])
+        rng.restore(began["global"], self._device)
+        batches = self.begin(place.epoch)
+        self._drop(place, batches)
+        restore()
+        return batches
+
+    def state(self) -> Any:  # noqa: ANN401  of Data
+        return {"began": self._began, "generators": self._generators.states()}
+
+    def _drop(self, place: Place, batches: Iterator[Any]) -> None:
+        process.warn(
+            f"the dataloader cannot tell its place: {place.batch} batches of epoch {place.epoch + 1} are "
+            f"read again and dropped; a dataset=, or a loader with state_dict and load_state_dict, such "
+            f"as torchdata's StatefulDataLoader, goes on at once"
+        )
+        for number in range(place.batch):
+            if self._is_ended():
+                break
+            try:
+                next(batches)
+            except StopIteration:
+                raise ConfigError(
+                    f"the dataloader gave {number} batches, and epoch {place.epoch + 1} had {place.batch} "
+                    f"when the checkpoint was made: give the same data"
+                ) from None
+
+
+def _tells_its_place(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _describe(kind: Kind, source: Epochs | Given, loader: object) -> Described:
+    samples = batches = None
+    with suppress(TypeError):  # what nobody knows
+        batches = len(source)
+    with suppress(TypeError):
+        samples = len(cast(Sized, getattr(loader, "dataset", None)))
+    size = getattr(loader, "batch_size", None)
+    return Described(kind, samples, batches, size if isinstance(size, int) else None)
+
+
+class _Generators:
+    """A loader's own random generators, each once."""
+
+    def __init__(self, loader: object) -> None:
+        batches = getattr(loader, "batch_sampler", None)
+        places = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        found = [getattr(place, "generator", None) for place in places]
+        self._found = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._found]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        if len(states) != len(self._found):
+            raise ConfigError(
+                f"the dataloader has {len(self._found)} random generators of its own, and the checkpoint's "
+                f"had {len(states)}: give the same dataloader"
+            )
+        for generator, state in zip(self._found, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,225 @@
+"""The training loop of a `FaultTolerantTrainer`: batches in, checkpoints behind them."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from offbeat.history import History
+from offbeat.local.loss import wake
+from offbeat.process import announce
+from offbeat.recovery import rng
+from offbeat.recovery.account import Account
+from offbeat.recovery.files import Parts
+from offbeat.recovery.manifest import Manifest
+from offbeat.recovery.nest import flatten
+from offbeat.recovery.place import Data
+from offbeat.recovery.saver import Draft, Saver, parameters_of
+from offbeat.recovery.trainee import Trainee
+from offbeat.termination import TERMINATED, Terminated
+
+__all__ = ["Plan", "Run", "taken_apart"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What `train` was asked for.
+
+    Attributes:
+        epochs: Passes over the data, in all lives of the run.
+        max_steps: Steps after which to stop, likewise; None for no limit.
+        log_frequency: Steps between log lines.
+        seed: Of the order of a dataset.
+        num_threads: Of torch, where they are fixed.
+        monitor: Name of what is monitored, if something is.
+        device: Where is trained.
+    """
+
+    epochs: int
+    max_steps: int | None
+    log_frequency: int
+    seed: int
+    num_threads: int
+    monitor: str | None
+    device: torch.device
+
+    def is_done(self, account: Account) -> bool:
+        """Whether all of it was done."""
+        history = account.history
+        has_all_steps = self.max_steps is not None and history.steps >= self.max_steps
+        return history.epochs >= self.epochs or has_all_steps
+
+    def end(self, account: Account) -> History:
+        """Write down that all of it was done, and give the history."""
+        history = account.history
+        history.stopped = "epochs" if history.epochs >= self.epochs else "max_steps"
+        return history
+
+
+class Run:
+    """One life of a run.
+
+    Args:
+        plan: What to do.
+        trainee: What to train; where a checkpoint was, already as it was there.
+        data: To train on.
+        account: Where the run is.
+        saver: Makes checkpoints.
+        terminated: Whether to end at the next step.
+        resumed: The rest of the checkpoint's state; None for a run that begins.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        trainee: Trainee,
+        data: Data,
+        account: Account,
+        saver: Saver,
+        terminated: Terminated,
+        resumed: dict[str, Any] | None,
+    ) -> None:
+        self._plan = plan
+        self._trainee = trainee
+        self._data = data
+        self._account = account
+        self._saver = saver
+        self._terminated = terminated
+        self._resumed = resumed
+        self._first_step = account.history.steps
+        self._seconds_before = account.history.seconds
+        self._began = time.monotonic()
+        self._logged = self._began, account.history.samples
+
+    def run(self) -> None:
+        """Train to the end, and save that.
+
+        Raises:
+            CheckpointError: If a save fails, at the next step.
+            SystemExit: With code 143 after SIGTERM, when that is saved.
+        """
+        wake(self._trainee.module)
+        history = self._account.history
+        try:
+            while not self._plan.is_done(self._account):
+                if self._pass():
+                    self._trainee.end_epoch()
+                    self._account.end_epoch()
+            if history.steps > self._account.logged_step:
+                self._log()
+            self._plan.end(self._account)
+            self._save()
+            self._saver.wait()
+        finally:
+            self._note_time()
+
+    def _pass(self) -> bool:
+        """Train on one pass, or on the rest of one; tell whether it came to its end."""
+        for batch in self._batches():
+            self._check_terminated()  # also before the first step of a life
+            self._account.add(self._trainee.step(batch))
+            history = self._account.history
+            if history.steps - self._account.logged_step >= self._plan.log_frequency:
+                self._log()
+            if self._saver.is_wanted(history.steps):
+                self._save()
+            self._check_terminated()
+            if self._plan.max_steps is not None and history.steps >= self._plan.max_steps:
+                return False
+        self._check_terminated()
+        return True
+
+    def _batches(self) -> Iterator[Any]:
+        place, resumed = self._account.place, self._resumed
+        self._resumed = None
+        if resumed is None:
+            return self._data.begin(place.epoch)
+        return self._data.resume(
+            place, resumed["data"], lambda: rng.restore(resumed["rng"], self._plan.device)
+        )
+
+    def _check_terminated(self) -> None:
+        if not self._terminated.has_come:
+            return
+        self._account.history.stopped = "interrupted"
+        if self._account.history.steps > self._first_step:  # else the checkpoint that there is says all
+            self._save()
+            self._saver.wait()
+        raise SystemExit(TERMINATED)
+
+    def _save(self) -> None:
+        self._note_time()
+        self._saver.save(self._draft())
+
+    def _draft(self) -> Draft:
+        plan, account = self._plan, self._account
+        judgement = account.judge()
+        parts = taken_apart(self._trainee, self._rest(account))
+        history, place = account.history, account.place
+        manifest = Manifest(
+            number=0,
+            step=history.steps,
+            epoch=place.epoch,
+            batch=place.batch,
+            samples=history.samples,
+            seconds=history.seconds,
+            written_unix_s=0.0,
+            is_finished=plan.is_done(account),
+            is_good=judgement.is_within,
+            loss=judgement.loss,
+            band=judgement.band,
+            monitored=judgement.monitored,
+            monitor=plan.monitor,
+            num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),
+            optimizer=self._trainee.optimizer_name,
+            offbeat=_version(),
+            torch=torch.__version__,
+            files=(),
+        )
+        return Draft(parts, manifest, parameters_of(self._trainee.module, parts.model.tensors))
+
+    def _rest(self, account: Account) -> Callable[[], dict[str, Any]]:
+        return lambda: {
+            "account": account.state_dict(),
+            "data": self._data.state(),
+            "described": self._data.described.to_plain(),
+            "rng": rng.capture(self._plan.device),
+            "seed": self._plan.seed,
+            "num_threads": self._plan.num_threads,
+        }
+
+    def _note_time(self) -> None:
+        self._account.history.seconds = self._seconds_before + time.monotonic() - self._began
+
+    def _log(self) -> None:
+        self._note_time()
+        record = self._account.log(self._account.history.seconds)
+        now = time.monotonic()
+        since, samples = self._logged
+        rate = (record.samples - samples) / max(now - since, 1e-9)
+        self._logged = now, record.samples
+        measured = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
+        epoch = min(self._account.history.epochs + 1, self._plan.epochs)
+        announce(f"epoch {epoch}/{self._plan.epochs}, step {record.step}: {measured} ({rate:,.0f} samples/s)")
+
+
+def taken_apart(trainee: Trainee, rest: Callable[[], dict[str, Any]]) -> Parts:
+    """Take a run's whole state apart.
+
+    Raises:
+        UnsupportedTensorError: Naming what no checkpoint can hold.
+    """
+    state = trainee.state_dict()
+    model = flatten(state.pop("model"), what="model")
+    return Parts(model, flatten({"trained": state} | rest(), what="state"))
+
+
+def _version() -> str:
+    try:
+        return version("offbeat")
+    except PackageNotFoundError:  # run from a source tree
+        return "of a source tree"

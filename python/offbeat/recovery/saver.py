@@ -1,0 +1,156 @@
+"""Saves: when one is due, its snapshot on the training thread, and its writing behind it."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from offbeat import process
+from offbeat.frequency import Every
+from offbeat.recovery.directory import Directory
+from offbeat.recovery.files import Parts, write
+from offbeat.recovery.folder import write_synced
+from offbeat.recovery.manifest import MANIFEST, Manifest
+from offbeat.recovery.snapshot import Buffers, are_finite
+
+__all__ = ["Draft", "Saver", "is_due"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is to be saved.
+
+    Attributes:
+        parts: The state; its tensors are where training goes on changing them.
+        manifest: All that is known before it is written.
+        parameters: Names of the model's, which are to be finite.
+    """
+
+    parts: Parts
+    manifest: Manifest
+    parameters: frozenset[str]
+
+
+def is_due(every: Every, *, step: int, saved_step: int, since_s: float) -> bool:
+    """Whether a save is due.
+
+    Args:
+        every: What is between two: steps, counted from the run's first, or a time.
+        step: Of the run.
+        saved_step: Of the last save, or of the start.
+        since_s: Seconds since then.
+    """
+    if every.count is not None:
+        return step // every.count > saved_step // every.count
+    return step > saved_step and since_s >= (every.seconds or 0.0)
+
+
+class Saver:
+    """Writes checkpoints on a thread of its own, one at a time.
+
+    The snapshot lies in memory that the next one is put into. So a save that is due while one is being
+    written is put off until that is done: training waits for no disk, and no two are queued.
+
+    Args:
+        directory: Where to; locked.
+        every: What is between two.
+        step: Of the run as it starts.
+        chosen: Which checkpoints stay, from the manifests, newest first.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        every: Every,
+        *,
+        step: int,
+        chosen: Callable[[Sequence[Manifest]], set[int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._every = every
+        self._chosen = chosen
+        self._clock = clock
+        self._saved = step, clock()
+        self._number = directory.next_number()
+        self._buffers = Buffers()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offbeat-save")
+        self._writing: Future[None] | None = None
+        self._has_warned = False
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether to save after this step.
+
+        Raises:
+            CheckpointError: If the last save has failed.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        step_before, time_s = self._saved
+        if not is_due(self._every, step=step, saved_step=step_before, since_s=self._clock() - time_s):
+            return False
+        if self._writing is None:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            process.warn(
+                f"at step {step} a checkpoint is due, and the one before is still being written: saves are "
+                f"put off until the disk is done; a larger checkpoint_frequency asks less of it"
+            )
+        return False
+
+    def save(self, draft: Draft) -> None:
+        """Take a snapshot, and write it behind what comes next; waits for the one before.
+
+        Raises:
+            CheckpointError: If that has failed.
+        """
+        self.wait()
+        model, rest = draft.parts.model, draft.parts.rest
+        both = {f"model/{k}": t for k, t in model.tensors.items()}
+        both |= {f"rest/{k}": t for k, t in rest.tensors.items()}
+        copies = iter(self._buffers.take(both).values())
+        parts = Parts(
+            replace(model, tensors={name: next(copies) for name in model.tensors}),
+            replace(rest, tensors={name: next(copies) for name in rest.tensors}),
+        )
+        number, self._number = self._number, self._number + 1
+        self._saved = draft.manifest.step, self._clock()
+        manifest = replace(draft.manifest, number=number)
+        self._writing = self._thread.submit(self._write, parts, manifest, draft.parameters)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: If it has failed.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """End the thread, after what it is writing; if that fails, nobody else will be told."""
+        self._thread.shutdown()
+        if self._writing is not None and (error := self._writing.exception()) is not None:
+            process.warn(str(error))
+
+    def _write(self, parts: Parts, manifest: Manifest, parameters: Iterable[str]) -> None:
+        is_good = manifest.is_good and all(are_finite(parts.model.tensors[name]) for name in parameters)
+
+        def fill(folder: Path) -> None:
+            files = write(folder, parts)
+            whole = replace(manifest, files=files, is_good=is_good, written_unix_s=time.time())
+            write_synced(folder / MANIFEST, whole.to_bytes())
+
+        self._directory.add(manifest.number, manifest.step, fill)
+        self._directory.keep(self._chosen)
+
+
+def parameters_of(module: torch.nn.Module, tensors: Iterable[str]) -> frozenset[str]:
+    """Name those tensors of a module's state that are its parameters."""
+    return frozenset(dict(module.named_parameters(remove_duplicate=False))) & frozenset(tensors)

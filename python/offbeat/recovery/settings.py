@@ -1,0 +1,151 @@
+"""What a `FaultTolerantTrainer` was given, checked: each check words what is wrong."""
+
+import inspect
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.checks import objects
+from offbeat.errors import ConfigError
+from offbeat.metrics import Mean, Metric, meters
+from offbeat.naming import unknown
+from offbeat.recovery.choice import STRATEGIES
+
+__all__ = [
+    "check_scheduler",
+    "means_of",
+    "monitor_of",
+    "of_choices",
+    "of_model",
+    "of_scaler",
+    "scheduler_of",
+    "strategy_of",
+]
+
+
+def of_model(model: object) -> list[str]:
+    """Tell why this cannot be trained here."""
+    if not isinstance(model, nn.Module):
+        return [
+            (
+                f"model is of type {type(model).__name__}: give the nn.Module; this version trains modules "
+                f"in this process, and wraps no worker, averager or trainer"
+            )
+        ]
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        return ["model has parameters without a shape yet: run one batch through it first"]
+    if not any(p.requires_grad for p in model.parameters()):
+        return [f"model is a {type(model).__name__} without parameters to train"]
+    return []
+
+
+def strategy_of(given: object) -> tuple[str, Path | None]:
+    """Take a strategy by its name, or a path.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if isinstance(given, str) and given in STRATEGIES:
+        return given, None
+    if isinstance(given, str | os.PathLike):
+        path = Path(os.path.expanduser(os.fspath(given))).absolute()  # noqa: PTH111  as checkpoint_dir's
+        if isinstance(given, os.PathLike) or os.sep in given or path.exists():
+            return "path", path
+    raise ConfigError(unknown("recovery_strategy", given, STRATEGIES) + ", or the path of a checkpoint")
+
+
+def monitor_of(given: Metric | None) -> Mean | None:
+    """Make the meter of what is monitored.
+
+    Raises:
+        ConfigError: If it is no one metric.
+    """
+    if given is None:
+        return None
+    made = means_of(given, name="monitor")
+    if len(made) != 1:
+        raise ConfigError(f"monitor is {given!r}: give one metric")
+    return made[0]
+
+
+def means_of(given: Metric | Iterable[Metric], *, name: str) -> list[Mean]:
+    """Make meters whose state a checkpoint can hold.
+
+    Raises:
+        ConfigError: If one is no metric, or keeps an account of its own.
+    """
+    made = meters(given)
+    means = [meter for meter in made if isinstance(meter, Mean)]
+    if others := [meter.name for meter in made if not isinstance(meter, Mean)]:
+        raise ConfigError(
+            f"{name}: {others[0]} keeps an account of its own, which a checkpoint cannot: give 'loss', "
+            f"'accuracy' or a function of (outputs, targets) whose mean is wanted; evaluate() takes any"
+        )
+    return means
+
+
+def of_choices(mode: object, reduction: object, **flags: object) -> list[str]:
+    """Tell which of these are none of what there is to choose from; `flags` are True or False."""
+    faults = [] if mode in ("min", "max") else [f'mode is {mode!r}: give "min" or "max"']
+    if reduction not in ("mean", "sum"):
+        faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
+    faults += [
+        f"{name} is {value!r}: give True or False"
+        for name, value in flags.items()
+        if not isinstance(value, bool)
+    ]
+    return faults
+
+
+def of_scaler(scaler: object) -> list[str]:
+    """Tell why this is no GradScaler of torch's."""
+    if scaler is None or isinstance(scaler, torch.amp.GradScaler):
+        return []
+    return objects(grad_scaler=scaler) or [f"grad_scaler is {scaler!r}: give a torch.amp.GradScaler, or None"]
+
+
+def check_scheduler(given: object) -> None:
+    """See that this is a learning rate scheduler, or may make one.
+
+    Raises:
+        ConfigError: If it is neither, or steps by a metric.
+    """
+    step = getattr(given, "step", None)
+    is_live = callable(step) and callable(getattr(given, "state_dict", None)) and not isinstance(given, type)
+    if not is_live and not callable(given):
+        raise ConfigError(
+            f"scheduler is {given!r}: give a scheduler of torch's, or what makes one of the optimizer, such "
+            f"as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
+        )
+    if is_live and any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(step).parameters.values()  # type: ignore[arg-type]  # which is callable
+    ):
+        raise ConfigError(
+            f"scheduler is a {type(given).__name__}, whose step() takes a metric, and nothing gives it one "
+            f"here: give one that goes by steps or epochs"
+        )
+
+
+def scheduler_of(given: Any, optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401  any such
+    """Give the live scheduler of an optimizer.
+
+    Raises:
+        ConfigError: If it is none, or of another optimizer.
+    """
+    if hasattr(given, "state_dict") and not isinstance(given, type):
+        if getattr(given, "optimizer", optimizer) is not optimizer:
+            raise ConfigError("scheduler is of another optimizer than the one that trains: give that one's")
+        return given
+    try:
+        made = given(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler {given!r} cannot be made for this optimizer: {error}") from error
+    if not hasattr(made, "state_dict"):
+        raise ConfigError(f"scheduler {given!r} made a {type(made).__name__}, which is no scheduler")
+    check_scheduler(made)
+    return made

@@ -1,0 +1,373 @@
+"""`FaultTolerantTrainer`."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from offbeat import process
+from offbeat.checkpoints import directory_of
+from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
+from offbeat.frequency import Every, frequency
+from offbeat.history import History
+from offbeat.local import LocalOptimizer
+from offbeat.local.batches import loaded
+from offbeat.local.device import usable_device
+from offbeat.local.evaluate import measure
+from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.metrics import Metric, is_collection, meters
+from offbeat.naming import known_keywords
+from offbeat.recovery import rng, settings
+from offbeat.recovery.account import Account
+from offbeat.recovery.choice import Mode, kept
+from offbeat.recovery.determinism import deterministic as same_bits
+from offbeat.recovery.directory import Directory
+from offbeat.recovery.place import Data, data_of
+from offbeat.recovery.run import Plan, Run, taken_apart
+from offbeat.recovery.saver import Saver
+from offbeat.recovery.start import Found, Strategy, find, go_on
+from offbeat.recovery.trainee import Local, Scheduler, SchedulerStep
+from offbeat.termination import noting_sigterm
+
+__all__ = ["FaultTolerantTrainer"]
+
+_log = logging.getLogger("offbeat")
+
+
+class FaultTolerantTrainer:
+    """Trains a model so that the same command, after a crash, goes on where the last checkpoint was.
+
+    A checkpoint holds the model, the optimizer, the learning rate scheduler, the GradScaler, the random
+    states of Python, numpy, torch and the device, the place in the data and the history. It is a copy that is
+    taken between two steps and written behind the next ones; a reader finds it whole, which digests prove, or
+    not at all. Where the newest is damaged, the one before it is taken, with a warning.
+
+    SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
+    process with exit code 143; a second one ends it at once.
+
+    Args:
+        model: An `nn.Module`, brought to `device` and trained in place.
+        checkpoint_dir: Where checkpoints are kept, for this run alone; `~` is one's home.
+        checkpoint_frequency: What is between two: steps, or a time such as "30s". The end is saved as well.
+        recovery_strategy: "latest" goes on from the newest; "best" from that with the best mean of what
+            `monitor` names; "last_good" from the newest with finite parameters and a loss within its band;
+            "none" begins anew, and refuses a directory in which something is; a path, from that checkpoint.
+            Where the directory has none, the run begins.
+        device: Where to train.
+        monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before.
+        mode: Whether its best is the "min" or the "max".
+        overwrite: Let "none" remove the checkpoints that are there.
+        deterministic: Inside `train`, let torch compute the same bits each time, on as many threads: a run
+            that was killed ends with the bits of one that was not. An operation that cannot is refused.
+        loss_reduction: Whether `loss_fn` gives the "mean" over a batch or the "sum".
+
+    Attributes:
+        model: The module.
+        device: Where it is.
+        history: Of all lives of the run; empty before `train`.
+        resumed_from: The checkpoint that the last `train` went on from; None where it began.
+        passed_over: Why each that would have come before it was not taken.
+
+    Raises:
+        ConfigError: Naming all settings that cannot be used.
+
+    Example:
+        >>> trainer = offbeat.FaultTolerantTrainer(nn.Linear(4, 2), "kept", checkpoint_frequency="30s")
+        >>> trainer.train(
+        ...     dataset=dataset,
+        ...     epochs=10,
+        ...     optimizer=offbeat.optim.Adam(lr=0.001),
+        ...     loss_fn=nn.CrossEntropyLoss(),
+        ... )
+    """
+
+    @known_keywords
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint_dir: str | os.PathLike[str],
+        checkpoint_frequency: int | str = 1000,
+        recovery_strategy: str | os.PathLike[str] = "latest",
+        device: str | torch.device = "cpu",
+        *,
+        monitor: Metric | None = None,
+        mode: Mode = "min",
+        overwrite: bool = False,
+        deterministic: bool = False,
+        loss_reduction: LossReduction = "mean",
+    ) -> None:
+        faults = Faults(settings.of_model(model))
+        place = faults.catch(lambda: directory_of(checkpoint_dir))
+        every = faults.catch(
+            lambda: frequency(checkpoint_frequency, name="checkpoint_frequency", counted="steps")
+        )
+        strategy = faults.catch(lambda: settings.strategy_of(recovery_strategy))
+        where = faults.catch(lambda: usable_device(device))
+        monitored = faults.catch(lambda: settings.monitor_of(monitor))
+        faults += settings.of_choices(mode, loss_reduction, overwrite=overwrite, deterministic=deterministic)
+        if recovery_strategy == "best" and monitor is None:
+            faults.append(
+                "recovery_strategy is 'best', and there is no monitor: say by what, as monitor='loss'"
+            )
+        if overwrite is True and recovery_strategy != "none":
+            faults.append("overwrite is True, which is for recovery_strategy='none' alone: leave it out")
+        refuse(faults)
+        assert place is not None  # noqa: S101  else there is a fault
+        assert every is not None  # noqa: S101
+        assert strategy is not None  # noqa: S101
+        assert where is not None  # noqa: S101
+        self.model = model.to(where)
+        self.device = where
+        self.history = History()
+        self.resumed_from: Path | None = None
+        self.passed_over: tuple[str, ...] = ()
+        self._directory = Directory(Path(place))
+        self._every: Every = every
+        self._monitor = monitored
+        self._strategy = Strategy(*strategy, None if monitored is None else monitored.name, mode, overwrite)
+        self._is_deterministic = deterministic
+        self._reduction: LossReduction = loss_reduction
+        self._optimizer = LocalOptimizer(model)
+        self._scheduler: tuple[object, Scheduler | None] = None, None
+        self._loss_fn: LossFunction | None = None
+
+    @known_keywords
+    def train(
+        self,
+        *,
+        dataset: Dataset[Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        epochs: int = 1,
+        optimizer: object = None,
+        loss_fn: LossFunction,
+        scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+        scheduler_step: SchedulerStep = "epoch",
+        grad_scaler: "torch.amp.GradScaler | None" = None,
+        batch_size: int = 32,
+        seed: int | None = None,
+        metrics: Metric | Iterable[Metric] = ("loss",),
+        log_frequency: int = 100,
+        max_steps: int | None = None,
+    ) -> History:
+        """Train, from where the directory's checkpoints say, until all is done.
+
+        Args:
+            dataset: Gives samples (inputs, targets). This or `dataloader`.
+            dataloader: Gives batches (inputs, targets). One with `state_dict` and `load_state_dict` goes on
+                in mid-epoch at once; of another, the epoch's batches that were done are read and dropped.
+            epochs: Passes over the data in all, those before a crash among them: where they are done, nothing
+                is trained.
+            optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. Its
+                settings come from the checkpoint where there is one. None: that of the `train` before.
+            loss_fn: From (outputs, targets) to a scalar.
+            scheduler: A learning rate scheduler of torch's, or what makes one of the optimizer, such as
+                ``functools.partial(StepLR, step_size=10)``.
+            scheduler_step: When it steps: after each "epoch" or each "step".
+            grad_scaler: Scales the loss, and skips steps with infinite gradients.
+            batch_size: Samples in a batch of `dataset`.
+            seed: Of its order. None: torch's own as the run began.
+            metrics: What the history tells: "loss", "accuracy", callables of (outputs, targets).
+            log_frequency: Steps between log lines.
+            max_steps: Steps after which to stop, in all; None does not.
+
+        Returns:
+            The history of all lives of the run; also in `self.history`.
+
+        Raises:
+            ConfigError: Naming all that cannot be used, or is other data than the checkpoint's.
+            ModelMismatchError: If model, optimizer, scheduler or GradScaler are others than the checkpoint's.
+            UnsupportedTensorError: Naming state that no checkpoint can hold.
+            CheckpointError: If the directory or its checkpoints cannot be used, or a save fails.
+            StateError: With `deterministic`, naming an operation that has no such form.
+            SystemExit: With code 143, after SIGTERM.
+        """
+        faults = Faults(at_least_one(epochs=epochs, batch_size=batch_size, log_frequency=log_frequency))
+        faults += [] if max_steps is None else at_least_one(max_steps=max_steps)
+        faults += of_seed(seed)
+        faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
+        faults += settings.of_scaler(grad_scaler)
+        if scheduler_step not in ("epoch", "step"):
+            faults.append(f'scheduler_step is {scheduler_step!r}: give "epoch" or "step"')
+        if scheduler is not None:
+            faults.catch(lambda: settings.check_scheduler(scheduler))
+        measured = faults.catch(lambda: settings.means_of(metrics, name="metrics"))
+        is_several = type(epochs) is int and epochs > 1
+        faults.catch(lambda: self._data(dataset, dataloader, epochs=2 if is_several else 1))
+        # A new one, so that a call that is refused leaves no optimizer behind.
+        chosen = LocalOptimizer(self.model) if self._optimizer.live is None else self._optimizer
+        live = faults.catch(lambda: chosen.use(optimizer))
+        refuse(faults)
+        assert measured is not None  # noqa: S101  else there is a fault
+        assert live is not None  # noqa: S101
+        if (warning := other_reduction(loss_fn, self._reduction, owner=type(self).__name__)) is not None:
+            process.warn(warning)
+        trainee = Local(
+            self.model,
+            optimizer=live,
+            loss_fn=loss_fn,
+            reduction=self._reduction,
+            device=self.device,
+            scheduler=self._scheduler_of(scheduler, live),
+            scheduler_step=scheduler_step,
+            scaler=grad_scaler,
+        )
+        self._optimizer, self._loss_fn = chosen, loss_fn
+        taken_apart(trainee, dict)  # what no checkpoint can hold is refused now, and not at the first save
+        account = Account(measured, self._monitor)
+        account.history.optimizer = f"{trainee.optimizer_name}, in this process"
+        with ExitStack() as stack:
+            stack.enter_context(self._directory.locked())
+            terminated = stack.enter_context(noting_sigterm())
+            found = find(self._directory, self._strategy)
+            rest = None if found is None else found.rest
+            plan = Plan(
+                epochs=epochs,
+                max_steps=max_steps,
+                log_frequency=log_frequency,
+                seed=rest["seed"] if rest else torch.initial_seed() if seed is None else int(seed),
+                num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
+                monitor=self._strategy.monitor,
+                device=self.device,
+            )
+            data = self._data(
+                dataset,
+                dataloader,
+                epochs=epochs,
+                batch_size=batch_size,
+                seed=plan.seed,
+                is_deterministic=self._is_deterministic,
+                is_ended=lambda: terminated.has_come,
+            )
+            if found is not None:
+                go_on(found, self._directory, trainee=trainee, data=data, account=account, seed=seed)
+            self._note(found, account)
+            if plan.is_done(account):
+                assert rest is not None  # noqa: S101  a run that begins has something to do
+                rng.restore(rest["rng"], self.device)  # for what comes after
+                _log.info("all is done already, in %s", self.resumed_from)
+                return plan.end(account)
+            if self._is_deterministic:
+                stack.enter_context(same_bits(num_threads=plan.num_threads))
+            saver = self._saver(account)
+            stack.callback(saver.close)
+            stack.enter_context(_end_noted(account.history))
+            Run(
+                plan,
+                trainee=trainee,
+                data=data,
+                account=account,
+                saver=saver,
+                terminated=terminated,
+                resumed=rest,
+            ).run()
+        return self.history
+
+    @overload
+    def evaluate(
+        self, loader: Iterable[Any] | Dataset[Any], metrics: list[Any] | tuple[Any, ...] | nn.ModuleDict
+    ) -> dict[str, float]: ...
+    @overload
+    def evaluate(self, loader: Iterable[Any] | Dataset[Any], metrics: Metric = "accuracy") -> float: ...
+    def evaluate(
+        self, loader: Iterable[Any] | Dataset[Any], metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy"
+    ) -> float | dict[str, float]:
+        """Measure the model, in eval mode; no mode and no random state is other afterwards.
+
+        Args:
+            loader: Gives batches (inputs, targets). A dataset of samples, one for each index, is loaded in
+                batches of 32.
+            metrics: One metric, or a list of them: "accuracy" (0..1), "loss" (of the last `train`'s loss
+                function), callables of (outputs, targets), torchmetrics objects and collections.
+
+        Returns:
+            The mean over all samples; for a list or a collection, a dict by name.
+
+        Raises:
+            ConfigError: If the loader or a metric cannot be used.
+        """
+        measured = meters(metrics)
+        found = measure(
+            self.model,
+            loaded(loader, EVALUATED_TOGETHER),
+            measured,
+            device=self.device,
+            loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
+            reduction=self._reduction,
+        )
+        several = isinstance(metrics, list | tuple) or is_collection(metrics)
+        return found if several else found[measured[0].name]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The live optimizer; None before the first `train`."""
+        return self._optimizer.live
+
+    # ------------------------------------------------------------------ inside
+
+    def _data(
+        self,
+        dataset: Dataset[Any] | None,
+        dataloader: Iterable[Any] | None,
+        *,
+        epochs: int,
+        batch_size: int = 1,
+        seed: int = 0,
+        is_deterministic: bool = False,
+        is_ended: Callable[[], bool] = lambda: False,
+    ) -> Data:
+        return data_of(
+            dataset,
+            dataloader,
+            epochs=epochs,
+            batch_size=batch_size,
+            seed=seed,
+            device=self.device,
+            is_deterministic=is_deterministic,
+            is_ended=is_ended,
+        )
+
+    def _scheduler_of(self, given: object, live: torch.optim.Optimizer) -> Scheduler | None:
+        """Make a scheduler once of what is given: a second one would begin anew."""
+        before, made = self._scheduler
+        if given is not before:
+            made = settings.scheduler_of(given, live) if given is not None else None
+            self._scheduler = given, made
+        return made
+
+    def _saver(self, account: Account) -> Saver:
+        strategy = self._strategy
+        return Saver(
+            self._directory,
+            self._every,
+            step=account.history.steps,
+            chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
+        )
+
+    def _note(self, found: Found | None, account: Account) -> None:
+        """Tell what this life goes on from; the next in this process goes on from what it leaves."""
+        self.history = account.history
+        self.resumed_from = None if found is None else found.path
+        self.passed_over = () if found is None else found.warnings
+        self._strategy = replace(self._strategy, name="latest", path=None, overwrite=False)
+
+
+EVALUATED_TOGETHER = 32
+"""Samples."""
+
+
+@contextmanager
+def _end_noted(history: History) -> Iterator[None]:
+    """Write down why training stopped, where that is an exception."""
+    try:
+        yield
+    except BaseException as error:
+        if history.stopped == "running":
+            history.stopped = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        raise

@@ -1,0 +1,118 @@
+"""`offbeat checkpoint` on what a `FaultTolerantTrainer` has kept."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from offbeat.cli import main
+from offbeat.recovery.directory import names
+from support import fault_tolerant
+
+
+@pytest.fixture
+def kept(tmp_path):
+    folder = tmp_path / "kept"
+    trainer = fault_tolerant.trained(folder, max_steps=30, monitor="loss")
+    fault_tolerant.trained(folder, max_steps=40, monitor="loss")
+    return folder, trainer
+
+
+def offbeat(capsys, *arguments):
+    capsys.readouterr()
+    code = main.main(["checkpoint", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def damage(folder, name="model.safetensors"):
+    path = folder / name
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def test_inspect_tells_of_a_directory_and_of_one(kept, capsys):
+    folder, _ = kept
+    newest = names(folder)[0]
+    code, out, _ = offbeat(capsys, "inspect", folder)
+    assert code == 0
+    assert "checkpoints of a training in" in out
+    assert all(name in out for name in names(folder))
+    code, out, _ = offbeat(capsys, "inspect", folder / newest)
+    assert code == 0
+    assert "step 40, " in out
+    assert "finished" in out
+    assert "AdamW" in out
+    assert "batch 5 of epoch 4" in out
+
+
+def test_inspect_gives_json_to_programs_also_of_what_is_damaged(kept, capsys):
+    folder, _ = kept
+    newest, before, *_ = names(folder)
+    damage(folder / newest, "manifest.json")
+    code, out, _ = offbeat(capsys, "inspect", "--json", folder)
+    told = json.loads(out)
+    assert (code, told["kind"]) == (0, "training directory")
+    assert "not as it was written" in told["checkpoints"][0]["error"]
+    assert told["checkpoints"][1]["name"] == before
+    assert told["checkpoints"][1]["checkpoint"]["optimizer"] == "AdamW"
+    code, out, _ = offbeat(capsys, "inspect", "--json", folder / before)
+    assert json.loads(out)["kind"] == "training checkpoint"
+    code, _, err = offbeat(capsys, "inspect", folder / newest)
+    assert code == 11
+    assert "manifest.json is not as it was written" in err
+
+
+def test_verify_reads_all_and_names_what_is_damaged(kept, capsys):
+    folder, _ = kept
+    newest, *older = names(folder)
+    assert offbeat(capsys, "verify", folder)[0] == 0
+    damage(folder / newest)
+    code, out, err = offbeat(capsys, "verify", folder)
+    assert code == 11
+    assert f"{newest}: model.safetensors is not as it was written: its SHA-256 is" in out
+    assert all(f"{name}: ok" in out for name in older)
+    assert f"1 of {len(older) + 1} cannot be used" in err
+    assert offbeat(capsys, "verify", folder / newest)[0] == 11
+    assert offbeat(capsys, "verify", folder / older[0])[0] == 0
+
+
+def test_export_writes_a_file_that_a_module_takes_and_passes_over_what_is_damaged(kept, capsys, tmp_path):
+    folder, _ = kept
+    newest, before, *_ = names(folder)
+    to = tmp_path / "model.safetensors"
+    code, out, err = offbeat(capsys, "export", folder, to)
+    assert (code, err) == (0, "")
+    assert f"the model of {newest}, step 40, is in {to}" in out
+    module = fault_tolerant.model()
+    module.load_state_dict(safetensors.torch.load_file(to))
+    written = safetensors.torch.load_file(folder / newest / "model.safetensors")
+    assert all(torch.equal(value, written[name]) for name, value in module.state_dict().items())
+    assert offbeat(capsys, "export", folder, to)[0] == 2  # it is there already
+    damage(folder / newest)
+    code, out, err = offbeat(capsys, "export", "--force", folder, to)
+    assert code == 0
+    assert f"a newer checkpoint is damaged, and passed over: {folder / newest}: model.safetensors" in err
+    assert before in out
+    assert offbeat(capsys, "export", "--force", folder / newest, to)[0] == 11
+
+
+@pytest.mark.parametrize("place", ["model.safetensors", "save-000009-step-9", "lock"])
+def test_export_puts_nothing_among_a_trainer_s_files(place, kept, capsys):
+    folder, _ = kept
+    code, _, err = offbeat(capsys, "export", "--force", folder, folder / place)
+    assert code == 2
+    assert "is among a trainer's checkpoints" in err
+
+
+def test_nothing_is_changed_while_a_trainer_is_at_work(kept, capsys):
+    folder, _ = kept
+    from offbeat.recovery.directory import Directory
+
+    before = sorted(path.name for path in folder.rglob("*"))
+    with Directory(folder).locked():
+        for action in ("inspect", "verify"):
+            assert offbeat(capsys, action, folder)[0] == 0
+    assert sorted(path.name for path in folder.rglob("*")) == before

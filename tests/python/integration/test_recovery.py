@@ -1,0 +1,205 @@
+"""A run that is killed, wherever, and started again ends with the bits of one that was not."""
+
+import json
+import random
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+
+from offbeat.recovery import directory
+from support import fault_tolerant
+from support.fault_tolerant import NUM_STEPS, in_process
+
+SEED = 20
+STEPS = sorted(random.Random(SEED).sample(range(2, NUM_STEPS), 10))  # noqa: S311  a plan, no secret
+CALLS = range(1, 92, 10)
+"""Of those with which checkpoints are written and removed, some 100: each is another of another save."""
+KILL_POINTS = [("step", n) for n in STEPS] + [("save", n) for n in CALLS]
+
+
+def finished(folder, out, **keywords):
+    assert in_process(fault_tolerant.train, folder, out=out, **keywords) == 0
+    return json.loads(out.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    place = tmp_path_factory.mktemp("uninterrupted")
+    return finished(place / "kept", place / "result.json")
+
+
+def killed(folder, kill, **keywords):
+    assert in_process(fault_tolerant.train, folder, kill=kill, **keywords) == -signal.SIGKILL
+
+
+def test_the_run_has_what_may_differ(uninterrupted):
+    assert [row[0] for row in uninterrupted["records"]] == list(range(1, NUM_STEPS + 1))
+    assert len({row[2] for row in uninterrupted["records"]}) == NUM_STEPS  # each step's loss is its own
+    assert uninterrupted["counts"][2] == 16  # passes, and an order of its own in each
+    assert len({row[3] for row in uninterrupted["records"]}) > 0.9 * NUM_STEPS
+
+
+@pytest.mark.parametrize("kill", KILL_POINTS, ids=lambda kill: f"{kill[0]}{kill[1]}")
+def test_a_run_that_is_killed_anywhere_ends_with_the_same_bits(kill, uninterrupted, tmp_path):
+    folder = tmp_path / "kept"
+    killed(folder, kill)
+    assert finished(folder, tmp_path / "result.json") == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_twenty_times_ends_with_the_same_bits(uninterrupted, tmp_path):
+    folder = tmp_path / "kept"
+    for life in range(20):
+        # After a save or two, or within one.
+        killed(folder, ("step", 14 + life % 5) if life % 2 else ("save", 3 + life), checkpoint_frequency=5)
+    step = int(directory.names(folder)[0].rpartition("-")[2])
+    assert 0 < step < NUM_STEPS  # it got somewhere, and no life came to the end
+    assert finished(folder, tmp_path / "result.json") == uninterrupted
+
+
+LOADERS = {
+    "a loader that tells its place": fault_tolerant.stateful,
+    "a plain DataLoader": fault_tolerant.plain,
+    "a plain DataLoader with two workers": fault_tolerant.with_workers,
+    "a plain DataLoader with a generator": fault_tolerant.with_generator,
+    "an iterable dataset": fault_tolerant.iterable,
+}
+
+
+@pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
+def test_any_source_of_batches_goes_on_where_it_was(data, tmp_path):
+    run = {"data": data, "checkpoint_frequency": 10, "max_steps": 50}  # of 12 batches a pass
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    killed(tmp_path / "kept", ("step", 18), **run)
+    killed(tmp_path / "kept", ("step", 25), **run)
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+def test_a_time_for_a_frequency_changes_nothing_but_where_it_goes_on(uninterrupted, tmp_path):
+    killed(tmp_path / "kept", ("step", 120), checkpoint_frequency="10ms")
+    assert directory.names(tmp_path / "kept")
+    assert finished(tmp_path / "kept", tmp_path / "result.json") == uninterrupted
+
+
+# ---------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def broken_off(tmp_path_factory):
+    """A run of three checkpoints that was killed."""
+    folder = tmp_path_factory.mktemp("broken_off") / "kept"
+    killed(folder, ("step", 90))
+    assert len(directory.names(folder)) == 3
+    return folder
+
+
+def damages(num, seed):
+    """Cut short, or flip a bit of, a file each: `num` ways, most of them where most bytes are."""
+    chance = random.Random(seed)  # noqa: S311
+    files = ["manifest.json", "model.safetensors", "state.safetensors", "state.json"]
+    return [(chance.choice(["cut", "flip"]), files[i % len(files)], chance.random()) for i in range(num)]
+
+
+def damage(path, how, share):
+    raw = bytearray(path.read_bytes())
+    place = int(share * len(raw))
+    if how == "cut":
+        del raw[place:]
+    else:
+        raw[place] ^= 1 << int(share * 1e6) % 8
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_is_used(
+    part, broken_off, tmp_path, caplog
+):
+    newest, before, _ = directory.names(broken_off)
+    cases = damages(100, SEED)[part::5]
+    assert len(cases) == 20
+    for number, (how, file, share) in enumerate(cases):
+        folder = tmp_path / str(number)
+        shutil.copytree(broken_off, folder)
+        damage(folder / newest / file, how, share)
+        caplog.clear()
+        trainer = fault_tolerant.trained(folder, max_steps=76)
+        assert trainer.resumed_from == folder / before
+        (why,) = trainer.passed_over
+        assert newest in why
+        assert file in why
+        assert why in caplog.text
+        assert (folder / f"damaged-{newest}").is_dir()
+
+
+def test_what_came_of_the_one_before_is_the_same_to_the_bit(broken_off, uninterrupted, tmp_path):
+    folder = tmp_path / "kept"
+    shutil.copytree(broken_off, folder)
+    damage(folder / directory.names(folder)[0] / "model.safetensors", "flip", 0.5)
+    assert finished(folder, tmp_path / "result.json") == uninterrupted
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.safetensors", "state.json"])
+def test_a_file_that_is_missing_or_a_link_is_damage(file, broken_off, tmp_path):
+    for number, ruin in enumerate([lambda path: path.unlink(), link]):
+        folder = tmp_path / str(number)
+        shutil.copytree(broken_off, folder)
+        newest, before, _ = directory.names(folder)
+        ruin(folder / newest / file)
+        trainer = fault_tolerant.trained(folder, max_steps=76)
+        assert trainer.resumed_from == folder / before
+        assert file in trainer.passed_over[0]
+
+
+def link(path):
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def test_where_all_are_damaged_no_run_begins_by_itself(broken_off, tmp_path):
+    folder = tmp_path / "kept"
+    shutil.copytree(broken_off, folder)
+    for name in directory.names(folder):
+        damage(folder / name / "state.json", "cut", 0.5)
+    before = directory.names(folder)
+    with pytest.raises(OSError, match=r"all checkpoints that would serve are damaged: .*save-.*; .*save-"):
+        fault_tolerant.trained(folder, max_steps=76)
+    assert directory.names(folder) == before
+
+
+def test_a_checkpoint_s_model_is_a_plain_file_that_a_module_takes(broken_off):
+    import safetensors.torch
+
+    module = fault_tolerant.model()
+    newest = directory.names(broken_off)[0]
+    module.load_state_dict(safetensors.torch.load_file(broken_off / newest / "model.safetensors"))
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+# ---------------------------------------------------------------------------------------- an end, a lock
+
+
+def test_sigterm_saves_and_leaves_with_143_and_the_run_goes_on_with_the_same_bits(uninterrupted, tmp_path):
+    folder = tmp_path / "kept"
+    assert in_process(fault_tolerant.train, folder, kill=("term", 33)) == 143
+    assert re.fullmatch(r"save-\d+-step-33", directory.names(folder)[0])
+    assert finished(folder, tmp_path / "result.json") == uninterrupted
+
+
+def test_a_killed_trainer_s_loader_workers_keep_nobody_out(tmp_path):
+    folder = tmp_path / "kept"
+    run = {"data": fault_tolerant.with_workers, "max_steps": 20}
+    killed(folder, ("step", 8), **run)
+    assert in_process(fault_tolerant.train, folder, **run) == 0
+
+
+def test_a_finished_run_gives_its_history_and_trains_nothing(uninterrupted, tmp_path):
+    folder = tmp_path / "kept"
+    first = finished(folder, tmp_path / "first.json")
+    names = directory.names(folder)
+    again = finished(folder, tmp_path / "again.json", kill=("step", 1))  # which does not come
+    assert first == again == uninterrupted
+    assert directory.names(folder) == names

@@ -1,0 +1,247 @@
+"""A run of `FaultTolerantTrainer` in a process of its own, which kills itself where a test says.
+
+The process is forked from one that has torch loaded and has computed nothing: dozens of them are quick.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from offbeat.recovery.saver import Saver
+from offbeat.recovery.trainer import FaultTolerantTrainer
+
+TIMEOUT_S = 50
+NUM_STEPS = 200
+SAMPLES, BATCH_SIZE = 90, 8  # 12 batches a pass, the last of 2 samples
+
+SAVING = ("mkdir", "fsync", "rename", "unlink", "rmdir")
+"""Calls of `os` with which a checkpoint is written and an old one removed."""
+
+
+class Noisy(Dataset):
+    """Samples that draw from every global random generator, with their index as target."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        noise = random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002, S311
+        return torch.full((6,), index / SAMPLES) + 0.1 * noise, torch.tensor(index)
+
+
+def model():
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
+
+
+def loss_of(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets % 3)
+
+
+def order(outputs, targets):
+    """Which samples, in which order: a number that is exact in float64."""
+    return float(sum((i + 1) * int(t) for i, t in enumerate(targets)))
+
+
+class Killer:
+    """Kills this process at the n-th event of a kind."""
+
+    def __init__(self, kind, number):
+        self.kind, self.left = kind, number
+
+    def __call__(self, kind):
+        if kind in _EVENTS.get(self.kind, ()):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGTERM if self.kind == "term" else signal.SIGKILL)
+
+
+_EVENTS = {"step": ("step",), "save": ("save",), "term": ("step",)}
+
+
+def stateful():
+    return {"dataloader": Stateful(DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True))}
+
+
+def plain():
+    return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)}
+
+
+def with_workers():
+    return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=2)}
+
+
+def with_generator():
+    generator = torch.Generator().manual_seed(5)
+    return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, generator=generator)}
+
+
+def iterable():
+    return {"dataset": Stream(), "batch_size": BATCH_SIZE}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        samples = Noisy()
+        return (samples[index] for index in torch.randperm(SAMPLES).tolist())
+
+
+class Stateful:
+    """A loader with the protocol of torchdata's StatefulDataLoader: its order is its own state."""
+
+    def __init__(self, loader):
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+        self.generator = torch.Generator().manual_seed(9)
+        self.at, self.began, self.is_loaded = 0, None, False
+
+    def __len__(self):
+        return math.ceil(SAMPLES / self.batch_size)
+
+    def __iter__(self):
+        if not self.is_loaded:
+            self.at, self.began = 0, self.generator.get_state()
+        self.is_loaded = False
+        self.generator.set_state(self.began)
+        order = torch.randperm(SAMPLES, generator=self.generator).tolist()
+        for start in range(self.at * self.batch_size, SAMPLES, self.batch_size):
+            samples = [self.dataset[i] for i in order[start : start + self.batch_size]]
+            self.at += 1
+            yield torch.utils.data.default_collate(samples)
+
+    def state_dict(self):
+        return {"at": self.at, "began": self.began}
+
+    def load_state_dict(self, state):
+        self.at, self.began = state["at"], state["began"]
+        self.is_loaded = self.at < len(self)
+
+
+def waited(save):
+    """Let training wait for each save, so that none is put off, and the n-th call is always the same."""
+
+    def save_and_wait(saver, draft):
+        save(saver, draft)
+        saver.wait()
+
+    return save_and_wait
+
+
+def train(folder, *, kill=(None, 0), out=None, data=None, max_steps=NUM_STEPS, **keywords):
+    """Train a run to its end, or to where it is killed; write what came of it."""
+    # Else loaders would start their workers by another server, and torch's watch for a parent that was killed
+    # would watch that.
+    multiprocessing.set_start_method("fork", force=True)
+    killer = Killer(*kill)
+
+    def watched(name):
+        own = getattr(os, name)
+
+        @functools.wraps(own)
+        def call(*arguments, **options):
+            killer("save")
+            return own(*arguments, **options)
+
+        return call
+
+    module = model()
+    data = data() if data is not None else {"dataset": Noisy(), "batch_size": BATCH_SIZE}
+
+    def loss_fn(outputs, targets):
+        killer("step")
+        return loss_of(outputs, targets)
+
+    for name in SAVING:
+        setattr(os, name, watched(name))
+    if kill[0] == "save":
+        Saver.save = waited(Saver.save)
+    trainer = FaultTolerantTrainer(
+        module, folder, **{"checkpoint_frequency": 25, "deterministic": True} | keywords
+    )
+    history = trainer.train(
+        **data,
+        epochs=100,
+        max_steps=max_steps,
+        optimizer=torch.optim.AdamW(module.parameters(), lr=0.01),
+        scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
+        loss_fn=loss_fn,
+        metrics=["loss", order],
+        log_frequency=1,
+    )
+    if out is not None:
+        Path(out).write_text(json.dumps(result(trainer, history)), "utf-8")
+
+
+def trained(folder, *, max_steps, **keywords):
+    """Train a run in this process, as the others do, up to a step."""
+    module = model()
+    trainer = FaultTolerantTrainer(module, folder, checkpoint_frequency=25, **keywords)
+    trainer.train(
+        dataset=Noisy(),
+        batch_size=BATCH_SIZE,
+        epochs=100,
+        max_steps=max_steps,
+        optimizer=torch.optim.AdamW(module.parameters(), lr=0.01),
+        scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
+        loss_fn=loss_of,
+        metrics=["loss", order],
+        log_frequency=1,
+    )
+    return trainer
+
+
+def result(trainer, history):
+    """Give all that must be equal to the bit."""
+    return {
+        "records": [[r.step, r.samples, *map(float.hex, r.metrics.values())] for r in history.records],
+        "counts": [history.steps, history.samples, history.epochs, history.stopped],
+        "model": digest(trainer.model.state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+        "random": digest([random.getstate(), list(np.random.get_state()), torch.get_rng_state()]),  # noqa: NPY002
+    }
+
+
+def digest(state):
+    return hashlib.sha256("".join(parts(state)).encode()).hexdigest()
+
+
+def parts(state):
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield repr(key)
+            yield from parts(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from parts(value)
+    elif isinstance(state, torch.Tensor):
+        raw = bytes(state.contiguous().reshape(-1).view(torch.uint8))
+        yield f"{state.dtype}{list(state.shape)}{raw.hex()}"
+    elif isinstance(state, np.ndarray):
+        yield state.tobytes().hex()
+    else:
+        yield repr(state)
+
+
+def in_process(target, *arguments, **keywords):
+    """Run a function in a process of its own and give its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.fault_tolerant"])
+    process = context.Process(target=target, args=arguments, kwargs=keywords)
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode is not None, "it has not ended"
+    return process.exitcode

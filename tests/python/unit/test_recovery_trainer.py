@@ -1,0 +1,560 @@
+"""`FaultTolerantTrainer`: what it trains is what a loop trains, and what it cannot do it refuses by name."""
+
+import functools
+import logging
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat import optim
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelMismatchError,
+    StateError,
+    UnsupportedTensorError,
+)
+from offbeat.frequency import Every
+from offbeat.recovery import saver as saver_module
+from offbeat.recovery.directory import names
+from offbeat.recovery.saver import is_due
+from offbeat.recovery.trainer import FaultTolerantTrainer
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def data(length=40):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(length, 4, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (length,), generator=generator))
+
+
+def made(folder, **keywords):
+    return FaultTolerantTrainer(net(), folder, **{"checkpoint_frequency": 3} | keywords)
+
+
+def run(trainer, **keywords):
+    keywords = {
+        "dataset": data(),
+        "batch_size": 8,
+        "optimizer": optim.Adam(lr=0.01),
+        "loss_fn": LOSS,
+    } | keywords
+    if "dataloader" in keywords:
+        del keywords["dataset"]
+    return trainer.train(**keywords)
+
+
+def values(module):
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def equal(one, other):
+    return all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+# ---------------------------------------------------------------------------------------- a plain loop
+
+
+@pytest.mark.parametrize(
+    ("given", "theirs"),
+    [
+        (optim.SGD(lr=0.1, momentum=0.9), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        (torch.optim.RAdam, torch.optim.RAdam),
+    ],
+)
+def test_it_trains_as_a_plain_loop_does_with_scheduler_and_scaler(given, theirs, tmp_path):
+    batches = list(DataLoader(data(), batch_size=8))
+    step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    trainer = made(tmp_path)
+    history = run(
+        trainer,
+        dataloader=batches,
+        epochs=3,
+        optimizer=given,
+        scheduler=step_lr,
+        scheduler_step="step",
+        grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0),
+        log_frequency=1,
+    )
+    module = net()
+    optimizer, scaler = theirs(module.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scheduler, losses = step_lr(optimizer), []
+    for inputs, targets in batches * 3:
+        loss = LOSS(module(inputs), targets)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(loss.item())
+    assert equal(values(trainer.model), values(module))
+    assert [record.metrics["loss"] for record in history.records] == losses
+    assert (history.epochs, history.steps, history.samples, history.stopped) == (3, 15, 120, "epochs")
+
+
+def test_a_sum_over_the_batch_is_shown_as_a_mean(tmp_path):
+    history = run(
+        made(tmp_path, loss_reduction="sum"),
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"),
+        optimizer=optim.SGD(lr=1e-9),
+        log_frequency=1,
+    )
+    assert all(0.5 < record.metrics["loss"] < 2.5 for record in history.records)
+
+
+def test_each_pass_has_an_order_of_its_own_that_follows_from_the_seed(tmp_path):
+    def order(folder, seed):
+        seen = []
+        trainer = made(tmp_path / folder)
+        numbered = TensorDataset(torch.randn(20, 4), torch.arange(20) % 3, torch.arange(20))
+        pairs = [((x, i), y) for x, y, i in numbered]
+        trainer.model.register_forward_pre_hook(
+            lambda _, given: (seen.extend(given[0][1].tolist()), given[0][0])[1]
+        )
+        run(trainer, dataset=pairs, epochs=2, seed=seed)
+        return seen
+
+    one = order("a", 1)
+    assert sorted(one[:20]) == sorted(one[20:]) == list(range(20))
+    assert one[:20] != one[20:]
+    assert one == order("b", 1) != order("c", 2)
+
+
+# ---------------------------------------------------------------------------------------- going on
+
+
+def test_epochs_are_a_total_and_more_of_them_go_on(tmp_path):
+    whole = made(tmp_path / "whole")
+    run(whole, epochs=4)
+    trainer = made(tmp_path / "parts")
+    run(trainer, epochs=2)
+    history = run(trainer, epochs=4)
+    assert (history.epochs, history.steps) == (4, 20)
+    assert equal(values(trainer.model), values(whole.model))
+    again = made(tmp_path / "parts")
+    again.model[0].weight.data.zero_()
+    assert run(again, epochs=3).steps == 20
+    assert equal(values(again.model), values(whole.model))
+    assert again.resumed_from.name == names(tmp_path / "parts")[0]
+
+
+def test_means_between_log_lines_are_those_of_an_uninterrupted_run(tmp_path):
+    """Those over steps of two lives, too."""
+    keywords = {"epochs": 4, "log_frequency": 7, "metrics": ["loss", "accuracy"], "optimizer": None}
+    optimizer = optim.SGD(lr=0.1)
+    whole = run(made(tmp_path / "whole", monitor="loss"), **keywords | {"optimizer": optimizer})
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 12:
+            raise KeyboardInterrupt
+        return LOSS(outputs, targets)
+
+    first = made(tmp_path / "parts", monitor="loss", checkpoint_frequency=5)
+    with pytest.raises(KeyboardInterrupt):
+        run(first, **keywords | {"optimizer": optimizer, "loss_fn": loss_fn})
+    assert first.history.stopped == "interrupted"
+    then = made(tmp_path / "parts", monitor="loss")
+    parts = run(then, **keywords | {"optimizer": optimizer})
+    assert then.resumed_from.name.rpartition("-")[2] not in ("7", "14")  # between two lines
+    assert [(r.step, r.samples, r.metrics) for r in parts.records] == [
+        (r.step, r.samples, r.metrics) for r in whole.records
+    ]
+    assert parts.seconds > first.history.records[0].seconds
+
+
+def test_state_that_torch_would_cast_comes_back_as_it_was(tmp_path):
+    class Master(torch.optim.SGD):
+        """Keeps its values in float32, as training in bfloat16 does."""
+
+        def step(self, closure=None):
+            del closure
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    master = state.setdefault("master", p.detach().float().clone())
+                    master -= group["lr"] * p.grad.float()
+                    p.data.copy_(master)
+
+    def trainer(folder):
+        own = FaultTolerantTrainer(net().bfloat16(), folder, checkpoint_frequency=3)
+        return own, Master(own.model.parameters(), lr=0.01)
+
+    brief = [(x.bfloat16(), y) for x, y in data()]
+    (whole, optimizer), (first, one), (then, two) = (trainer(tmp_path / f) for f in ("a", "b", "b"))
+    run(whole, dataset=brief, optimizer=optimizer, epochs=4)
+    run(first, dataset=brief, optimizer=one, epochs=2)
+    run(then, dataset=brief, optimizer=two, epochs=4)
+    assert {s["master"].dtype for s in two.state.values()} == {torch.float32}
+    assert equal([s["master"] for s in two.state.values()], [s["master"] for s in optimizer.state.values()])
+
+
+def test_other_settings_than_the_checkpoint_s_are_warned_of_and_the_checkpoint_s_are_taken(tmp_path, caplog):
+    run(made(tmp_path), epochs=1)
+    trainer = made(tmp_path)
+    run(trainer, epochs=2, optimizer=optim.Adam(lr=0.5))
+    assert "optimizer's lr is 0.5, and the checkpoint's run began with 0.01" in caplog.text
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.01
+
+
+# ---------------------------------------------------------------------------------------- strategies
+
+
+def test_a_path_goes_on_from_that_checkpoint(tmp_path):
+    run(made(tmp_path / "kept"), epochs=2)
+    middle = tmp_path / "kept" / names(tmp_path / "kept")[-1]
+    trainer = made(tmp_path / "other", recovery_strategy=middle)
+    history = run(trainer, epochs=2)
+    assert trainer.resumed_from == middle
+    assert history.steps == 10
+    with pytest.raises(ConfigError, match=r"recovery_strategy is the path .*, which is no checkpoint"):
+        run(made(tmp_path / "third", recovery_strategy=str(tmp_path / "nowhere")))
+
+
+def test_none_begins_anew_in_an_empty_directory_or_where_it_may_overwrite(tmp_path):
+    run(made(tmp_path, recovery_strategy="none"), epochs=1)
+    with pytest.raises(ConfigError, match=r"is 'none', and checkpoint_dir .* is not empty \(there is save-"):
+        run(made(tmp_path, recovery_strategy="none"), epochs=1)
+    trainer = made(tmp_path, recovery_strategy="none", overwrite=True)
+    history = run(trainer, epochs=1)
+    assert trainer.resumed_from is None
+    assert history.steps == 5
+    assert run(trainer, epochs=2).steps == 10  # in this process it goes on with what it has
+
+
+@pytest.mark.parametrize("ruin", ["a loss that is not finite", "a loss that leaps", "a parameter"])
+def test_last_good_passes_over_a_checkpoint_that_is_not_good(ruin, tmp_path):
+    factor = [1.0]
+
+    def loss_fn(outputs, targets):
+        return LOSS(outputs, targets) * factor[0]
+
+    def trainer(**keywords):
+        module = net()
+        module.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+        return FaultTolerantTrainer(module, tmp_path, checkpoint_frequency=1000, **keywords)
+
+    first = trainer()
+    run(first, loss_fn=loss_fn, epochs=6)  # of 5 steps
+    good = values(first.model)
+    factor[0] = {"a loss that is not finite": float("nan"), "a loss that leaps": 100.0}.get(ruin, 1.0)
+    for epochs in (7, 8, 9, 10):
+        if ruin == "a parameter":
+            run(first, loss_fn=lambda o, t: ruined(loss_fn(o, t), first.model.idle), epochs=epochs)
+        else:
+            run(first, loss_fn=loss_fn, epochs=epochs)
+    assert len(names(tmp_path)) == 4  # the newest three, and the newest good one
+    then = trainer(recovery_strategy="last_good")
+    run(then, loss_fn=loss_fn, epochs=6)
+    assert equal(values(then.model), good)
+
+
+def ruined(loss, parameter):
+    parameter.data[1] = torch.inf
+    return loss
+
+
+def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
+    levels = iter([3.0] * 5 + [1.0] * 5 + [2.0] * 5)
+
+    def level(outputs, targets):
+        del outputs, targets
+        return next(levels)
+
+    first = made(tmp_path, monitor=level, checkpoint_frequency=1000)
+    for max_steps in (5, 10, 14):
+        run(first, max_steps=max_steps, epochs=9)
+    trainer = made(tmp_path, monitor=level, recovery_strategy="best")
+    assert run(trainer, max_steps=10, epochs=9).steps == 10
+    assert trainer.resumed_from.name.endswith("step-10")
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"model": 3}, r"model is of type int: give the nn.Module; .* wraps no worker"),
+        ({"model": nn.ReLU()}, "model is a ReLU without parameters to train"),
+        ({"model": nn.LazyLinear(3)}, "parameters without a shape yet"),
+        ({"checkpoint_dir": 3}, "checkpoint_dir is 3: give the path"),
+        ({"checkpoint_frequency": "30"[:0]}, "checkpoint_frequency is '': give a number of steps"),
+        ({"checkpoint_frequency": 0}, "checkpoint_frequency is 0"),
+        ({"recovery_strategy": "lates"}, r"unknown recovery_strategy 'lates'; did you mean 'latest'\?"),
+        ({"recovery_strategy": 3}, "unknown recovery_strategy 3"),
+        ({"recovery_strategy": "best"}, "is 'best', and there is no monitor"),
+        ({"monitor": "los"}, "unknown metric 'los'; did you mean 'loss'"),
+        ({"monitor": ["loss", "accuracy"]}, "give one metric"),
+        ({"mode": "least"}, "mode is 'least'"),
+        ({"overwrite": True}, "overwrite is True, which is for recovery_strategy='none'"),
+        ({"deterministic": 1}, "deterministic is 1: give True or False"),
+        ({"device": "nowhere"}, "device is 'nowhere'"),
+        ({"loss_reduction": "none"}, "loss_reduction is 'none'"),
+        ({"checkpoint_every": 3}, "unknown keyword of FaultTolerantTrainer 'checkpoint_every'"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused_by_name(keywords, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        FaultTolerantTrainer(**{"model": net(), "checkpoint_dir": tmp_path} | keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"epochs": 0}, "epochs is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"log_frequency": 1.5}, "log_frequency is 1.5"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "loss_fn is the class CrossEntropyLoss"),
+        ({"grad_scaler": 3}, "grad_scaler is 3"),
+        ({"scheduler": 3}, "scheduler is 3"),
+        ({"scheduler_step": "batch"}, "scheduler_step is 'batch'"),
+        ({"metrics": "los"}, "unknown metric"),
+        ({"optimizer": None}, "there is no optimizer"),
+        ({"dataset": None}, "got neither"),
+        ({"dataloader": iter([]), "epochs": 2}, "gives its batches once"),
+        ({"shuffle": True}, "unknown keyword of FaultTolerantTrainer.train 'shuffle'"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            r"ReduceLROnPlateau, whose step\(\) takes a metric",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_with_is_refused_by_name_and_no_directory_is_made(keywords, said, tmp_path):
+    trainer = made(tmp_path / "kept")
+    with pytest.raises(ConfigError, match=said):
+        run(trainer, **keywords)
+    assert not (tmp_path / "kept").exists()
+    assert run(trainer).steps == 5  # nothing is left of it
+
+
+def test_every_fault_of_a_call_is_named_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"model is .*; checkpoint_dir is .*; .*_frequency is .*; mode"):
+        FaultTolerantTrainer(3, 3, 0, mode=3)
+    with pytest.raises(ConfigError, match=r"epochs is .*; seed is .*; loss_fn is .*; there is no"):
+        run(made(tmp_path), epochs=0, seed=-1, loss_fn=3, optimizer=None)
+
+
+def test_a_torchmetrics_object_is_refused_with_the_remedy(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(ConfigError, match=r"MulticlassAccuracy keeps an account.*evaluate\(\) takes any"):
+        run(made(tmp_path), metrics=[torchmetrics.classification.MulticlassAccuracy(num_classes=3)])
+
+
+def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing_changes(tmp_path):
+    run(made(tmp_path))
+    other = FaultTolerantTrainer(nn.Sequential(nn.Linear(4, 3)), tmp_path)
+    before = values(other.model)
+    with pytest.raises(
+        ModelMismatchError, match=r"'0\.weight' is \[3, 4\] float32, .* is \[8, 4\] float32"
+    ) as caught:
+        run(other, optimizer=optim.SGD(lr=0.1), epochs=3)
+    assert "the optimizer is SGD, and the checkpoint's is Adam" in str(caught.value)
+    assert "has a '2.weight', which the model has not" in str(caught.value)
+    assert equal(values(other.model), before)
+    with pytest.raises(ModelMismatchError, match="grad_scaler is GradScaler, and the checkpoint's is none"):
+        run(made(tmp_path), grad_scaler=torch.amp.GradScaler("cpu"), epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"dataset": data(41)}, "the dataset has 41 samples, and had 40 when"),
+        ({"batch_size": 4}, "the batch size is 4, and was 8 when"),
+        ({"seed": 8}, "seed is 8, and was 7 when"),
+        ({"dataloader": DataLoader(data(), batch_size=8)}, "data is a dataloader= without .* was a dataset="),
+    ],
+)
+def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp_path):
+    run(made(tmp_path), seed=7)
+    with pytest.raises(ConfigError, match=said):
+        run(made(tmp_path), epochs=3, **{"seed": 7} | keywords)
+
+
+def test_a_loader_of_another_batch_size_or_length_is_refused_by_name(tmp_path):
+    run(made(tmp_path), dataloader=DataLoader(data(), batch_size=8))
+    with pytest.raises(ConfigError, match=r"has 30 samples, and had 40 .*; the batch size is 4, and was 8"):
+        run(made(tmp_path), dataloader=DataLoader(data(30), batch_size=4), epochs=2)
+
+
+def test_state_that_no_checkpoint_holds_is_refused_before_the_first_step(tmp_path):
+    class Odd(torch.optim.lr_scheduler.LambdaLR):
+        def state_dict(self):
+            return super().state_dict() | {"odd": object()}
+
+    trainer = made(tmp_path)
+    before = values(trainer.model)
+    with pytest.raises(UnsupportedTensorError, match=r"state\['trained'\]\['scheduler'\]\['odd'\] is a b"):
+        run(trainer, scheduler=lambda o: Odd(o, lambda _: 1.0))
+    assert equal(values(trainer.model), before)
+
+
+# ---------------------------------------------------------------------------------------- saves
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "since_s", "due"),
+    [(49, 0, 0, False), (50, 0, 0, True), (53, 50, 0, False), (99, 53, 0, False), (100, 53, 0, True)],
+)
+def test_saves_are_due_at_the_multiples_also_after_one_that_was_put_off(step, saved, since_s, due):
+    assert is_due(Every(count=50), step=step, saved_step=saved, since_s=since_s) is due
+
+
+def test_a_save_by_time_is_due_when_it_has_passed_and_a_step_was_made():
+    every = Every(seconds=30.0)
+    assert is_due(every, step=2, saved_step=1, since_s=30.0)
+    assert not is_due(every, step=2, saved_step=1, since_s=29.0)
+    assert not is_due(every, step=1, saved_step=1, since_s=31.0)
+
+
+def test_a_save_that_is_due_during_another_is_put_off_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    steps, writing = [], threading.Event()
+    write = saver_module.write
+
+    def slow(folder, parts):
+        assert writing.wait(30)
+        return write(folder, parts)
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 10:  # ten steps were made during the first save
+            writing.set()
+        return LOSS(outputs, targets)
+
+    monkeypatch.setattr(saver_module, "write", slow)
+    run(made(tmp_path, checkpoint_frequency=2), loss_fn=loss_fn, epochs=8)
+    assert caplog.text.count("saves are put off until the disk is done") == 1
+    assert names(tmp_path)[0].endswith("step-40")
+
+
+def test_a_save_that_fails_is_raised_at_a_later_step_and_the_lock_is_let_go_of(tmp_path):
+    trainer = made(tmp_path)
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 2:
+            (tmp_path / "save-000001-step-3").write_text("in the way", "utf-8")
+        return LOSS(outputs, targets)
+
+    with pytest.raises(CheckpointError, match=r"save-000001-step-3 cannot be written: Not a directory"):
+        run(trainer, loss_fn=loss_fn, epochs=50)
+    assert 3 <= len(steps) < 250
+    assert trainer.history.stopped == "failed"
+    (tmp_path / "save-000001-step-3").unlink()
+    assert run(trainer, epochs=1).stopped == "epochs"
+
+
+def test_a_checkpoint_is_of_its_step_although_training_went_on(tmp_path, monkeypatch):
+    """The snapshot is a copy: what is written late is not what the parameters are by then."""
+    seen, writing = [], threading.Event()
+    write = saver_module.write
+
+    def late(folder, parts):
+        assert writing.wait(30)
+        return write(folder, parts)
+
+    monkeypatch.setattr(saver_module, "write", late)
+    trainer = made(tmp_path, checkpoint_frequency=3)
+
+    def loss_fn(outputs, targets):
+        seen.append(values(trainer.model))
+        if len(seen) == 5:
+            writing.set()
+        return LOSS(outputs, targets)
+
+    run(trainer, loss_fn=loss_fn, epochs=1)
+    import safetensors.torch
+
+    saved = safetensors.torch.load_file(tmp_path / "save-000001-step-3" / "model.safetensors")
+    assert equal([saved[name] for name in trainer.model.state_dict()], seen[3])
+
+
+def test_sigterm_saves_then_leaves_with_143_and_gives_the_handler_back(tmp_path):
+    trainer = made(tmp_path, checkpoint_frequency=1000)
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return LOSS(outputs, targets)
+
+    with pytest.raises(SystemExit) as caught:
+        run(trainer, loss_fn=loss_fn, epochs=50)
+    assert caught.value.code == 143
+    assert names(tmp_path) == ["save-000001-step-4"]
+    assert trainer.history.stopped == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# ---------------------------------------------------------------------------------------- the same bits
+
+
+def test_determinism_is_torch_s_inside_train_and_as_it_was_after_it(tmp_path):
+    inside = []
+
+    def loss_fn(outputs, targets):
+        inside.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+        return LOSS(outputs, targets)
+
+    threads = torch.get_num_threads()
+    run(made(tmp_path, deterministic=True), loss_fn=loss_fn)
+    assert set(inside) == {(True, threads)}
+    assert not torch.are_deterministic_algorithms_enabled()
+    inside.clear()
+    torch.set_num_threads(threads + 1)
+    try:
+        run(made(tmp_path, deterministic=True), loss_fn=loss_fn, epochs=2)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert set(inside) == {(True, threads)}  # as many as the run began with
+
+
+def test_an_operation_without_a_deterministic_form_is_named(tmp_path):
+    def loss_fn(outputs, targets):
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        return LOSS(outputs, targets)
+
+    with pytest.raises(StateError, match=r"deterministic=True, and put_.* has no deterministic form"):
+        run(made(tmp_path, deterministic=True), loss_fn=loss_fn)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---------------------------------------------------------------------------------------- the rest
+
+
+def test_evaluate_measures_the_model(tmp_path):
+    trainer = made(tmp_path)
+    run(trainer, epochs=40)
+    inputs, targets = data().tensors
+    expected = float((trainer.model(inputs).argmax(1) == targets).float().mean())
+    assert trainer.evaluate(data()) == pytest.approx(expected)
+    assert set(trainer.evaluate(data(), ["loss", "accuracy"])) == {"loss", "accuracy"}
+
+
+def test_the_log_tells_what_it_goes_on_from(tmp_path, caplog):
+    run(made(tmp_path))
+    caplog.set_level(logging.INFO, "offbeat")
+    run(made(tmp_path), epochs=2)
+    assert f"goes on from step 5, as {tmp_path / 'save-000002-step-5'} has it" in caplog.text
+
+
+def test_it_is_public():
+    assert offbeat.FaultTolerantTrainer is FaultTolerantTrainer
