@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from offbeat.client import Client
     from offbeat.distributed import init_distributed
     from offbeat.history import History
+    from offbeat.monitor import AsyncTrainingMonitor
     from offbeat.receipt import Receipt
     from offbeat.server import ParameterServer
     from offbeat.sharding import partition
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncGradientAccumulator",
+    "AsyncTrainingMonitor",
     "AsyncWorker",
     "Client",
     "History",
@@ -40,6 +42,7 @@ __all__ = [
 # No name here may also be the name of a module: importing that module would put it in the name's place.
 _MODULE_OF = {
     "AsyncGradientAccumulator": "offbeat.accumulator",
+    "AsyncTrainingMonitor": "offbeat.monitor",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
     "History": "offbeat.history",
@@ -52,7 +55,6 @@ _OF_A_LATER_VERSION = frozenset(
     {
         "AsyncModelAverager",
         "AsyncTrainer",
-        "AsyncTrainingMonitor",
         "FaultTolerantTrainer",
     }
 )
