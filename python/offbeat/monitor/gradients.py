@@ -1,7 +1,7 @@
 """A model's gradients between backward and the optimizer's step: measured, scaled, dropped.
 
-Their norm is that which backward left: a user who clips them, or a GradScaler that has multiplied them, would
-else hide what is to be seen.
+Their norm is that which backward left, unless they have grown since: a user who clips them, or a GradScaler
+that has multiplied them, would else hide what is to be seen.
 """
 
 import math
@@ -29,7 +29,8 @@ class Reading:
     """What was measured before a step.
 
     Attributes:
-        norm: L2 norm of the gradient that backward left, over all parameters; 0 where there is none.
+        norm: L2 norm of the gradient that backward left, over all parameters; of what is there now, where
+            that is more.
         num_non_finite: Its elements that are NaN or infinite, as they are now.
     """
 
@@ -65,7 +66,7 @@ class Gradients:
         self._scaler = scaler
         self._is_measured = is_measured
         self._are_gathered = are_gathered
-        self._norms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: gradient and norm
+        self._left: dict[int, _Left] = {}  # by parameter
         self._is_first = True
         self._is_scaled_by_others = False
         self._before: list[torch.Tensor] = []
@@ -86,7 +87,7 @@ class Gradients:
         """Measure no more."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._norms.clear()
+        self._left.clear()
 
     def read(self, optimizer: torch.optim.Optimizer | None = None) -> Reading | None:
         """Measure what is on the model now, of which nothing is kept.
@@ -101,27 +102,25 @@ class Gradients:
             return Reading(0.0, 0)
         own_scale = getattr(optimizer, "grad_scale", None)  # of a fused one, which divides by it itself
         if (overflow := getattr(optimizer, "found_inf", None)) is not None and bool(overflow):
-            self._norms.clear()
+            self._left.clear()
             return None
         there = [p for p in self._model.parameters() if p.grad is not None]
-        hooked = [self._norms.get(id(p)) for p in there]
-        self._norms.clear()
-        if self._is_scaled_by_others or self._are_gathered():
-            hooked = [None] * len(there)
-        pairs = list(zip(there, hooked, strict=True))
-        from_backward = [kept[1] for p, kept in pairs if kept is not None and kept[0] is p.grad]
-        from_now = [p for p, kept in pairs if kept is None or kept[0] is not p.grad]
+        if not there:
+            return None
         own = 1.0 if own_scale is None else float(own_scale)
         factor = own if self._scaler is None else float(self._scaler.get_scale())
-        now = _norm([_norm_of(p) for p in from_now]) / own
-        norm = (now**2 + (_norm(from_backward) / factor) ** 2) ** 0.5
-        if self._is_first and from_backward and self._scaler is None:
-            norm = self._without_unknown_scale(there, norm, own)
+        left = self._left_by_backward(there)
+        then = None if left is None else _norm([one.norm for one in left]) / factor
+        if left is None or self._is_first or any(one.has_changed for one in left):
+            now = _norm([_norm_of(p) for p in there]) / own
+            then = self._without_unknown_scale(now if then is None else then, now)
+            # What has grown since was not clipped; it is what will be stepped by.
+            norm = now if math.isfinite(now) and not math.isfinite(then) else max(then, now, key=_size)
+        else:
+            norm = cast(float, then)
         self._is_first = False
-        if math.isfinite(norm):
-            return Reading(norm, 0)
-        num = sum(_num_non_finite(p) for p in there)
-        return Reading(norm if num else _norm([_norm_of(p) for p in there]) / own, num)
+        num = 0 if math.isfinite(norm) else sum(_num_non_finite(p) for p in there)
+        return Reading(norm, num)
 
     def update_ratio(self) -> float | None:
         """Tell how far the parameters have moved since this was last asked, as a share of their norm.
@@ -175,19 +174,48 @@ class Gradients:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
         gradient = parameter.grad
         if gradient is not None and not self._is_scaled_by_others:
-            self._norms[id(parameter)] = gradient, _norm_of(parameter)
+            version = gradient._version  # noqa: SLF001  torch's own way to ask
+            self._left[id(parameter)] = _Left(gradient, version, _norm_of(parameter))
 
-    def _without_unknown_scale(self, there: list[nn.Parameter], norm: float, own: float) -> float:
-        now = _norm([_norm_of(p) for p in there]) / own
-        if not 0 < now * MOST_CLIPPED < norm:
-            return norm
+    def _left_by_backward(self, there: list[nn.Parameter]) -> "list[_Left] | None":
+        """Give what backward left; None if the parameters have other gradients than that."""
+        known, self._left = self._left, {}
+        if self._is_scaled_by_others or self._are_gathered():
+            return None
+        left = [known.get(id(parameter)) for parameter in there]
+        pairs = zip(there, left, strict=True)
+        if any(one is None or one.gradient is not parameter.grad for parameter, one in pairs):
+            return None
+        return cast("list[_Left]", left)
+
+    def _without_unknown_scale(self, then: float, now: float) -> float:
+        if not self._is_first or self._scaler is not None or not 0 < now * MOST_CLIPPED < then:
+            return then
         self._is_scaled_by_others = True
         process.warn(
-            f"the gradients became {norm / now:.3g} times smaller between backward and the optimizer's step: "
+            f"the gradients became {then / now:.3g} times smaller between backward and the optimizer's step: "
             f"a GradScaler seems to be at work; give AsyncTrainingMonitor(grad_scaler=...), and they are "
             f"measured as backward leaves them; until then as the optimizer gets them, clipped if they are"
         )
         return now
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A parameter's gradient as backward left it."""
+
+    gradient: torch.Tensor
+    version: int
+    norm: torch.Tensor
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether somebody has written to it since."""
+        return self.gradient._version != self.version  # noqa: SLF001  torch's own way to ask
+
+
+def _size(norm: float) -> float:
+    return math.inf if math.isnan(norm) else norm
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
