@@ -160,6 +160,8 @@ NAMES_OF_TABLES = [
     "AsyncWorker.train",
     "AsyncGradientAccumulator",
     "AsyncGradientAccumulator.train_step",
+    "AsyncTrainingMonitor",
+    "AsyncTrainingMonitor.observe",
     "init_distributed",
 ]
 
