@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat import errors, optim, schedule, staleness, tracking
     from offbeat.accumulator import AsyncGradientAccumulator
+    from offbeat.averaging import AsyncModelAverager
     from offbeat.client import Client
     from offbeat.distributed import init_distributed
     from offbeat.history import History
+    from offbeat.monitor import AsyncTrainingMonitor
     from offbeat.receipt import Receipt
     from offbeat.recovery.trainer import FaultTolerantTrainer
     from offbeat.server import ParameterServer
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncGradientAccumulator",
+    "AsyncModelAverager",
+    "AsyncTrainingMonitor",
     "AsyncWorker",
     "Client",
     "FaultTolerantTrainer",
@@ -45,6 +49,7 @@ __all__ = [
 _MODULE_OF = {
     "AsyncGradientAccumulator": "offbeat.accumulator",
     "AsyncModelAverager": "offbeat.averaging",
+    "AsyncTrainingMonitor": "offbeat.monitor",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
     "FaultTolerantTrainer": "offbeat.recovery.trainer",
@@ -57,7 +62,6 @@ _MODULE_OF = {
 _OF_A_LATER_VERSION = frozenset(
     {
         "AsyncTrainer",
-        "AsyncTrainingMonitor",
     }
 )
 _SUBMODULES = frozenset({"averaging", "errors", "optim", "schedule", "staleness", "tracking"})

@@ -200,6 +200,10 @@ class ParameterServer(process.Live):
         self._open()
         return None if self._endpoint is None else reachable(self._endpoint.address)
 
+    def keeps_checkpoints(self) -> bool:
+        """Whether there is a `checkpoint_dir`, and `rollback` has something to go back to."""
+        return self._keeps_checkpoints
+
     def wait_for_workers(self, n: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the work is done: workers have joined, and for `linger_s` nobody has been there.
 

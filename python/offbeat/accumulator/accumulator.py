@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.accumulator.members import Alone, Group, Members
 from offbeat.accumulator.window import Window
 from offbeat.checks import Faults, at_least_one, functions, refuse
@@ -18,6 +18,7 @@ from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
+from offbeat.local.lr_scale import factor_of
 from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.naming import known_keywords
 
@@ -81,6 +82,9 @@ class AsyncGradientAccumulator:
         (True, 16)
     """
 
+    gathers_gradients = True
+    """What its optimizer steps by is of several backwards: a monitor measures it then, not after each."""
+
     @known_keywords
     def __init__(
         self,
@@ -127,6 +131,7 @@ class AsyncGradientAccumulator:
         self._has_warned = False
         self._samples = 0
         self._samples_since_end = 0
+        trained_by.register(model, self)
         late = "one window late, behind the next one's work" if self._overlaps else "at the end of its window"
         _log.info("an update is of %d micro-batches of %d members, made %s", self._steps, size, late)
 
@@ -174,12 +179,14 @@ class AsyncGradientAccumulator:
         wake(self.model)
         loss = loss_fn(self.model(inputs), targets)
         check_loss(loss, owner=type(self).__name__)
+        shown = loss.detach()
+        trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / (counts or 1.0))
         self._was_update = False
         self._window.add(loss, counts=counts, samples=samples)
         self._samples_since_end += samples
         if self._window.batches >= self._steps:
             self._end_window(live)
-        return float(loss.detach())
+        return float(shown)
 
     def is_update_step(self) -> bool:
         """Tell whether the last call made an update."""
@@ -297,7 +304,7 @@ def _check_finite(gradients: Sequence[torch.Tensor | None], num_updates: int) ->
 
 def _settings(live: torch.optim.Optimizer | None) -> list[float] | None:
     """Give what may change from update to update and has to be the same for all members: learning rates."""
-    return None if live is None else [float(group["lr"]) for group in live.param_groups]
+    return None if live is None else [float(group["lr"]) * factor_of(live) for group in live.param_groups]
 
 
 def _steps_of(steps: int | None, base: int | None, target: int | None, num_members: int) -> int:

@@ -98,6 +98,11 @@ class WorkerOptimizer(torch.optim.Optimizer):
             self.state, self.param_groups = defaultdict(dict), [_ServerGroup()]
         self.param_groups[0]["params"] = parameters
 
+    @property
+    def live(self) -> torch.optim.Optimizer | None:
+        """The optimizer that it stands for; None where that runs on the server."""
+        return self._live
+
     def _share(self, live: torch.optim.Optimizer) -> None:
         self.state, self.param_groups = live.state, live.param_groups
 

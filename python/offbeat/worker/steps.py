@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from offbeat import trained_by
 from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.loss import LossReduction
 from offbeat.optim import OptimizerSpec, as_spec
@@ -33,11 +34,16 @@ class Steps:
 
     Attributes:
         batches: Batches gathered and not pushed.
+        num_added: Batches gathered so far: those that were not left out.
+        num_pushed: Pushes made so far.
+        is_quarantined: Whether all batches are left out.
         kept: Receipts that came in where nobody could be given them, oldest first.
     """
 
     def __init__(self, link: Link, *, update_frequency: int, reduction: LossReduction) -> None:
         self.batches = 0
+        self.num_added = self.num_pushed = 0
+        self.is_quarantined = False
         self.kept: list[Receipt] = []
         self._samples = 0
         self._link = link
@@ -110,19 +116,37 @@ class Steps:
     # ------------------------------------------------------------------ stepping
 
     def step(self, samples: int) -> list[Receipt]:
-        """Take one batch; push if it is time to. Returns the receipts that came in."""
+        """Take one batch; push if it is time to. Returns the receipts that came in.
+
+        One that a watcher of the module does not admit is left out, and so are all in quarantine.
+        """
         samples = sample_count(samples)
         contribution = self._contribution
         self._link.binding.refresh()
         self._mend()
+        is_admitted = trained_by.admits(self._link.binding.module)
+        if self.is_quarantined or not is_admitted:  # it is measured in either case
+            self._leave_out()
+            return []
         try:
             contribution.add(samples)
         except NonFiniteError:
             self._link.binding.put_back_corrupt()
             raise
         self.batches += 1
+        self.num_added += 1
         self._samples += samples
         return self._push() if self.batches >= self._update_frequency else []
+
+    def _leave_out(self) -> None:
+        """Drop the batch whose gradients are on the module, and read the newest model where nothing waits."""
+        binding = self._link.binding
+        binding.clear_gradients()
+        if self.batches or self._link.num_unsettled:
+            binding.put_back_corrupt()  # more would take from the batches before
+            return
+        binding.restore_buffers()
+        self._link.pull()
 
     def push_rest(self) -> list[Receipt]:
         """Push what is gathered, if anything is. Returns the receipts that came in."""
@@ -196,6 +220,7 @@ class Steps:
         except BaseException:
             contribution.drop(self._link.num_unsettled)
             raise
+        self.num_pushed += 1
         return [] if receipt is None else [self._settled(receipt)]
 
     def _mend(self) -> None:
@@ -205,6 +230,7 @@ class Steps:
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)
         self._watch.see(receipt)
+        trained_by.tell(self._link.binding.module, staleness=receipt.staleness)
         if self._announced is None:  # the server came by its optimizer after this worker's first step
             self._announce()
         return receipt

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offbeat import trained_by
 from offbeat.errors import RejectedError
 from offbeat.history import History, Record
 from offbeat.local.batches import Epochs, Given, count, moved, split
@@ -148,10 +149,10 @@ class _Loop:
                 if self._out_of_budget:
                     return
                 if plan.max_steps is not None and history.steps >= plan.max_steps:
-                    self._count(self._steps.push_rest, 0)
+                    self._count(self._steps.push_rest)
                     history.stopped = "max_steps"
                     return
-            self._count(self._steps.push_rest, 0)
+            self._count(self._steps.push_rest)
             history.epochs += 1
             if self._out_of_budget:
                 return
@@ -169,17 +170,18 @@ class _Loop:
         shown = loss.detach() if plan.reduction == "mean" else loss.detach() / samples
         for meter in plan.meters:
             meter.update(outputs, targets, shown, samples)
+        trained_by.tell(self._link.binding.module, loss=shown)
         self._history.samples += samples
-        self._count(lambda: self._steps.step(samples), 1)
+        self._count(lambda: self._steps.step(samples))
         self._progress.advance()
 
-    def _count(self, act: Callable[[], list[Receipt]], batches: int) -> None:
+    def _count(self, act: Callable[[], list[Receipt]]) -> None:
         """Do what may push, and count a step if one was made: a push, or a step of a live optimizer."""
         history = self._history
-        gathered = self._steps.batches
+        pushed, added = self._steps.num_pushed, self._steps.num_added
         receipts = act()
-        pushed = self._steps.batches < gathered + batches
-        history.steps += batches if self._steps.kind == "delta" else int(pushed)
+        is_live = self._steps.kind == "delta"
+        history.steps += self._steps.num_added - added if is_live else self._steps.num_pushed - pushed
         self._note_kept()  # a metric may have called `evaluate`
         self._note(receipts)
         if history.steps >= self._logged_step + self._plan.log_frequency:

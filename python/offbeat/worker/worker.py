@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.checks import Faults, at_least_one, functions, refuse
-from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
+from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.evaluate import measure
@@ -141,6 +141,7 @@ class AsyncWorker(process.Live):
         self._words = f"{self._id} at {session.address}"
         self._has_warned_of_reduction = False
         self._closed = False
+        trained_by.register(self.model, self)
         try:
             if optimizer is not None:
                 self._steps.use(optimizer)
@@ -245,6 +246,34 @@ class AsyncWorker(process.Live):
         steps = self._usable()
         steps.flush()
         return steps.take_kept()
+
+    # ------------------------------------------------------------------ left out
+
+    def quarantine(self, worker_id: str | None = None) -> None:
+        """Push nothing from now on, until `release()`; any thread may call it.
+
+        `step` and `train` go on: each batch is computed on the newest model, and left out.
+
+        Args:
+            worker_id: This worker's own name, for who has several; None is this one.
+
+        Raises:
+            ConfigError: If it is another's name.
+        """
+        self._check_own(worker_id)
+        self._steps.is_quarantined = True
+        _log.info("worker %s is in quarantine: it pushes nothing", self._words)
+
+    def release(self, worker_id: str | None = None) -> None:
+        """Push again, after `quarantine()`; any thread may call it."""
+        self._check_own(worker_id)
+        self._steps.is_quarantined = False
+        _log.info("worker %s pushes again", self._words)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether it pushes nothing."""
+        return self._steps.is_quarantined
 
     # ------------------------------------------------------------------ a loop of ours
 
@@ -470,6 +499,10 @@ class AsyncWorker(process.Live):
         except (ConnectError, ConnectionLostError) as error:
             process.warn(f"the parameters last pulled are measured, for the server cannot be asked: {error}")
 
+    def _check_own(self, worker_id: str | None) -> None:
+        if worker_id not in (None, self._id):
+            raise ConfigError(f"worker_id is {worker_id!r}, and this is worker {self._id!r}")
+
     def _end_by(self, failure: BaseException | None) -> None:
         """Close, where an exception is on its way perhaps."""
         if (failure := process.failure_in(failure)) is None:
@@ -483,6 +516,7 @@ class AsyncWorker(process.Live):
         with whole_turn(self._turn, "close()"):
             self._link.session.close(parting, cause)
             self._closed = True
+            trained_by.unregister(self.model, self)
             if parting == "finished" and (batches := self._steps.batches):
                 process.warn(
                     f"worker {self._words} is closed with {batches} batch(es) gathered and not pushed, which "

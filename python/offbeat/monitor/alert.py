@@ -1,0 +1,54 @@
+"""What a monitor tells: an alert with what was done about it, and that a remedy was let go of."""
+
+from dataclasses import dataclass
+
+__all__ = ["Alert", "Release"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """A metric was out of its range.
+
+    Attributes:
+        step: When, by the caller's count, or that of the optimizer's steps.
+        metric: Which.
+        value: What it was. Of "non_finite" the number of elements that are not finite.
+        expected: The range, its lower and its upper edge; infinite as long as there is none.
+        action: The remedy that was taken, or that is in effect; "alert" where there is none.
+        result: What came of it, in words.
+        worker: Whose value it was, where that was said.
+    """
+
+    step: int
+    metric: str
+    value: float
+    expected: tuple[float, float]
+    action: str
+    result: str
+    worker: str | None = None
+
+    def __str__(self) -> str:
+        low, high = self.expected
+        whose = f" of worker {self.worker}" if self.worker is not None else ""
+        return (
+            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected between {low:.4g} and "
+            f"{high:.4g}; {self.action}: {self.result}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A remedy was let go of, since all metrics had been in their ranges for long enough.
+
+    Attributes:
+        step: When.
+        remedy: Which.
+        result: What came of it, in words.
+    """
+
+    step: int
+    remedy: str
+    result: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.remedy} is let go of: {self.result}"

@@ -1,0 +1,135 @@
+"""Where a monitor hears of a model's training: from our own trainers, and before each step of an optimizer.
+
+Hooks hold it weakly: a monitor that nobody keeps hears no more.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from offbeat import trained_by
+from offbeat.monitor.gradients import Gradients
+
+__all__ = ["Attachment"]
+
+Hear = Callable[[Mapping[str, Any]], None]
+JudgeStep = Callable[[torch.optim.Optimizer | None], bool]
+
+
+class Attachment:
+    """Between a model and its monitor.
+
+    Attributes:
+        gradients: The model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hear: Hear,
+        judge_step: JudgeStep,
+        *,
+        scaler: Any,  # noqa: ANN401  torch has several classes of them
+        is_measured: bool,
+        may_drop: bool,
+    ) -> None:
+        """Attach.
+
+        Args:
+            model: Whose training it is.
+            hear: The monitor's method that takes readings.
+            judge_step: The monitor's method that is asked before a step, with the optimizer that is about to
+                make it, if there is one here; False: its gradients are not to be used.
+            scaler: As `Gradients` takes it.
+            is_measured: Likewise.
+            may_drop: Whether gradients may turn out not to be used.
+        """
+        self._model = reference = weakref.ref(model)
+        self._hear = weakref.WeakMethod(hear)
+        self._judge_step = weakref.WeakMethod(judge_step)
+        self._is_judged = False
+        self._may_drop = may_drop
+        self.gradients = Gradients(
+            model, scaler, is_measured=is_measured, are_gathered=lambda: _are_gathered(reference())
+        )
+        trained_by.watch(model, self)
+        ours = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401  a step's
+            attachment = ours()
+            return None if attachment is None else attachment.before_step(optimizer, args, kwargs)
+
+        handle = register_optimizer_step_pre_hook(before)
+        self._detach = weakref.finalize(self, handle.remove)
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._detach()
+        self.gradients.close()
+        if (model := self._model()) is not None:
+            trained_by.unwatch(model, self)
+
+    def are_gathered(self) -> bool:
+        """Whether an accumulator has the model, whose updates are of more than the last backward."""
+        return _are_gathered(self._model())
+
+    def told(self, readings: Mapping[str, Any]) -> None:
+        """Hear what a trainer of ours knows."""
+        if (hear := self._hear()) is not None:
+            hear(readings)
+
+    def admits(self) -> bool:
+        """Judge for a trainer of ours, which may have an optimizer here that steps right after."""
+        self._is_judged = True
+        judge_step = self._judge_step()
+        return judge_step is None or judge_step(None)
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Judge before a step of any optimizer that has parameters of the model."""
+        if hasattr(optimizer, "live") or not self._is_ours(optimizer):  # a worker's only stands for another
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._judge(optimizer)
+            return None
+
+        def judged() -> object:  # what it steps by is computed in there
+            loss = closure()
+            self._judge(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": judged}
+        return (args[0], judged, *args[2:]), kwargs
+
+    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_judged:
+            self._is_judged = False
+            return
+        judge_step = self._judge_step()
+        if judge_step is None:
+            return
+        if judge_step(optimizer):
+            if self._may_drop:
+                self.gradients.keep_buffers()
+        else:
+            self.gradients.drop()
+            self.gradients.restore_buffers()
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        model = self._model()
+        if model is None:
+            return False
+        ours = {id(parameter) for parameter in model.parameters()}
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+
+def _are_gathered(model: nn.Module | None) -> bool:
+    trainers = [] if model is None else trained_by.trainers_of(model)
+    return any(getattr(trainer, "gathers_gradients", False) for trainer in trainers)

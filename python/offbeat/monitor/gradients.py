@@ -1,0 +1,245 @@
+"""A model's gradients between backward and the optimizer's step: measured, scaled, dropped.
+
+Their norm is that which backward left, unless they have grown since: a user who clips them, or a GradScaler
+that has multiplied them, would else hide what is to be seen.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from offbeat import process
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Gradients", "Reading"]
+
+MOST_CLIPPED = 1000.0
+"""At the first step; a gradient that has become so much smaller since backward was unscaled, not clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was measured before a step.
+
+    Attributes:
+        norm: L2 norm of the gradient that backward left, over all parameters; of what is there now, where
+            that is more.
+        num_non_finite: Its elements that are NaN or infinite, as they are now.
+    """
+
+    norm: float
+    num_non_finite: int
+
+
+class Gradients:
+    """Those of one model.
+
+    A hook on each parameter takes the norm of what backward has accumulated there, on the parameter's device;
+    that is waited for once, when the step is judged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scaler: Any,  # noqa: ANN401  torch has several classes of them
+        *,
+        is_measured: bool,
+        are_gathered: Callable[[], bool],
+    ) -> None:
+        """Begin to measure.
+
+        Args:
+            model: Whose.
+            is_measured: Whether their norm is wanted; else it costs nothing, and is 0.
+            scaler: The GradScaler that multiplies the loss; None: there is none.
+            are_gathered: Whether what an optimizer steps by is not what the last backward left, but what
+                somebody has added up and divided.
+        """
+        self._model = model
+        self._scaler = scaler
+        self._is_measured = is_measured
+        self._are_gathered = are_gathered
+        self._left: dict[int, _Left] = {}  # by parameter
+        self._is_first = True
+        self._is_scaled_by_others = False
+        self._before: list[torch.Tensor] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        ours = weakref.ref(self)  # a parameter outlives a monitor that is let go of
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            if (gradients := ours()) is not None:
+                gradients._accumulated(parameter)  # noqa: SLF001  this very class
+
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+            for parameter in model.parameters()
+            if is_measured and parameter.requires_grad
+        ]
+
+    def close(self) -> None:
+        """Measure no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._left.clear()
+
+    def read(self, optimizer: torch.optim.Optimizer | None = None) -> Reading | None:
+        """Measure what is on the model now, of which nothing is kept.
+
+        Args:
+            optimizer: The one that is about to step, if it is known.
+
+        Returns:
+            What was measured; None where the optimizer has been told not to step.
+        """
+        if not self._is_measured:
+            return Reading(0.0, 0)
+        own_scale = getattr(optimizer, "grad_scale", None)  # of a fused one, which divides by it itself
+        if (overflow := getattr(optimizer, "found_inf", None)) is not None and bool(overflow):
+            self._left.clear()
+            return None
+        there = [p for p in self._model.parameters() if p.grad is not None]
+        if not there:
+            return None
+        own = 1.0 if own_scale is None else float(own_scale)
+        factor = own if self._scaler is None else float(self._scaler.get_scale())
+        left = self._left_by_backward(there)
+        then = None if left is None else _norm([one.norm for one in left]) / factor
+        if left is None or self._is_first or any(one.has_changed for one in left):
+            now = _norm([_norm_of(p) for p in there]) / own
+            then = self._without_unknown_scale(now if then is None else then, now)
+            # What has grown since was not clipped; it is what will be stepped by.
+            norm = now if math.isfinite(now) and not math.isfinite(then) else max(then, now, key=_size)
+        else:
+            norm = cast(float, then)
+        self._is_first = False
+        num = 0 if math.isfinite(norm) else sum(_num_non_finite(p) for p in there)
+        return Reading(norm, num)
+
+    def update_ratio(self) -> float | None:
+        """Tell how far the parameters have moved since this was last asked, as a share of their norm.
+
+        Returns:
+            ‖change‖ / ‖before‖; None where there is nothing to compare with.
+        """
+        now = [p.detach() for p in self._model.parameters()]
+        before, self._before = self._before, [p.clone() for p in now]
+        if [p.shape for p in before] != [p.shape for p in now]:
+            return None
+        pairs = zip(now, before, strict=True)
+        change = _norm([torch.linalg.vector_norm(a - b, dtype=torch.float32) for a, b in pairs])
+        whole = _norm([torch.linalg.vector_norm(b, dtype=torch.float32) for b in before])
+        return change / whole if whole else None
+
+    def clip(self, most: float, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Scale the gradients down to a norm. Returns whether they were larger."""
+        there = [p for p in self._model.parameters() if p.grad is not None]
+        own_scale = getattr(optimizer, "grad_scale", None)
+        norm = _norm([_norm_of(p) for p in there]) / (1.0 if own_scale is None else float(own_scale))
+        if norm <= most:
+            return False
+        with torch.no_grad():
+            for p in there:
+                if p.grad is not None:
+                    p.grad.mul_(most / norm)
+        return True
+
+    def drop(self) -> None:
+        """Take them away: an optimizer leaves a parameter without one, and its state, as they are."""
+        for p in self._model.parameters():
+            p.grad = None
+
+    def keep_buffers(self) -> None:
+        """Keep what the buffers hold now, for `restore_buffers`."""
+        now = list(self._model.buffers())
+        if [id(b) for b, _ in self._buffers] != [id(b) for b in now]:
+            self._buffers = [(b, b.detach().clone()) for b in now]
+            return
+        for buffer, kept in self._buffers:
+            kept.copy_(buffer)
+
+    def restore_buffers(self) -> None:
+        """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages."""
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                buffer.copy_(kept)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        # The gradient is kept until the step is judged: then it is known whether this is still its norm.
+        gradient = parameter.grad
+        if gradient is not None and not self._is_scaled_by_others:
+            version = gradient._version  # noqa: SLF001  torch's own way to ask
+            self._left[id(parameter)] = _Left(gradient, version, _norm_of(parameter))
+
+    def _left_by_backward(self, there: list[nn.Parameter]) -> "list[_Left] | None":
+        """Give what backward left; None if the parameters have other gradients than that."""
+        known, self._left = self._left, {}
+        if self._is_scaled_by_others or self._are_gathered():
+            return None
+        left = [known.get(id(parameter)) for parameter in there]
+        pairs = zip(there, left, strict=True)
+        if any(one is None or one.gradient is not parameter.grad for parameter, one in pairs):
+            return None
+        return cast("list[_Left]", left)
+
+    def _without_unknown_scale(self, then: float, now: float) -> float:
+        if not self._is_first or self._scaler is not None or not 0 < now * MOST_CLIPPED < then:
+            return then
+        self._is_scaled_by_others = True
+        process.warn(
+            f"the gradients became {then / now:.3g} times smaller between backward and the optimizer's step: "
+            f"a GradScaler seems to be at work; give AsyncTrainingMonitor(grad_scaler=...), and they are "
+            f"measured as backward leaves them; until then as the optimizer gets them, clipped if they are"
+        )
+        return now
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A parameter's gradient as backward left it."""
+
+    gradient: torch.Tensor
+    version: int
+    norm: torch.Tensor
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether somebody has written to it since."""
+        return self.gradient._version != self.version  # noqa: SLF001  torch's own way to ask
+
+
+def _size(norm: float) -> float:
+    return math.inf if math.isnan(norm) else norm
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.detach()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _norm_of(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    # Of float16 the squares are soon infinite.
+    return cast(torch.Tensor, torch.linalg.vector_norm(_values(gradient), dtype=torch.float32))
+
+
+def _norm(norms: list[torch.Tensor]) -> float:
+    """Give the norm of what has these norms; each device is waited for."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for norm in norms:
+        by_device.setdefault(norm.device, []).append(norm)
+    squares = (float(torch.stack(group).double().square().sum()) for group in by_device.values())
+    return math.sqrt(sum(squares))
+
+
+def _num_non_finite(parameter: torch.Tensor) -> int:
+    gradient = parameter.grad
+    return 0 if gradient is None else int((~_values(gradient).isfinite()).sum())

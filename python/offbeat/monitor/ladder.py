@@ -1,0 +1,90 @@
+"""Which remedy is next, and when one is let go of: decided from how many steps had an alert, or none.
+
+Pure values: `after_alert` and `after_quiet` give another state, and what to do.
+"""
+
+from dataclasses import dataclass, replace
+
+__all__ = ["Ladder", "Standing", "after_alert", "after_quiet"]
+
+MOST_DOUBLINGS = 6
+"""Of the quiet time: 64 times as long at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The remedies in their order.
+
+    Attributes:
+        num_rungs: How many.
+        patience: Steps with an alert that a rung is given before the next one is taken.
+        quiet_steps: Steps in the range after which the newest rung is let go of.
+        repeats: How often the last rung may be taken; more than once where it does more each time.
+    """
+
+    num_rungs: int
+    patience: int
+    quiet_steps: int
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where on the ladder a run is.
+
+    Attributes:
+        taken: The rungs in effect, by their place, in the order taken.
+        strikes: Steps with an alert since the newest was taken.
+        quiet: Steps in the range since the last alert, or since a rung was let go of.
+        relapses: How often a rung was taken again after one was let go of. Each doubles the quiet time, so
+            that what keeps coming back is let go of ever more seldom.
+        has_let_go: Whether a rung was let go of since the last was taken.
+    """
+
+    taken: tuple[int, ...] = ()
+    strikes: int = 0
+    quiet: int = 0
+    relapses: int = 0
+    has_let_go: bool = False
+
+
+def after_alert(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:
+    """Take a step with an alert into account.
+
+    The first takes the first rung; when `patience` more have come in spite of it, the next one is taken.
+
+    Returns:
+        The new standing, and the rung to take now; None where there is none to take.
+    """
+    strikes = standing.strikes + 1
+    waiting = replace(standing, strikes=strikes, quiet=0)
+    if standing.taken and strikes < ladder.patience:
+        return waiting, None
+    rung = _next(standing.taken, ladder)
+    if rung is None:
+        return waiting, None
+    relapses = min(standing.relapses + standing.has_let_go, MOST_DOUBLINGS)
+    return Standing(taken=(*standing.taken, rung), relapses=relapses), rung
+
+
+def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:
+    """Take a step in the range into account.
+
+    Returns:
+        The new standing, and the rung to let go of now: the newest; None where there is none.
+    """
+    quiet = standing.quiet + 1
+    if quiet < ladder.quiet_steps * 2**standing.relapses:
+        return replace(standing, quiet=quiet), None
+    if standing.taken:
+        *rest, newest = standing.taken
+        return Standing(taken=tuple(rest), relapses=standing.relapses, has_let_go=True), newest
+    return Standing(), None  # quiet for so long without any: the next alert is a new matter
+
+
+def _next(taken: tuple[int, ...], ladder: Ladder) -> int | None:
+    if not taken:
+        return 0
+    if taken[-1] + 1 < ladder.num_rungs:
+        return taken[-1] + 1
+    return taken[-1] if taken.count(taken[-1]) < ladder.repeats else None

@@ -1,0 +1,81 @@
+"""Remedies that leave something out: a worker, or what came about since a checkpoint."""
+
+import json
+from typing import Any, cast
+
+from offbeat.errors import ConfigError
+from offbeat.monitor.protocols import Quarantines, RollsBack, ServesLearningRate
+from offbeat.monitor.remedy import Find, Remedy, Taken
+
+__all__ = ["Quarantine", "Rollback"]
+
+
+class Quarantine(Remedy):
+    """Leaves out the worker whose metric it was."""
+
+    repeats = 1
+
+    def take(self, worker: str | None) -> Taken:
+        """Leave it out, until this is taken back."""
+        things = cast(list[Any], self.found())
+        ours = [thing for thing in things if worker in (None, getattr(thing, "id", worker))]
+        if len(ours) != 1 or (name := worker or getattr(ours[0], "id", None)) is None:
+            raise ConfigError(
+                f"{len(things)} objects can quarantine workers, and whose metric it was is "
+                f"{'not known' if worker is None else repr(worker)}: give observe(worker=...)"
+            )
+        thing: Quarantines = ours[0]
+        thing.quarantine(name)
+
+        def undo() -> str:
+            thing.release(name)
+            return f"worker {name} takes part again"
+
+        return Taken(f"worker {name} is left out", undo)
+
+    def acts_on(self, thing: object) -> bool:
+        """It needs what can do so."""
+        return isinstance(thing, Quarantines)
+
+
+class Rollback(Remedy):
+    """Goes back to what was kept last before the alert; each time it is repeated one further."""
+
+    repeats = 3
+
+    def __init__(self, find: Find) -> None:
+        super().__init__(find)
+        self._before: dict[int, int] = {}  # by object: what is older than this is good
+
+    def begin(self) -> None:
+        """Note the versions: what is newer may have come about by what the alert is about."""
+        self._before = {id(thing): thing.status()["version"] + 1 for thing in self._servers()}
+
+    def take(self, worker: str | None) -> Taken:
+        """Go back."""
+        del worker
+        told = []
+        servers = self._servers()
+        for server in servers:
+            kept = [v for v in _kept_by(server) if v < self._before.get(id(server), v + 1)]
+            version = server.rollback(max(kept) if kept else None)
+            self._before[id(server)] = version
+            told.append(f"version {version}")
+        others = [thing for thing in self.found() if thing not in servers]
+        told += [str(cast(RollsBack, thing).rollback()) for thing in others]
+        return Taken(f"went back to {', '.join(told)}", lambda: "what was gone back to stays")
+
+    def acts_on(self, thing: object) -> bool:
+        """It needs what can do so."""
+        return isinstance(thing, RollsBack) and bool(getattr(thing, "keeps_checkpoints", True))
+
+    def _servers(self) -> list[Any]:
+        return [thing for thing in self.found() if isinstance(thing, ServesLearningRate)]
+
+
+def _kept_by(server: Any) -> list[int]:  # noqa: ANN401  a server
+    """List the versions of a server's good checkpoints."""
+    from offbeat._offbeat import inspect_checkpoints
+
+    found = json.loads(inspect_checkpoints(server.status()["checkpoints"]["directory"]))
+    return [c["checkpoint"]["version"] for c in found["checkpoints"] if c["checkpoint"] and not c["error"]]

@@ -1,0 +1,335 @@
+"""`AsyncTrainingMonitor`: what users hold. Its parts decide and act; this file lets them meet."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from offbeat import process
+from offbeat.checks import is_count, refuse
+from offbeat.errors import ClosedError
+from offbeat.monitor.alert import Alert
+from offbeat.monitor.band import Band
+from offbeat.monitor.course import Course
+from offbeat.monitor.ladder import Ladder
+from offbeat.monitor.report import MonitorReport
+from offbeat.monitor.settings import Callback, Given, resolve
+from offbeat.naming import known_keywords
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["AsyncTrainingMonitor"]
+
+MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
+"""Metrics and remedies that need to know the gradients' norm."""
+
+DROPPING = frozenset({"clip", "reject", "pause"})
+"""Remedies that may drop gradients."""
+
+
+class AsyncTrainingMonitor:
+    """Watches a run, tells when it leaves the range that its own past lets expect, and acts on it.
+
+    Each metric has a range: the mean of what was, and 2.5 standard deviations to both sides, of which the
+    newest values count most (ZClip). A value raises an alert if it exceeds the upper edge by more than
+    `alert_threshold`, and so does the mean of the last five; or it alone, where it is 16 standard deviations
+    out. What is NaN or infinite raises one at once.
+
+    Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
+    gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
+    how far the parameters move, before each step of any torch optimizer that has them; from an `AsyncWorker`
+    and an `AsyncGradientAccumulator` of the model their losses, and a worker's staleness. Call `observe`
+    before the optimizer's step, so that the step's gradient can be dropped for what was observed.
+
+    A monitor acts as long as it is kept; `close()`, or the end of a `with` block, lets go of its remedies.
+
+    Args:
+        model: Whose training it is. None: only what is observed counts.
+        divergence_metrics: What is judged: "loss", "loss_variance" (of five losses one after the other, and
+            judged by its root, as "parameter_variance" is), "gradient_norm", "update_ratio" (how far a step
+            moves the parameters, by their norm), "staleness", "parameter_variance" (among members; only as
+            observed), "non_finite" (elements of the gradient).
+        alert_threshold: The share by which a value may exceed the upper edge: 0.5 is half as much again.
+        remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
+            when `patience` steps with an alert have come in spite of it, the next one is taken. What does
+            more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
+            gradients down that are above their range, as ZClip does, and drops those that are not finite.
+            "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
+            buffers. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
+            "tighten_staleness" a `max_staleness`. "reduce_lr" multiplies learning rates by `lr_factor`: a
+            live optimizer's while it steps, beside any scheduler; a server's for all workers. "quarantine"
+            leaves out the worker whose metric it was, which goes on being measured. "rollback" goes back to
+            the newest checkpoint before the alert, and when taken again to the one before. "pause" lets the
+            thread that trains wait for `resume()`, and drops what it had computed.
+        acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
+        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list.
+        warm_up: Values of a metric before it has a range.
+        patience: Steps with an alert that a remedy is given before the next one is taken.
+        quiet_steps: Steps within all ranges after which the newest remedy is let go of, and after as many
+            more the one before. Twice as many each time that a remedy had to be taken again.
+        lr_factor: Of "reduce_lr".
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it.
+        pause_timeout_s: How long a pause lasts without `resume()`; None: for ever.
+
+    Raises:
+        ConfigError: Naming all settings that cannot be used; also a remedy that has nothing to act on.
+
+    Example:
+        >>> monitor = offbeat.AsyncTrainingMonitor(divergence_metrics=["loss"])
+        >>> for step in range(30):
+        ...     alerts = monitor.observe(step, loss=1.0)
+        >>> alerts, len(monitor.observe(30, loss=2.0))
+        ((), 1)
+    """
+
+    @known_keywords
+    def __init__(
+        self,
+        model: "nn.Module | None" = None,
+        divergence_metrics: Sequence[str] = ("loss",),
+        alert_threshold: float = 0.5,
+        remediation_strategy: str | Sequence[str] = "alert",
+        *,
+        acts_on: object = None,
+        callbacks: Callback | Sequence[Callback] = (),
+        warm_up: int = 25,
+        patience: int = 5,
+        quiet_steps: int = 100,
+        lr_factor: float = 0.5,
+        grad_scaler: "torch.amp.GradScaler | None" = None,
+        pause_timeout_s: float | None = None,
+    ) -> None:
+        settings = resolve(
+            Given(
+                model=model,
+                divergence_metrics=divergence_metrics,
+                alert_threshold=alert_threshold,
+                remediation_strategy=remediation_strategy,
+                acts_on=acts_on,
+                callbacks=callbacks,
+                warm_up=warm_up,
+                patience=patience,
+                quiet_steps=quiet_steps,
+                lr_factor=lr_factor,
+                grad_scaler=grad_scaler,
+                pause_timeout_s=pause_timeout_s,
+            )
+        )
+        ladder = Ladder(len(settings.names), patience, quiet_steps, settings.remedies[-1].repeats)
+        self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
+        self._metrics = settings.metrics
+        self._callbacks = settings.callbacks
+        self._norms = Band(warm_up)  # of "clip", whether the norm is judged or not
+        self._warm_up = warm_up
+        self._lock = threading.RLock()
+        self._num_steps = 0
+        self._observed_step: int | None = None
+        self._was_paused = False  # since the gradients on the model were computed
+        self._is_suspect = False  # the gradient of this step, for what was observed before it
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._pause_timeout_s = pause_timeout_s
+        self._is_closed = False
+        self._attachment = None
+        if model is not None:
+            from offbeat.monitor.attachment import Attachment
+
+            self._attachment = Attachment(
+                model,
+                self._hear,
+                self._judge_step,
+                scaler=grad_scaler,
+                is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
+                may_drop=not DROPPING.isdisjoint(settings.names),
+            )
+
+    # ------------------------------------------------------------------ what users call
+
+    def observe(
+        self,
+        step: int,
+        *,
+        worker: str | None = None,
+        loss: float | None = None,
+        loss_variance: float | None = None,
+        gradient_norm: float | None = None,
+        update_ratio: float | None = None,
+        staleness: float | None = None,
+        parameter_variance: float | None = None,
+        non_finite: float | None = None,
+    ) -> tuple[Alert, ...]:
+        """Judge what was measured in a step.
+
+        Args:
+            step: Which; its other readings, if there are, may come in other calls.
+            worker: Whose, where several are watched: the range is that of all; "quarantine" needs to know.
+            loss: A float, or a tensor of one element, as all that follow.
+            loss_variance: In place of that of the losses observed.
+            gradient_norm: As `clip_grad_norm_` returns it.
+            update_ratio: ‖change of the parameters‖ / ‖parameters‖.
+            staleness: In updates.
+            parameter_variance: Of the members' parameters around their mean.
+            non_finite: Elements that are NaN or infinite.
+
+        Returns:
+            The alerts that this raised.
+
+        Raises:
+            ConfigError: If a value is no number, or is of a metric that is not judged.
+            ClosedError: After `close()`.
+        """
+        given = {
+            "loss": loss,
+            "loss_variance": loss_variance,
+            "gradient_norm": gradient_norm,
+            "update_ratio": update_ratio,
+            "staleness": staleness,
+            "parameter_variance": parameter_variance,
+            "non_finite": non_finite,
+        }
+        readings = {name: _number(value) for name, value in given.items() if value is not None}
+        faults = [] if is_count(step) else [f"step is {step!r}: give a whole number, 0 or more"]
+        faults += [f"{name} is {given[name]!r}: give a number" for name, v in readings.items() if v is None]
+        faults += [
+            f"{name} is observed and is not among divergence_metrics: name it there"
+            for name in readings
+            if not self._wants(name)
+        ]
+        refuse(faults)
+        self._check_open()
+        with self._lock:
+            self._observed_step = step
+            alerts = self._take({name: v for name, v in readings.items() if v is not None}, worker)
+        self._was_paused |= self._tell(alerts)
+        return alerts
+
+    def resume(self) -> None:
+        """Let training go on after a "pause"; any thread may call it."""
+        self._resumed.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether training waits for `resume()`."""
+        return not self._resumed.is_set()
+
+    @property
+    def in_effect(self) -> tuple[str, ...]:
+        """The remedies in effect, in the order in which they were taken."""
+        return self._course.in_effect
+
+    def report(self) -> MonitorReport:
+        """Tell what was seen and done so far."""
+        with self._lock:
+            return self._course.report()
+
+    def reset(self) -> None:
+        """Let go of all remedies and begin with new ranges, as after a change of what is trained."""
+        with self._lock:
+            self._course.begin_anew()
+            self._norms = Band(self._warm_up)
+            self._is_suspect = False
+
+    def close(self) -> None:
+        """Let go of all remedies, and watch no more. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            self._course.let_go()
+            self._resumed.set()
+            if self._attachment is not None:
+                self._attachment.close()
+
+    def __enter__(self) -> Self:
+        """Use it in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ what hooks call
+
+    def _hear(self, readings: Mapping[str, Any]) -> None:
+        """Take what a trainer tells."""
+        wanted = {name: value for name, value in readings.items() if self._wants(name)}
+        numbers = {name: number for name, v in wanted.items() if (number := _number(v)) is not None}
+        if numbers:
+            with self._lock:
+                alerts = self._take(numbers, None)
+            self._was_paused |= self._tell(alerts)
+
+    def _judge_step(self, optimizer: "torch.optim.Optimizer | None") -> bool:
+        """Judge the gradients on the model; tell whether they are to be used."""
+        assert self._attachment is not None  # noqa: S101  which calls this
+        gradients = self._attachment.gradients
+        reading = gradients.read(optimizer)
+        if reading is None:
+            return True
+        measured = {"gradient_norm": reading.norm, "non_finite": float(reading.num_non_finite)}
+        readings = {name: value for name, value in measured.items() if self._wants(name)}
+        if self._wants("update_ratio") and (ratio := gradients.update_ratio()) is not None:
+            readings["update_ratio"] = ratio
+        with self._lock:
+            before = self._is_suspect and not self._attachment.are_gathered()
+            alerts = self._take(readings, None)
+            is_out = before or bool(alerts)
+            most = self._norms.clipped(reading.norm)
+            self._norms = self._norms.after(reading.norm)
+            in_effect = self._course.in_effect
+            is_clipping = "clip" in in_effect
+            is_used = not (is_out and "reject" in in_effect)
+            is_used &= not (is_clipping and reading.num_non_finite > 0)
+            if is_used and is_clipping and most < reading.norm:
+                self._course.num_clipped += gradients.clip(most, optimizer)
+            is_used &= not (self.is_paused or self._was_paused)
+            self._course.num_dropped += not is_used
+            self._num_steps += 1
+            self._is_suspect = self._was_paused = False
+        self._tell(alerts)
+        return is_used
+
+    # ------------------------------------------------------------------ inside
+
+    def _take(self, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
+        """Judge readings of the step under way, and act on what is out of range."""
+        step = self._num_steps if self._observed_step is None else self._observed_step
+        num_pauses = self._course.num_taken["pause"]
+        alerts = self._course.take(step, readings, worker)
+        if self._course.num_taken["pause"] > num_pauses:
+            self._resumed.clear()
+        self._is_suspect |= bool(alerts)
+        return alerts
+
+    def _tell(self, alerts: Sequence[Alert]) -> bool:
+        """Call the callbacks, then wait if training is to pause; not under the lock, which others want.
+
+        Returns:
+            Whether it was paused.
+        """
+        for alert in alerts:
+            for callback in self._callbacks:
+                callback(alert)
+        is_to_wait = not self._resumed.is_set()
+        if is_to_wait:
+            process.warn("training is paused: AsyncTrainingMonitor.resume() lets it go on")
+            self._resumed.wait(self._pause_timeout_s)
+            self._resumed.set()
+        return is_to_wait
+
+    def _wants(self, metric: str) -> bool:
+        return metric in self._metrics or (metric == "loss" and "loss_variance" in self._metrics)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this AsyncTrainingMonitor is closed: make a new one")
+
+
+def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
+    """Give a value as a float; None if it is no number."""
+    item = getattr(value, "item", None)
+    try:
+        return float(value if item is None else item())
+    except (TypeError, ValueError, RuntimeError):
+        return None

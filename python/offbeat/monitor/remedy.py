@@ -1,0 +1,88 @@
+"""What a remedy is, and those whose work is the monitor's own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from offbeat.errors import ConfigError
+
+__all__ = ["MOST_REPEATS", "Find", "OnGradients", "Remedy", "Taken"]
+
+Find = Callable[[], Sequence[object]]
+"""Gives what there is to act on now: looked up each time, so that what came later counts."""
+
+MOST_REPEATS = 10
+"""Of a remedy that does more each time: ten times half is a thousandth."""
+
+
+class Taken(NamedTuple):
+    """A remedy that was taken.
+
+    Attributes:
+        result: What came of it, in words.
+        undo: Takes it back, and says what came of that.
+    """
+
+    result: str
+    undo: Callable[[], str]
+
+
+class Remedy(ABC):
+    """One of them. What is to be taken back is held as long as it is in effect, and nothing else.
+
+    Attributes:
+        repeats: How often it may be taken while an alert persists.
+    """
+
+    repeats = 1
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+
+    def begin(self) -> None:  # noqa: B027  few have something to note
+        """Hear that an alert has come and no remedy is in effect yet."""
+
+    @abstractmethod
+    def take(self, worker: str | None) -> Taken:
+        """Act.
+
+        Args:
+            worker: Whose metric it was, where that is known.
+
+        Raises:
+            OffbeatError: If it cannot be done now.
+        """
+
+    @abstractmethod
+    def acts_on(self, thing: object) -> bool:
+        """Tell whether it can act on an object."""
+
+    def found(self) -> list[object]:
+        """Give what it can act on now.
+
+        Raises:
+            ConfigError: If there is nothing.
+        """
+        things = [thing for thing in self._find() if self.acts_on(thing)]
+        if not things:
+            raise ConfigError("there is nothing left to act on")
+        return things
+
+
+class OnGradients(Remedy):
+    """What the monitor does itself where it judges: "alert", "clip", "reject" and "pause"."""
+
+    def __init__(self, taken: str, undone: str, *, repeats: int = 1) -> None:
+        super().__init__(list)
+        self.repeats = repeats
+        self._taken, self._undone = taken, undone
+
+    def take(self, worker: str | None) -> Taken:
+        """Say what the monitor does from now on."""
+        del worker
+        return Taken(self._taken, lambda: self._undone)
+
+    def acts_on(self, thing: object) -> bool:
+        """It needs nobody else."""
+        del thing
+        return False

@@ -1,0 +1,156 @@
+"""What a user gives a monitor, checked: all that is wrong is told at once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from offbeat.checks import Faults, at_least_one, is_number, objects, refuse, seconds
+from offbeat.errors import ConfigError
+from offbeat.monitor.alert import Alert
+from offbeat.monitor.detector import METRICS, Metric
+from offbeat.monitor.remedies import NEEDS, REMEDIES, make
+from offbeat.monitor.remedy import Remedy
+from offbeat.naming import unknown
+from offbeat.trained_by import trainers_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Callback", "Given", "Settings", "resolve"]
+
+Callback = Callable[[Alert], object]
+
+ON_GRADIENTS = frozenset({"clip", "reject"})
+"""Remedies that act on the gradients of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """The keywords of `AsyncTrainingMonitor`, as given; its docstring says what they mean."""
+
+    model: object
+    divergence_metrics: object
+    alert_threshold: object
+    remediation_strategy: object
+    acts_on: object
+    callbacks: object
+    warm_up: object
+    patience: object
+    quiet_steps: object
+    lr_factor: object
+    grad_scaler: object
+    pause_timeout_s: object
+
+    def faults(self) -> list[str]:
+        """Tell which cannot be used, each by itself."""
+        faults = objects(model=self.model, acts_on=self.acts_on)
+        faults += at_least_one(warm_up=self.warm_up, patience=self.patience, quiet_steps=self.quiet_steps)
+        if self.pause_timeout_s is not None:
+            faults += seconds(pause_timeout_s=self.pause_timeout_s)
+        if not (self.model is None or isinstance(self.model, type) or _is_module(self.model)):
+            faults.append(f"model is of type {type(self.model).__name__}: give an nn.Module, or None")
+        if not _is_between(0, self.alert_threshold):
+            faults.append(
+                f"alert_threshold is {self.alert_threshold!r}: give a share of the range's edge, 0 or more"
+            )
+        if not _is_between(0, self.lr_factor, 1) or self.lr_factor in (0, 1):
+            faults.append(f"lr_factor is {self.lr_factor!r}: give a number between 0 and 1")
+        if not (self.grad_scaler is None or hasattr(self.grad_scaler, "get_scale")):
+            faults.append(f"grad_scaler is {self.grad_scaler!r}: give a torch.amp.GradScaler, or None")
+        return faults
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was given, as it is used.
+
+    Attributes:
+        metrics: What is judged.
+        names: The remedies in their order, by name.
+        remedies: The remedies themselves.
+        callbacks: Who is told of alerts.
+    """
+
+    metrics: tuple[Metric, ...]
+    names: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+    callbacks: tuple[Callback, ...]
+
+
+def resolve(given: Given) -> Settings:
+    """Check what was given, and make the remedies.
+
+    Raises:
+        ConfigError: Naming everything that cannot be used.
+    """
+    faults = Faults(given.faults())
+    metrics = faults.catch(lambda: _names("divergence_metrics", given.divergence_metrics, "metric", METRICS))
+    names = faults.catch(
+        lambda: _names("remediation_strategy", given.remediation_strategy, "remedy", REMEDIES)
+    )
+    if metrics and len(set(metrics)) < len(metrics):
+        faults.append(f"divergence_metrics is {given.divergence_metrics!r}: name each metric once")
+    told = (given.callbacks,) if callable(given.callbacks) else given.callbacks
+    if not isinstance(told, list | tuple) or not all(map(callable, told)):
+        faults.append(f"callbacks is {given.callbacks!r}: give a function of an Alert, or a list of them")
+    refuse(faults)
+    remedies = _remedies(given, cast(tuple[str, ...], names))
+    callbacks = tuple(cast(Sequence[Callback], told))
+    return Settings(cast(tuple[Metric, ...], metrics), cast(tuple[str, ...], names), remedies, callbacks)
+
+
+def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:
+    """Make the remedies of a ladder.
+
+    Raises:
+        ConfigError: If one has nothing to act on, or something is given on which none acts.
+    """
+    model = cast("nn.Module | None", given.model)
+    things: list[object] = list(given.acts_on) if isinstance(given.acts_on, list | tuple) else [given.acts_on]
+    things = [thing for thing in things if thing is not None]
+
+    def find() -> Sequence[object]:
+        return things if things or model is None else trainers_of(model)
+
+    made = {name: make(name, find, lr_factor=float(cast(float, given.lr_factor))) for name in names}
+    found = find()
+    faults = []
+    for name, remedy in made.items():
+        has = model is not None if name in ON_GRADIENTS else any(remedy.acts_on(thing) for thing in found)
+        if name in NEEDS and not has:
+            there = f" ({', '.join(type(thing).__name__ for thing in found)} will not do)" if found else ""
+            faults.append(
+                f"remediation_strategy has {name!r}, which has nothing to act on{there}: it needs "
+                f"{NEEDS[name]}"
+            )
+    faults += [
+        f"acts_on has a {type(thing).__name__}, and none of the remedies ({', '.join(names)}) acts on one: "
+        f"leave it out"
+        for thing in things
+        if not any(remedy.acts_on(thing) for remedy in made.values())
+    ]
+    refuse(faults)
+    return tuple(made[name] for name in names)
+
+
+def _names(keyword: str, given: object, kind: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Give names as a tuple; one alone is one of a list.
+
+    Raises:
+        ConfigError: If there is none, or one is not known.
+    """
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not names:
+        raise ConfigError(f"{keyword} is {given!r}: give a name or a list of them: {', '.join(known)}")
+    refuse(unknown(kind, name, known) for name in names if name not in known)
+    return tuple(names)
+
+
+def _is_between(least: float, value: object, most: float = float("inf")) -> bool:
+    return is_number(value) and least <= cast(float, value) <= most
+
+
+def _is_module(model: object) -> bool:
+    from torch import nn
+
+    return isinstance(model, nn.Module)

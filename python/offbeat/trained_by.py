@@ -1,0 +1,95 @@
+"""Which of our objects trains a module, and who watches it: found from the module, which knows neither.
+
+A user hands a monitor the model; what is to be asked to average more often is the averager of that model.
+References are weak: nothing here keeps a model, a trainer or a watcher.
+"""
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Watcher", "admits", "register", "tell", "trainers_of", "unregister", "unwatch", "watch"]
+
+
+class Watcher(Protocol):
+    """Hears of a module's training, on the thread that trains."""
+
+    def told(self, readings: Mapping[str, Any]) -> None:
+        """Take numbers of the step under way: a float, or a tensor of one element, by the metric's name."""
+
+    def admits(self) -> bool:
+        """Judge the gradients that are on the module now; it may scale them. False: they are not to be used.
+
+        Whoever asks drops them then, and puts back what their batch did to buffers.
+        """
+
+
+class _Known:
+    """Weak references by module, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]
+        self._by_module = weakref.WeakKeyDictionary()
+
+    def add(self, module: "nn.Module", thing: object) -> None:
+        with self._lock:
+            known = self._by_module.setdefault(module, [])
+            if not any(reference() is thing for reference in known):
+                known.append(weakref.ref(thing))
+
+    def remove(self, module: "nn.Module", thing: object) -> None:
+        with self._lock:
+            known = self._by_module.get(module, [])
+            known[:] = [reference for reference in known if reference() is not thing]
+
+    def of(self, module: "nn.Module") -> list[Any]:
+        references = self._by_module.get(module)
+        if references is None:  # nearly always, and this is asked at each step
+            return []
+        return [thing for reference in list(references) if (thing := reference()) is not None]
+
+
+_trainers = _Known()
+_watchers = _Known()
+
+
+def register(module: "nn.Module", trainer: object) -> None:
+    """Note that an object trains a module, as long as both live."""
+    _trainers.add(module, trainer)
+
+
+def unregister(module: "nn.Module", trainer: object) -> None:
+    """Note that it does so no more."""
+    _trainers.remove(module, trainer)
+
+
+def trainers_of(module: "nn.Module") -> list[Any]:
+    """Give what trains a module, oldest first."""
+    return _trainers.of(module)
+
+
+def watch(module: "nn.Module", watcher: Watcher) -> None:
+    """Let a watcher hear of a module's training, as long as both live."""
+    _watchers.add(module, watcher)
+
+
+def unwatch(module: "nn.Module", watcher: Watcher) -> None:
+    """Let it hear no more."""
+    _watchers.remove(module, watcher)
+
+
+def tell(module: "nn.Module", **readings: object) -> None:
+    """Tell a module's watchers what a trainer knows of the step under way."""
+    for watcher in _watchers.of(module):
+        watcher.told(readings)
+
+
+def admits(module: "nn.Module") -> bool:
+    """Ask a module's watchers about the gradients on it; each is asked, and one that says no is enough."""
+    said = [watcher.admits() for watcher in _watchers.of(module)]
+    return all(said)

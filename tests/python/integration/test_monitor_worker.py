@@ -1,0 +1,224 @@
+"""A monitor of a worker's model: what it hears, and what the worker leaves out."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offbeat
+from offbeat import AsyncTrainingMonitor, optim
+from offbeat.errors import ConfigError
+from support.small_net import backward, net, normed, same, values
+from support.waiting import wait_for
+
+SGD = optim.SGD(lr=0.1)
+
+
+def data(num_samples=60, broken=()):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(num_samples, 4, generator=generator)
+    inputs[list(broken)] = math.nan
+    return TensorDataset(inputs, (torch.nan_to_num(inputs).sum(1) > 0).long())
+
+
+def seen(monitor, metric):
+    return monitor.report().series[metric].values
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_train_tells_of_losses_staleness_and_gradients(serve, join, live):
+    worker = join(serve(net()), net(), local_batch_size=6)
+    optimizer = torch.optim.SGD(worker.model.parameters(), lr=0.1) if live else SGD
+    metrics = ["loss", "gradient_norm", "staleness"]
+    with AsyncTrainingMonitor(worker.model, metrics) as monitor:
+        worker.train(dataset=data(), optimizer=optimizer, loss_fn=nn.CrossEntropyLoss())
+        assert [len(seen(monitor, metric)) for metric in metrics] == [10, 10, 10]
+        assert all(0 < loss < 2 for loss in seen(monitor, "loss"))
+        assert seen(monitor, "staleness") == [0.0] * 10
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("update_frequency", [1, 2])
+def test_a_batch_that_is_rejected_is_not_pushed_and_no_step(serve, join, live, update_frequency):
+    server = serve(normed())
+    worker = join(server, normed(), local_batch_size=6, update_frequency=update_frequency)
+    optimizer = torch.optim.SGD(worker.model.parameters(), lr=0.1) if live else SGD
+    loader = [data().tensors] * 4 + [data(broken=[3]).tensors] + [data().tensors] * 5
+    loader = [(inputs[:6], targets[:6]) for inputs, targets in loader]
+    with AsyncTrainingMonitor(worker.model, ["non_finite"], remediation_strategy="reject") as monitor:
+        history = worker.train(dataloader=loader, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss())
+        assert monitor.report().num_dropped == 1
+    assert history.steps == (9 if live else math.ceil(9 / update_frequency))
+    assert history.receipts == {"applied": math.ceil(9 / update_frequency)}
+    assert all(bool(value.isfinite().all()) for value in server.state_dict().values())
+    assert int(server.state_dict()["3.num_batches_tracked"]) in (9, 10)  # 10 where it waited with another
+
+
+def test_in_a_loop_of_ones_own_a_rejected_batch_has_no_receipt_and_is_followed_by_the_newest_model(
+    serve, join
+):
+    server = serve(net(), optimizer=SGD)
+    ours, theirs = (join(server, net(), local_batch_size=6) for _ in range(2))
+    with AsyncTrainingMonitor(ours.model, ["non_finite"], remediation_strategy="reject"):
+        backward(theirs.model)
+        theirs.step()
+        backward(ours.model)
+        for p in ours.model.parameters():
+            p.grad.fill_(math.nan)
+        assert ours.step() is None
+        assert all(p.grad is None for p in ours.model.parameters())
+        assert server.status()["version"] == 1
+        assert same(values(ours.model), values(theirs.model))
+        backward(ours.model)
+        assert ours.step().staleness == 0
+
+
+def test_clipping_reaches_what_is_pushed(serve, join):
+    server = serve(net(), optimizer=optim.SGD(lr=1.0))
+    worker = join(server, net(), local_batch_size=6)
+    with AsyncTrainingMonitor(
+        worker.model, ["gradient_norm"], remediation_strategy="clip", warm_up=10
+    ) as monitor:
+        for number in range(31):
+            before = torch.cat([p.detach().flatten() for p in worker.model.parameters()]).clone()
+            backward(worker.model, number % 5)
+            if number == 30:
+                for p in worker.model.parameters():
+                    p.grad.mul_(1e6)
+            worker.step()
+        after = torch.cat([p.detach().flatten() for p in worker.model.parameters()])
+        assert monitor.report().num_clipped == 1
+        assert (after - before).norm() < 2 * max(seen(monitor, "gradient_norm")[:30])
+
+
+def test_a_worker_in_quarantine_follows_and_pushes_nothing(serve, join):
+    server = serve(net(), optimizer=SGD)
+    ours, theirs = (join(server, net(), local_batch_size=6) for _ in range(2))
+    ours.quarantine(ours.id)
+    assert ours.is_quarantined
+    for number in range(3):
+        for worker in (ours, theirs):
+            backward(worker.model, number)
+            assert (worker.step() is None) == (worker is ours)
+    assert server.status()["version"] == 3
+    backward(ours.model)
+    ours.step()
+    assert same(values(ours.model), values(theirs.model))
+    ours.release()
+    backward(ours.model)
+    assert ours.step().applied
+    for call in (ours.quarantine, ours.release):
+        with pytest.raises(ConfigError, match=r"'somebody', and this is worker"):
+            call("somebody")
+
+
+def test_batches_that_wait_are_not_lost_by_a_quarantine(serve, join):
+    server = serve(net(), optimizer=SGD)
+    worker = join(server, net(), local_batch_size=6, update_frequency=2)
+    backward(worker.model)
+    worker.step()
+    worker.quarantine()
+    backward(worker.model)
+    assert worker.step() is None
+    worker.release()
+    backward(worker.model, 1)
+    assert worker.step().applied
+    assert server.status()["samples"] == 12
+
+
+def test_with_two_in_flight_a_batch_is_left_out_and_the_others_settle(serve, join):
+    server = serve(net(), optimizer=SGD)
+    worker = join(server, net(), local_batch_size=6, in_flight=2)
+    with AsyncTrainingMonitor(worker.model, ["non_finite"], remediation_strategy="reject"):
+        receipts = []
+        for number in range(6):
+            backward(worker.model, number)
+            if number == 3:
+                next(worker.model.parameters()).grad.fill_(math.nan)
+            receipts.append(worker.step())
+        receipts += worker.flush()
+    assert sum(receipt is not None and receipt.applied for receipt in receipts) == 5
+    assert server.status()["version"] == 5
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_who_has_the_learning_rate_is_who_reduces_it(serve, join, live):
+    server = serve(
+        net(), optimizer=None if live else optim.SGD(lr=0.4, groups=[{"pattern": "*.bias", "lr": 0.2}])
+    )
+    worker = join(server, net(), local_batch_size=6)
+    acts_on = server
+    if live:
+        worker.train(
+            dataset=data(),
+            optimizer=torch.optim.SGD(worker.model.parameters(), lr=0.4),
+            loss_fn=nn.CrossEntropyLoss(),
+        )
+        acts_on = worker
+    monitor = AsyncTrainingMonitor(
+        None if live else worker.model, remediation_strategy="reduce_lr", acts_on=acts_on, warm_up=2
+    )
+    for step, loss in enumerate([1.0, 1.0, 1.0, 9.0]):
+        monitor.observe(step, loss=loss)
+
+    def rates():
+        if not live:
+            return [group["lr"] for group in server.status()["optimizer"]["spec"]["groups"]]
+        found = []
+        hook = worker.optimizer.live.register_step_pre_hook(
+            lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"])
+        )
+        backward(worker.model)
+        worker.step()
+        hook.remove()
+        return found
+
+    whole = [0.4] if live else [0.2, 0.4]
+    assert rates() == pytest.approx([rate / 2 for rate in whole])
+    monitor.close()
+    assert rates() == pytest.approx(whole)
+
+
+def test_a_worker_whose_optimizer_runs_on_the_server_cannot_reduce_its_rate(serve, join):
+    worker = join(serve(net(), optimizer=SGD), net())
+    with pytest.raises(ConfigError, match="or the ParameterServer itself"):
+        AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr")
+
+
+def test_a_server_without_checkpoints_cannot_go_back(serve):
+    with pytest.raises(ConfigError, match="ParameterServer with checkpoint_dir="):
+        AsyncTrainingMonitor(remediation_strategy="rollback", acts_on=serve(net()))
+
+
+def test_a_rollback_goes_to_before_the_alert_and_then_further_back(serve, join, tmp_path):
+    server = serve(net(), optimizer=SGD, checkpoint_dir=tmp_path, checkpoint_frequency=4)
+    worker = join(server, net(), local_batch_size=6)
+
+    def push_and_keep(version):
+        backward(worker.model)
+        while worker.step().version != version:
+            backward(worker.model)
+        wait_for(lambda: server.status()["checkpoints"]["version"] == version)
+
+    monitor = AsyncTrainingMonitor(
+        remediation_strategy=["alert", "rollback"], acts_on=server, warm_up=2, patience=1
+    )
+    push_and_keep(4)
+    for step in range(4):
+        monitor.observe(step, loss=1.0)
+    monitor.observe(4, loss=9.0)  # what is kept from here on is of a run that has gone astray
+    push_and_keep(8)
+    assert monitor.observe(5, loss=9.0)[0].result == "went back to version 4"
+    assert server.status()["term"] == 2
+    assert monitor.observe(6, loss=9.0)[0].result == "went back to version 0"
+
+
+def test_a_closed_worker_trains_its_model_no_more(serve):
+    model = net()
+    server = serve(model, optimizer=SGD)
+    worker = offbeat.AsyncWorker(server.address, model)
+    assert offbeat.trained_by.trainers_of(model) == [worker]
+    worker.close()
+    assert offbeat.trained_by.trainers_of(model) == []

@@ -1,0 +1,212 @@
+"""Runs that something happens to: real training of a small network, with a fault from some step on."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import offbeat
+from offbeat.demo.data import load
+
+NUM_STEPS = 600
+BATCH_SIZE = 64
+LR = 0.05
+POINT = 0.01
+
+
+@dataclass(frozen=True)
+class Data:
+    images: torch.Tensor
+    labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+
+@functools.cache
+def data():
+    """Fashion-MNIST, or the digits where it is not there: as many as a small network needs."""
+    found = load()
+    return Data(
+        torch.from_numpy(found.train_images[:12000]).flatten(1),
+        torch.from_numpy(found.train_labels[:12000]),
+        torch.from_numpy(found.test_images).flatten(1),
+        torch.from_numpy(found.test_labels),
+    )
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def batches(seed, share=slice(None), num_steps=NUM_STEPS, batch_size=BATCH_SIZE):
+    """Give the batches of a run, in an order that only the seed says."""
+    images, labels = data().images[share], data().labels[share]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(num_steps):
+        if len(order) < batch_size:
+            order = torch.randperm(len(images), generator=generator)
+        taken, order = order[:batch_size], order[batch_size:]
+        yield images[taken].clone(), labels[taken]
+
+
+@torch.no_grad()
+def accuracy(model):
+    found = model(data().test_images).argmax(1)
+    return (found == data().test_labels).float().mean().item()
+
+
+def cosine(step, num_steps=NUM_STEPS):
+    return 0.5 * (1 + math.cos(math.pi * step / num_steps))
+
+
+def flipped(labels):
+    return 9 - labels
+
+
+class Run:
+    """One run in a loop of torch's own: a schedule, a fault, and a guard that the fault knows nothing of."""
+
+    def __init__(self, seed, num_steps=NUM_STEPS):
+        self.seed, self.num_steps = seed, num_steps
+        self.lr_fault = 1.0
+        self.model = network(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: cosine(step, num_steps) * self.lr_fault
+        )
+
+    def train(self, fault=None, monitor=None):
+        """Give the accuracy at the end; `fault` takes (run, step, images, labels) and gives a batch."""
+        for step, batch in enumerate(batches(self.seed, num_steps=self.num_steps)):
+            images, labels = batch if fault is None else fault(self, step, *batch)
+            loss = functional.cross_entropy(self.model(images), labels)
+            self.optimizer.zero_grad()
+            loss.backward()
+            if monitor is not None and "loss" in monitor.report().series:
+                monitor.observe(step, loss=loss.detach())
+            self.optimizer.step()
+            self.scheduler.step()
+        return accuracy(self.model)
+
+
+class LocalSgd:
+    """Replicas that train on shards of their own and average every so many steps, in one process."""
+
+    def __init__(self, seed, num_replicas=5, num_steps=750):
+        self.averaging_frequency = 25
+        self.seed, self.num_steps = seed, num_steps
+        self.models = [network(seed) for _ in range(num_replicas)]
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.03, momentum=0.9) for m in self.models]
+
+    def train(self, *, sorted_from=None, monitor=None):
+        """Give the accuracy at the end; from a step on each shard has the pictures of two classes only."""
+        n = len(self.models)
+        like = [slice(i, None, n) for i in range(n)]
+        by_class = data().labels.argsort().tensor_split(n)
+        shards, unlike = (
+            [batches(10 * self.seed + i, share, self.num_steps, 32) for i, share in enumerate(shares)]
+            for shares in (like, by_class)
+        )
+        since = 0
+        for step in range(self.num_steps):
+            if step == sorted_from:
+                shards = unlike
+            for model, optimizer, shard in zip(self.models, self.optimizers, shards, strict=True):
+                images, labels = next(shard)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+            since += 1
+            if since >= self.averaging_frequency:
+                since = 0
+                variance = self._average()
+                if monitor is not None:
+                    monitor.observe(step, parameter_variance=variance)
+        self._average()
+        return accuracy(self.models[0])
+
+    @torch.no_grad()
+    def _average(self):
+        flat = torch.stack([nn.utils.parameters_to_vector(m.parameters()) for m in self.models])
+        mean = flat.mean(0)
+        for model in self.models:
+            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+        return (flat - mean).square().sum(1).mean()
+
+
+class LateGradients:
+    """Two workers in one process: every second gradient is late by as many steps as is said."""
+
+    max_staleness: int | None = None
+
+    def __init__(self, seed, num_steps=NUM_STEPS):
+        self.seed, self.num_steps = seed, num_steps
+        self.model = network(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+
+    def train(self, *, late_from=None, late=60, monitor=None):
+        """Give the accuracy at the end; from a step on the second worker is that late, before by 2."""
+        on_their_way = []
+        for step, (images, labels) in enumerate(batches(self.seed, num_steps=self.num_steps)):
+            self.optimizer.param_groups[0]["lr"] = 0.02 * (0.5 + 0.5 * cosine(step, self.num_steps))
+            functional.cross_entropy(self.model(images), labels).backward()
+            gradients = [p.grad for p in self.model.parameters()]
+            self.optimizer.zero_grad()
+            born = step
+            if step % 2:
+                on_their_way.append((step, gradients))
+                lateness = 2 if late_from is None or step < late_from else late
+                if on_their_way[0][0] > step - lateness:
+                    continue
+                born, gradients = on_their_way.pop(0)
+            if self.max_staleness is not None and step - born > self.max_staleness:
+                continue
+            if monitor is not None:
+                monitor.observe(step, staleness=step - born)
+            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return accuracy(self.model)
+
+
+class Fleet:
+    """A parameter server and its workers in one thread, each stepping in its turn: the same in every run."""
+
+    def __init__(self, stack, seed, *, num_workers=4, num_steps=NUM_STEPS, **keywords):
+        self.seed, self.num_steps = seed, num_steps
+        self.server = stack.enter_context(
+            offbeat.ParameterServer(
+                network(seed),
+                optimizer=offbeat.optim.SGD(lr=LR),
+                lr_schedule=offbeat.schedule.Cosine(total=num_workers * num_steps, end_factor=0.3),
+                **keywords,
+            )
+        )
+        self.workers = [
+            stack.enter_context(offbeat.AsyncWorker(self.server.address, network(seed), worker_id=f"w{i}"))
+            for i in range(num_workers)
+        ]
+
+    def train(self, fault=None, monitors=None):
+        """Give the accuracy at the end; `fault` takes (fleet, step, worker's number, images, labels)."""
+        n = len(self.workers)
+        shards = [batches(10 * self.seed + i, slice(i, None, n), self.num_steps, 32) for i in range(n)]
+        for step in range(self.num_steps):
+            for i, worker in enumerate(self.workers):
+                images, labels = next(shards[i])
+                if fault is not None:
+                    images, labels = fault(self, step, i, images, labels)
+                loss = functional.cross_entropy(worker.model(images), labels)
+                loss.backward()
+                if monitors is not None and "loss" in monitors[i].report().series:
+                    monitors[i].observe(step, loss=loss.detach())
+                worker.step(samples=len(labels))
+        plain = network(self.seed)
+        plain.load_state_dict(self.server.state_dict())
+        return accuracy(plain)

@@ -1,0 +1,400 @@
+"""What `AsyncTrainingMonitor` takes, tells and acts on."""
+
+import dataclasses
+import json
+import logging
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, trained_by
+from offbeat.errors import ClosedError, ConfigError
+from offbeat.monitor import Alert
+from offbeat.monitor.report import MOST_POINTS, Series
+from support.small_net import net
+
+
+class Averages:
+    """Something of a user's own, with what a remedy looks for."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class Keeps:
+    def __init__(self):
+        self.calls = []
+
+    def rollback(self, version=None):
+        self.calls.append(version)
+        return "yesterday"
+
+
+class Workers:
+    def __init__(self):
+        self.left_out = []
+
+    def quarantine(self, worker_id):
+        self.left_out.append(worker_id)
+
+    def release(self, worker_id):
+        self.left_out.remove(worker_id)
+
+
+def warmed(*arguments, num_steps=10, **keywords):
+    """Make a monitor that has seen as many losses of 1."""
+    monitor = AsyncTrainingMonitor(*arguments, warm_up=5, **keywords)
+    for step in range(num_steps):
+        assert monitor.observe(step, loss=1.0) == ()
+    return monitor
+
+
+# ------------------------------------------------------------------------------------------- telling
+
+
+def test_an_alert_says_step_metric_value_range_action_and_result_to_all_who_listen(caplog):
+    told = []
+    monitor = warmed(callbacks=[told.append, told.append])
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        alerts = monitor.observe(10, loss=torch.tensor(2.0), worker="w7")
+    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7")
+    assert alerts == (alert,)
+    assert told == [alert, alert]
+    assert monitor.report().alerts == (alert,)
+    assert caplog.records[-1].message.endswith(
+        "step 10: loss of worker w7 is 2, expected between 1 and 1; alert: told"
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        alert.value = 3.0
+
+
+def test_an_alert_that_persists_is_logged_once_and_counted_each_time(caplog):
+    monitor = warmed()
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        for step in range(10, 40):
+            monitor.observe(step, loss=9.0)
+    assert len(caplog.records) == 1
+    assert monitor.report().num_alerts == {"loss": 30}
+    assert monitor.report().alerts[-1].result == "in effect since step 10"
+
+
+def test_a_callback_that_raises_is_heard():
+    def fail(alert):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        warmed(callbacks=fail).observe(10, loss=9.0)
+
+
+def test_the_report_is_json_and_a_picture(tmp_path):
+    monitor = warmed(divergence_metrics=["loss", "gradient_norm"], quiet_steps=3, num_steps=20)
+    monitor.observe(20, loss=math.nan, gradient_norm=3.0)
+    for step in range(21, 30):
+        monitor.observe(step, loss=1.0)
+    report = monitor.report()
+    data = json.loads(report.to_json(indent=1))
+    assert data["alerts"][0]["value"] is None
+    assert data["num_alerts"] == {"loss": 1}
+    assert data["releases"][0]["remedy"] == "alert"
+    assert len(data["series"]["loss"]["steps"]) == 30
+    assert data["series"]["loss"]["high"][:5] == [None] * 5
+    for name in ("run.png", "run.svg"):
+        report.plot(tmp_path / name)
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"run\.what"):
+        report.plot(tmp_path / "run.what")
+
+
+def test_a_report_does_not_change_any_more():
+    monitor = warmed()
+    report = monitor.report()
+    monitor.observe(10, loss=9.0)
+    assert (report.alerts, report.series["loss"].num_seen) == ((), 10)
+
+
+def test_a_picture_of_nothing_is_one_too(tmp_path):
+    AsyncTrainingMonitor().report().plot(tmp_path / "none.png")
+    assert (tmp_path / "none.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("length", [10, MOST_POINTS + 1, 10 * MOST_POINTS])
+def test_a_long_series_is_thinned_out_evenly(length):
+    series = Series()
+    for step in range(length):
+        series.add(step, float(step), (0.0, 1.0))
+    assert series.steps == list(range(0, length, series.stride))
+    assert series.values == [float(step) for step in series.steps]
+    assert len(series.low) == len(series.high) == len(series.steps) <= MOST_POINTS
+    assert series.num_seen == length
+
+
+# ------------------------------------------------------------------------------------------- acting
+
+
+def test_rungs_are_taken_in_order_and_let_go_of_in_reverse():
+    averager, keeper = Averages(averaging_frequency=16), Keeps()
+    monitor = warmed(
+        remediation_strategy=["alert", "increase_sync_frequency", "rollback"],
+        acts_on=[averager, keeper],
+        patience=2,
+        quiet_steps=4,
+    )
+    for step in range(10, 16):
+        monitor.observe(step, loss=9.0)
+    assert monitor.in_effect == ("alert", "increase_sync_frequency", "rollback")
+    assert (averager.averaging_frequency, keeper.calls) == (8, [None])
+    assert [a.result for a in monitor.report().alerts[::2]] == [
+        "told",
+        "averaging_frequency is 8 instead of 16",
+        "went back to yesterday",
+    ]
+    for step in range(16, 40):
+        monitor.observe(step, loss=1.0)
+    assert monitor.in_effect == ()
+    assert [release.remedy for release in monitor.report().releases] == [
+        "rollback",
+        "increase_sync_frequency",
+        "alert",
+    ]
+    assert averager.averaging_frequency == 16
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"averaging_frequency": 16}, [8, 4, 2, 1, 1]),
+        ({"averaging_frequency": 16, "min_averaging_frequency": 4}, [8, 4, 4]),
+        ({"sync_frequency": 7}, [3, 1, 1]),
+        ({"averaging_frequency": "30s"}, ["15s", "7.5s"]),
+        ({"sync_frequency": "500 ms"}, ["250ms", "125ms"]),
+    ],
+    ids=str,
+)
+def test_frequencies_are_halved_as_long_as_an_alert_persists(before, after):
+    thing = Averages(**before)
+    name = next(iter(before))
+    monitor = warmed(remediation_strategy="increase_sync_frequency", acts_on=thing, patience=1)
+    found = []
+    for step in range(10, 10 + len(after)):
+        monitor.observe(step, loss=9.0)
+        found.append(getattr(thing, name))
+    assert found == after
+    monitor.close()
+    assert vars(thing) == before
+
+
+def test_what_somebody_else_has_set_since_is_left_alone():
+    thing = Averages(max_staleness=None)
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=thing, patience=1)
+    for step in range(10, 13):
+        monitor.observe(step, loss=9.0)
+    assert thing.max_staleness == 2
+    thing.max_staleness = 5
+    monitor.close()
+    assert thing.max_staleness == 5
+
+
+def test_a_quarantine_is_of_the_worker_whose_metric_it_was():
+    workers = Workers()
+    monitor = warmed(remediation_strategy="quarantine", acts_on=workers, quiet_steps=3)
+    monitor.observe(10, loss=9.0, worker="w3")
+    assert workers.left_out == ["w3"]
+    for step in range(11, 20):
+        monitor.observe(step, loss=1.0, worker="w1")
+    assert workers.left_out == []
+
+
+def test_a_remedy_that_cannot_be_done_says_why_and_the_next_one_may_do():
+    workers, averager = Workers(), Averages(averaging_frequency=4)
+    monitor = warmed(
+        remediation_strategy=["quarantine", "increase_sync_frequency"],
+        acts_on=[workers, averager],
+        patience=1,
+    )
+    assert "give observe(worker=...)" in monitor.observe(10, loss=9.0)[0].result
+    assert monitor.observe(11, loss=9.0)[0].action == "increase_sync_frequency"
+    assert (workers.left_out, averager.averaging_frequency) == ([], 2)
+
+
+def test_what_trains_the_model_is_found_by_it():
+    model, averager = net(), Averages(averaging_frequency=4)
+    trained_by.register(model, averager)
+    monitor = warmed(model, remediation_strategy="increase_sync_frequency")
+    monitor.observe(10, loss=9.0)
+    assert averager.averaging_frequency == 2
+
+
+def test_neither_model_nor_trainer_is_kept_by_having_registered():
+    model, averager = net(), Averages(averaging_frequency=4)
+    trained_by.register(model, averager)
+    trained_by.register(model, averager)
+    assert trained_by.trainers_of(model) == [averager]
+    del averager
+    assert trained_by.trainers_of(model) == []
+    assert trained_by.trainers_of(net()) == []
+
+
+def test_a_pause_waits_for_resume_or_its_time():
+    monitor = warmed(remediation_strategy="pause", callbacks=lambda _: asked.set())
+    asked, done = threading.Event(), threading.Event()
+
+    def train():
+        monitor.observe(10, loss=9.0)
+        done.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert asked.wait(20)
+    assert not done.wait(0.05)
+    assert monitor.is_paused
+    monitor.resume()
+    assert done.wait(20)
+    thread.join()
+    monitor = warmed(remediation_strategy="pause", pause_timeout_s=0.01)
+    monitor.observe(10, loss=9.0)
+    assert not monitor.is_paused
+
+
+def test_a_callback_may_resume_itself():
+    monitor = warmed(remediation_strategy="pause", callbacks=lambda _: monitor.resume())
+    assert monitor.observe(10, loss=9.0)[0].action == "pause"
+
+
+def test_reset_lets_go_and_learns_anew():
+    thing = Averages(sync_frequency=8)
+    monitor = warmed(remediation_strategy="increase_sync_frequency", acts_on=thing)
+    monitor.observe(10, loss=9.0)
+    monitor.reset()
+    assert (thing.sync_frequency, monitor.in_effect) == (8, ())
+    for step in range(11, 20):
+        assert monitor.observe(step, loss=9.0) == ()
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        AsyncTrainingMonitor(
+            model="mlp",
+            divergence_metrics=["los", "loss"],
+            alert_threshold=-1,
+            remediation_strategy=["reduce_ls"],
+            callbacks=[3],
+            warm_up=0,
+            patience=1.5,
+            quiet_steps=None,
+            lr_factor=1.0,
+            grad_scaler=7,
+            pause_timeout_s=-1,
+        )
+    text = str(error.value)
+    for name in (
+        "model is of type str",
+        "did you mean 'loss'",
+        "alert_threshold is -1",
+        "did you mean 'reduce_lr'",
+        "callbacks is [3]",
+        "warm_up is 0",
+        "patience is 1.5",
+        "quiet_steps is None",
+        "lr_factor is 1.0",
+        "grad_scaler is 7",
+        "pause_timeout_s is -1",
+    ):
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needs"),
+    [
+        ("clip", "model="),
+        ("reject", "model="),
+        ("increase_sync_frequency", "averaging_frequency"),
+        ("tighten_staleness", "max_staleness"),
+        ("reduce_lr", "optimizer"),
+        ("quarantine", "AsyncWorker"),
+        ("rollback", "ParameterServer"),
+    ],
+)
+def test_a_remedy_with_nothing_to_act_on_is_refused_and_what_would_do_is_named(strategy, needs):
+    with pytest.raises(ConfigError, match=needs) as error:
+        AsyncTrainingMonitor(remediation_strategy=["alert", strategy])
+    assert repr(strategy) in str(error.value)
+    if strategy not in ("clip", "reject"):
+        with pytest.raises(ConfigError, match=needs):
+            AsyncTrainingMonitor(net(), remediation_strategy=strategy)
+
+
+def test_every_remedy_without_anything_to_act_on_is_named_and_what_is_there():
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=2)
+    with pytest.raises(ConfigError) as error:
+        AsyncTrainingMonitor(model, remediation_strategy=["rollback", "reduce_lr", "quarantine"])
+    assert accumulator.model is model
+    for text in ("'rollback'", "'quarantine'", "AsyncGradientAccumulator will not do"):
+        assert text in str(error.value)
+    assert "'reduce_lr', which" not in str(error.value)
+
+
+def test_what_no_remedy_acts_on_is_refused():
+    with pytest.raises(ConfigError, match=r"acts_on has a Linear.*leave it out"):
+        AsyncTrainingMonitor(remediation_strategy="pause", acts_on=nn.Linear(2, 2))
+
+
+class Fixed:
+    @property
+    def max_staleness(self):
+        return 3
+
+
+def test_what_cannot_be_set_is_nothing_to_act_on():
+    with pytest.raises(ConfigError, match="Fixed will not do"):
+        AsyncTrainingMonitor(remediation_strategy="tighten_staleness", acts_on=Fixed())
+
+
+@pytest.mark.parametrize("strategy", [[], (), 3, None])
+def test_no_remedy_at_all_is_refused(strategy):
+    with pytest.raises(ConfigError, match="remediation_strategy is"):
+        AsyncTrainingMonitor(remediation_strategy=strategy)
+
+
+def test_an_unknown_keyword_names_the_nearest():
+    with pytest.raises(ConfigError, match="alert_threshold"):
+        AsyncTrainingMonitor(alert_treshold=0.5)
+
+
+def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():
+    monitor = warmed()
+    with pytest.raises(ConfigError) as error:
+        monitor.observe(-1, loss="high", gradient_norm=1.0)
+    for text in ("step is -1", "loss is 'high'", "gradient_norm is observed"):
+        assert text in str(error.value)
+    assert monitor.report().series["loss"].num_seen == 10
+
+
+def test_a_loss_may_be_observed_for_its_variance_alone():
+    monitor = AsyncTrainingMonitor(divergence_metrics=["loss_variance"])
+    for step in range(10):
+        monitor.observe(step, loss=float(step % 2))
+    assert monitor.report().series["loss_variance"].values == pytest.approx([0.24, 0.24])
+
+
+def test_a_closed_monitor_observes_no_more():
+    with AsyncTrainingMonitor() as monitor:
+        monitor.observe(0, loss=1.0)
+    with pytest.raises(ClosedError):
+        monitor.observe(1, loss=1.0)
+
+
+def test_it_watches_without_torch(run_python):
+    run_python(
+        "import sys; sys.modules['torch'] = None\n"
+        "import offbeat\n"
+        "monitor = offbeat.AsyncTrainingMonitor(warm_up=2)\n"
+        "found = [len(monitor.observe(step, loss=loss)) for step, loss in enumerate([1, 1, 1, 2])]\n"
+        "assert found == [0, 0, 0, 1], found\n"
+    )

@@ -1,0 +1,421 @@
+"""What hooks measure of a model's gradients, and what becomes of a step whose gradients are not used."""
+
+import copy
+import gc
+import io
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim
+from support.small_net import net, normed
+
+MEASURED = ["gradient_norm", "update_ratio", "non_finite"]
+
+
+def batch(number, samples=16):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(samples, 4, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+def loss_of(model, number):
+    x, y = batch(number)
+    return functional.cross_entropy(model(x), y)
+
+
+def norm_of(model):
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+
+
+def seen(monitor, metric):
+    return monitor.report().series[metric].values
+
+
+def sgd(model, **keywords):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **keywords)
+
+
+def state_of(model, optimizer):
+    tensors = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())]
+    return [t.clone() for t in tensors if isinstance(t, torch.Tensor)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(a, b) and torch.equal(a.isnan(), b.isnan()) for a, b in zip(one, other, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_norm_is_that_which_backward_left_whether_it_is_clipped_or_not(max_norm, set_to_none):
+    model, expected = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        for number in range(5):
+            loss_of(model, number).backward()
+            expected.append(norm_of(model))
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-6)
+        assert seen(monitor, "non_finite") == [0.0] * 5
+
+
+def test_of_several_backwards_before_a_step_it_is_that_of_their_sum():
+    model, expected = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        for number in range(3):
+            for part in range(4):
+                loss_of(model, 4 * number + part).backward()
+            expected.append(norm_of(model))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_that_somebody_replaced_are_measured_as_they_are():
+    model = net()
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        loss_of(model, 0).backward()
+        for p in model.parameters():
+            p.grad = 3 * p.grad
+        expected = norm_of(model)
+        sgd(model).step()
+        assert seen(monitor, "gradient_norm") == pytest.approx([expected], rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1e3, math.nan])
+def test_gradients_that_somebody_has_made_larger_since_are_measured_as_they_are(factor):
+    model = net()
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        loss_of(model, 0).backward()
+        next(model.parameters()).grad[0, 0] *= factor
+        expected = norm_of(model)
+        sgd(model).step()
+        assert seen(monitor, "gradient_norm") == pytest.approx([expected], rel=1e-6, nan_ok=True)
+        assert seen(monitor, "non_finite") == [float(math.isnan(factor))]
+
+
+def test_gradients_whose_nan_somebody_has_mended_are_measured_as_they_are():
+    model = net()
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        (loss_of(model, 0) * math.nan).backward()
+        for p in model.parameters():
+            p.grad.nan_to_num_(nan=1.0)
+        expected = norm_of(model)
+        sgd(model).step()
+        assert seen(monitor, "gradient_norm") == pytest.approx([expected], rel=1e-6)
+        assert monitor.report().alerts == ()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_with_a_grad_scaler_the_norm_is_without_its_scale(fused, clips):
+    model, expected = net(), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizer = sgd(model, fused=fused)
+    with AsyncTrainingMonitor(model, MEASURED, grad_scaler=scaler) as monitor:
+        for number in range(6):
+            scale = scaler.get_scale()
+            scaler.scale(loss_of(model, number)).backward()
+            expected.append(norm_of(model) / scale)
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() > 1024
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_grad_scaler_that_was_not_told_of_is_noticed(caplog):
+    model, expected = net(), []
+    scaler, optimizer = torch.amp.GradScaler("cpu", growth_interval=1), sgd(model)
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        for number in range(4):
+            scale = scaler.get_scale()
+            scaler.scale(loss_of(model, number)).backward()
+            expected.append(norm_of(model) / scale)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-5)
+    assert sum("grad_scaler=" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_skips_is_nothing_to_tell_of(fused):
+    model = net()
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(model, fused=fused)
+    with AsyncTrainingMonitor(model, MEASURED, grad_scaler=scaler) as monitor:
+        for number in range(3):
+            loss = loss_of(model, number) * (math.inf if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert len(seen(monitor, "gradient_norm")) == 2
+        assert monitor.report().alerts == ()
+
+
+def test_a_sparse_gradient_is_measured_too():
+    model = nn.Embedding(10, 4, sparse=True)
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        model(torch.tensor([1, 1, 3])).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert seen(monitor, "gradient_norm") == pytest.approx([math.sqrt(4 * 4 + 4)])
+
+
+def test_an_optimizer_with_a_closure_is_judged_by_what_that_computes():
+    model, expected = net(), []
+    optimizer = sgd(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 7)
+        loss.backward()
+        expected.append(norm_of(model))
+        return loss
+
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_update_ratio_is_how_far_the_step_before_has_moved_the_parameters():
+    model, expected = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, ["update_ratio"]) as monitor:
+        for number in range(4):
+            before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = torch.cat([p.detach().flatten() for p in model.parameters()])
+            expected.append(float((after - before).norm() / before.norm()))
+        assert seen(monitor, "update_ratio") == pytest.approx(expected[:-1], rel=1e-5)
+
+
+def test_optimizers_of_other_models_are_nothing_to_it():
+    model, other = net(), net(1)
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        loss_of(other, 0).backward()
+        sgd(other).step()
+        assert seen(monitor, "gradient_norm") == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_of_an_accumulator_each_update_is_measured_once_and_each_loss(size):
+    model, expected, losses = net(), [], []
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: expected.append(norm_of(model)))
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=size)
+    with AsyncTrainingMonitor(model, ["loss", "gradient_norm"]) as monitor:
+        for number in range(6):
+            x, y = batch(number)
+            losses.append(
+                accumulator.train_step(
+                    inputs=x, targets=y, optimizer=optimizer, loss_fn=functional.cross_entropy
+                )
+            )
+        assert seen(monitor, "loss") == losses
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-6)
+    assert len(expected) == 6 // size
+
+
+# ------------------------------------------------------------------------------------------- dropping
+
+
+@pytest.mark.parametrize("strategy", ["reject", "clip"])
+@pytest.mark.parametrize("make", [sgd, lambda m: torch.optim.AdamW(m.parameters())], ids=["sgd", "adamw"])
+def test_a_step_that_is_dropped_changes_no_parameter_no_buffer_and_no_state(strategy, make):
+    model = normed()
+    optimizer = make(model)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy=strategy) as monitor:
+        for number in range(6):
+            before = state_of(model, optimizer)
+            loss = loss_of(model, number) if number != 4 else model(batch(4)[0] * math.nan).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert same(before, state_of(model, optimizer)) == (number == 4)
+        assert monitor.report().num_dropped == 1
+        num_finite = 2  # BatchNorm's bias: its gradient does not know the batch
+        assert monitor.report().alerts[0].value == sum(p.numel() for p in model.parameters()) - num_finite
+
+
+def test_a_loss_that_was_observed_before_the_step_drops_its_gradient():
+    model = net()
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(10):
+            loss = loss_of(model, step)
+            loss.backward()
+            before = state_of(model, optimizer)
+            monitor.observe(step, loss=100.0 if step == 8 else 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert same(before, state_of(model, optimizer)) == (step == 8)
+
+
+def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    got = []
+    optimizer.register_step_pre_hook(lambda *_: got.append(norm_of(model)))
+    with AsyncTrainingMonitor(model, ["gradient_norm"], remediation_strategy="clip", warm_up=10) as monitor:
+        band = None
+        for step in range(40):
+            model.zero_grad()
+            (loss_of(model, step % 7) * (1000.0 if step == 30 else 1.0)).backward()
+            if step == 30:
+                band = monitor._norms
+                large = norm_of(model)
+            optimizer.step()
+        assert large > 100 * band.high
+        assert got[30] == pytest.approx(band.clipped(large), rel=1e-4)
+        assert monitor.report().num_clipped >= 1
+    assert all(value < band.high for i, value in enumerate(got))
+
+
+# ------------------------------------------------------------------------------------------- hooks
+
+
+def test_a_monitor_that_nobody_keeps_leaves_no_hook_and_no_monitor():
+    from torch.optim import optimizer as hooks
+
+    before = len(hooks._global_optimizer_pre_hooks)
+    model = net()
+    monitor = AsyncTrainingMonitor(model, MEASURED)
+    assert len(hooks._global_optimizer_pre_hooks) == before + 1
+    gone = weakref.ref(monitor)
+    del monitor
+    gc.collect()
+    assert gone() is None
+    assert len(hooks._global_optimizer_pre_hooks) == before
+    loss_of(model, 0).backward()
+    sgd(model).step()
+
+
+def test_a_closed_monitor_hears_no_more():
+    model = net()
+    monitor = AsyncTrainingMonitor(model, MEASURED)
+    monitor.close()
+    monitor.close()
+    loss_of(model, 0).backward()
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    sgd(model).step()
+    assert seen(monitor, "gradient_norm") == []
+
+
+def test_a_watched_model_is_copied_and_saved_as_any_other():
+    model = net()
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        twin = copy.deepcopy(model)
+        loss_of(twin, 0).backward()
+        sgd(twin).step()
+        assert seen(monitor, "gradient_norm") == []
+        torch.save(model.state_dict(), io.BytesIO())
+        loss_of(model, 0).backward()
+        sgd(model).step()
+        assert len(seen(monitor, "gradient_norm")) == 1
+
+
+def test_what_measures_nothing_hooks_no_parameter():
+    model = net()
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject"):
+        assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------- learning rates
+
+
+def rate_of_each_step(optimizer):
+    rates = []
+    optimizer.register_step_pre_hook(lambda o, *_: rates.append(float(o.param_groups[0]["lr"])))
+    return rates
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50),
+    ],
+    ids=["closed form", "chained", "cosine"],
+)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_reduced_learning_rate_is_the_scheduled_one_times_the_factor(schedule, as_tensor):
+    model, twin = net(), net()
+    optimizer, plain = (
+        torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1) for m in (model, twin)
+    )
+    scheduler, plain_scheduler = schedule(optimizer), schedule(plain)
+    rates, plain_rates = rate_of_each_step(optimizer), rate_of_each_step(plain)
+    factors = []
+    with AsyncTrainingMonitor(
+        model, remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=3, patience=1, quiet_steps=3
+    ) as monitor:
+        for step in range(20):
+            monitor.observe(step, loss=9.0 if step in (5, 6) else 1.0)
+            factors.append(0.5 ** len(monitor.in_effect))
+            for o, s in ((optimizer, scheduler), (plain, plain_scheduler)):
+                o.step()
+                s.step()
+            assert float(optimizer.param_groups[0]["lr"]) == float(plain.param_groups[0]["lr"])
+    assert min(factors) == 0.25
+    assert factors[-1] == 1
+    assert rates == pytest.approx([r * f for r, f in zip(plain_rates, factors, strict=True)])
+
+
+def test_a_step_that_raises_leaves_no_scaled_rate_behind():
+    model = net()
+    optimizer = sgd(model)
+    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=1)
+    monitor.observe(0, loss=1.0)
+    monitor.observe(1, loss=9.0)
+
+    def closure():
+        raise ZeroDivisionError
+
+    rates = rate_of_each_step(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
+    optimizer.step()
+    assert rates == [0.05, 0.05]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    monitor.close()
+    optimizer.step()
+    assert rates[-1] == 0.1
+
+
+def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=1)
+    with AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", warm_up=1) as monitor:
+        monitor.observe(0, loss=1.0)
+        assert "no optimizer yet" in monitor.observe(1, loss=9.0)[0].result
+        monitor.reset()
+        x, y = batch(0)
+        accumulator.train_step(
+            inputs=x, targets=y, optimizer=optim.SGD(lr=0.1), loss_fn=functional.cross_entropy
+        )
+        rates = rate_of_each_step(accumulator.optimizer)
+        monitor.observe(3, loss=99.0)
+        accumulator.train_step(inputs=x, targets=y, loss_fn=functional.cross_entropy)
+        assert rates == [0.05]
