@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.averaging.meeting import meet
 from offbeat.averaging.members import Alone, Group, Members
 from offbeat.averaging.methods import Method, as_method, shown
@@ -178,6 +178,7 @@ class AsyncModelAverager:
         self._samples = 0
         self._iterations_at_begin = self._iterations_at_average = 0
         self._began_s = time.monotonic()
+        trained_by.register(model, self)
         _log.info("%r", self)
 
     # ------------------------------------------------------------------ training
@@ -219,6 +220,7 @@ class AsyncModelAverager:
         live.zero_grad()
         loss = loss_fn(self.model(inputs), targets)
         check_loss(loss, owner=None)
+        trained_by.tell(self.model, loss=loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
         live.step()
         self._loss_fn = loss_fn

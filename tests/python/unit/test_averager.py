@@ -532,3 +532,19 @@ def test_a_frequency_that_cannot_be_set_is_refused_and_changes_nothing(settings,
         ours.overlap = 0
     ours.flush()
     assert (ours.averaging_frequency, ours.overlap) == (before, True)
+
+
+def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=8, method="diloco", overlap=False)
+    monitor = offbeat.AsyncTrainingMonitor(
+        ours.model, remediation_strategy="increase_sync_frequency", warm_up=10, quiet_steps=12
+    )
+    train(ours, 24, optim.SGD(lr=0.01))
+    assert ours.averaging_frequency == 8
+    inputs, targets = batch(0)
+    ours.train_step(inputs=inputs, targets=targets, loss_fn=lambda out, to: LOSS(out, to) + 1e3)
+    train(ours, 8, optim.SGD(lr=0.01), first=25)
+    assert ours.averaging_frequency == 4
+    assert [alert.action for alert in monitor.report().alerts][:1] == ["increase_sync_frequency"]
+    train(ours, 40, optim.SGD(lr=0.01), first=33)
+    assert ours.averaging_frequency == 8
