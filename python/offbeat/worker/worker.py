@@ -17,7 +17,9 @@ from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, Forke
 from offbeat.history import History
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.evaluate import measure
+from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
@@ -25,9 +27,8 @@ from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.join import Buffers, JoinConfig, fixed, join
-from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
-from offbeat.worker.train import TrainPlan, run, stop_noted
+from offbeat.worker.train import TrainPlan, run
 from offbeat.worker.turn import one_thread, whole_turn
 
 if TYPE_CHECKING:
