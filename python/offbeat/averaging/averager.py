@@ -16,7 +16,16 @@ from offbeat.averaging.members import Alone, Group, Members
 from offbeat.averaging.methods import Method, as_method, shown
 from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds, variance
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
-from offbeat.averaging.settings import AveragingPolicy, Backend, Pacing, name_of, overlap_faults, pacing
+from offbeat.averaging.settings import (
+    AveragingPolicy,
+    Backend,
+    Pacing,
+    changed,
+    name_of,
+    overlap_faults,
+    pacing,
+)
+from offbeat.averaging.timing import Timing
 from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError
 from offbeat.local import LocalOptimizer
@@ -137,9 +146,9 @@ class AsyncModelAverager:
         self.rank = 0 if group is None else distributed.get_rank(group)
         self.averaging_round = 0
         self.iterations = 0
-        self._pace: Pace = pace
+        self._timing = Timing(pace, overlap)
+        self._longest = pace.every
         self._metric = adaptation_metric if isinstance(pace, Adaptive) else None
-        self._overlap = overlap
         self._named = each_once(model)
         self._optimizer = LocalOptimizer(model)
         self._members = _members_of(group, self._named, model, pace, [shown(how), *self._setting()])
@@ -248,6 +257,7 @@ class AsyncModelAverager:
         if self._members.size > 1:
             num_at_work = self._members.size
             while num_at_work:
+                self._timing.begin()
                 self._rounds.begin(self._progress(is_at_work=False))
                 num_at_work = self._finish().num_at_work
             self._rounds.end_alike()
@@ -271,8 +281,32 @@ class AsyncModelAverager:
 
     @property
     def averaging_frequency(self) -> int | float:
-        """Iterations from average to average, at present; seconds, with ``averaging_policy="time"``."""
-        return self._pace.every
+        """Iterations from average to average, at present; seconds, with ``averaging_policy="time"``.
+
+        May be set, to what the constructor takes, by all members before the same round: a number within the
+        bounds with ``"adaptive"``, which then begins anew from there, and with ``"time"`` no longer than at
+        first, for so long a round waits for others. Members agree in that round, and average at the new
+        frequency after it; what `method` has kept stays.
+        """
+        return self._timing.pace.every
+
+    @averaging_frequency.setter
+    def averaging_frequency(self, given: int | str) -> None:
+        self._timing.ask(pace=changed(self._timing.pace, given, longest=self._longest))
+        _log.info("members will average every %s after round %d", given, self._rounds.number + 1)
+
+    @property
+    def overlap(self) -> bool | int:
+        """When a round ends, at present, as the constructor has it.
+
+        May be set by all members before the same round; they agree in that, and keep to it after it.
+        """
+        return self._timing.overlap
+
+    @overlap.setter
+    def overlap(self, given: bool | int) -> None:
+        refuse(overlap_faults(given))
+        self._timing.ask(overlap=given)
 
     @property
     def bytes_sent(self) -> int:
@@ -356,7 +390,7 @@ class AsyncModelAverager:
         if self._rounds.is_under_way:
             self._finish()
         live = self._optimizer.live
-        pace = self._pace
+        pace = self._timing.pace
         return {
             "iterations": self.iterations,
             "samples": self._samples,
@@ -386,7 +420,7 @@ class AsyncModelAverager:
         if state["optimizer"] is not None:
             live = faults.catch(lambda: self._optimizer.use(optimizer))
         faults.catch(lambda: self._rounds.check(state["rounds"]))
-        if (state["pace"] is not None) != isinstance(self._pace, Adaptive):
+        if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
         refuse(faults)
         if live is not None:
@@ -394,9 +428,9 @@ class AsyncModelAverager:
         if self._rounds.is_under_way:
             self._finish()
         self._rounds.load_state_dict(state["rounds"])
-        if isinstance(self._pace, Adaptive):
+        if isinstance(self._timing.pace, Adaptive):
             every, seen, smooth = state["pace"]
-            self._pace = self._pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+            self._timing.pace = self._timing.pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
         self.iterations, self._samples = state["iterations"], state["samples"]
         self.averaging_round = state["averaging_round"]
         self._iterations_at_begin = self.iterations - state["since_begin"]
@@ -406,10 +440,11 @@ class AsyncModelAverager:
 
     def __repr__(self) -> str:
         """Say what it does."""
-        how = f"every {self._pace.every:g} {'s' if isinstance(self._pace, Seconds) else 'iterations'}"
-        if isinstance(self._pace, Adaptive):
+        pace = self._timing.pace
+        how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
+        if isinstance(pace, Adaptive):
             assert self._metric is not None  # noqa: S101  an adaptive pace has one
-            how += f" at present, {self._pace.least} to {self._pace.most} by {name_of(self._metric)}"
+            how += f" at present, {pace.least} to {pace.most} by {name_of(self._metric)}"
         return (
             f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}, {how}, "
             f"round {self.averaging_round}>"
@@ -423,7 +458,7 @@ class AsyncModelAverager:
         return self._members.size == 1 and self.method.is_nothing_alone
 
     def _is_due(self) -> bool:
-        return self._pace.is_due(
+        return self._timing.pace.is_due(
             iterations=self.iterations - self._iterations_at_begin,
             seconds=time.monotonic() - self._began_s,
             num_fragments=self._rounds.num_fragments,
@@ -431,9 +466,9 @@ class AsyncModelAverager:
         )
 
     def _is_to_end(self) -> bool:
-        if isinstance(self._overlap, bool):
+        if isinstance(self._timing.overlap, bool):
             return self._rounds.is_there()
-        return self.iterations - self._iterations_at_begin >= self._overlap
+        return self.iterations - self._iterations_at_begin >= self._timing.overlap
 
     def _average(self, *, waits: bool = False) -> None:
         if self._rounds.is_under_way:
@@ -442,17 +477,20 @@ class AsyncModelAverager:
         progress = self._progress(is_at_work=True)
         self._iterations_at_begin, self._began_s = self.iterations, time.monotonic()
         self._losses = []
+        self._timing.begin()
         if self._is_idle:
             self._count(Outcome(1, self._samples, progress.metric, None, is_finite=True))
+            self._agree()
             return
         self._rounds.begin(progress)
-        if waits or self._overlap is False:
+        if waits or self._timing.overlap is False:
             self._finish()
 
     def _finish(self) -> Outcome:
         outcome = self._rounds.finish(self.iterations)
         if outcome.num_at_work:
             self._count(outcome)
+        self._agree()
         if not outcome.is_finite:
             process.warn(
                 f"parameters of member {self.rank} were not finite in iteration {self.iterations}: it adds "
@@ -465,12 +503,17 @@ class AsyncModelAverager:
         self.averaging_round += 1
         self._iterations_at_average = self.iterations
         self._drift = outcome.drift if outcome.drift is not None else self._drift
-        before, self._pace = self._pace, self._pace.after(outcome.metric)
-        if self._pace.every != before.every:
+        before = self._timing.pace
+        pace = self._timing.pace = before.after(outcome.metric)
+        if pace.every != before.every:
             _log.info(
                 "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
-                self.averaging_round, outcome.metric, self._pace.every, before.every,
+                self.averaging_round, outcome.metric, pace.every, before.every,
             )  # fmt: skip
+
+    def _agree(self) -> None:
+        self._timing.agree()
+        self._rounds.goes_on = self._timing.overlap is not False
 
     def _progress(self, *, is_at_work: bool) -> Progress:
         live = self._optimizer.live
@@ -480,16 +523,12 @@ class AsyncModelAverager:
             is_at_work=is_at_work,
             rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
             metric=self._measured() if is_at_work else None,
-            setting=[
-                self._pace.setting(),
-                None if self._metric is None else name_of(self._metric),
-                self._overlap,
-            ],
+            setting=self._setting(),
         )
 
     def _setting(self) -> list[object]:
         """Give what has to be the same for all members, as JSON can have it."""
-        return [self._pace.setting(), self._metric and name_of(self._metric), self._overlap]
+        return [*self._timing.setting(), None if self._metric is None else name_of(self._metric)]
 
     def _measured(self) -> float | None:
         """Give the metric that the pace goes by, of what was trained since the last round began."""

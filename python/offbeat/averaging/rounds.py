@@ -90,6 +90,7 @@ class Rounds:
             method before has kept is forgotten; a reference is, to begin with, the first mean, and velocities
             begin at 0.
         num_bytes: Sent by this member, in all rounds: what it has added to the sums.
+        goes_on: The model is trained on while a round is under way; of those that begin from here on.
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class Rounds:
             parameters: Each once.
             members: Who takes part.
             method: What is made of their mean.
-            goes_on: The model is trained on while a round is under way.
+            goes_on: See there.
             measures_drift: Outcomes are to have a drift.
 
         """
         self.number = self.num_bytes = 0
         self._parameters = list(parameters)
         self._members = members
-        self._goes_on = goes_on
+        self.goes_on = goes_on
         self._measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
@@ -153,7 +154,7 @@ class Rounds:
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
         weight = samples if self._method.weighs == "samples" else float(is_finite)
-        needs_own = self._goes_on or self._measures_drift or self._method.has_centre
+        needs_own = self.goes_on or self._measures_drift or self._method.has_centre
         sent = own if not needs_own else {kind: flat.clone() for kind, flat in own.items()}
         for flat in sent.values():
             # Zero times what is not finite would not be zero.

@@ -1,6 +1,6 @@
 """The averager's keywords, checked together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from offbeat.averaging.pace import (
@@ -14,6 +14,7 @@ from offbeat.averaging.pace import (
     Seconds,
 )
 from offbeat.checks import Faults, at_least_one, functions
+from offbeat.errors import ConfigError
 from offbeat.frequency import frequency as read
 from offbeat.naming import unknown
 
@@ -23,6 +24,7 @@ __all__ = [
     "AveragingPolicy",
     "Backend",
     "Pacing",
+    "changed",
     "name_of",
     "overlap_faults",
     "pacing",
@@ -73,6 +75,39 @@ def pacing(given: Pacing) -> tuple[Pace | None, list[str]]:
     return (
         (Iterations(every=found.count), []) if given.policy == "iteration" else _adaptive(given, found.count)
     )
+
+
+def changed(pace: Pace, given: object, *, longest: float) -> Pace:
+    """Make the pace that follows from another frequency.
+
+    Args:
+        pace: At present.
+        given: The frequency, as a user gives it.
+        longest: Seconds that a round can be waited for, where the pace is of time.
+
+    Raises:
+        ConfigError: If a pace of this kind cannot have it.
+    """
+    found = read(given, name="averaging_frequency", counted="iterations")
+    if isinstance(pace, Seconds):
+        if found.seconds is None or found.seconds > longest:
+            raise ConfigError(
+                f"averaging_frequency is {given!r}: with averaging_policy='time' give a time, up to "
+                f"{longest:g} s as at first, for so long a round waits for others"
+            )
+        return Seconds(every=found.seconds)
+    if found.count is None:
+        raise ConfigError(
+            f"averaging_frequency is {given!r}: give a number of iterations; a time is for an averager that "
+            f"is made with averaging_policy='time'"
+        )
+    if isinstance(pace, Iterations):
+        return Iterations(every=found.count)
+    if not pace.least <= found.count <= pace.most:
+        raise ConfigError(
+            f"averaging_frequency is {found.count}: 'adaptive' keeps within {pace.least} and {pace.most}"
+        )
+    return replace(pace, every=found.count, start=found.count, seen=(), smooth=None)
 
 
 def overlap_faults(overlap: object) -> list[str]:

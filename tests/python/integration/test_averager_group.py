@@ -337,6 +337,38 @@ def test_members_that_are_set_differently_are_all_told(what, told):
         assert told[1] in text
 
 
+def other_frequency(rank, who, overlap):
+    trained = model()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=3, overlap=False, method="diloco")
+    begins = []
+    try:
+        for number in range(22):
+            if number == 7 and rank in who:
+                ours.averaging_frequency, ours.overlap = 5, overlap
+            before = ours.bytes_sent
+            inputs, targets = batch(rank, number)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+            if ours.bytes_sent > before:
+                begins.append(ours.iterations)
+        ours.flush()
+    except StateError as error:
+        return str(error), begins
+    return arrays(trained), begins
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+def test_members_agree_on_another_frequency_and_keep_to_it_from_the_same_round_on(overlap):
+    (one, begins), (other, others) = together(other_frequency, 2, (0, 1), overlap)
+    assert begins == others == [3, 6, 9, 14, 19]
+    assert all(map(np.array_equal, one, other))
+
+
+def test_a_frequency_that_one_member_alone_has_set_is_an_error_in_all():
+    for text, begins in together(other_frequency, 2, (1,), False):
+        assert "to change before the same round" in text
+        assert begins == [3, 6]  # in the third they are told
+
+
 def with_a_barrier(rank):
     """Use the group between rounds that only one member has begun."""
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, overlap=True)

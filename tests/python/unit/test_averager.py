@@ -234,6 +234,60 @@ def test_the_method_can_change_in_mid_run():
         ours.method = "slow-mo"
 
 
+def test_the_frequency_and_the_overlap_can_change_in_mid_run_and_what_the_method_keeps_stays():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3, method="diloco", overlap=False)
+    ends = []
+    for number in range(20):
+        if number == 7:
+            ours.averaging_frequency, ours.overlap = 5, 2
+            assert (ours.averaging_frequency, ours.overlap) == (3, False)  # not before a round agrees
+        train(ours, 1, optim.SGD(lr=0.1), first=number)
+        if ours.averaging_round > len(ends):
+            ends.append(ours.iterations)
+    assert (ours.averaging_frequency, ours.overlap) == (5, 2)
+    assert ends == [3, 6, 9, 16]  # the last began after 14 iterations, and ended 2 later
+    kept = ours.state_dict()["rounds"]["memories"][0]
+    ours.averaging_frequency = 4
+    ours.flush()
+    assert ours.averaging_frequency == 4
+    assert ours.state_dict()["rounds"]["memories"][0].keys() == kept.keys()
+
+
+def test_an_adaptive_frequency_that_is_set_begins_anew_from_there():
+    ours = offbeat.AsyncModelAverager(
+        model(), averaging_frequency=4, averaging_policy="adaptive", max_averaging_frequency=8
+    )
+    ours.averaging_frequency = 7
+    train(ours, 4, optim.SGD(lr=0.1))
+    assert ours.averaging_frequency == 7
+    with pytest.raises(ConfigError, match="averaging_frequency is 9: 'adaptive' keeps within 1 and 8"):
+        ours.averaging_frequency = 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "told"),
+    [
+        ({}, 0, "averaging_frequency is 0"),
+        ({}, "3s", "averaging_frequency is '3s': give a number of iterations"),
+        (
+            {"averaging_policy": "time", "averaging_frequency": "2s"},
+            "3s",
+            "give a time, up to 2 s as at first",
+        ),
+        ({"averaging_policy": "time", "averaging_frequency": "2s"}, 3, "give a time, up to 2 s as at first"),
+    ],
+)
+def test_a_frequency_that_cannot_be_set_is_refused_and_changes_nothing(settings, given, told):
+    ours = offbeat.AsyncModelAverager(model(), **settings)
+    before = ours.averaging_frequency
+    with pytest.raises(ConfigError, match=told):
+        ours.averaging_frequency = given
+    with pytest.raises(ConfigError, match="overlap is 0: give True, False, or a number"):
+        ours.overlap = 0
+    ours.flush()
+    assert (ours.averaging_frequency, ours.overlap) == (before, True)
+
+
 def test_a_parameter_that_is_unfrozen_begins_with_the_mean():
     trained = model()
     trained[0].weight.requires_grad_(requires_grad=False)
