@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat import errors, optim, schedule, staleness, tracking
     from offbeat.accumulator import AsyncGradientAccumulator
+    from offbeat.averaging import AsyncModelAverager
     from offbeat.client import Client
     from offbeat.distributed import init_distributed
     from offbeat.history import History
     from offbeat.receipt import Receipt
     from offbeat.server import ParameterServer
     from offbeat.sharding import partition
+    from offbeat.trainer import AsyncTrainer
     from offbeat.worker import AsyncWorker
 
     __version__: str
 
 __all__ = [
     "AsyncGradientAccumulator",
+    "AsyncModelAverager",
+    "AsyncTrainer",
     "AsyncWorker",
     "Client",
     "History",
@@ -43,6 +47,7 @@ __all__ = [
 _MODULE_OF = {
     "AsyncGradientAccumulator": "offbeat.accumulator",
     "AsyncModelAverager": "offbeat.averaging",
+    "AsyncTrainer": "offbeat.trainer",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
     "History": "offbeat.history",
@@ -53,7 +58,6 @@ _MODULE_OF = {
 }
 _OF_A_LATER_VERSION = frozenset(
     {
-        "AsyncTrainer",
         "AsyncTrainingMonitor",
         "FaultTolerantTrainer",
     }

@@ -1,5 +1,6 @@
 """The parameters of a model that is trained here: each once, and the same objects as long as it is."""
 
+import sys
 from collections.abc import Sequence
 
 from torch import nn
@@ -41,6 +42,18 @@ def of_model(model: object) -> list[str]:
         return [f"model is {model!r}: give an nn.Module"]
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
         return ["model is, or holds, a module in DDP, which reduces every batch: give what is inside"]
+    if any(_is_sharded(part) for part in model.modules()):
+        return [
+            "model is, or holds, a module in FSDP, which shards parameters among members: give a plain one"
+        ]
     if not any(True for _ in model.parameters()):
         return [f"model is a {type(model).__name__} without parameters, so there is nothing to train"]
     return []
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # what is not loaded has made no module
+    kinds = tuple(
+        getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name)
+    )
+    return isinstance(part, kinds)

@@ -30,14 +30,14 @@ class Progress(Protocol):
         """Show a log line; `fates` says what became of the pushes since the last, if any was rejected."""
 
 
-def progress_for(*, asked: bool | None, total: int | None, name: str, kind: str = "worker") -> Progress:
+def progress_for(*, asked: bool | None, total: int | None, name: str, source: str | None = None) -> Progress:
     """Choose: a bar on a terminal that has none yet, lines without a terminal, nothing where not asked for.
 
     Args:
         asked: True for a bar in any case, False for nothing, None to choose.
         total: Batches to come, where known.
         name: Of what trains.
-        kind: What that is; lines say it before the name.
+        source: Who a line is from; None: the worker of that name.
     """
     if asked is False:
         return _Silent()
@@ -46,7 +46,7 @@ def progress_for(*, asked: bool | None, total: int | None, name: str, kind: str 
     if _in_notebook():
         return _Bar(total, name, None)
     if not on_terminal():
-        return _Lines(f"{kind} {name}")
+        return _Lines(f"worker {name}" if source is None else source)
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return _Silent()
     lock = _terminal_lock()

@@ -111,7 +111,7 @@ def test_what_needs_torch_says_so_without_torch(run_python, name):
 
 def test_names_of_a_later_version_say_so():
     names = offbeat._OF_A_LATER_VERSION
-    assert len(names) == 3
+    assert len(names) == 2
     assert not names & set(offbeat.__all__)
     for name in names:
         with pytest.raises(AttributeError, match=f"offbeat.{name} comes with a later version"):
