@@ -1,16 +1,21 @@
 """Training by updates of many batches, the members' own added up."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
 
 from offbeat.accumulator import AsyncGradientAccumulator
+from offbeat.local.group import group_of
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 
 __all__ = ["Accumulated"]
+
+_log = logging.getLogger("offbeat")
 
 
 class Accumulated(Strategy):
@@ -20,6 +25,7 @@ class Accumulated(Strategy):
 
     def __init__(self, workshop: Workshop, sync: Sync) -> None:
         super().__init__(workshop, sync)
+        _forget_what_differs(workshop)
         self._updates = 0  # of accumulators before this one
         self._accumulator = self._made()
 
@@ -77,6 +83,19 @@ class Accumulated(Strategy):
             yield
         finally:
             self.workshop.tally.steps += self._accumulator.updates - before
+
+
+def _forget_what_differs(workshop: Workshop) -> None:
+    """Let an optimizer that has stepped apart from the others' begin anew: updates are to be the same."""
+    group = group_of(workshop.process_group)
+    live = workshop.live
+    if live is None or group is None or distributed.get_world_size(group) == 1 or not workshop.tally.steps:
+        return
+    if live.state:
+        live.state.clear()
+        _log.info(
+            "the %s begins anew, for members' states differ and their updates may not", type(live).__name__
+        )
 
 
 @contextmanager

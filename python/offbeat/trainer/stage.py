@@ -46,7 +46,8 @@ class Stage:
             self._kind = kind
             strategy.begin()
         elif sync != strategy.sync:
-            _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
+            if strategy.meets_others:
+                _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
         return strategy
 

@@ -105,9 +105,11 @@ class Strategy(ABC):
 
     Attributes:
         version_is: What `version` counts, as a log line says it; empty for nothing.
+        meets_others: There is anybody to meet.
     """
 
     version_is = ""
+    meets_others = True
 
     def __init__(self, workshop: Workshop, sync: Sync) -> None:
         self.workshop = workshop
@@ -149,6 +151,8 @@ class Strategy(ABC):
 class Local(Strategy):
     """A plain loop, alone."""
 
+    meets_others = False
+
     def batch(self, batch: Batch) -> Made:
         """Make a step of the optimizer."""
         workshop = self.workshop
@@ -168,6 +172,7 @@ class Averaged(Local):
     """Members that train apart, and average their models."""
 
     version_is = "round"
+    meets_others = True
 
     def __init__(self, workshop: Workshop, sync: Sync, method: Method) -> None:
         super().__init__(workshop, sync)

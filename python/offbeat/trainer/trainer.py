@@ -59,7 +59,8 @@ class AsyncTrainer:
     that are due, or push what is gathered. The next one goes on from there. What stays is the model, the live
     optimizer with its state, the scheduler, the loss scale and the count of steps; what a method keeps from
     round to round (a reference, a velocity) begins anew. So does an optimizer on a server, which is not the
-    one here. All members have to change after the same batch of theirs.
+    one here, and where members change to ``"accumulate"``, whose updates are the same in all of them, the
+    state of the one here. All members have to change after the same batch of theirs.
 
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
@@ -70,8 +71,8 @@ class AsyncTrainer:
         regular_sync_frequency: In all others. With ``"accumulate"`` a meeting is an update; with
             ``"parameter_server"`` a push.
         strategy: ``"local"``, ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"``, ``"bmuf"``, an object
-            of `offbeat.averaging`, ``"accumulate"`` or ``"parameter_server"``; or a dict of these by the epoch
-            that each begins with, counted from 0 over the trainer's life. May be set later.
+            of `offbeat.averaging`, ``"accumulate"`` or ``"parameter_server"``; or a dict of these by the
+            epoch that each begins with, counted from 0 over the trainer's life. May be set later.
         local_batch_size: Batch size of `train(dataset=...)`.
         device: Where to train.
         callbacks: Objects with any of ``on_step(trainer, step)``, ``on_log(trainer, record)``,
@@ -228,8 +229,8 @@ class AsyncTrainer:
             log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
             scheduler: One of torch.optim.lr_scheduler, or what makes one of the optimizer:
                 ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same.
-            scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer, but
-                for those that are skipped.
+            scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
+                but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.
             max_steps: Stop after that many steps.
             progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal

@@ -160,6 +160,8 @@ NAMES_OF_TABLES = [
     "AsyncWorker.train",
     "AsyncGradientAccumulator",
     "AsyncGradientAccumulator.train_step",
+    "AsyncTrainer",
+    "AsyncTrainer.train",
     "init_distributed",
     "tracking.JSONL",
     "tracking.CSV",
