@@ -26,7 +26,8 @@ class Step:
         epoch: Counted over the trainer's life, from 0.
         samples: In the batch.
         loss: Of the batch, as the loss function gave it; on its device, so that nobody waits who need not.
-        gradient_norm: Before it was clipped; None where it is not.
+        gradient_norm: Of what the batch's step was made by, before it was clipped; None where there was no
+            step, or nothing is clipped.
         is_skipped: Its scaled gradients were not finite, so nothing was made of them.
     """
 

@@ -134,6 +134,7 @@ class _Loop:
         inputs, targets = split(given)
         samples = count(inputs, targets)
         batch = Batch(moved(inputs, workshop.device), moved(targets, workshop.device), samples)
+        workshop.numerics.norm = None
         made = strategy.batch(batch)
         self._measure(batch, made)
         history.samples += samples

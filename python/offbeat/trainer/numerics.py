@@ -18,7 +18,7 @@ class Numerics:
 
     Attributes:
         scaler: Of the losses, with "fp16"; torch's own.
-        norm: Of the gradient before it was clipped last, where it is clipped.
+        norm: Of the gradient before it was clipped last; None is for whoever wants to know of the next.
     """
 
     def __init__(self, amp: Amp, device: torch.device, max_grad_norm: float | None) -> None:
@@ -47,8 +47,12 @@ class Numerics:
         if self.scaler is None:
             return True
         self.scaler.unscale_(optimizer)
-        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in _parameters(optimizer):
+            if (gradient := parameter.grad) is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                found.setdefault(values.device, []).append(values.isfinite().all())
+        is_finite = all(bool(torch.stack(of_one).all()) for of_one in found.values())  # each waited for once
         self.scaler.update()
         return is_finite
 

@@ -382,6 +382,32 @@ def test_callbacks_are_told_in_order_and_their_errors_are_raised():
     assert train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), max_steps=5).stopped == "max_steps"
 
 
+def test_ctrl_c_keeps_the_history_and_the_next_train_goes_on():
+    class Interrupts:
+        def on_step(self, trainer, step):
+            if step.step == 4:
+                raise KeyboardInterrupt
+
+    for strategy in ("local", "average", "accumulate"):
+        trainer = offbeat.AsyncTrainer(model(), 0, 1, 2, strategy=strategy, callbacks=[Interrupts()])
+        with pytest.raises(KeyboardInterrupt):
+            train(trainer, optim.SGD(lr=0.1))
+        assert (trainer.history.stopped, trainer.history.steps) == ("interrupted", 4)
+        assert train(trainer, None, max_steps=3).steps == 3
+        assert trainer.history.stopped == "max_steps"
+
+
+def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="there is no process group of them"):
+        offbeat.AsyncTrainer(model(), strategy={0: "local", 1: "average"})
+    train(offbeat.AsyncTrainer(model(), strategy="average", process_group=False), optim.SGD(lr=0.1))
+    trainer = offbeat.AsyncTrainer(model())
+    with pytest.raises(ConfigError, match="there is no process group of them"):
+        trainer.strategy = "accumulate"
+
+
 def test_a_step_tells_the_norm_from_before_it_was_clipped():
     norms = []
 
