@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 
 from offbeat import process
 from offbeat.averaging.methods import Method
-from offbeat.checks import Faults, at_least_one, functions, of_seed, of_worker_id, refuse, strings
+from offbeat.checks import Faults, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.launchers import find
 from offbeat.local import LocalOptimizer
+from offbeat.local.arguments import faults_of_train
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import measure
@@ -250,10 +251,9 @@ class AsyncTrainer:
             RejectedError: If the server rejected 100 pushes in a row; with the reasons.
             KeyboardInterrupt: At Ctrl-C; `history` is kept, and `train` may be called again.
         """
-        limit = {} if max_steps is None else {"max_steps": max_steps}
-        faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
-        example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
-        faults += functions(example, loss_fn=loss_fn)
+        faults = faults_of_train(
+            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+        )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         measured = faults.catch(lambda: meters(metrics)) or []
         faults += faults_of_scheduler(scheduler, scheduler_interval, scheduler_metric)

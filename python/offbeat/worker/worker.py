@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import process
-from offbeat.checks import Faults, at_least_one, functions, refuse
+from offbeat.checks import refuse
 from offbeat.errors import ClosedError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
+from offbeat.local.arguments import faults_of_train
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.evaluate import measure
 from offbeat.local.log import stop_noted
@@ -300,10 +301,9 @@ class AsyncWorker(process.Live):
         """
         steps = self._usable()
         self._is_broken_off = True  # until it returns
-        limit = {} if max_steps is None else {"max_steps": max_steps}
-        faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
-        example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
-        faults += functions(example, loss_fn=loss_fn)
+        faults = faults_of_train(
+            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+        )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         refuse(faults)
         seed = self._config.seed
