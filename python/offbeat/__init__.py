@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from offbeat.recovery.trainer import FaultTolerantTrainer
     from offbeat.server import ParameterServer
     from offbeat.sharding import partition
+    from offbeat.trainer import AsyncTrainer
     from offbeat.worker import AsyncWorker
 
     __version__: str
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncGradientAccumulator",
     "AsyncModelAverager",
+    "AsyncTrainer",
     "AsyncTrainingMonitor",
     "AsyncWorker",
     "Client",
@@ -49,6 +51,7 @@ __all__ = [
 _MODULE_OF = {
     "AsyncGradientAccumulator": "offbeat.accumulator",
     "AsyncModelAverager": "offbeat.averaging",
+    "AsyncTrainer": "offbeat.trainer",
     "AsyncTrainingMonitor": "offbeat.monitor",
     "AsyncWorker": "offbeat.worker",
     "Client": "offbeat.client",
@@ -59,11 +62,6 @@ _MODULE_OF = {
     "init_distributed": "offbeat.distributed",
     "partition": "offbeat.sharding",
 }
-_OF_A_LATER_VERSION = frozenset(
-    {
-        "AsyncTrainer",
-    }
-)
 _SUBMODULES = frozenset({"averaging", "errors", "optim", "schedule", "staleness", "tracking"})
 
 
@@ -76,8 +74,6 @@ def __getattr__(name: str) -> object:
         value = importlib.import_module(f"offbeat.{name}")
     elif name == "__version__":
         value = _installed_version()
-    elif name in _OF_A_LATER_VERSION:
-        raise AttributeError(f"offbeat.{name} comes with a later version of Offbeat; this one has no {name}")
     else:
         raise AttributeError(
             f"module 'offbeat' has no attribute {name!r}", name=name, obj=sys.modules[__name__]

@@ -59,6 +59,8 @@ class History:
             `train` whose receipts nobody had seen are among them.
         stopped: Why it ended.
         optimizer: Which optimizer ran, and on which side.
+        skipped: Batches of which nothing was made, for their scaled gradients were not finite
+            (`AsyncTrainer(amp="fp16")`).
     """
 
     records: list[Record] = field(default_factory=list)
@@ -69,6 +71,7 @@ class History:
     receipts: dict[str, int] = field(default_factory=dict)
     stopped: Stopped = "running"
     optimizer: str = ""
+    skipped: int = 0
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draw each metric over this worker's steps, and the staleness of its pushes where some were applied.

@@ -13,7 +13,7 @@ from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter
 
-__all__ = ["measure"]
+__all__ = ["measure", "without_a_trace"]
 
 
 def measure(
@@ -38,7 +38,7 @@ def measure(
     Returns:
         One number per meter, by name.
     """
-    with _same_modes(module), _same_random_state(device), torch.no_grad():
+    with without_a_trace(module, device), torch.no_grad():
         for batch in loader:
             inputs, targets = split(batch)
             samples = count(inputs, targets)
@@ -51,6 +51,13 @@ def measure(
             for meter in meters:
                 meter.update(outputs, targets, loss, samples)
     return {meter.name: meter.read() for meter in meters}
+
+
+@contextmanager
+def without_a_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put a model into eval mode in here; afterwards all modes and random states are as they were."""
+    with _same_modes(module), _same_random_state(device):
+        yield
 
 
 @contextmanager

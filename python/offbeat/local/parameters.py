@@ -1,5 +1,6 @@
 """The parameters of a model that is trained here: each once, and the same objects as long as it is."""
 
+import sys
 from collections.abc import Sequence
 
 from torch import nn
@@ -40,14 +41,30 @@ def of_model(model: object) -> list[str]:
     """Tell what is wrong with a model that is to be trained here together with others."""
     if not isinstance(model, nn.Module):
         return [f"model is {model!r}: give an nn.Module"]
-    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
-        return ["model is, or holds, a module in DDP, which reduces every batch: give what is inside"]
-    if any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
-        return [
-            "model holds a SyncBatchNorm, whose forward waits for all processes in each batch: take BatchNorm"
-        ]
-    if any(is_lazy(part) for part in (*model.parameters(), *model.buffers())):
-        return ["model has parameters without a shape yet, of a lazy layer: run a batch through it first"]
-    if not any(True for _ in model.parameters()):
-        return [f"model is a {type(model).__name__} without parameters, so there is nothing to train"]
-    return []
+    modules, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
+    found = {
+        "is, or holds, a module in DDP, which reduces every batch: give what is inside": any(
+            isinstance(part, nn.parallel.DistributedDataParallel) for part in modules
+        ),
+        "is, or holds, a module in FSDP, which shards parameters among members: give a plain one": any(
+            map(_is_sharded, modules)
+        ),
+        "holds a SyncBatchNorm, whose forward waits for all processes in each batch: take BatchNorm": any(
+            isinstance(part, nn.SyncBatchNorm) for part in modules
+        ),
+        "has parameters without a shape yet, of a lazy layer: run a batch through it first": any(
+            map(is_lazy, tensors)
+        ),
+        f"is a {type(model).__name__} without parameters, so there is nothing to train": not any(
+            True for _ in model.parameters()
+        ),
+    }
+    return [f"model {what}" for what, is_so in found.items() if is_so][:1]
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # what is not loaded has made no module
+    kinds = tuple(
+        getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name)
+    )
+    return isinstance(part, kinds)

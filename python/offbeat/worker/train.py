@@ -1,30 +1,25 @@
 """The training loop: batches in, history out."""
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from offbeat import trained_by
-from offbeat.errors import RejectedError
-from offbeat.history import History, Record
+from offbeat.history import History
 from offbeat.local.batches import Epochs, Given, count, moved, split
+from offbeat.local.log import LogLines
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
+from offbeat.local.progress import Progress
 from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
 from offbeat.tracking.fanout import Fanout
-from offbeat.worker.fates import Fates, fate_of
+from offbeat.worker.account import Account
 from offbeat.worker.link import Link
-from offbeat.worker.progress import Progress
 from offbeat.worker.steps import Steps
 
-__all__ = ["TrainPlan", "run", "stop_noted"]
-
-#: In a row, before `train` gives up: what made so many wrong will not pass by itself.
-MAX_REJECTIONS = 100
+__all__ = ["TrainPlan", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,19 +80,6 @@ def run(
         steps.drop()
 
 
-@contextmanager
-def stop_noted(history: History) -> Iterator[None]:
-    """Write down in `history` why training stopped, where that is an exception."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        history.stopped = "interrupted"
-        raise
-    except BaseException:
-        history.stopped = "failed"
-        raise
-
-
 class _Loop:
     """The state of one run of the loop."""
 
@@ -117,36 +99,40 @@ class _Loop:
         self._device = device
         self._history = history
         self._progress = progress
-        self._began = time.monotonic()
-        self._logged_step = 0
-        self._logged = (self._began, 0)
-        self._rejected_in_a_row: Counter[str] = Counter()
-        self._fates = Fates()  # since the last log line
-        self._out_of_budget = False
+        self._account = Account(history)
+        self._lines = LogLines(
+            history,
+            meters=plan.meters,
+            log_frequency=plan.log_frequency,
+            epochs=plan.epochs,
+            progress=progress,
+            track=plan.trackers.log,
+            first_step=plan.first_step,
+        )
 
     def run(self) -> None:
         wake(self._link.binding.module)
         self._link.binding.clear_gradients()
         self._note_kept()
-        if not self._out_of_budget:
+        if not self._account.is_out_of_budget:
             self._train()
         settled = self._steps.settle()  # what is gathered and not pushed is for `drop`
         self._note_kept()
-        self._note(settled)
-        if self._out_of_budget:
+        self._account.note(settled)
+        if self._account.is_out_of_budget:
             self._history.stopped = "budget"
-        if self._history.steps > self._logged_step:
+        if self._lines.is_one_missing:
             self._log()
 
     def note_time(self) -> None:
-        self._history.seconds = time.monotonic() - self._began
+        self._lines.note_time()
 
     def _train(self) -> None:
         plan, history = self._plan, self._history
         for number in range(plan.epochs):
             for batch in plan.source.epoch(plan.first_epoch + number):
                 self._batch(batch)
-                if self._out_of_budget:
+                if self._account.is_out_of_budget:
                     return
                 if plan.max_steps is not None and history.steps >= plan.max_steps:
                     self._count(self._steps.push_rest)
@@ -154,7 +140,7 @@ class _Loop:
                     return
             self._count(self._steps.push_rest)
             history.epochs += 1
-            if self._out_of_budget:
+            if self._account.is_out_of_budget:
                 return
         history.stopped = "epochs"
 
@@ -183,70 +169,22 @@ class _Loop:
         is_live = self._steps.kind == "delta"
         history.steps += self._steps.num_added - added if is_live else self._steps.num_pushed - pushed
         self._note_kept()  # a metric may have called `evaluate`
-        self._note(receipts)
-        if history.steps >= self._logged_step + self._plan.log_frequency:
+        self._account.note(receipts)
+        if self._lines.is_due:
             self._log()
 
     def _note_kept(self) -> None:
-        self._note(self._steps.take_kept())
-
-    def _note(self, receipts: list[Receipt]) -> None:
-        for receipt in receipts:
-            fate = fate_of(receipt)
-            self._fates.add(receipt)
-            self._history.receipts[fate] = self._history.receipts.get(fate, 0) + 1
-            if receipt.reason == "budget":
-                self._out_of_budget = True
-            elif receipt.applied:
-                self._rejected_in_a_row.clear()
-            else:
-                self._rejected_in_a_row[fate] += 1
-            if self._rejected_in_a_row.total() >= MAX_REJECTIONS:
-                raise RejectedError(_rejections(self._rejected_in_a_row, receipt.detail))
+        self._account.note(self._steps.take_kept())
 
     def _log(self) -> None:
-        history = self._history
-        now = time.monotonic()
-        metrics = {meter.name: meter.read() for meter in self._plan.meters}
-        record = Record(
-            step=history.steps,
-            version=self._link.version,
-            samples=history.samples,
-            seconds=now - self._began,
-            metrics=metrics,
-            staleness=self._fates.mean_staleness,
+        fates = self._account.fates
+        staleness, told = fates.mean_staleness, fates.read()
+        version = self._link.version
+        self._lines.write(
+            version=version,
+            where=f"version {version}",
+            staleness=staleness,
+            fates=told,
+            aside=f", with those of rejected pushes; {told}" if told else "",
         )
-        history.records.append(record)
-        since, samples = self._logged
-        rate = (history.samples - samples) / max(now - since, 1e-9)
-        self._logged = now, history.samples
-        self._logged_step = history.steps
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        epoch = f"epoch {min(history.epochs + 1, self._plan.epochs)}/{self._plan.epochs}"
-        fates = self._fates.read()
-        speed = f"{rate:,.0f} samples/s" + (f", with those of rejected pushes; {fates}" if fates else "")
-        text = f"{epoch}, step {record.step}, version {record.version}: {measured} ({speed})"
-        self._progress.log(text, record, fates)
-        self._plan.trackers.log(_tracked(record, rate), self._plan.first_step + record.step)
-        self._link.session.set_progress(history.steps)
-
-
-def _tracked(record: Record, samples_per_s: float) -> dict[str, float]:
-    """Give a log line's numbers by the names under which trackers keep them."""
-    ours: dict[str, float] = {
-        "version": record.version,
-        "samples": record.samples,
-        "seconds": record.seconds,
-        "samples_per_s": samples_per_s,
-    }
-    if record.staleness is not None:
-        ours["staleness"] = record.staleness
-    return record.metrics | {f"offbeat/{name}": value for name, value in ours.items()}
-
-
-def _rejections(reasons: Counter[str], last: str) -> str:
-    listed = ", ".join(f"{n}x {reason}" for reason, n in reasons.most_common())
-    return (
-        f"the server rejected {reasons.total()} pushes in a row: {listed}; of the last it said: {last}. The "
-        f"worker is still joined, and worker.history has what went before"
-    )
+        self._link.session.set_progress(self._history.steps)

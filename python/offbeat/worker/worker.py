@@ -12,12 +12,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import process, trained_by
-from offbeat.checks import Faults, at_least_one, functions, refuse
+from offbeat.checks import refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
+from offbeat.local.arguments import faults_of_train
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.evaluate import measure
+from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
@@ -25,9 +28,8 @@ from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.worker.facade import WorkerOptimizer
 from offbeat.worker.join import Buffers, JoinConfig, fixed, join
-from offbeat.worker.progress import progress_for
 from offbeat.worker.steps import Optimizer, Steps
-from offbeat.worker.train import TrainPlan, run, stop_noted
+from offbeat.worker.train import TrainPlan, run
 from offbeat.worker.turn import one_thread, whole_turn
 
 if TYPE_CHECKING:
@@ -328,10 +330,9 @@ class AsyncWorker(process.Live):
         """
         steps = self._usable()
         self._is_broken_off = True  # until it returns
-        limit = {} if max_steps is None else {"max_steps": max_steps}
-        faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
-        example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
-        faults += functions(example, loss_fn=loss_fn)
+        faults = faults_of_train(
+            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+        )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         refuse(faults)
         seed = self._config.seed

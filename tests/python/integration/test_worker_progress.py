@@ -19,8 +19,8 @@ from torch import nn
 
 import offbeat
 from offbeat.demo.progress import Bar, Lines, choose
+from offbeat.local.progress import _Bar, _Lines, _Silent, progress_for
 from offbeat.worker.fates import Watch
-from offbeat.worker.progress import _Bar, _Lines, _Silent, progress_for
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 BATCHES = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))] * 10

@@ -165,6 +165,8 @@ NAMES_OF_TABLES = [
     "FaultTolerantTrainer.train",
     "AsyncTrainingMonitor",
     "AsyncTrainingMonitor.observe",
+    "AsyncTrainer",
+    "AsyncTrainer.train",
     "init_distributed",
     "tracking.JSONL",
     "tracking.CSV",

@@ -32,6 +32,7 @@ def test_to_json_holds_everything():
         "receipts": {"applied": 99, "too_stale": 1},
         "stopped": "epochs",
         "optimizer": "SGD",
+        "skipped": 0,
     }
 
 

@@ -108,12 +108,3 @@ def test_what_needs_torch_says_so_without_torch(run_python, name):
         name,
     )
     assert f"offbeat.{name} needs torch, which is not installed here: pip install torch" in said
-
-
-def test_names_of_a_later_version_say_so():
-    names = offbeat._OF_A_LATER_VERSION
-    assert len(names) == 1
-    assert not names & set(offbeat.__all__)
-    for name in names:
-        with pytest.raises(AttributeError, match=f"offbeat.{name} comes with a later version"):
-            getattr(offbeat, name)

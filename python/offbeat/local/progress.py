@@ -30,13 +30,14 @@ class Progress(Protocol):
         """Show a log line; `fates` says what became of the pushes since the last, if any was rejected."""
 
 
-def progress_for(*, asked: bool | None, total: int | None, name: str) -> Progress:
+def progress_for(*, asked: bool | None, total: int | None, name: str, source: str | None = None) -> Progress:
     """Choose: a bar on a terminal that has none yet, lines without a terminal, nothing where not asked for.
 
     Args:
         asked: True for a bar in any case, False for nothing, None to choose.
         total: Batches to come, where known.
-        name: The worker's.
+        name: Of what trains.
+        source: Who a line is from; None: the worker of that name.
     """
     if asked is False:
         return _Silent()
@@ -45,7 +46,7 @@ def progress_for(*, asked: bool | None, total: int | None, name: str) -> Progres
     if _in_notebook():
         return _Bar(total, name, None)
     if not on_terminal():
-        return _Lines(name)
+        return _Lines(f"worker {name}" if source is None else source)
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return _Silent()
     lock = _terminal_lock()
@@ -69,11 +70,11 @@ class _Silent:
 class _Lines(_Silent):
     """For a file or a pipe. Goes to the log where one is configured, else to stderr."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, source: str) -> None:
+        self._source = source
 
     def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
-        announce(f"worker {self._name}: {text}")
+        announce(f"{self._source}: {text}")
 
 
 class _Bar(_Silent):

@@ -1,0 +1,14 @@
+"""What every `train` is told of how long and by which loss, checked together."""
+
+from offbeat.checks import Faults, at_least_one, functions
+
+__all__ = ["faults_of_train"]
+
+
+def faults_of_train(*, epochs: object, log_frequency: object, max_steps: object, loss_fn: object) -> Faults:
+    """Tell what is wrong with these; a `max_steps` of None is no limit."""
+    limit = {} if max_steps is None else {"max_steps": max_steps}
+    faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
+    example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
+    faults += functions(example, loss_fn=loss_fn)
+    return faults

@@ -1,0 +1,121 @@
+"""Training by updates of many batches, the members' own added up."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from offbeat.accumulator import AsyncGradientAccumulator
+from offbeat.local.group import group_of
+from offbeat.trainer.settings import Sync
+from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
+
+__all__ = ["Accumulated"]
+
+_log = logging.getLogger("offbeat")
+
+
+class Accumulated(Strategy):
+    """An update is of as many batches of each member as `Sync.every` says."""
+
+    version_is = "update"
+
+    def __init__(self, workshop: Workshop, sync: Sync) -> None:
+        super().__init__(workshop, sync)
+        _forget_what_differs(workshop)
+        self._updates = 0  # of accumulators before this one
+        self._accumulator = self._made()
+
+    @property
+    def version(self) -> int:
+        """Updates."""
+        return self._updates + self._accumulator.updates
+
+    def batch(self, batch: Batch) -> Made:
+        """Add a batch; make an update if it is time to."""
+        workshop = self.workshop
+        seen: list[tuple[Any, torch.Tensor]] = []
+
+        def loss_fn(outputs: Any, targets: Any) -> torch.Tensor:  # noqa: ANN401  whatever the model gives
+            assert workshop.loss_fn is not None  # noqa: S101  `train` has one
+            with workshop.numerics.forward():
+                loss = workshop.loss_fn(outputs, targets)
+            seen.append((outputs, loss))
+            return loss
+
+        with self._counted(), _autocast(workshop):
+            self._accumulator.train_step(
+                inputs=batch.inputs, targets=batch.targets, optimizer=workshop.live, loss_fn=loss_fn
+            )
+        outputs, loss = seen[-1]
+        return Made(outputs, loss.detach())
+
+    def settle(self) -> None:
+        """Make the updates that are due."""
+        with self._counted():
+            self._accumulator.flush(optimizer=self.workshop.live)
+
+    def follow(self, sync: Sync) -> None:
+        """Begin windows of another length, in all members after the same update."""
+        super().follow(sync)
+        self.settle()
+        self._updates += self._accumulator.updates
+        self._accumulator = self._made()
+
+    def _made(self) -> AsyncGradientAccumulator:
+        workshop = self.workshop
+        return AsyncGradientAccumulator(
+            workshop.model,
+            accumulation_steps=self.sync.every,
+            overlap=self.sync.overlap is not False,
+            device=workshop.device,
+            loss_reduction=workshop.reduction,
+            process_group=workshop.process_group,
+        )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        before = self._accumulator.updates
+        try:
+            yield
+        finally:
+            self.workshop.tally.steps += self._accumulator.updates - before
+
+
+def _forget_what_differs(workshop: Workshop) -> None:
+    """Let an optimizer that has stepped apart from the others' begin anew: updates are to be the same."""
+    group = group_of(workshop.process_group)
+    live = workshop.live
+    if live is None or group is None or distributed.get_world_size(group) == 1 or not workshop.tally.steps:
+        return
+    if live.state:
+        live.state.clear()
+        _log.info(
+            "the %s begins anew, for members' states differ and their updates may not", type(live).__name__
+        )
+
+
+@contextmanager
+def _autocast(workshop: Workshop) -> Iterator[None]:
+    """Let the model compute in the workshop's precision where another calls it, and nothing beside it."""
+    entered: list[Any] = []
+
+    def enter(*_: object) -> None:
+        entered.append(workshop.numerics.forward())
+        entered[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    hooks = (
+        workshop.model.register_forward_pre_hook(enter),
+        workshop.model.register_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

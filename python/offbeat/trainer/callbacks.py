@@ -1,0 +1,92 @@
+"""Who is told as training goes on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from offbeat.checks import objects, refuse
+from offbeat.history import History, Record
+
+if TYPE_CHECKING:
+    from offbeat.trainer.trainer import AsyncTrainer
+
+__all__ = ["Callback", "Callbacks", "Step", "callbacks_of"]
+
+METHODS = ("on_step", "on_log", "on_epoch_end", "on_train_end")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch that was trained on.
+
+    Attributes:
+        step: Steps of the optimizer since `train` began, this one included.
+        epoch: Counted over the trainer's life, from 0.
+        samples: In the batch.
+        loss: Of the batch, as the loss function gave it; on its device, so that nobody waits who need not.
+        gradient_norm: Of what the batch's step was made by, before it was clipped; None where there was no
+            step, or nothing is clipped.
+        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    loss: torch.Tensor
+    gradient_norm: torch.Tensor | None
+    is_skipped: bool
+
+
+class Callback(Protocol):
+    """Any of these methods, each of which may be left out. What one raises ends `train`."""
+
+    def on_step(self, trainer: "AsyncTrainer", step: Step) -> None:
+        """After each batch."""
+
+    def on_log(self, trainer: "AsyncTrainer", record: Record) -> None:
+        """After each log line."""
+
+    def on_epoch_end(self, trainer: "AsyncTrainer", epoch: int) -> None:
+        """After each whole pass; counted over the trainer's life, from 0."""
+
+    def on_train_end(self, trainer: "AsyncTrainer", history: History) -> None:
+        """When `train` is about to return; not where an exception ends it."""
+
+
+class Callbacks:
+    """Several, told in their order."""
+
+    def __init__(self, trainer: "AsyncTrainer", callbacks: Iterable[object]) -> None:
+        self._trainer = trainer
+        self._by_method = {
+            name: [method for one in callbacks if callable(method := getattr(one, name, None))]
+            for name in METHODS
+        }
+
+    def tell(self, method: str, what: object) -> None:
+        """Call a method of all that have it."""
+        for call in self._by_method[method]:
+            call(self._trainer, what)
+
+    def has(self, method: str) -> bool:
+        """Whether anybody has it."""
+        return bool(self._by_method[method])
+
+
+def callbacks_of(given: object) -> list[Any]:
+    """Make a list of what a user gave as `callbacks`.
+
+    Raises:
+        ConfigError: Naming each that is none.
+    """
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
+    faults = []
+    for one in several:
+        if wrong := objects(callbacks=one):
+            faults += wrong
+        elif not any(callable(getattr(one, name, None)) for name in METHODS):
+            faults.append(f"callbacks has {one!r:.100}: give objects with any of {', '.join(METHODS)}")
+    refuse(faults)
+    return several

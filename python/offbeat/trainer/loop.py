@@ -1,0 +1,172 @@
+"""The trainer's loop: batches in, history out."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from offbeat.history import History
+from offbeat.local.batches import Epochs, Given, count, moved, split
+from offbeat.local.log import LogLines
+from offbeat.local.loss import wake
+from offbeat.local.progress import Progress
+from offbeat.metrics import Meter
+from offbeat.tracking.fanout import Fanout
+from offbeat.trainer.callbacks import Callbacks, Step
+from offbeat.trainer.scheduling import Scheduling
+from offbeat.trainer.stage import Stage
+from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
+from offbeat.worker.account import Account
+
+__all__ = ["TrainPlan", "run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainPlan:
+    """What one call of `train` is to do.
+
+    Attributes:
+        source: Where batches come from.
+        epochs: How many passes.
+        first_epoch: The number of the first, counted over the trainer's life.
+        max_steps: Steps after which to stop; None for no limit.
+        meters: What to measure.
+        log_frequency: Steps between log lines.
+        trackers: Who is handed the log lines' numbers.
+        scheduling: Of the learning rate.
+        callbacks: Who is told.
+    """
+
+    source: Epochs | Given
+    epochs: int
+    first_epoch: int
+    max_steps: int | None
+    meters: list[Meter]
+    log_frequency: int
+    trackers: Fanout
+    scheduling: Scheduling
+    callbacks: Callbacks
+
+    def num_batches(self) -> int | None:
+        """Count the batches that there will be at most, if anyone knows."""
+        with suppress(TypeError):  # a loader over an iterable dataset
+            return len(self.source) * self.epochs
+        return None
+
+
+def run(plan: TrainPlan, *, workshop: Workshop, stage: Stage, history: History, progress: Progress) -> None:
+    """Train by the plan and write down in `history` what happened; of an exception, `stop_noted` does.
+
+    Raises:
+        RejectedError: After 100 rejections by a server in a row, with their reasons.
+        ConfigError: If a batch or a loss is not what can be trained on.
+    """
+    loop = _Loop(plan, workshop, stage, history, progress)
+    try:
+        with progress:
+            loop.run()
+    except BaseException:
+        if stage.strategy is not None:
+            stage.strategy.abandon()
+        raise
+    finally:
+        loop.lines.note_time()
+
+
+class _Loop:
+    """The state of one run of the loop."""
+
+    def __init__(
+        self, plan: TrainPlan, workshop: Workshop, stage: Stage, history: History, progress: Progress
+    ) -> None:
+        self._plan = plan
+        self._workshop = workshop
+        self._stage = stage
+        self._history = history
+        self._progress = progress
+        self._account = Account(history, owner="trainer")
+        self._steps_before = workshop.tally.steps
+        self._skipped_before = workshop.tally.skipped
+        self.lines = LogLines(
+            history,
+            meters=plan.meters,
+            log_frequency=plan.log_frequency,
+            epochs=plan.epochs,
+            progress=progress,
+            track=plan.trackers.log,
+            first_step=self._steps_before,
+        )
+
+    def run(self) -> None:
+        wake(self._workshop.model)
+        self._train()
+        strategy = self._stage.strategy
+        if strategy is not None:
+            strategy.settle()
+            self._note()
+            if self.lines.is_one_missing:
+                self._log(strategy)
+        if self._account.is_out_of_budget:
+            self._history.stopped = "budget"
+        self._plan.callbacks.tell("on_train_end", self._history)
+
+    def _train(self) -> None:
+        plan, history = self._plan, self._history
+        for epoch in range(plan.first_epoch, plan.first_epoch + plan.epochs):
+            strategy = self._stage.at(epoch)
+            for batch in plan.source.epoch(epoch):
+                strategy = self._stage.at(epoch)  # a callback may have chosen another
+                self._batch(strategy, batch, epoch)
+                if self._account.is_out_of_budget:
+                    return
+                if plan.max_steps is not None and history.steps >= plan.max_steps:
+                    history.stopped = "max_steps"
+                    return
+            strategy.end_epoch()
+            self._note()
+            history.epochs += 1
+            plan.scheduling.end_epoch()
+            plan.callbacks.tell("on_epoch_end", epoch)
+            if self._account.is_out_of_budget:
+                return
+        history.stopped = "epochs"
+
+    def _batch(self, strategy: Strategy, given: object, epoch: int) -> None:
+        plan, workshop, history = self._plan, self._workshop, self._history
+        inputs, targets = split(given)
+        samples = count(inputs, targets)
+        batch = Batch(moved(inputs, workshop.device), moved(targets, workshop.device), samples)
+        workshop.numerics.norm = None
+        made = strategy.batch(batch)
+        self._measure(batch, made)
+        history.samples += samples
+        self._progress.advance()
+        self._note()
+        if plan.callbacks.has("on_step"):
+            norm = workshop.numerics.norm
+            step = Step(history.steps, epoch, samples, made.loss, norm, made.is_skipped)
+            plan.callbacks.tell("on_step", step)
+        if self.lines.is_due:
+            self._log(strategy)
+
+    def _measure(self, batch: Batch, made: Made) -> None:
+        loss = made.loss if self._workshop.reduction == "mean" else made.loss / batch.samples
+        meter = self._plan.scheduling.meter
+        for one in (*self._plan.meters, *(() if meter is None else (meter,))):
+            one.update(made.outputs, batch.targets, loss, batch.samples)
+
+    def _note(self) -> None:
+        tally = self._workshop.tally
+        self._history.steps = tally.steps - self._steps_before
+        self._history.skipped = tally.skipped - self._skipped_before
+        self._account.note(tally.take_receipts())
+
+    def _log(self, strategy: Strategy) -> None:
+        fates = self._account.fates
+        staleness, told = fates.mean_staleness, fates.read()
+        record = self.lines.write(
+            version=strategy.version,
+            where=f"{strategy.version_is} {strategy.version}" if strategy.version_is else "",
+            staleness=staleness,
+            fates=told,
+            aside=f", with those of rejected pushes; {told}" if told else "",
+        )
+        self._plan.callbacks.tell("on_log", record)

@@ -1,0 +1,71 @@
+"""The numbers of a step: its precision, the scale of its loss, and where gradients are clipped."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from offbeat.trainer.settings import Amp
+
+__all__ = ["Numerics"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Numerics:
+    """Precision, loss scale and clipping of a model's steps.
+
+    Attributes:
+        scaler: Of the losses, with "fp16"; torch's own.
+        norm: Of the gradient before it was clipped last; None is for whoever wants to know of the next.
+    """
+
+    def __init__(self, amp: Amp, device: torch.device, max_grad_norm: float | None) -> None:
+        self.scaler = torch.amp.GradScaler(device.type) if amp == "fp16" else None
+        self.norm: torch.Tensor | None = None
+        self._dtype = DTYPES.get(amp)
+        self._device = device
+        self._max_grad_norm = max_grad_norm
+
+    def forward(self) -> AbstractContextManager[object]:
+        """Compute a forward pass and its loss in here."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients, of the scaled loss where it is scaled."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def is_usable(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale an optimizer's gradients, and tell whether they are finite; they need not be unless scaled.
+
+        What `GradScaler.step` decides by; asked here, since there is more to a step than the optimizer's.
+        """
+        if self.scaler is None:
+            return True
+        self.scaler.unscale_(optimizer)
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in _parameters(optimizer):
+            if (gradient := parameter.grad) is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                found.setdefault(values.device, []).append(values.isfinite().all())
+        is_finite = all(bool(torch.stack(of_one).all()) for of_one in found.values())  # each waited for once
+        self.scaler.update()
+        return is_finite
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip the gradients' total norm, if that was asked for."""
+        if self._max_grad_norm is not None:
+            self.norm = nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+
+    def clip_in_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Clip as a hook of an optimizer that steps when its owner says."""
+        del args, kwargs
+        self.clip(_parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

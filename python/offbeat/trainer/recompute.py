@@ -1,0 +1,103 @@
+"""Gradient checkpointing: what a forward pass computed is thrown away, and computed again for the backward.
+
+By `torch.utils.checkpoint`, which also gives the second pass the random state of the first.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from offbeat.errors import ConfigError
+from offbeat.naming import unknown
+
+__all__ = ["parts_of", "recomputed"]
+
+
+def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]:  # noqa: FBT001  as users give it
+    """Choose the parts of a model that are computed twice.
+
+    Args:
+        model: The whole.
+        given: Their names, as `named_modules` has them; True: all parts of each `nn.Sequential` that have
+            parameters, the model itself or right below it; False: none.
+
+    Raises:
+        ConfigError: If there is no such part, one is within another, or one keeps batch statistics, which a
+            second pass would count twice.
+    """
+    if given is False:
+        return []
+    named = dict(model.named_modules())
+    names = _of_sequentials(model) if given is True else _names(given, named)
+    faults = []
+    for name in names:
+        if outer := next((other for other in names if name.startswith(f"{other}.")), None):
+            faults.append(
+                f"{name!r} is within {outer!r}, and would be computed three times: name one of the two"
+            )
+        for inner, module in named[name].named_modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                place = f"{name}.{inner}" if inner else name
+                faults.append(
+                    f"{place!r} is a {type(module).__name__}, whose running statistics a second pass would "
+                    f"count twice: name parts without one"
+                )
+    if faults:
+        raise ConfigError("gradient_checkpointing: " + "; ".join(faults))
+    return [named[name] for name in names]
+
+
+@contextmanager
+def recomputed(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Let parts of a model be computed twice in here; afterwards they are as they were."""
+    own = [(part, part.__dict__.get("forward")) for part in parts]
+    for part in parts:
+        part.forward = _twice(part.forward)
+    try:
+        yield
+    finally:
+        for part, forward in own:
+            if forward is None:
+                del part.__dict__["forward"]
+            else:
+                part.__dict__["forward"] = forward
+
+
+def _twice(forward: Any) -> Any:  # noqa: ANN401  any function
+    def recompute(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as those of any module
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recompute
+
+
+def _of_sequentials(model: nn.Module) -> list[str]:
+    outer = [("", model), *model.named_children()] if not isinstance(model, nn.Sequential) else [("", model)]
+    found = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in outer
+        if isinstance(part, nn.Sequential)
+        for name, child in part.named_children()
+        if any(True for _ in child.parameters())
+    ]
+    if not found:
+        raise ConfigError(
+            f"gradient_checkpointing is True, and the {type(model).__name__} is and holds no nn.Sequential: "
+            f"give the names of its parts that are to be computed twice"
+        )
+    return found
+
+
+def _names(given: object, named: dict[str, nn.Module]) -> list[str]:
+    names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"gradient_checkpointing is {given!r}: give True, False, or names of the model's parts"
+        )
+    known = [name for name in named if name]
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError("gradient_checkpointing: " + "; ".join(unknown("part", n, known) for n in wrong))
+    return list(dict.fromkeys(names))

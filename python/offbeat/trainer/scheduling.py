@@ -1,0 +1,141 @@
+"""A learning rate that a scheduler of torch's moves: after each step of the optimizer, or each epoch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from offbeat.checks import Faults, objects
+from offbeat.errors import ConfigError
+from offbeat.metrics import Meter, Metric, meters
+from offbeat.naming import unknown
+
+__all__ = ["Given", "Interval", "Scheduling", "faults_of_scheduler", "scheduling_of"]
+
+Given: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
+"""A scheduler, or what makes one of the optimizer."""
+
+Interval: TypeAlias = Literal["epoch", "step"]
+
+INTERVALS = ("epoch", "step")
+
+
+class Scheduling:
+    """Moves the learning rate of one `train`.
+
+    Attributes:
+        meter: Measures over an epoch what the scheduler goes by; None where it goes by nothing.
+    """
+
+    def __init__(self, scheduler: LRScheduler | None, interval: Interval, meter: Meter | None) -> None:
+        self.scheduler = scheduler
+        self.meter = meter
+        self._interval = interval
+
+    @contextmanager
+    def steps(self, live: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Follow each step of an optimizer, whoever makes it."""
+        if self.scheduler is None or live is None or self._interval != "step":
+            yield
+            return
+        scheduler = self.scheduler
+        hook = live.register_step_post_hook(lambda *_: scheduler.step())
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def end_epoch(self) -> None:
+        """Follow an epoch."""
+        value = None if self.meter is None else self.meter.read()
+        if self.scheduler is None or self._interval != "epoch":
+            return
+        self.scheduler.step(*(() if value is None else (value,)))
+
+
+def faults_of_scheduler(given: object, interval: object, metric: object) -> list[str]:
+    """Tell what is wrong with these, before there is an optimizer."""
+    faults = Faults()
+    if interval not in INTERVALS:
+        faults.append(unknown("scheduler_interval", interval, INTERVALS))
+    if isinstance(given, type) and issubclass(given, LRScheduler):
+        faults.append(
+            f"scheduler is the class {given.__name__}: give a scheduler of your optimizer, or "
+            f"functools.partial({given.__name__}, ...), which is made of it"
+        )
+    elif given is not None and not isinstance(given, LRScheduler) and not callable(given):
+        faults.append(
+            f"scheduler is {given!r}: give one of torch.optim.lr_scheduler, or a function that makes one of "
+            f"the optimizer"
+        )
+    if metric is not None:
+        faults += objects(scheduler_metric=metric)
+        faults.catch(lambda: _one_meter(metric))
+    return faults
+
+
+def scheduling_of(
+    given: Any,  # noqa: ANN401  looked at already
+    interval: Interval,
+    metric: Metric | None,
+    live: torch.optim.Optimizer | None,
+    before: tuple[object, LRScheduler] | None,
+) -> Scheduling:
+    """Make a scheduler of what was given, and see that it is of the optimizer.
+
+    Args:
+        given: A scheduler, what makes one, or None.
+        interval: When it steps.
+        metric: What it goes by.
+        live: The optimizer; None where that is on a server.
+        before: What was given to the `train` before, and the scheduler that came of it: the same goes on.
+
+    Raises:
+        ConfigError: If they do not fit one another.
+    """
+    if given is None:
+        if metric is not None:
+            raise ConfigError(
+                "scheduler_metric is given, and no scheduler, which would go by it: leave it out"
+            )
+        return Scheduling(None, interval, None)
+    if live is None:
+        raise ConfigError(
+            "the optimizer runs on the server, and so does its learning rate: give ParameterServer "
+            "lr_schedule= in place of scheduler=, or a live optimizer here"
+        )
+    if isinstance(given, LRScheduler):
+        scheduler = given
+    else:
+        scheduler = before[1] if before is not None and before[0] is given else given(live)
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigError(f"scheduler gave {scheduler!r}: it makes one of torch.optim.lr_scheduler")
+    if scheduler.optimizer is not live:
+        raise ConfigError(
+            f"the {type(scheduler).__name__} is of another optimizer than the {type(live).__name__} that "
+            f"trains this model: give a function that makes one, such as "
+            f"functools.partial({type(scheduler).__name__}, ...)"
+        )
+    _check_metric(scheduler, interval, metric)
+    return Scheduling(scheduler, interval, None if metric is None else _one_meter(metric))
+
+
+def _check_metric(scheduler: LRScheduler, interval: Interval, metric: Metric | None) -> None:
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        if metric is not None:
+            raise ConfigError(f"scheduler_metric is given, and {name} goes by no metric: leave it out")
+        return
+    if interval == "step":
+        raise ConfigError(f'scheduler_interval is "step", and {name} goes by an epoch\'s mean: take "epoch"')
+    if metric is None:
+        raise ConfigError(f'{name} goes by a metric: give scheduler_metric="loss", say')
+
+
+def _one_meter(metric: Any) -> Meter:  # noqa: ANN401  whatever came
+    found = meters(metric)
+    if len(found) != 1:
+        raise ConfigError(f"scheduler_metric is {len(found)} metrics: give one")
+    return found[0]

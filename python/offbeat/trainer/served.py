@@ -1,0 +1,141 @@
+"""Training against a parameter server."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.trainer.settings import Sync
+from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
+from offbeat.worker import AsyncWorker
+
+__all__ = ["Served", "Server"]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the server is, as a user says it.
+
+    Attributes:
+        address: "HOST:PORT"; None: OFFBEAT_SERVER.
+        token: None: OFFBEAT_TOKEN.
+        worker_id: The name there; None: the server gives one.
+    """
+
+    address: str | None
+    token: str | None
+    worker_id: str | None
+
+
+class Served(Strategy):
+    """A worker, which pushes every so many batches.
+
+    How many is chosen when a worker is made. So where it changes the worker says goodbye and one of the same
+    name takes its place, with the same model and the same live optimizer.
+    """
+
+    version_is = "version"
+
+    def __init__(self, workshop: Workshop, sync: Sync, server: Server) -> None:
+        super().__init__(workshop, sync)
+        self._server = server
+        self._worker_id = server.worker_id
+        self._gathered = 0
+        self._given: object = None
+        self.worker: AsyncWorker | None = None  # from `begin` on
+
+    @property
+    def version(self) -> int:
+        """The server's, as last heard."""
+        return 0 if self.worker is None else self.worker.version
+
+    @property
+    def _is_live(self) -> bool:
+        return isinstance(self._given, torch.optim.Optimizer)
+
+    def begin(self) -> None:
+        """Join, with the optimizer there is; anew where that is another than before."""
+        given = self.workshop.given
+        if self.worker is None:
+            self._join()
+        elif given is not None and given is not self._given and given != self._given:
+            self.leave()
+            self._join()
+
+    def batch(self, batch: Batch) -> Made:
+        """Hand a batch's gradients to the worker, which pushes if it is time to."""
+        workshop, worker = self.workshop, self._joined
+        optimizer = worker.optimizer
+        optimizer.zero_grad()
+        outputs, loss = workshop.compute(batch)
+        if not workshop.numerics.is_usable(optimizer):
+            optimizer.zero_grad()
+            workshop.tally.skipped += 1
+            return Made(outputs, loss, is_skipped=True)
+        if not self._is_live:  # whose own step clips
+            workshop.numerics.clip([p for p in workshop.model.parameters() if p.grad is not None])
+        receipt = worker.step(batch.samples)
+        if receipt is not None:
+            workshop.tally.receipts.append(receipt)
+        self._gathered = 0 if receipt is not None else self._gathered + 1
+        workshop.tally.steps += 1 if self._is_live else int(receipt is not None)
+        return Made(outputs, loss)
+
+    def end_epoch(self) -> None:
+        """Push what is gathered."""
+        if self._gathered and not self._is_live:
+            self.workshop.tally.steps += 1
+        self._gathered = 0
+        self.workshop.tally.receipts += self._joined.flush()
+
+    def settle(self) -> None:
+        """Push what is gathered."""
+        self.end_epoch()
+
+    def follow(self, sync: Sync) -> None:
+        """Take this worker's place with one that pushes as often as that."""
+        if sync.every == self.sync.every:
+            super().follow(sync)
+            return
+        is_joined = self.worker is not None
+        self.leave()
+        super().follow(sync)
+        if is_joined:
+            self._join()
+
+    def leave(self) -> None:
+        """Settle, and say goodbye."""
+        if self.worker is not None:
+            self.settle()
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye."""
+        if self.worker is not None:
+            self._worker_id = self.worker.id
+            self.worker.close()
+            self.worker = None
+
+    def abandon(self) -> None:
+        """Let go of a batch's gradients."""
+        self.workshop.model.zero_grad()
+
+    @property
+    def _joined(self) -> AsyncWorker:
+        assert self.worker is not None  # noqa: S101  `begin` has joined
+        return self.worker
+
+    def _join(self) -> None:
+        workshop, server = self.workshop, self._server
+        given: Any = workshop.given if workshop.given is not None else self._given
+        self.worker = AsyncWorker(
+            server.address,
+            workshop.model,
+            update_frequency=self.sync.every,
+            device=workshop.device,
+            optimizer=given,
+            loss_reduction=workshop.reduction,
+            token=server.token,
+            worker_id=self._worker_id,
+        )
+        self._given = given

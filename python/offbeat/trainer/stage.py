@@ -1,0 +1,73 @@
+"""Which strategy is at work: one at a time, each made when its turn comes."""
+
+import logging
+from collections.abc import Mapping
+
+from offbeat.averaging.methods import Method
+from offbeat.errors import StateError
+from offbeat.trainer.accumulated import Accumulated
+from offbeat.trainer.served import Served, Server
+from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
+from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
+
+__all__ = ["Stage"]
+
+_log = logging.getLogger("offbeat")
+
+
+class Stage:
+    """Makes strategies, and lets each end together with the others before the next begins.
+
+    Attributes:
+        schedule: Strategies by the epochs that they begin with.
+        strategy: At work; None before the first batch.
+    """
+
+    def __init__(
+        self, workshop: Workshop, schedule: Mapping[int, Kind], syncs: Syncs, server: Server
+    ) -> None:
+        self.schedule = schedule
+        self.strategy: Strategy | None = None
+        self._workshop = workshop
+        self._syncs = syncs
+        self._server = server
+        self._kind: Kind | None = None
+
+    def at(self, epoch: int) -> Strategy:
+        """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
+        kind, sync = kind_at(self.schedule, epoch), self._syncs.at(epoch)
+        strategy = self.strategy
+        if strategy is None or kind != self._kind:
+            if strategy is not None:
+                strategy.leave()
+                _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
+            self.strategy = None  # while there is none yet
+            strategy = self.strategy = self._made(kind, sync)
+            self._kind = kind
+            strategy.begin()
+        elif sync != strategy.sync:
+            if strategy.meets_others:
+                _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
+            strategy.follow(sync)
+        return strategy
+
+    def close(self) -> None:
+        """End whatever is at work; nobody is waited for."""
+        strategy, self.strategy, self._kind = self.strategy, None, None
+        if strategy is not None:
+            strategy.close()
+
+    def _made(self, kind: Kind, sync: Sync) -> Strategy:
+        if kind != "parameter_server" and self._workshop.live is None:
+            raise StateError(
+                f"the optimizer of this train runs on the server, and strategy {shown_kind(kind)} needs one "
+                f"here: end it (max_steps=, say), and call train again"
+            )
+        if isinstance(kind, Method):
+            return Averaged(self._workshop, sync, kind)
+        if kind == "accumulate":
+            return Accumulated(self._workshop, sync)
+        if kind == "parameter_server":
+            return Served(self._workshop, sync, self._server)
+        _log.info('strategy "local" trains alone: the frequencies of meeting others have no effect')
+        return Local(self._workshop, sync)

@@ -1,0 +1,209 @@
+"""The ways to train: what each makes of a batch, and when it meets the others."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import distributed, nn
+
+from offbeat.averaging import AsyncModelAverager
+from offbeat.averaging.methods import Method
+from offbeat.local.loss import LossFunction, LossReduction, check_loss
+from offbeat.receipt import Receipt
+from offbeat.trainer.numerics import Numerics
+from offbeat.trainer.settings import Sync
+
+__all__ = ["Averaged", "Batch", "Local", "Made", "ProcessGroup", "Strategy", "Tally", "Workshop"]
+
+ProcessGroup = distributed.ProcessGroup | Literal[False] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is trained on at a time, on the device."""
+
+    inputs: Any
+    targets: Any
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What came of a batch.
+
+    Attributes:
+        outputs: The model's.
+        loss: As the loss function gave it; detached.
+        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
+    """
+
+    outputs: Any
+    loss: torch.Tensor
+    is_skipped: bool = False
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been done over a trainer's life, by whichever strategy.
+
+    Attributes:
+        steps: Of the optimizer, on whichever side: updates, and pushes to one on a server.
+        skipped: Batches of which nothing was made.
+        receipts: Of pushes; for whoever takes them.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    receipts: list[Receipt] = field(default_factory=list)
+
+    def take_receipts(self) -> list[Receipt]:
+        """Give them out, once."""
+        taken, self.receipts = self.receipts, []
+        return taken
+
+
+@dataclass(slots=True)
+class Workshop:
+    """What every strategy works with.
+
+    Attributes:
+        model: Trained in place.
+        device: Where it is.
+        numerics: Of its steps.
+        tally: Of what is done.
+        reduction: Of the losses.
+        process_group: The members, as a user gives them.
+        live: The optimizer here; None where there is none.
+        given: The optimizer as the user gave it.
+        loss_fn: From (outputs, targets) to a scalar.
+    """
+
+    model: nn.Module
+    device: torch.device
+    numerics: Numerics
+    tally: Tally
+    reduction: LossReduction
+    process_group: ProcessGroup
+    live: torch.optim.Optimizer | None = None
+    given: object = None
+    loss_fn: LossFunction | None = None
+
+    def compute(self, batch: Batch) -> tuple[Any, torch.Tensor]:
+        """Run a batch forwards and backwards; gives the outputs and the loss."""
+        assert self.loss_fn is not None  # noqa: S101  `train` has one
+        with self.numerics.forward():
+            outputs = self.model(batch.inputs)
+            loss = self.loss_fn(outputs, batch.targets)
+        check_loss(loss, owner="AsyncTrainer")
+        self.numerics.backward(loss)
+        return outputs, loss.detach()
+
+
+class Strategy(ABC):
+    """One way to train.
+
+    Attributes:
+        version_is: What `version` counts, as a log line says it; empty for nothing.
+        meets_others: There is anybody to meet.
+    """
+
+    version_is = ""
+    meets_others = True
+
+    def __init__(self, workshop: Workshop, sync: Sync) -> None:
+        self.workshop = workshop
+        self.sync = sync
+
+    @property
+    def version(self) -> int:
+        """How often the model was brought together with the others'."""
+        return 0
+
+    @abstractmethod
+    def batch(self, batch: Batch) -> Made:
+        """Train on a batch, and meet the others if it is time to."""
+
+    def begin(self) -> None:  # noqa: B027  most have nothing to do
+        """Begin a `train`; the workshop has its optimizer and its loss."""
+
+    def end_epoch(self) -> None:  # noqa: B027
+        """Do what belongs at the end of a pass."""
+
+    def settle(self) -> None:  # noqa: B027
+        """End together with the others: what is under way, or gathered, is done; all have the same model."""
+
+    def follow(self, sync: Sync) -> None:
+        """Meet as often as this says from here on."""
+        self.sync = sync
+
+    def leave(self) -> None:
+        """Settle, and let go of everything: another strategy is next."""
+        self.settle()
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of everything; nobody is waited for."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Forget what a batch that broke off has left."""
+
+
+class Local(Strategy):
+    """A plain loop, alone."""
+
+    meets_others = False
+
+    def batch(self, batch: Batch) -> Made:
+        """Make a step of the optimizer."""
+        workshop = self.workshop
+        live, tally = workshop.live, workshop.tally
+        assert live is not None  # noqa: S101  `begin` is after an optimizer was given
+        live.zero_grad()
+        outputs, loss = workshop.compute(batch)
+        if not workshop.numerics.is_usable(live):
+            tally.skipped += 1
+            return Made(outputs, loss, is_skipped=True)
+        live.step()
+        tally.steps += 1
+        return Made(outputs, loss)
+
+
+class Averaged(Local):
+    """Members that train apart, and average their models."""
+
+    version_is = "round"
+    meets_others = True
+
+    def __init__(self, workshop: Workshop, sync: Sync, method: Method) -> None:
+        super().__init__(workshop, sync)
+        self.averager = AsyncModelAverager(
+            workshop.model,
+            averaging_frequency=sync.every,
+            method=method,
+            overlap=sync.overlap,
+            process_group=workshop.process_group,
+            device=workshop.device,
+        )
+
+    @property
+    def version(self) -> int:
+        """Rounds of averaging."""
+        return self.averager.averaging_round
+
+    def batch(self, batch: Batch) -> Made:
+        """Make a step; average if it is time to. A step that is skipped is none for the averager either."""
+        made = super().batch(batch)
+        if not made.is_skipped:
+            self.averager.step(batch.samples, optimizer=self.workshop.live)
+        return made
+
+    def settle(self) -> None:
+        """Average what is left."""
+        self.averager.flush()
+
+    def follow(self, sync: Sync) -> None:
+        """Meet the others, so that all change before the same round, and agree there."""
+        super().follow(sync)
+        self.averager.flush()
+        self.averager.averaging_frequency, self.averager.overlap = sync.every, sync.overlap
+        self.averager.flush()

@@ -1,0 +1,464 @@
+"""`AsyncTrainer`."""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from offbeat import process
+from offbeat.averaging.methods import Method
+from offbeat.checks import Faults, of_seed, of_worker_id, refuse, strings
+from offbeat.errors import ConfigError
+from offbeat.history import History
+from offbeat.launchers import find
+from offbeat.local import LocalOptimizer
+from offbeat.local.arguments import faults_of_train
+from offbeat.local.batches import batches_of, loaded
+from offbeat.local.device import usable_device
+from offbeat.local.evaluate import measure
+from offbeat.local.log import stop_noted
+from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.local.parameters import of_model
+from offbeat.local.progress import progress_for
+from offbeat.metrics import Metric, is_collection, meters
+from offbeat.naming import known_keywords
+from offbeat.tracking.base import Tracker, trackers_of
+from offbeat.tracking.fanout import Fanout
+from offbeat.trainer import settings
+from offbeat.trainer.callbacks import Callbacks, callbacks_of
+from offbeat.trainer.loop import TrainPlan, run
+from offbeat.trainer.numerics import Numerics
+from offbeat.trainer.predict import predict
+from offbeat.trainer.recompute import parts_of, recomputed
+from offbeat.trainer.scheduling import Given as GivenScheduler
+from offbeat.trainer.scheduling import Interval, faults_of_scheduler, scheduling_of
+from offbeat.trainer.served import Server
+from offbeat.trainer.settings import Amp, Kind, Sync, Syncs
+from offbeat.trainer.stage import Stage
+from offbeat.trainer.strategies import ProcessGroup, Tally, Workshop
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["AsyncTrainer"]
+
+
+class AsyncTrainer:
+    """Trains a model with one call, alone or with others, in whichever way `strategy` says.
+
+    With ``"local"`` it is a plain torch loop, bit for bit. With a method of averaging it is that loop, and an
+    `AsyncModelAverager` that is told of each step; with ``"accumulate"`` an `AsyncGradientAccumulator`, whose
+    updates are of as many batches as the frequency says; with ``"parameter_server"`` an `AsyncWorker`, which
+    pushes every so many batches.
+
+    Where a strategy ends, it ends together with the others: they average what is left, or make the updates
+    that are due, or push what is gathered. The next one goes on from there. What stays is the model, the live
+    optimizer with its state, the scheduler, the loss scale and the count of steps; what a method keeps from
+    round to round (a reference, a velocity) begins anew. So does an optimizer on a server, which is not the
+    one here, and where members change to ``"accumulate"``, whose updates are the same in all of them, the
+    state of the one here. All members have to change after the same batch of theirs.
+
+    Args:
+        model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
+            `device` and trained in place.
+        warm_up_epochs: Epochs, counted over the trainer's life, in which members meet every
+            `warm_up_sync_frequency` batches and wait for one another. At their end they meet once more.
+        warm_up_sync_frequency: Batches from meeting to meeting in these epochs.
+        regular_sync_frequency: In all others. With ``"accumulate"`` a meeting is an update; with
+            ``"parameter_server"`` a push.
+        strategy: ``"local"``, ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"``, ``"bmuf"``, an object
+            of `offbeat.averaging`, ``"accumulate"`` or ``"parameter_server"``; or a dict of these by the
+            epoch that each begins with, counted from 0 over the trainer's life. May be set later.
+        local_batch_size: Batch size of `train(dataset=...)`.
+        device: Where to train.
+        callbacks: Objects with any of ``on_step(trainer, step)``, ``on_log(trainer, record)``,
+            ``on_epoch_end(trainer, epoch)`` and ``on_train_end(trainer, history)``. Their errors are raised.
+        max_grad_norm: Gradients are clipped to this total norm before each step of the optimizer; with one on
+            a server, before each batch's are gathered. None: not at all.
+        amp: ``"none"``; ``"bf16"``: autocast; ``"fp16"``: autocast, and a `torch.amp.GradScaler`: a batch
+            whose scaled gradients are not finite makes no step, is told to nobody, and is counted in
+            `skipped_steps`. Evaluation is in full precision.
+        compile: Let `torch.compile` have the model, in place; or with the backend of that name.
+        gradient_checkpointing: Names of the model's parts whose results are computed again for the backward
+            pass, to save memory; True: all parts with parameters of each `nn.Sequential` that the model is,
+            or has right below it.
+        loss_reduction: Whether losses are means over their batch, or sums.
+        overlap: As `AsyncModelAverager`'s and `AsyncGradientAccumulator`'s, after the warm-up.
+        process_group: The members, as theirs.
+        server_address: "HOST:PORT" of the parameter server; OFFBEAT_SERVER if not given.
+        token: Its token; OFFBEAT_TOKEN if not given.
+        worker_id: This worker's name there; None: the server gives one.
+        trackers: Get the log lines of every `train`.
+        seed: Of the order in which `train(dataset=...)` goes through the data. None: each member has an order
+            of its own, the same in every run.
+
+    Raises:
+        ConfigError: Naming all settings that cannot be used.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> trainer = offbeat.AsyncTrainer(model, warm_up_epochs=1)
+        >>> data = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))] * 10
+        >>> history = trainer.train(
+        ...     dataloader=data,
+        ...     epochs=2,
+        ...     optimizer=offbeat.optim.SGD(lr=0.1),
+        ...     loss_fn=nn.CrossEntropyLoss(),
+        ... )
+        >>> history.steps, history.stopped
+        (20, 'epochs')
+    """
+
+    @known_keywords
+    def __init__(
+        self,
+        model: nn.Module,
+        warm_up_epochs: int = 0,
+        warm_up_sync_frequency: int = 10,
+        regular_sync_frequency: int = 100,
+        *,
+        strategy: str | Method | Mapping[int, str | Method] = "local",
+        local_batch_size: int = 32,
+        device: str | torch.device = "cpu",
+        callbacks: object = (),
+        max_grad_norm: float | None = None,
+        amp: Amp = "none",
+        compile: bool | str = False,  # noqa: A002  the name that users know it by
+        gradient_checkpointing: bool | Iterable[str] = False,
+        loss_reduction: LossReduction = "mean",
+        overlap: bool | int = True,
+        process_group: ProcessGroup = None,
+        server_address: str | None = None,
+        token: str | None = None,
+        worker_id: str | None = None,
+        trackers: Tracker | Iterable[Tracker] = (),
+        seed: int | None = None,
+    ) -> None:
+        faults = Faults(of_model(model))
+        schedule = faults.catch(lambda: settings.schedule_of(strategy))
+        counts = {
+            "warm_up_sync_frequency": warm_up_sync_frequency,
+            "regular_sync_frequency": regular_sync_frequency,
+            "local_batch_size": local_batch_size,
+        }
+        faults += settings.faults_of(
+            warm_up_epochs=warm_up_epochs,
+            counts=counts,
+            max_grad_norm=max_grad_norm,
+            amp=amp,
+            compiles=compile,
+            overlap=overlap,
+            loss_reduction=loss_reduction,
+        )
+        faults += [*of_seed(seed), *strings(server_address=server_address, token=token)]
+        faults += of_worker_id(worker_id)
+        faults += settings.faults_of_kinds(
+            [*(schedule or {}).values()], amp=amp, server=server_address, process_group=process_group
+        )
+        where = faults.catch(lambda: usable_device(device))
+        told = faults.catch(lambda: callbacks_of(callbacks)) or []
+        tracking = faults.catch(lambda: trackers_of(trackers)) or []
+        twice: list[nn.Module] = []
+        if isinstance(model, nn.Module):
+            twice = faults.catch(lambda: parts_of(model, gradient_checkpointing)) or []
+        if compile is not False and gradient_checkpointing is not False:
+            faults.append("compile and gradient_checkpointing do not go together here: take one of the two")
+        refuse(faults)
+        assert where is not None  # noqa: S101  else there is a fault
+        assert schedule is not None  # noqa: S101
+        if compile is not False:
+            _compile(model, compile)
+        self.model = model.to(where)
+        self.device = where
+        self.local_batch_size = local_batch_size
+        self._amp = amp
+        self._server_address = server_address
+        self._seed = seed
+        self._twice = twice
+        self._callbacks = Callbacks(self, told)
+        self._trackers = tracking
+        self._optimizer = LocalOptimizer(model)
+        self._workshop = Workshop(
+            model, where, Numerics(amp, where, max_grad_norm), Tally(), loss_reduction, process_group
+        )
+        syncs = Syncs(
+            warm_up_epochs, Sync(warm_up_sync_frequency, overlap=False), Sync(regular_sync_frequency, overlap)
+        )
+        self._stage = Stage(self._workshop, schedule, syncs, Server(server_address, token, worker_id))
+        self._epochs_begun = 0
+        self._history = History()
+        self._scheduled: tuple[object, LRScheduler] | None = None
+        self._has_warned = False
+
+    # ------------------------------------------------------------------ training
+
+    @known_keywords
+    def train(
+        self,
+        *,
+        dataset: Dataset[Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        epochs: int = 1,
+        optimizer: object = None,
+        loss_fn: LossFunction,
+        metrics: Metric | Iterable[Metric] = ("loss",),
+        log_frequency: int = 100,
+        scheduler: GivenScheduler = None,
+        scheduler_interval: Interval = "epoch",
+        scheduler_metric: Metric | None = None,
+        max_steps: int | None = None,
+        progress: bool | None = None,
+        trackers: Tracker | Iterable[Tracker] = (),
+    ) -> History:
+        """Train; members end together, with the same model. Also called `fit`.
+
+        Args:
+            dataset: Gives samples (inputs, targets); loaded in batches of `local_batch_size`, in an order
+                that is this member's own.
+            dataloader: Gives batches (inputs, targets) and is used as it is, once per epoch. One of the two.
+            epochs: Passes over this member's data.
+            optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer, or with
+                ``"parameter_server"`` runs on the server; a class; or a live one of the model's parameters.
+                The same at each call, or its equal; may be left out after the first.
+            loss_fn: From (outputs, targets) to a scalar.
+            metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or collections.
+            log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
+            scheduler: One of torch.optim.lr_scheduler, or what makes one of the optimizer:
+                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same.
+            scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
+                but for those that are skipped.
+            scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.
+            max_steps: Stop after that many steps.
+            progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
+                one line per `log_frequency` to stderr where logging is not configured.
+            trackers: As the constructor's, for this call.
+
+        Returns:
+            What happened. A record's `version` counts rounds of averaging or updates, or is the server's;
+            `skipped` the batches of which nothing was made. `history.stopped` is "epochs", "max_steps", or
+            "budget" where the run's `max_samples` were used up.
+
+        Raises:
+            ConfigError: Naming all arguments that cannot be used; or for a batch or a loss.
+            StateError: If the model has other parameters than at first, or members are set differently.
+            NonFiniteError: If a gradient is NaN or infinite with ``"accumulate"`` or ``"parameter_server"``.
+            ConnectionLostError: If a member or the server is lost.
+            RejectedError: If the server rejected 100 pushes in a row; with the reasons.
+            KeyboardInterrupt: At Ctrl-C; `history` is kept, and `train` may be called again.
+        """
+        faults = faults_of_train(
+            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+        )
+        tracking = faults.catch(lambda: trackers_of(trackers)) or []
+        measured = faults.catch(lambda: meters(metrics)) or []
+        faults += faults_of_scheduler(scheduler, scheduler_interval, scheduler_metric)
+        source = faults.catch(
+            lambda: batches_of(
+                dataset,
+                dataloader,
+                epochs=epochs if type(epochs) is int else 1,
+                batch_size=self.local_batch_size,
+                order=self._order(),
+                pin_memory=self.device.type == "cuda",
+            )
+        )
+        refuse(faults)
+        assert source is not None  # noqa: S101  else there is a fault
+        live, is_here = self._use(optimizer, epochs)
+        scheduling = scheduling_of(
+            scheduler, scheduler_interval, scheduler_metric, live if is_here else None, self._scheduled
+        )
+        if scheduling.scheduler is not None:
+            self._scheduled = scheduler, scheduling.scheduler
+        self._warn_of_reduction(loss_fn)
+        plan = TrainPlan(
+            source=source,
+            epochs=epochs,
+            first_epoch=self._epochs_begun,
+            max_steps=max_steps,
+            meters=measured,
+            log_frequency=log_frequency,
+            trackers=Fanout([*self._trackers, *tracking], "the trainer"),
+            scheduling=scheduling,
+            callbacks=self._callbacks,
+        )
+        self._workshop.loss_fn = loss_fn
+        self._history = history = History(optimizer=self._words())
+        shown = progress_for(asked=progress, total=plan.num_batches(), name="train", source="trainer")
+        with stop_noted(history), ExitStack() as stack:
+            stack.enter_context(recomputed(self._twice))
+            stack.enter_context(scheduling.steps(live))
+            if live is not None:
+                stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
+            if self._stage.strategy is not None:
+                self._stage.strategy.begin()
+            try:
+                run(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
+            finally:
+                self._epochs_begun += history.epochs + (history.stopped != "epochs")
+        return history
+
+    fit = train
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def history(self) -> History:
+        """What the last `train` did, also if it was interrupted or failed; ``history.plot()`` draws it."""
+        return self._history
+
+    @property
+    def strategy(self) -> str | Method:
+        """How the next batch is trained on.
+
+        May be set, also in mid-run, as by a callback: to what the constructor takes, by all members after the
+        same batch of theirs. What is under way is ended before the next batch, or the next `train`.
+        """
+        return settings.kind_at(self._stage.schedule, self._epochs_begun)
+
+    @strategy.setter
+    def strategy(self, given: str | Method | Mapping[int, str | Method]) -> None:
+        schedule = settings.schedule_of(given)
+        refuse(self._faults_of(list(schedule.values())))
+        self._stage.schedule = schedule
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The live optimizer; None before the first `train`, or where it runs on a server."""
+        return self._optimizer.live
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scale, with ``amp="fp16"``; torch's own, whose `state_dict` may be kept."""
+        return self._workshop.numerics.scaler
+
+    @property
+    def skipped_steps(self) -> int:
+        """Batches whose scaled gradients were not finite, in all calls of `train`."""
+        return self._workshop.tally.skipped
+
+    @overload
+    def evaluate(
+        self, loader: Iterable[Any] | Dataset[Any], metrics: list[Any] | tuple[Any, ...] | nn.ModuleDict
+    ) -> dict[str, float]: ...
+    @overload
+    def evaluate(self, loader: Iterable[Any] | Dataset[Any], metrics: Metric = "accuracy") -> float: ...
+    def evaluate(
+        self,
+        loader: Iterable[Any] | Dataset[Any],
+        metrics: Metric | list[Any] | tuple[Any, ...] = "accuracy",
+    ) -> float | dict[str, float]:
+        """Measure the model as it is, in eval mode; modes and random states stay as they are.
+
+        Nobody else is asked: with ``"parameter_server"`` it is the model last pulled.
+
+        Args:
+            loader: Gives batches (inputs, targets); or a dataset.
+            metrics: One metric, or a list of them: "accuracy" (0..1), "loss" (of the last `train`'s loss
+                function), callables of (outputs, targets), torchmetrics objects and collections.
+
+        Returns:
+            The mean over all samples; for a list or a collection, a dict by name.
+        """
+        several = isinstance(metrics, list | tuple) or is_collection(metrics)
+        measured = meters(metrics)
+        found = measure(
+            self.model,
+            loaded(loader, self.local_batch_size),
+            measured,
+            device=self.device,
+            loss_fn=self._workshop.loss_fn if any(meter.name == "loss" for meter in measured) else None,
+            reduction=self._workshop.reduction,
+        )
+        return found if several else found[measured[0].name]
+
+    def predict(self, loader: Iterable[Any] | Dataset[Any]) -> Any:  # noqa: ANN401  what the model gives
+        """Give what the model makes of all inputs, in eval mode; modes and random states stay as they are.
+
+        Args:
+            loader: Gives batches of inputs, or pairs (inputs, targets); or a dataset, taken in its order.
+
+        Returns:
+            A tensor on the CPU of all outputs one behind the other; a nest of such where the model gives a
+            nest.
+
+        Raises:
+            ConfigError: If there are no batches, or what the model gives cannot be put together.
+        """
+        return predict(self.model, loaded(loader, self.local_batch_size), device=self.device)
+
+    # ------------------------------------------------------------------ an end
+
+    def close(self) -> None:
+        """Let go of members and servers; a worker says goodbye. Model and `train` stay usable."""
+        self._stage.close()
+
+    def __enter__(self) -> Self:
+        """Use the trainer in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Say what it does."""
+        return (
+            f"<offbeat.AsyncTrainer of a {type(self.model).__name__}, strategy {self.strategy!r}, "
+            f"{self._epochs_begun} epochs, {self._workshop.tally.steps} steps>"
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    def _faults_of(self, kinds: list[Kind]) -> list[str]:
+        return settings.faults_of_kinds(
+            kinds,
+            amp=self._amp,
+            server=self._server_address,
+            process_group=self._workshop.process_group,
+        )
+
+    def _order(self) -> str:
+        if self._seed is not None:
+            return f"seed {self._seed}"
+        place = find(os.environ)
+        return f"member {place.rank} of {place.world_size}"
+
+    def _use(self, optimizer: object, epochs: int) -> tuple[torch.optim.Optimizer | None, bool]:
+        """Give the optimizer that is here, if one is needed, and whether all steps are its own."""
+        workshop = self._workshop
+        kinds = settings.kinds_in(self._stage.schedule, self._epochs_begun, epochs)
+        given = workshop.given if optimizer is None else optimizer
+        is_here = "parameter_server" not in kinds or isinstance(given, torch.optim.Optimizer)
+        is_needed = is_here or any(kind != "parameter_server" for kind in kinds)
+        workshop.live = self._optimizer.use(optimizer) if is_needed else None
+        workshop.given = given
+        return workshop.live, is_here
+
+    def _words(self) -> str:
+        live = self._workshop.live
+        shown = settings.shown_kind(settings.kind_at(self._stage.schedule, self._epochs_begun))
+        if live is None:
+            return f"the server's; strategy {shown}"
+        return f"{type(live).__name__}(lr={live.param_groups[0].get('lr')}); strategy {shown}"
+
+    def _warn_of_reduction(self, loss_fn: LossFunction) -> None:
+        warning = other_reduction(loss_fn, self._workshop.reduction, owner="AsyncTrainer")
+        if warning is not None and not self._has_warned:
+            self._has_warned = True
+            process.warn(warning)
+
+
+def _compile(model: nn.Module, given: bool | str) -> None:  # noqa: FBT001  as users give it
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        model.compile(**({} if given is True else {"backend": given}))
+    except InvalidBackend as error:
+        raise ConfigError(f"compile is {given!r}, and torch.compile has no such backend: {error}") from error

@@ -1,0 +1,153 @@
+"""Members of a process group that train with AsyncTrainer do what its parts do by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import averaging, optim
+from offbeat.errors import StateError
+from support.group import together
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+LOSS = nn.CrossEntropyLoss()
+SPEC = optim.SGD(lr=0.1, momentum=0.9)
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def data_of(rank, length):
+    random = torch.Generator().manual_seed(100 + rank)
+    sizes = [2 + (rank + number) % 4 for number in range(length)]
+    return [(torch.randn(n, 6, generator=random), torch.randint(5, (n,), generator=random)) for n in sizes]
+
+
+def arrays(trained):
+    return [value.detach().numpy().copy() for value in trained.state_dict().values()]
+
+
+class Begins:
+    """Takes down after which batch a round, or an update, had been made."""
+
+    def __init__(self):
+        self.batches, self.at = 0, []
+
+    def on_step(self, trainer, step):
+        self.batches += 1
+        averager = trainer._stage.strategy.averager
+        if averager.averaging_round > (self.at[-1][1] if self.at else 0):
+            self.at.append((self.batches, averager.averaging_round))
+
+
+def trained(rank, lengths, keywords, epochs):
+    begins = Begins()
+    ours = model(seed=rank)  # all start from the first one's
+    trainer = offbeat.AsyncTrainer(
+        ours, callbacks=[begins] if keywords.pop("counts", True) else (), **keywords
+    )
+    history = trainer.train(
+        dataloader=data_of(rank, lengths[rank]), epochs=epochs, optimizer=SPEC, loss_fn=LOSS, progress=False
+    )
+    return arrays(ours), begins.at, history.steps
+
+
+def by_hand(rank, lengths, method):
+    """Two epochs of warm-up, every 3 batches and waiting; then two of every 5."""
+    ours = model(seed=rank)
+    averager = offbeat.AsyncModelAverager(ours, averaging_frequency=3, overlap=False, method=method)
+    for epoch in range(4):
+        for inputs, targets in data_of(rank, lengths[rank]):
+            averager.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+        if epoch == 1:
+            averager.flush()
+            averager.averaging_frequency, averager.overlap = 5, 2
+            averager.flush()
+    averager.flush()
+    return arrays(ours)
+
+
+@pytest.mark.parametrize("method", ["average", "diloco"])
+def test_averaging_members_are_the_averager_by_hand_and_the_warm_up_ends_at_the_same_batch(method):
+    lengths = [8, 8]
+    keywords = {
+        "warm_up_epochs": 2,
+        "warm_up_sync_frequency": 3,
+        "regular_sync_frequency": 5,
+        "overlap": 2,
+        "strategy": method,
+    }
+    ours = together(trained, 2, lengths, keywords, 4)
+    theirs = together(by_hand, 2, lengths, method)
+    for (mine, begins, steps), hand in zip(ours, theirs, strict=True):
+        assert all(map(np.array_equal, mine, hand))
+        assert steps == 32
+        # After 16 batches, and a meeting of two rounds, every 5 batches, each there 2 batches later.
+        assert [at for at, _ in begins] == [3, 6, 9, 12, 15, 17, 23, 28]
+    assert all(map(np.array_equal, ours[0][0], ours[1][0]))
+
+
+def test_members_with_less_to_do_change_together_and_end_alike():
+    keywords = {
+        "warm_up_epochs": 1,
+        "warm_up_sync_frequency": 2,
+        "regular_sync_frequency": 4,
+        "strategy": {0: "average", 2: "local", 3: averaging.DiLoCo(), 4: "accumulate"},
+        "counts": False,
+    }
+    lengths = [7, 4]
+    (one, _, steps), (other, _, _) = together(trained, 2, lengths, keywords, 5)
+    assert steps > 28
+    # BatchNorm's own count of batches is each member's; all else is the same.
+    places = [i for i, name in enumerate(model().state_dict()) if "num_batches" not in name]
+    assert all(np.array_equal(one[i], other[i]) for i in places)
+
+
+def clip(theirs):
+    nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+
+
+def accumulated(rank):
+    ours, theirs = model(), model()
+    trainer = offbeat.AsyncTrainer(ours, 1, 2, 3, strategy="accumulate", max_grad_norm=0.5)
+    data = data_of(rank, 6)
+    history = trainer.train(dataloader=data, epochs=2, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    live = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    live.register_step_pre_hook(lambda *_: clip(theirs))
+    for length, overlap in ((2, False), (3, True)):
+        accumulator = offbeat.AsyncGradientAccumulator(theirs, length, overlap=overlap)
+        for inputs, targets in data:
+            accumulator.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+        accumulator.flush()
+    return arrays(ours), arrays(theirs), history.steps
+
+
+def test_accumulating_members_are_the_accumulator_by_hand():
+    for ours, theirs, steps in together(accumulated, 2):
+        assert all(map(np.array_equal, ours, theirs))
+        assert steps == 3 + 2
+
+
+def set_by_one(rank):
+    trainer = offbeat.AsyncTrainer(
+        model(),
+        strategy="average",
+        warm_up_epochs=1,
+        warm_up_sync_frequency=2,
+        regular_sync_frequency=3 + rank,
+    )
+    try:
+        trainer.train(dataloader=data_of(rank, 8), epochs=2, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    except StateError as error:
+        return str(error), trainer.history.stopped
+    return None
+
+
+def test_members_that_are_set_differently_are_all_told_when_the_warm_up_ends():
+    for text, stopped in together(set_by_one, 2):
+        assert "to change before the same round" in text
+        assert stopped == "failed"

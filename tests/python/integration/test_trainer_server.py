@@ -1,0 +1,150 @@
+"""AsyncTrainer against a parameter server."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import optim
+from offbeat.errors import ConfigError, StateError
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+def batch(number, scale=1.0):
+    generator = torch.Generator().manual_seed(number)
+    return scale * torch.randn(7, 6, generator=generator), torch.randint(5, (7,), generator=generator)
+
+
+DATA = [batch(number) for number in range(8)]
+
+
+def loop(trained, live, data=DATA, epochs=1, clip=None):
+    for _ in range(epochs):
+        for inputs, targets in data:
+            live.zero_grad()
+            LOSS(trained(inputs), targets).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(trained.parameters(), clip)
+            live.step()
+
+
+def same(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.fixture
+def trainer_of(serve, stack):
+    """Make a server and a trainer of its."""
+
+    def make(trained, regular=1, *, server=None, **keywords):
+        server = server or serve(model())
+        keywords = {"warm_up_epochs": 0, "strategy": "parameter_server"} | keywords
+        made = offbeat.AsyncTrainer(
+            trained, regular_sync_frequency=regular, server_address=server.address, **keywords
+        )
+        return server, stack.enter_context(made)
+
+    return make
+
+
+def fit(trainer, optimizer, **keywords):
+    keywords = {"dataloader": DATA, "loss_fn": LOSS, "progress": False} | keywords
+    return trainer.fit(optimizer=optimizer, **keywords)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("is_live", [True, False])
+def test_one_worker_that_pushes_each_batch_is_a_plain_loop(trainer_of, is_live, clip):
+    ours, theirs = model(), model()
+    _, trainer = trainer_of(ours, max_grad_norm=clip)
+    given = torch.optim.SGD(ours.parameters(), lr=0.1) if is_live else optim.SGD(lr=0.1)
+    history = fit(trainer, given)
+    loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), clip=clip)
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine, plain, rtol=1e-6, atol=1e-7)
+    assert (history.steps, history.receipts, history.records[-1].version) == (8, {"applied": 8}, 8)
+    assert history.records[-1].staleness == 0.0
+
+
+@pytest.mark.parametrize(("is_live", "steps"), [(False, 4 + 2), (True, 16)])
+def test_the_warm_up_pushes_more_often_and_a_worker_of_the_same_name_goes_on(trainer_of, is_live, steps):
+    ours = model()
+    server, trainer = trainer_of(ours, 5, warm_up_epochs=1, warm_up_sync_frequency=2, worker_id="amy")
+    given = torch.optim.SGD(ours.parameters(), lr=0.1) if is_live else optim.SGD(lr=0.1)
+    history = fit(trainer, given, epochs=2)
+    assert (history.steps, history.receipts) == (steps, {"applied": 4 + 2})
+    assert server.status()["version"] == 6
+    assert {w["id"] for w in server.status()["workers"]} == {"amy"}
+    assert same(ours, _pulled(server))
+
+
+def _pulled(server):
+    theirs = model()
+    theirs.load_state_dict(server.state_dict(), strict=True)
+    return theirs
+
+
+def test_a_batch_whose_scaled_gradients_are_not_finite_pushes_nothing_and_is_counted(trainer_of):
+    wild = [batch(number, 3000.0 if number % 4 == 1 else 1.0) for number in range(8)]
+    server, trainer = trainer_of(model(), amp="fp16")
+    history = fit(trainer, optim.SGD(lr=0.01), dataloader=wild)
+    assert trainer.skipped_steps == history.skipped >= 2
+    assert history.receipts == {"applied": 8 - history.skipped}
+    assert history.steps == server.status()["version"] == 8 - history.skipped
+
+
+def test_the_end_of_the_budget_ends_the_training(serve, trainer_of):
+    server = serve(model(), max_samples=21)
+    _, trainer = trainer_of(model(), server=server)
+    history = fit(trainer, optim.SGD(lr=0.1))
+    assert history.stopped == "budget"
+    assert history.receipts["applied"] == 3
+
+
+def test_it_goes_on_from_local_steps_and_back(trainer_of):
+    ours, theirs = model(), model()
+    server, trainer = trainer_of(ours, strategy={0: "local", 1: "parameter_server", 2: "local"})
+    live = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    fit(trainer, live, epochs=1)
+    assert server.status()["version"] == 0
+    with pytest.raises(ConfigError, match="lr_schedule= in place of scheduler="):
+        fit(
+            offbeat.AsyncTrainer(model(), strategy="parameter_server", server_address=server.address),
+            optim.SGD(lr=0.1),
+            scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1),
+        )
+    fit(trainer, live, epochs=2)
+    assert server.status()["version"] == 8
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    loop(theirs, reference)
+    theirs.load_state_dict(model().state_dict())  # the server's own, which a worker takes over
+    loop(theirs, reference, epochs=2)
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_going_on_here_needs_an_optimizer_that_is_here(trainer_of):
+    class Setter:
+        def on_step(self, trainer, step):
+            trainer.strategy = "local"
+
+    _, trainer = trainer_of(model(), callbacks=Setter())
+    with pytest.raises(StateError, match="the optimizer of this train runs on the server"):
+        fit(trainer, optim.SGD(lr=0.1))
+    assert trainer.history.stopped == "failed"
+
+
+def test_an_address_may_come_from_the_environment(monkeypatch, serve):
+    with pytest.raises(ConfigError, match='give server_address="HOST:PORT", or set OFFBEAT_SERVER'):
+        offbeat.AsyncTrainer(model(), strategy="parameter_server")
+    monkeypatch.setenv("OFFBEAT_SERVER", serve(model()).address)
+    with offbeat.AsyncTrainer(model(), strategy="parameter_server", regular_sync_frequency=4) as trainer:
+        assert fit(trainer, optim.SGD(lr=0.1)).steps == 2

@@ -1,0 +1,692 @@
+"""A trainer alone: what it does is a plain loop of torch's, and what cannot be done is refused."""
+
+import copy
+import functools
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+import offbeat
+from offbeat import averaging, optim
+from offbeat.errors import ConfigError, StateError
+from offbeat.trainer.settings import Sync, Syncs
+
+LOSS = nn.CrossEntropyLoss()
+OPTIMIZERS = [
+    optim.SGD(lr=0.1),
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    optim.Adam(lr=0.01),
+    optim.AdamW(lr=0.01),
+    optim.Adagrad(lr=0.1),
+    optim.RMSprop(lr=0.01, momentum=0.5),
+]
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 5))
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+def batch(number, size=7, scale=1.0):
+    generator = torch.Generator().manual_seed(number)
+    return scale * torch.randn(size, 6, generator=generator), torch.randint(5, (size,), generator=generator)
+
+
+DATA = [batch(number, size=3 + number % 5) for number in range(9)]
+
+
+def live_of(spec, trained):
+    return offbeat.local.LocalOptimizer(trained).use(spec)
+
+
+def loop(
+    trained, live, *, data=DATA, epochs=2, dtype=None, scaler=None, clip=None, each_step=None, each_epoch=None
+):
+    """The loop that a user would write; gives how many steps a scaler skipped."""
+    skipped = 0
+    torch.manual_seed(7)
+    for _ in range(epochs):
+        for inputs, targets in data:
+            live.zero_grad()
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = LOSS(trained(inputs), targets)
+            if scaler is None:
+                loss.backward()
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(live)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(trained.parameters(), clip)
+            was_skipped = False
+            if scaler is None:
+                live.step()
+            else:
+                before = scaler.get_scale()
+                scaler.step(live)
+                scaler.update()
+                was_skipped = scaler.get_scale() < before
+                skipped += was_skipped
+            if each_step is not None and not was_skipped:
+                each_step.step()
+        if each_epoch is not None:
+            each_epoch.step()
+    return skipped
+
+
+def train(trainer, optimizer, *, data=DATA, epochs=2, **keywords):
+    torch.manual_seed(7)
+    return trainer.train(
+        dataloader=data, epochs=epochs, optimizer=optimizer, loss_fn=LOSS, progress=False, **keywords
+    )
+
+
+def numpy_state():
+    return np.random.get_state()[1].tolist()  # noqa: NPY002  the global one is what is asked about
+
+
+def same(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+# ------------------------------------------------------------------------------------------ exactness
+
+
+@pytest.mark.parametrize("strategy", ["local", "average"])
+@pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
+def test_alone_it_is_a_plain_loop_bit_for_bit(spec, strategy):
+    ours, theirs = model(), model()
+    trainer = offbeat.AsyncTrainer(ours, warm_up_epochs=1, warm_up_sync_frequency=2, strategy=strategy)
+    history = train(trainer, spec)
+    loop(theirs, live_of(spec, theirs))
+    assert same(ours, theirs)
+    assert (history.steps, history.epochs, history.stopped) == (18, 2, "epochs")
+    assert history.samples == 2 * sum(len(targets) for _, targets in DATA)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize(
+    "make", [functools.partial(StepLR, step_size=3), functools.partial(ExponentialLR, gamma=0.8)]
+)
+def test_a_scheduler_steps_as_in_a_plain_loop(interval, make):
+    ours, theirs = model(), model()
+    train(
+        offbeat.AsyncTrainer(ours), optim.Adam(lr=0.01), epochs=4, scheduler=make, scheduler_interval=interval
+    )
+    live = live_of(optim.Adam(lr=0.01), theirs)
+    loop(theirs, live, epochs=4, **{f"each_{interval}": make(live)})
+    assert same(ours, theirs)
+
+
+def test_a_live_scheduler_goes_on_from_one_train_to_the_next_and_so_does_what_made_one():
+    for given in (lambda live: OneCycleLR(live, 0.1, total_steps=40), None):
+        ours, theirs = model(), model()
+        live = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+        scheduler = OneCycleLR(live, 0.1, total_steps=40) if given is None else given
+        trainer = offbeat.AsyncTrainer(ours)
+        torch.manual_seed(7)
+        for _ in range(2):
+            trainer.fit(
+                dataloader=DATA,
+                optimizer=live,
+                loss_fn=LOSS,
+                scheduler=scheduler,
+                scheduler_interval="step",
+                progress=False,
+            )
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+        loop(theirs, reference, each_step=OneCycleLR(reference, 0.1, total_steps=40))
+        assert same(ours, theirs)
+
+
+def test_a_plateau_is_of_the_epochs_mean_metric():
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    scheduler = ReduceLROnPlateau(live, patience=0, factor=0.5)
+    seen = []
+    step = scheduler.step
+    scheduler.step = lambda value: (seen.append(value), step(value))
+    history = train(
+        offbeat.AsyncTrainer(trained), live, scheduler=scheduler, scheduler_metric="loss", log_frequency=9
+    )
+    assert seen == pytest.approx([record.metrics["loss"] for record in history.records])
+
+
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
+def test_clipping_and_bfloat16_are_those_of_a_plain_loop(strategy):
+    ours, theirs = model(), model()
+    trainer = offbeat.AsyncTrainer(ours, 0, 1, 1, strategy=strategy, max_grad_norm=0.3, amp="bf16")
+    train(trainer, optim.SGD(lr=0.1, momentum=0.9))
+    loop(theirs, live_of(optim.SGD(lr=0.1, momentum=0.9), theirs), dtype=torch.bfloat16, clip=0.3)
+    assert same(ours, theirs)
+    other = model()
+    loop(other, live_of(optim.SGD(lr=0.1, momentum=0.9), other))
+    assert not same(ours, other)
+
+
+@pytest.mark.parametrize("spec", [OPTIMIZERS[1], OPTIMIZERS[3]], ids=repr)
+@pytest.mark.parametrize("strategy", ["local", "average"])
+def test_a_loss_scale_is_that_of_a_plain_loop_and_steps_it_skips_are_counted(spec, strategy):
+    wild = [batch(number, scale=3000.0 if number % 4 == 1 else 1.0) for number in range(9)]
+    ours, theirs = plain(), plain()
+    trainer = offbeat.AsyncTrainer(ours, 0, 1, 3, strategy=strategy, amp="fp16", max_grad_norm=5.0)
+    history = train(
+        trainer, spec, data=wild, scheduler=functools.partial(StepLR, step_size=4), scheduler_interval="step"
+    )
+    live, scaler = live_of(spec, theirs), torch.amp.GradScaler("cpu")
+    skipped = loop(
+        theirs,
+        live,
+        data=wild,
+        dtype=torch.float16,
+        scaler=scaler,
+        clip=5.0,
+        each_step=StepLR(live, step_size=4),
+    )
+    assert skipped >= 2
+    assert (trainer.skipped_steps, history.skipped, history.steps) == (skipped, skipped, 18 - skipped)
+    assert trainer.scaler.state_dict() == scaler.state_dict()
+    assert same(ours, theirs)
+    if strategy == "average":
+        assert trainer._stage.strategy.averager.iterations == 18 - skipped
+
+
+class Block(nn.Module):
+    """Counts how often it is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3))
+        self.computed = 0
+
+    def forward(self, inputs):
+        self.computed += 1
+        return self.inner(inputs)
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize("given", [True, ["0", "1"]])
+def test_gradient_checkpointing_computes_twice_and_changes_no_bit(given):
+    ours, theirs = blocks(), blocks()
+    train(offbeat.AsyncTrainer(ours, gradient_checkpointing=given), optim.SGD(lr=0.1))
+    loop(theirs, live_of(optim.SGD(lr=0.1), theirs))
+    assert same(ours, theirs)
+    assert (ours[0].computed, theirs[0].computed) == (36, 18)
+    assert not any("forward" in part.__dict__ for part in ours.modules())
+    copy.deepcopy(ours)
+
+
+def test_a_compiled_model_is_trained_in_place():
+    ours, theirs = model(), model()
+    trainer = offbeat.AsyncTrainer(ours, compile="eager")
+    train(trainer, optim.SGD(lr=0.1))
+    loop(theirs, live_of(optim.SGD(lr=0.1), theirs))
+    assert same(ours, theirs)
+    assert trainer.model is ours
+    with pytest.raises(ConfigError, match=r"compile is 'eagr', and torch\.compile has no such backend"):
+        offbeat.AsyncTrainer(model(), compile="eagr")
+
+
+def test_accumulating_is_the_accumulator_by_hand():
+    ours, theirs = model(), model()
+    steps = []
+
+    class Seen:
+        def on_step(self, _, step):
+            steps.append(step.step)
+
+    trainer = offbeat.AsyncTrainer(ours, 1, 2, 4, strategy="accumulate", callbacks=[Seen()])
+    train(trainer, optim.SGD(lr=0.1, momentum=0.9), epochs=3)
+    live = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(7)
+    for epochs, length in ((1, 2), (2, 4)):
+        accumulator = offbeat.AsyncGradientAccumulator(theirs, length)
+        for inputs, targets in DATA * epochs:
+            accumulator.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+        accumulator.flush()
+    assert same(ours, theirs)
+    assert steps[:10] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]  # the ninth is an update when the warm-up ends
+    assert trainer.history.steps == 5 + 5
+
+
+# ------------------------------------------------------------------------------------------ strategies
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_strategy_begins_with_its_epoch_or_when_it_is_set_and_keeps_model_and_optimizer(is_set):
+    class Setter:
+        def on_epoch_end(self, trainer, epoch):
+            if epoch == 0:
+                trainer.strategy = averaging.DiLoCo(lr=0.5)
+
+    ours, theirs = model(), model()
+    how = {"callbacks": [Setter()]} if is_set else {"strategy": {0: "local", 1: averaging.DiLoCo(lr=0.5)}}
+    trainer = offbeat.AsyncTrainer(ours, regular_sync_frequency=4, overlap=1, **how)
+    train(trainer, optim.Adam(lr=0.01))
+    assert trainer.strategy == averaging.DiLoCo(lr=0.5)
+    live = torch.optim.Adam(theirs.parameters(), lr=0.01)
+    loop(theirs, live, epochs=1)
+    averager = offbeat.AsyncModelAverager(
+        theirs, averaging_frequency=4, overlap=1, method=averaging.DiLoCo(lr=0.5)
+    )
+    for inputs, targets in DATA:
+        averager.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+    averager.flush()
+    assert same(ours, theirs)
+
+
+def test_a_strategy_that_is_set_within_an_epoch_is_that_of_the_next_batch():
+    rounds = []
+
+    class Setter:
+        def on_step(self, trainer, step):
+            strategy = trainer._stage.strategy
+            rounds.append((type(strategy).__name__, strategy.version))
+            if step.step == 4:
+                trainer.strategy = "average"
+
+    trainer = offbeat.AsyncTrainer(model(), regular_sync_frequency=2, callbacks=Setter())
+    train(trainer, optim.SGD(lr=0.1), epochs=1)
+    assert rounds == [("Local", 0)] * 4 + [("Averaged", n) for n in (0, 1, 1, 2, 2)]
+
+
+def test_a_strategy_that_cannot_be_set_is_refused_and_changes_nothing():
+    trainer = offbeat.AsyncTrainer(model(), amp="fp16")
+    for given, told in [
+        ("avrage", "unknown strategy 'avrage'; did you mean 'average'"),
+        ({1: "local"}, "strategy says nothing of epoch 0"),
+        ({0: "local", -1: "average"}, "strategy has the epoch -1"),
+        ({0: "local", 3: 5}, "strategy is 5"),
+        (averaging.DiLoCo, "method is the class DiLoCo"),
+        ("accumulate", 'amp is "fp16" and the strategy "accumulate"'),
+        ("parameter_server", "nobody says where it is"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            trainer.strategy = given
+    assert trainer.strategy == "local"
+
+
+def test_the_warm_up_is_of_the_trainers_first_epochs():
+    syncs = Syncs(2, Sync(10, overlap=False), Sync(100, overlap=True))
+    assert [syncs.at(epoch).every for epoch in range(4)] == [10, 10, 100, 100]
+
+    seen = []
+
+    class Seen:
+        def on_step(self, trainer, step):
+            averager = trainer._stage.strategy.averager
+            seen.append((step.epoch, averager.averaging_frequency, averager.overlap))
+
+    trainer = offbeat.AsyncTrainer(model(), 2, 3, 5, strategy="diloco", overlap=1, callbacks=[Seen()])
+    for _ in range(3):  # counted over all calls
+        train(trainer, optim.SGD(lr=0.1), epochs=1)
+    assert seen == [(0, 3, False)] * 9 + [(1, 3, False)] * 9 + [(2, 5, 1)] * 9
+
+
+def test_local_says_once_that_frequencies_have_no_effect(caplog):
+    caplog.set_level(logging.INFO, logger="offbeat")
+    trainer = offbeat.AsyncTrainer(
+        model=model(), warm_up_epochs=2, warm_up_sync_frequency=10, regular_sync_frequency=100
+    )
+    train(trainer, optim.SGD(lr=0.1), epochs=3)
+    assert sum("frequencies of meeting others have no effect" in line for line in caplog.messages) == 1
+    assert not any("meet every" in line for line in caplog.messages)
+
+
+# ------------------------------------------------------------------------------------------ what is told
+
+
+def test_callbacks_are_told_in_order_and_their_errors_are_raised():
+    told = []
+
+    class Tells:
+        def on_step(self, trainer, step):
+            told.append(("step", step.step, step.epoch, step.samples, step.is_skipped, float(step.loss) > 0))
+
+        def on_log(self, trainer, record):
+            told.append(("log", record.step))
+
+        def on_epoch_end(self, trainer, epoch):
+            told.append(("epoch", epoch))
+
+        def on_train_end(self, trainer, history):
+            told.append(("end", history.stopped, trainer.history is history))
+
+    class Raises:
+        def on_epoch_end(self, trainer, epoch):
+            raise RuntimeError(f"after epoch {epoch}")
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=[Tells()])
+    train(trainer, optim.SGD(lr=0.1), data=DATA[:2], log_frequency=2)
+    steps = [("step", n, (n - 1) // 2, len(DATA[(n - 1) % 2][1]), False, True) for n in (1, 2, 3, 4)]
+    assert told == [
+        *steps[:2], ("log", 2), ("epoch", 0), *steps[2:], ("log", 4), ("epoch", 1), ("end", "epochs", True)
+    ]  # fmt: skip
+    trainer = offbeat.AsyncTrainer(model(), callbacks=[Raises()])
+    with pytest.raises(RuntimeError, match="after epoch 0"):
+        train(trainer, optim.SGD(lr=0.1))
+    assert (trainer.history.stopped, trainer.history.epochs) == ("failed", 1)
+    assert train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), max_steps=5).stopped == "max_steps"
+
+
+def test_ctrl_c_keeps_the_history_and_the_next_train_goes_on():
+    class Interrupts:
+        def on_step(self, trainer, step):
+            if step.step == 4:
+                raise KeyboardInterrupt
+
+    for strategy in ("local", "average", "accumulate"):
+        trainer = offbeat.AsyncTrainer(model(), 0, 1, 2, strategy=strategy, callbacks=[Interrupts()])
+        with pytest.raises(KeyboardInterrupt):
+            train(trainer, optim.SGD(lr=0.1))
+        assert (trainer.history.stopped, trainer.history.steps) == ("interrupted", 4)
+        assert train(trainer, None, max_steps=3).steps == 3
+        assert trainer.history.stopped == "max_steps"
+
+
+def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="there is no process group of them"):
+        offbeat.AsyncTrainer(model(), strategy={0: "local", 1: "average"})
+    train(offbeat.AsyncTrainer(model(), strategy="average", process_group=False), optim.SGD(lr=0.1))
+    trainer = offbeat.AsyncTrainer(model())
+    with pytest.raises(ConfigError, match="there is no process group of them"):
+        trainer.strategy = "accumulate"
+
+
+def test_a_step_tells_the_norm_from_before_it_was_clipped():
+    norms = []
+
+    class Seen:
+        def on_step(self, trainer, step):
+            after = nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])
+            norms.append((float(step.gradient_norm), float(after)))
+
+    train(offbeat.AsyncTrainer(model(), max_grad_norm=0.01, callbacks=Seen()), optim.SGD(lr=0.1), epochs=1)
+    assert all(before > 0.01 and after == pytest.approx(0.01, rel=1e-3) for before, after in norms)
+
+
+def test_trackers_of_both_kinds_get_the_log_lines():
+    class Keeps:
+        def __init__(self):
+            self.steps = []
+
+        def log(self, values, step):
+            self.steps.append((step, "loss" in values, "offbeat/samples_per_s" in values))
+
+        def finish(self):
+            raise AssertionError("they are the user's to finish")
+
+    of_all, of_one = Keeps(), Keeps()
+    trainer = offbeat.AsyncTrainer(model(), trackers=of_all)
+    train(trainer, optim.SGD(lr=0.1), epochs=1, log_frequency=9, trackers=[of_one])
+    train(trainer, optim.SGD(lr=0.1), epochs=1, log_frequency=9)
+    assert of_all.steps == [(9, True, True), (18, True, True)]
+    assert of_one.steps == [(9, True, True)]
+
+
+def test_the_history_draws_itself(tmp_path):
+    trainer = offbeat.AsyncTrainer(model())
+    train(trainer, optim.SGD(lr=0.1), log_frequency=5)
+    trainer.history.plot(tmp_path / "history.png")
+    assert (tmp_path / "history.png").stat().st_size > 1000
+
+
+def test_a_dataset_is_gone_through_in_an_order_of_the_members_own():
+    inputs = torch.arange(20.0)[:, None].expand(20, 6)
+    data = torch.utils.data.TensorDataset(inputs, torch.zeros(20, dtype=torch.long))
+    seen = {}
+
+    def orders(name, **keywords):
+        def note(outputs, targets):
+            return 0.0
+
+        taken = []
+        trained = model()
+        trained.register_forward_pre_hook(lambda _, given: taken.extend(given[0][:, 0].tolist()))
+        trainer = offbeat.AsyncTrainer(trained, local_batch_size=5, **keywords)
+        trainer.train(
+            dataset=data, epochs=2, optimizer=optim.SGD(lr=0.01), loss_fn=LOSS, progress=False, metrics=note
+        )
+        seen[name] = taken
+
+    orders("plain")
+    torch.manual_seed(99)
+    orders("again")
+    orders("seeded", seed=3)
+    assert seen["plain"] == seen["again"] != seen["seeded"]
+    assert sorted(seen["plain"][:20]) == list(range(20)) != seen["plain"][:20]
+    assert seen["plain"][:20] != seen["plain"][20:]
+
+
+# ------------------------------------------------------------------------------------------ measuring
+
+
+def test_evaluate_and_predict_leave_no_trace():
+    trainer = offbeat.AsyncTrainer(model(), strategy="average", regular_sync_frequency=4)
+    train(trainer, optim.SGD(lr=0.1))
+    trained = trainer.model
+    trained.train()
+    trained[1].eval()
+    state = copy.deepcopy(trained.state_dict())
+    gradients = [p.grad.clone() for p in trained.parameters()]
+    modes = [part.training for part in trained.modules()]
+    randoms = torch.get_rng_state(), random.getstate(), numpy_state()
+    inputs = torch.cat([inputs for inputs, _ in DATA])
+    data = torch.utils.data.TensorDataset(inputs, torch.cat([targets for _, targets in DATA]))
+    shuffled = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    found = trainer.evaluate(shuffled, ["accuracy", "loss"])
+    one = trainer.evaluate(DATA)
+    pairs, dataset, alone = trainer.predict(DATA), trainer.predict(data), trainer.predict([inputs])
+    assert [part.training for part in trained.modules()] == modes
+    assert all(map(torch.equal, state.values(), trained.state_dict().values()))
+    assert all(map(torch.equal, gradients, [p.grad for p in trained.parameters()]))
+    assert torch.equal(randoms[0], torch.get_rng_state())
+    assert randoms[1:] == (random.getstate(), numpy_state())
+    with torch.no_grad():
+        expected = trained.eval()(inputs)
+    assert torch.equal(alone, expected)
+    assert not alone.requires_grad
+    assert torch.allclose(pairs, expected)
+    assert torch.allclose(dataset, expected)
+    targets = torch.cat([targets for _, targets in DATA])
+    assert (
+        found["accuracy"]
+        == pytest.approx(one)
+        == pytest.approx((expected.argmax(1) == targets).float().mean())
+    )
+    assert found["loss"] == pytest.approx(LOSS(expected, targets).item(), rel=1e-5)
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, inputs):
+        return {"sum": inputs.sum(1), "pair": (self.linear(inputs), inputs)}
+
+
+def test_predict_puts_nests_together_and_says_what_it_cannot():
+    trainer = offbeat.AsyncTrainer(Both())
+    inputs = torch.cat([inputs for inputs, _ in DATA])
+    found = trainer.predict(DATA)
+    assert torch.equal(found["sum"], torch.cat([one.sum(1) for one, _ in DATA]))
+    assert torch.equal(found["pair"][1], inputs)
+    with pytest.raises(ConfigError, match="predict got no batches"):
+        trainer.predict([])
+    with pytest.raises(ConfigError, match="the loader gave a str"):
+        trainer.predict(["text"])
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncTrainer(
+            nn.Sequential(nn.BatchNorm1d(3)),
+            warm_up_epochs=-1,
+            warm_up_sync_frequency=0,
+            regular_sync_frequency="30s",
+            strategy="gossipp",
+            local_batch_size=True,
+            device="tpu9",
+            callbacks=[5],
+            max_grad_norm=-1.0,
+            amp="fp8",
+            compile=3,
+            gradient_checkpointing=True,
+            loss_reduction="max",
+            overlap=0,
+            server_address=5,
+            worker_id="",
+            trackers=5,
+            seed=-1,
+        )
+    for told in [
+        "warm_up_epochs is -1",
+        "warm_up_sync_frequency is 0",
+        "regular_sync_frequency is '30s'",
+        "unknown strategy 'gossipp'",
+        "local_batch_size is True",
+        "device is 'tpu9'",
+        "callbacks has 5: give objects with any of on_step",
+        "max_grad_norm is -1.0",
+        "unknown amp 'fp8'",
+        "compile is 3",
+        "'0' is a BatchNorm1d, whose running statistics a second pass would count twice",
+        "compile and gradient_checkpointing do not go together",
+        "unknown loss_reduction 'max'",
+        "overlap is 0",
+        "server_address is 5",
+        "worker_id is ''",
+        "trackers has 5",
+        "seed is -1",
+    ]:
+        assert told in str(refused.value)
+    with pytest.raises(
+        ConfigError, match="unknown keyword of AsyncTrainer 'stratgy'; did you mean 'strategy'"
+    ):
+        offbeat.AsyncTrainer(model(), stratgy="local")
+
+
+def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
+    trainer = offbeat.AsyncTrainer(model())
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(ConfigError) as refused:
+        trainer.train(
+            epochs=0,
+            loss_fn=3,
+            metrics="acuracy",
+            log_frequency=0,
+            scheduler=StepLR,
+            scheduler_interval="batch",
+            max_steps=0,
+            trackers=7,
+        )
+    for told in [
+        "epochs is 0",
+        "loss_fn is 3",
+        "unknown metric 'acuracy'",
+        "log_frequency is 0",
+        "scheduler is the class StepLR",
+        "unknown scheduler_interval 'batch'",
+        "max_steps is 0",
+        "trackers has 7",
+        "a dataset= or a dataloader=",
+    ]:
+        assert told in str(refused.value)
+    with pytest.raises(ConfigError, match="there is no optimizer: give optimizer="):
+        train(trainer, None)
+    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"scheduler": functools.partial(ReduceLROnPlateau)}, "ReduceLROnPlateau goes by a metric: give"),
+        (
+            {
+                "scheduler": functools.partial(ReduceLROnPlateau),
+                "scheduler_interval": "step",
+                "scheduler_metric": "loss",
+            },
+            "ReduceLROnPlateau goes by an epoch's mean",
+        ),
+        ({"scheduler": lambda live: StepLR(live, 2), "scheduler_metric": "loss"}, "StepLR goes by no metric"),
+        ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
+        ({"scheduler": lambda live: 5}, "scheduler gave 5"),
+        (
+            {"scheduler": StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 2)},
+            "the StepLR is of another optimizer than the SGD",
+        ),
+    ],
+)
+def test_a_scheduler_that_does_not_fit_is_refused(keywords, told):
+    with pytest.raises(ConfigError, match=told):
+        train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "told"),
+    [
+        (nn.Linear(2, 2), True, "the Linear is and holds no nn.Sequential"),
+        (blocks(), ["0", "0.inner"], "'0.inner' is within '0', and would be computed three times"),
+        (blocks(), ["0.iner"], "unknown part '0.iner'; did you mean '0.inner'"),
+        (blocks(), "0", "gradient_checkpointing is '0': give True, False, or names"),
+        (blocks(), [], "gradient_checkpointing is \\[\\]"),
+    ],
+)
+def test_parts_that_cannot_be_computed_twice_are_refused_by_name(trained, given, told):
+    with pytest.raises(ConfigError, match=told):
+        offbeat.AsyncTrainer(trained, gradient_checkpointing=given)
+
+
+def test_a_model_in_ddp_or_fsdp_is_refused(monkeypatch):
+    from torch.distributed import fsdp
+
+    class Sharded(nn.Linear):
+        pass
+
+    monkeypatch.setattr(fsdp, "FSDPModule", Sharded)
+    with pytest.raises(ConfigError, match="a module in FSDP"):
+        offbeat.AsyncTrainer(nn.Sequential(Sharded(2, 2)))
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Sharded)
+    with pytest.raises(ConfigError, match="a module in DDP"):
+        offbeat.AsyncTrainer(nn.Sequential(Sharded(2, 2)))
+
+
+def test_another_optimizer_is_refused_and_an_equal_one_keeps_its_state():
+    ours, theirs = model(), model()
+    trainer = offbeat.AsyncTrainer(ours)
+    torch.manual_seed(7)
+    for spec in (optim.Adam(lr=0.01), optim.Adam(lr=0.01), None):
+        trainer.train(dataloader=DATA, optimizer=spec, loss_fn=LOSS, progress=False)
+    loop(theirs, live_of(optim.Adam(lr=0.01), theirs), epochs=3)
+    assert same(ours, theirs)
+    with pytest.raises(ConfigError, match="whose state would be lost"):
+        train(trainer, optim.SGD(lr=0.1))
+
+
+def test_a_model_with_other_parameters_than_at_first_is_refused_by_what_averages():
+    trainer = offbeat.AsyncTrainer(model(), regular_sync_frequency=1, strategy="average")
+    train(trainer, optim.SGD(lr=0.1))
+    trainer.model[0].weight = nn.Parameter(torch.zeros(8, 6))
+    with pytest.raises(StateError, match="is another object"):
+        train(trainer, None)
+    assert trainer.history.stopped == "failed"
