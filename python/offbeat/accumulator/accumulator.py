@@ -2,29 +2,28 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
 
 from offbeat import process
-from offbeat.accumulator.members import Alone, Group, Members
+from offbeat.accumulator.members import Alone, Group, Members, Total
+from offbeat.accumulator.settings import Normalizer, other_faults, size_faults, steps_of
+from offbeat.accumulator.state import check_state, total_of_state, total_state
 from offbeat.accumulator.window import Window
-from offbeat.checks import Faults, at_least_one, functions, refuse
+from offbeat.checks import Faults, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
-from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.local.parameters import check_same, each_once
 from offbeat.naming import known_keywords
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
-
-Normalizer = Callable[[Any, Any], float]
-"""From a micro-batch's (inputs, targets) to what its loss is a mean over."""
 
 _log = logging.getLogger("offbeat")
 
@@ -96,8 +95,8 @@ class AsyncGradientAccumulator:
         process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
     ) -> None:
         sizes = accumulation_steps, base_batch_size, target_batch_size
-        faults = Faults(_of_sizes(*sizes))
-        faults += _of_the_rest(model, overlap, loss_reduction, normalizer)
+        faults = Faults(size_faults(*sizes))
+        faults += other_faults(model, overlap, loss_reduction, normalizer)
         where = faults.catch(lambda: usable_device(device))
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
@@ -106,7 +105,7 @@ class AsyncGradientAccumulator:
         self.model = model.to(where)
         self.device = where
         self.updates = 0
-        self._steps = _steps_of(*sizes, size)
+        self._steps = steps_of(*sizes, size)
         self._base_batch_size = base_batch_size
         self._reduction: LossReduction = loss_reduction
         self._normalizer = normalizer
@@ -123,6 +122,7 @@ class AsyncGradientAccumulator:
         )
         self._overlaps = overlap and self._members.size > 1
         self._is_under_way = False
+        self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
         self._has_warned = False
         self._samples = 0
@@ -160,7 +160,7 @@ class AsyncGradientAccumulator:
                 is dropped.
             ConnectionLostError: If a member is lost.
         """
-        live = self._optimizer.use(optimizer)
+        self._optimizer.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
@@ -178,7 +178,7 @@ class AsyncGradientAccumulator:
         self._window.add(loss, counts=counts, samples=samples)
         self._samples_since_end += samples
         if self._window.batches >= self._steps:
-            self._end_window(live)
+            self._end_window()
         return float(loss.detach())
 
     def is_update_step(self) -> bool:
@@ -222,16 +222,78 @@ class AsyncGradientAccumulator:
             self._optimizer.use(optimizer)
         num_before = self.updates
         if self._window.batches:
-            self._end_window(self._optimizer.use(None))
+            self._end_window()
         if self._is_under_way:
             self._update()
         if self._members.size > 1:
             self._end_together()
         self._was_update = self.updates > num_before
 
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what it takes to go on, besides the model: a nest of plain values and tensors.
+
+        What a window has gathered so far is in it, and so is the optimizer's state. A sum that is under way
+        is waited for, and its update is still made when its time comes: others have to come to the end of
+        that window, and each member has a state of its own.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+            StateError: As `train_step`.
+        """
+        if self._is_under_way and self._due is None:
+            self._due = self._members.finish()
+        live = self._optimizer.live
+        return {
+            "updates": self.updates,
+            "was_update": self._was_update,
+            "samples": self._samples,
+            "samples_since_end": self._samples_since_end,
+            "size": self._members.size,
+            "losses": self._losses_are(),
+            "agreed": self._members.agreed(),
+            "window": self._window.state_dict(),
+            "due": None if self._due is None else total_state(self._due),
+            "optimizer": None if live is None else live.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
+        """Go on from a state, in a model that has its values back already.
+
+        What is gathered or under way here is dropped. With others, all load a state of the same update.
+
+        Args:
+            state: As `state_dict` gave it, of the same number of members.
+            optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
+
+        Raises:
+            ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+            ConnectionLostError: If a sum was under way and a member is lost.
+        """
+        faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
+        live = None
+        if state["optimizer"] is not None:
+            live = faults.catch(lambda: self._optimizer.use(optimizer))
+        refuse(faults)
+        if live is not None:
+            live.load_state_dict(state["optimizer"])
+        if self._is_under_way and self._due is None:
+            self._members.finish()
+        self._members.agree(state["agreed"])
+        self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
+        self._is_under_way = self._due is not None
+        self._window.load_state_dict(state["window"])
+        self.updates, self._was_update = state["updates"], state["was_update"]
+        self._samples, self._samples_since_end = state["samples"], state["samples_since_end"]
+
     # ------------------------------------------------------------------ inside
 
-    def _end_window(self, live: torch.optim.Optimizer) -> None:
+    def _losses_are(self) -> list[object]:
+        """Give what a gathered sum means, as JSON can have it."""
+        return [self._reduction, self._normalizer is not None]
+
+    def _end_window(self) -> None:
         own = self._window.take()
         if own.counts != 0 and all(gradient is None for gradient in own.gradients):
             raise StateError(
@@ -243,7 +305,7 @@ class AsyncGradientAccumulator:
                 self._update()
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
-        self._members.begin(own, _settings(live))
+        self._members.begin(own, self._settings())
         del own  # what is sent is a copy
         self._is_under_way = True
         if fault is not None:
@@ -254,7 +316,8 @@ class AsyncGradientAccumulator:
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         self._is_under_way = False
-        total = self._members.finish()
+        total = self._members.finish() if self._due is None else self._due
+        self._due = None
         if total.num_at_work:
             _check_finite(total.gradients, self.updates)
             live = self._optimizer.use(None)
@@ -268,10 +331,16 @@ class AsyncGradientAccumulator:
             self._was_update = True
         return total.num_at_work
 
+    def _settings(self) -> list[object]:
+        """Give what may change from update to update and has to be the same for all members."""
+        live = self._optimizer.live
+        rates = None if live is None else [float(group["lr"]) for group in live.param_groups]
+        return [rates, self.updates]
+
     def _end_together(self) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""
         while True:
-            self._members.begin(None, _settings(self._optimizer.live))
+            self._members.begin(None, self._settings())
             if not self._update():
                 break
         self._members.end(list(self.model.buffers()), self._samples_since_end)
@@ -293,52 +362,3 @@ def _check_finite(gradients: Sequence[torch.Tensor | None], num_updates: int) ->
             f"changed: look at the data, the loss and the learning rate. This may be caught, and training go "
             f"on with the next window"
         )
-
-
-def _settings(live: torch.optim.Optimizer | None) -> list[float] | None:
-    """Give what may change from update to update and has to be the same for all members: learning rates."""
-    return None if live is None else [float(group["lr"]) for group in live.param_groups]
-
-
-def _steps_of(steps: int | None, base: int | None, target: int | None, num_members: int) -> int:
-    if steps is not None:
-        return steps
-    assert base is not None  # noqa: S101  `_of_sizes` has seen to it
-    assert target is not None  # noqa: S101
-    steps = math.ceil(target / (base * num_members))
-    if (made := steps * base * num_members) != target:
-        process.warn(
-            f"target_batch_size is {target}, and an update is of {made} samples: {steps} micro-batches "
-            f"of {base} "
-            f"of {num_members} members"
-        )
-    return steps
-
-
-def _of_sizes(steps: object, base: object, target: object) -> list[str]:
-    """Tell what is wrong with the sizes: steps, or the two others."""
-    given = {"accumulation_steps": steps, "base_batch_size": base, "target_batch_size": target}
-    given = {name: value for name, value in given.items() if value is not None}
-    faults = at_least_one(**given)
-    if not given:
-        faults.append("no size is given: give accumulation_steps, or base_batch_size and target_batch_size")
-    elif ("accumulation_steps" in given) == ("target_batch_size" in given) or list(given) == [
-        "target_batch_size"
-    ]:
-        faults.append(
-            f"{' and '.join(given)} given: give accumulation_steps, or base_batch_size and target_batch_size"
-        )
-    elif not faults and isinstance(base, int) and isinstance(target, int) and target < base:
-        faults.append(f"target_batch_size is {target} and base_batch_size {base}: one micro-batch is larger")
-    return faults
-
-
-def _of_the_rest(model: object, overlap: object, reduction: object, normalizer: object) -> list[str]:
-    faults = of_model(model)
-    if not isinstance(overlap, bool):
-        faults.append(f"overlap is {overlap!r}: give True or False")
-    if reduction not in ("mean", "sum"):
-        faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
-    if normalizer is not None:
-        faults += functions("a function of (inputs, targets)", normalizer=normalizer)
-    return faults

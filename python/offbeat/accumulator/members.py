@@ -17,7 +17,8 @@ __all__ = ["Alone", "Group", "Members", "Total"]
 
 
 UNLIKE = (
-    "the members' optimizers are set differently, or they train different parameters (requires_grad): a "
+    "the members' optimizers are set differently, or they train different parameters (requires_grad), or they "
+    "went on from states of different updates: a "
     "scheduler has to step once per update in every member, also in those that flush() makes: "
     "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
 )
@@ -55,6 +56,12 @@ class Members(Protocol):
     def finish(self) -> Total:
         """Wait for the total of what was begun."""
 
+    def agreed(self) -> list[bool] | None:
+        """Tell which parameters members have agreed to send, where there is anybody to send them to."""
+
+    def agree(self, agreed: list[bool] | None) -> None:
+        """Go on from what all members had agreed upon when a state was taken."""
+
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Make the buffers of all members alike, of which this one's have seen so many samples."""
 
@@ -81,6 +88,13 @@ class Alone:
             # By 1 where there was one micro-batch, which so keeps its bits.
             _divide([g for g in own.gradients if g is not None], own.counts / own.unit)
         return Total(own.gradients, own.samples, 1)
+
+    def agreed(self) -> list[bool] | None:
+        """Tell that there is nothing to send."""
+        return None
+
+    def agree(self, agreed: list[bool] | None) -> None:
+        """Go on alone."""
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Leave them."""
@@ -171,6 +185,15 @@ class Group:
         there = zip(self._named, presence, strict=True)
         gradients = [parts.get(id(parameter)) if is_there else None for (_, parameter), is_there in there]
         return Total(gradients, round(samples), round(num_at_work))
+
+    def agreed(self) -> list[bool] | None:
+        """Tell which parameters the next sum is of."""
+        return list(self._is_sent)
+
+    def agree(self, agreed: list[bool] | None) -> None:
+        """Let the next sum be of these."""
+        assert agreed is not None  # noqa: S101  a state of as many members has them
+        self._is_sent = list(agreed)
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Give floating buffers their mean over members, by samples; others are the first member's."""

@@ -1,12 +1,13 @@
 """A window: the gradients of several micro-batches, added up where autograd adds them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Sum", "Window"]
+__all__ = ["Sum", "Window", "brought"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +89,27 @@ class Window:
         self.batches = self._samples = 0
         self._gradients = [None] * len(self._parameters)
         self._counts = self._unit = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give copies of what was gathered: the next micro-batch is added to it in place."""
+        return {
+            "batches": self.batches,
+            "samples": self._samples,
+            "counts": self._counts,
+            "unit": self._unit,
+            "gradients": [None if g is None else g.detach().clone() for g in self._gradients],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same parameters."""
+        self.batches, self._samples = state["batches"], state["samples"]
+        self._counts, self._unit = state["counts"], state["unit"]
+        self._gradients = brought(state["gradients"], self._parameters)
+
+
+def brought(
+    gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]
+) -> list[torch.Tensor | None]:
+    """Copy gradients to where their parameters are; strides stay, as they are what sums are made in."""
+    pairs = zip(gradients, parameters, strict=True)
+    return [None if g is None else g.detach().to(p.device, copy=True) for g, p in pairs]
