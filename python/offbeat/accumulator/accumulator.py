@@ -2,20 +2,23 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
 
 from offbeat import process
+from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
-from offbeat.accumulator.settings import Normalizer, other_faults, size_faults, steps_of
+from offbeat.accumulator.meter import Meter
+from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
 from offbeat.accumulator.state import check_state, total_of_state, total_state
-from offbeat.accumulator.window import Window
+from offbeat.accumulator.updates import LocalUpdates, Scaler
+from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
-from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
@@ -92,11 +95,14 @@ class AsyncGradientAccumulator:
         device: str | torch.device = "cpu",
         loss_reduction: LossReduction = "mean",
         normalizer: Normalizer | None = None,
+        adaptive_accumulation: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
         process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
     ) -> None:
         sizes = accumulation_steps, base_batch_size, target_batch_size
         faults = Faults(size_faults(*sizes))
         faults += other_faults(model, overlap, loss_reduction, normalizer)
+        faults += extra_faults(model, adaptive_accumulation, grad_scaler)
         where = faults.catch(lambda: usable_device(device))
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
@@ -104,23 +110,39 @@ class AsyncGradientAccumulator:
         size = 1 if group is None else distributed.get_world_size(group)
         self.model = model.to(where)
         self.device = where
-        self.updates = 0
-        self._steps = steps_of(*sizes, size)
+        self.updates = self.skipped_updates = 0
+        self._most = steps_of(*sizes, size)
         self._base_batch_size = base_batch_size
         self._reduction: LossReduction = loss_reduction
         self._normalizer = normalizer
-        self._optimizer = LocalOptimizer(model)
         self._named = each_once(model)
+        self._parameters = [parameter for _, parameter in self._named]
+        self._scaler = Scaler(grad_scaler, where)
+        self._updates = LocalUpdates(model, self._parameters, self._scaler)
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
-        self._parameters = [parameter for _, parameter in self._named]
-        self._window = Window(self._parameters, are_means=are_means, is_divided=is_divided)
+        self._window = Window(
+            self._parameters,
+            are_means=are_means,
+            is_divided=is_divided,
+            is_measured=adaptive_accumulation,
+        )
+        setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
         self._members: Members = (
             Alone()
             if group is None or size == 1
-            else Group(group, self._named, list(model.buffers()), is_divided=is_divided)
+            else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
         )
         self._overlaps = overlap and self._members.size > 1
+        self._meter: Meter | None = None
+        if adaptive_accumulation:
+            adaptation = Adaptation(
+                most=self._most,
+                num_members=self._members.size,
+                overlaps=self._overlaps,
+                decided=self._most,
+            )
+            self._meter = Meter(adaptation, self._members, is_divided=is_divided)
         self._is_under_way = False
         self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
@@ -128,7 +150,8 @@ class AsyncGradientAccumulator:
         self._samples = 0
         self._samples_since_end = 0
         late = "one window late, behind the next one's work" if self._overlaps else "at the end of its window"
-        _log.info("an update is of %d micro-batches of %d members, made %s", self._steps, size, late)
+        most = "at most " if adaptive_accumulation else ""
+        _log.info("an update is of %s%d micro-batches of %d members, made %s", most, self._most, size, late)
 
     @known_keywords
     def train_step(
@@ -160,7 +183,7 @@ class AsyncGradientAccumulator:
                 is dropped.
             ConnectionLostError: If a member is lost.
         """
-        self._optimizer.use(optimizer)
+        self._updates.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
@@ -170,14 +193,17 @@ class AsyncGradientAccumulator:
         if not self._window.batches:
             check_same(self._named, self.model)
         self._warn_of_reduction(loss_fn)
+        began_s = time.perf_counter()
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
         loss = loss_fn(self.model(inputs), targets)
         check_loss(loss, owner=type(self).__name__)
         self._was_update = False
-        self._window.add(loss, counts=counts, samples=samples)
+        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
         self._samples_since_end += samples
-        if self._window.batches >= self._steps:
+        if self._meter is not None:
+            self._meter.work(began_s)
+        if self._window.batches >= self.accumulation_steps:
             self._end_window()
         return float(loss.detach())
 
@@ -188,12 +214,26 @@ class AsyncGradientAccumulator:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer that makes the updates; None before the first step."""
-        return self._optimizer.live
+        return self._updates.optimizer
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per update and member."""
-        return self._steps
+        """Micro-batches per update and member; with ``adaptive_accumulation``, at present."""
+        return self._most if self._meter is None else self._meter.adaptation.steps
+
+    @property
+    def gain(self) -> float:
+        """AdaScale's gain of the newest update: how many of one micro-batch it stands for."""
+        return 1.0 if self._meter is None else self._meter.gain
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient's noise scale, in samples or what `normalizer` counts: the batch that is large enough.
+
+        None where it is not measured: without ``adaptive_accumulation``, and in its first updates. Infinite
+        where all that is seen is noise.
+        """
+        return None if self._meter is None else self._meter.adaptation.noise_scale
 
     @property
     def effective_batch_size(self) -> int:
@@ -202,7 +242,7 @@ class AsyncGradientAccumulator:
         By `base_batch_size` where that was given; else those of the newest update, 0 before the first.
         """
         if self._base_batch_size is not None:
-            return self._base_batch_size * self._steps * self._members.size
+            return self._base_batch_size * self.accumulation_steps * self._members.size
         return self._samples
 
     def flush(self, *, optimizer: object = None) -> None:
@@ -219,7 +259,7 @@ class AsyncGradientAccumulator:
             StateError: As `train_step`.
         """
         if optimizer is not None:
-            self._optimizer.use(optimizer)
+            self._updates.use(optimizer)
         num_before = self.updates
         if self._window.batches:
             self._end_window()
@@ -244,9 +284,10 @@ class AsyncGradientAccumulator:
         """
         if self._is_under_way and self._due is None:
             self._due = self._members.finish()
-        live = self._optimizer.live
+        live = self._updates.optimizer
         return {
             "updates": self.updates,
+            "skipped_updates": self.skipped_updates,
             "was_update": self._was_update,
             "samples": self._samples,
             "samples_since_end": self._samples_since_end,
@@ -256,6 +297,8 @@ class AsyncGradientAccumulator:
             "window": self._window.state_dict(),
             "due": None if self._due is None else total_state(self._due),
             "optimizer": None if live is None else live.state_dict(),
+            "meter": None if self._meter is None else self._meter.state_dict(),
+            "grad_scaler": self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
@@ -274,7 +317,13 @@ class AsyncGradientAccumulator:
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
         live = None
         if state["optimizer"] is not None:
-            live = faults.catch(lambda: self._optimizer.use(optimizer))
+            live = faults.catch(lambda: self._updates.use(optimizer))
+        has_both = {"adaptive_accumulation": self._meter is not None, "grad_scaler": self._scaler.is_there}
+        for (name, is_here), part in zip(has_both.items(), ("meter", "grad_scaler"), strict=True):
+            if (state[part] is not None) != is_here:
+                faults.append(
+                    f"the state is of one {'without' if is_here else 'with'} {name}: make the accumulator so"
+                )
         refuse(faults)
         if live is not None:
             live.load_state_dict(state["optimizer"])
@@ -284,7 +333,12 @@ class AsyncGradientAccumulator:
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None
         self._window.load_state_dict(state["window"])
-        self.updates, self._was_update = state["updates"], state["was_update"]
+        if self._meter is not None:
+            self._meter.load_state_dict(state["meter"])
+        if self._scaler.is_there:
+            self._scaler.load_state_dict(state["grad_scaler"])
+        self.updates, self.skipped_updates = state["updates"], state["skipped_updates"]
+        self._was_update = state["was_update"]
         self._samples, self._samples_since_end = state["samples"], state["samples_since_end"]
 
     # ------------------------------------------------------------------ inside
@@ -294,7 +348,7 @@ class AsyncGradientAccumulator:
         return [self._reduction, self._normalizer is not None]
 
     def _end_window(self) -> None:
-        own = self._window.take()
+        own, scale = self._window.take(), self._scaler.scale
         if own.counts != 0 and all(gradient is None for gradient in own.gradients):
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
@@ -305,7 +359,7 @@ class AsyncGradientAccumulator:
                 self._update()
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
-        self._members.begin(own, self._settings())
+        self._send(own, scale)
         del own  # what is sent is a copy
         self._is_under_way = True
         if fault is not None:
@@ -313,34 +367,42 @@ class AsyncGradientAccumulator:
         if not self._overlaps:
             self._update()
 
+    def _send(self, own: Sum | None, scale: float) -> None:
+        """Begin a sum, of nothing where this member has ended."""
+        told = [scale if own is not None else 0.0] if self._scaler.is_there else []
+        if self._meter is not None:
+            told += self._meter.told(own, scale)
+        self._members.begin(own, self._settings(), told)
+
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         self._is_under_way = False
         total = self._members.finish() if self._due is None else self._due
         self._due = None
+        scale, told = self._scaler.scale, list(total.told)
+        if self._scaler.is_there:
+            scale = told.pop(0) / max(total.num_at_work, 1)  # the same in all that are at work
+        if self._meter is not None:
+            self._meter.take(total, told, scale)
         if total.num_at_work:
-            _check_finite(total.gradients, self.updates)
-            live = self._optimizer.use(None)
-            for parameter, gradient in zip(self._parameters, total.gradients, strict=True):
-                parameter.grad = gradient
-            live.step()
-            for parameter in self._parameters:
-                parameter.grad = None
-            self.updates += 1
+            self._was_update = self._updates.make(
+                total.gradients, number=self.updates + 1, scale=scale, gain=self.gain
+            )
+            self.updates += self._was_update
+            self.skipped_updates += not self._was_update
             self._samples = total.samples
-            self._was_update = True
         return total.num_at_work
 
     def _settings(self) -> list[object]:
         """Give what may change from update to update and has to be the same for all members."""
-        live = self._optimizer.live
+        live = self._updates.optimizer
         rates = None if live is None else [float(group["lr"]) for group in live.param_groups]
-        return [rates, self.updates]
+        return [rates, self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
 
     def _end_together(self) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""
         while True:
-            self._members.begin(None, self._settings())
+            self._send(None, self._scaler.scale)
             if not self._update():
                 break
         self._members.end(list(self.model.buffers()), self._samples_since_end)
@@ -351,14 +413,3 @@ class AsyncGradientAccumulator:
         if warning is not None and not self._has_warned:
             self._has_warned = True
             process.warn(warning)
-
-
-def _check_finite(gradients: Sequence[torch.Tensor | None], num_updates: int) -> None:
-    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    # A norm is one number for all of them; where it overflows, each is looked at.
-    if dense and not nn.utils.get_total_norm(dense).isfinite() and not all(g.isfinite().all() for g in dense):
-        raise NonFiniteError(
-            f"the gradient of update {num_updates + 1} is NaN or infinite, so it was dropped and nothing was "
-            f"changed: look at the data, the loss and the learning rate. This may be caught, and training go "
-            f"on with the next window"
-        )

@@ -4,11 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
 from offbeat import process
 from offbeat.checks import at_least_one, functions
 from offbeat.local.parameters import of_model
 
-__all__ = ["Normalizer", "other_faults", "size_faults", "steps_of"]
+__all__ = ["Normalizer", "extra_faults", "other_faults", "size_faults", "steps_of"]
 
 Normalizer = Callable[[Any, Any], float]
 """From a micro-batch's (inputs, targets) to what its loss is a mean over."""
@@ -57,4 +60,21 @@ def other_faults(model: object, overlap: object, reduction: object, normalizer: 
         faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
     if normalizer is not None:
         faults += functions("a function of (inputs, targets)", normalizer=normalizer)
+    return faults
+
+
+def extra_faults(model: object, adaptive: object, scaler: object) -> list[str]:
+    """Tell what is wrong with these."""
+    faults = []
+    if not isinstance(adaptive, bool):
+        faults.append(f"adaptive_accumulation is {adaptive!r}: give True or False")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        faults.append(f"grad_scaler is {scaler!r}: give a torch.amp.GradScaler, or None")
+    elif scaler is not None and isinstance(model, nn.Module):
+        halves = [name for name, p in model.named_parameters() if p.dtype == torch.float16]
+        if halves:
+            faults.append(
+                f"grad_scaler is given and parameter {halves[0]!r} is of float16, whose gradients torch does "
+                f"not unscale: keep parameters in float32 and compute under torch.autocast"
+            )
     return faults

@@ -27,7 +27,7 @@ def check_state(
     faults = Faults()
     if state["size"] != size:
         faults.append(
-            f"the state is of one of {state['size']} members, and here are {size}: go on with as many as before"
+            f"the state is of one of {state['size']} members, and here are {size}: go on with as many"
         )
     if list(state["losses"]) != losses:
         faults.append(
@@ -38,7 +38,7 @@ def check_state(
     parts = [state["window"], *([] if state["due"] is None else [state["due"]])]
     if not all(_fit(part["gradients"], shapes) for part in parts):
         faults.append(
-            f"the state's gradients are not of the {len(shapes)} parameters of this model: it is of another one"
+            f"the state's gradients are not of the {len(shapes)} parameters of this model: it is of another"
         )
     return faults
 
@@ -49,12 +49,14 @@ def total_state(total: Total) -> dict[str, Any]:
         "gradients": [None if g is None else g.detach().clone() for g in total.gradients],
         "samples": total.samples,
         "num_at_work": total.num_at_work,
+        "told": list(total.told),
     }
 
 
 def total_of_state(state: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Total:
     """Make the total of what `total_state` gave."""
-    return Total(brought(state["gradients"], parameters), state["samples"], state["num_at_work"])
+    gradients = brought(state["gradients"], parameters)
+    return Total(gradients, state["samples"], state["num_at_work"], state["told"])
 
 
 def _fit(gradients: Sequence[torch.Tensor | None], shapes: list[list[int]]) -> bool:

@@ -1,4 +1,4 @@
-"""An accumulator that is taken up again goes on as if nothing had happened, also in the middle of a window."""
+"""An accumulator that is taken up again goes on as if nothing had been, also in the middle of a window."""
 
 import copy
 import io
@@ -106,7 +106,7 @@ def test_a_state_that_does_not_fit_is_refused_with_all_that_is_wrong_and_changes
         "there is no optimizer",
         "the state is of one of 3 members, and here are 1",
         "the state's losses are ['mean', False]",
-        "it is of another one",
+        "it is of another",
     ):
         assert what in str(caught.value)
     assert ours.updates == 0
