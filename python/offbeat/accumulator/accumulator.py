@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed, nn
@@ -13,9 +13,10 @@ from offbeat import process
 from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
+from offbeat.accumulator.pushes import PushedUpdates, worker_faults
 from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
 from offbeat.accumulator.state import check_state, total_of_state, total_state
-from offbeat.accumulator.updates import LocalUpdates, Scaler
+from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
@@ -25,6 +26,10 @@ from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.parameters import check_same, each_once
 from offbeat.naming import known_keywords
+from offbeat.receipt import Receipt
+
+if TYPE_CHECKING:
+    from offbeat.worker import AsyncWorker
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
@@ -49,9 +54,26 @@ class AsyncGradientAccumulator:
     (`register_step_pre_hook`, `register_step_post_hook`): `flush` may make two updates, and those of members
     that have more to do.
 
+    Members wait for one another at the ends of windows. One that raises within its window and goes no further
+    leaves the others waiting until the process group's timeout (`init_distributed(timeout_s=)`), when they
+    raise `ConnectionLostError`; one whose process ends is noticed at once.
+
+    With ``adaptive_accumulation=True`` an update is of as many micro-batches as the gradient's noise is worth
+    (the noise scale of McCandlish et al., 2018), or as it takes to hide communication behind computation,
+    whichever is more: from 1 to what the sizes say, which it begins with. The learning rate that is set is
+    taken for one of a single micro-batch of a single member; while the optimizer steps, and only then, it is
+    multiplied by AdaScale's gain (Johnson et al., 2020) for SGD, and by its square root for optimizers that
+    divide by what gradients were before. All members decide by the same sums, one update late. Alone, where
+    one micro-batch is enough, each eighth update is of two, as of one alone no noise can be seen.
+
+    With a `worker` each window is one push of the worker's: the accumulator owns accumulation, and the
+    worker's `update_frequency` is 1. Whether a push travels behind the next window's work is the worker's
+    affair (``AsyncWorker(in_flight=2)``), and so is the optimizer. Call `flush` before `worker.evaluate` or
+    `worker.train`, which pull a newer model than a window was begun with.
+
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
-            `device` and trained in place.
+            `device` and trained in place. None: the worker's.
         accumulation_steps: Micro-batches per update and member.
         base_batch_size: Samples in a micro-batch.
         target_batch_size: Samples in an update, of all members, rounded up to whole micro-batches; with
@@ -62,13 +84,25 @@ class AsyncGradientAccumulator:
         normalizer: From a micro-batch's (inputs, targets) to the count that its loss is a mean over, where
             that is not its samples: tokens, or targets that are not ignored. With ``"sum"``: what the sum of
             all is divided by.
+        adaptive_accumulation: Let the micro-batches per update follow what is measured.
+        grad_scaler: A `torch.amp.GradScaler`, whose `scale`, `unscale_`, `step` and `update` are called here.
+            An update whose gradient is not finite is skipped, in all members, and counted, where without a
+            scaler it is a `NonFiniteError`. Hooks of the optimizer see unscaled gradients.
+        worker: An `AsyncWorker` to push by.
         process_group: The members; None: torch's default group where there is one, else this process alone;
             False: alone, whatever there is.
+
+    Attributes:
+        model: The module.
+        device: Where it is trained.
+        updates: Made so far; with a worker, pushed.
+        skipped_updates: Those that the scaler found to be not finite.
 
     Raises:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
+        StateError: If members train different parameters, or only some are adaptive or have a scaler.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)
@@ -86,7 +120,7 @@ class AsyncGradientAccumulator:
     @known_keywords
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         accumulation_steps: int | None = None,
         *,
         base_batch_size: int | None = None,
@@ -97,16 +131,29 @@ class AsyncGradientAccumulator:
         normalizer: Normalizer | None = None,
         adaptive_accumulation: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        worker: "AsyncWorker | None" = None,
         process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
     ) -> None:
         sizes = accumulation_steps, base_batch_size, target_batch_size
         faults = Faults(size_faults(*sizes))
+        where = faults.catch(lambda: usable_device(device))
+        if worker is not None:
+            faults += worker_faults(
+                worker,
+                model,
+                where,
+                overlap=overlap,
+                adaptive_accumulation=adaptive_accumulation,
+                process_group=process_group,
+            )
+            refuse(faults)
+            model, where, process_group = worker.model, worker.device, False
         faults += other_faults(model, overlap, loss_reduction, normalizer)
         faults += extra_faults(model, adaptive_accumulation, grad_scaler)
-        where = faults.catch(lambda: usable_device(device))
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
+        assert model is not None  # noqa: S101
         size = 1 if group is None else distributed.get_world_size(group)
         self.model = model.to(where)
         self.device = where
@@ -118,7 +165,11 @@ class AsyncGradientAccumulator:
         self._named = each_once(model)
         self._parameters = [parameter for _, parameter in self._named]
         self._scaler = Scaler(grad_scaler, where)
-        self._updates = LocalUpdates(model, self._parameters, self._scaler)
+        self._updates: Updates = (
+            LocalUpdates(model, self._parameters, self._scaler)
+            if worker is None
+            else PushedUpdates(worker, self._parameters, self._scaler)
+        )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
         self._window = Window(
@@ -149,7 +200,8 @@ class AsyncGradientAccumulator:
         self._has_warned = False
         self._samples = 0
         self._samples_since_end = 0
-        late = "one window late, behind the next one's work" if self._overlaps else "at the end of its window"
+        is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
+        late = "one window late, behind the next one's work" if is_late else "at the end of its window"
         most = "at most " if adaptive_accumulation else ""
         _log.info("an update is of %s%d micro-batches of %d members, made %s", most, self._most, size, late)
 
@@ -168,7 +220,8 @@ class AsyncGradientAccumulator:
             inputs: What the model takes: a tensor, or a nest of them; brought to the device.
             targets: What the loss takes, likewise.
             optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. The
-                same at each call, or its equal; may be left out after the first.
+                same at each call, or its equal; may be left out after the first. With a worker: nothing, or
+                ``worker.optimizer``.
             loss_fn: From (outputs, targets) to a scalar.
 
         Returns:
@@ -179,8 +232,8 @@ class AsyncGradientAccumulator:
                 is raised in the backward pass drops the window.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
-            NonFiniteError: If the update's gradient is NaN or infinite, in all members; the window it is of
-                is dropped.
+            NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
+                members; the window it is of is dropped.
             ConnectionLostError: If a member is lost.
         """
         self._updates.use(optimizer)
@@ -215,6 +268,11 @@ class AsyncGradientAccumulator:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer that makes the updates; None before the first step."""
         return self._updates.optimizer
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """With a worker, the newest receipt of its pushes that came in; else None."""
+        return self._updates.receipt if isinstance(self._updates, PushedUpdates) else None
 
     @property
     def accumulation_steps(self) -> int:
@@ -265,6 +323,7 @@ class AsyncGradientAccumulator:
             self._end_window()
         if self._is_under_way:
             self._update()
+        self._updates.end()
         if self._members.size > 1:
             self._end_together()
         self._was_update = self.updates > num_before
@@ -284,7 +343,7 @@ class AsyncGradientAccumulator:
         """
         if self._is_under_way and self._due is None:
             self._due = self._members.finish()
-        live = self._updates.optimizer
+        live = self._updates.own
         return {
             "updates": self.updates,
             "skipped_updates": self.skipped_updates,
@@ -299,6 +358,7 @@ class AsyncGradientAccumulator:
             "optimizer": None if live is None else live.state_dict(),
             "meter": None if self._meter is None else self._meter.state_dict(),
             "grad_scaler": self._scaler.state_dict(),
+            "worker": True if isinstance(self._updates, PushedUpdates) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
@@ -318,11 +378,15 @@ class AsyncGradientAccumulator:
         live = None
         if state["optimizer"] is not None:
             live = faults.catch(lambda: self._updates.use(optimizer))
-        has_both = {"adaptive_accumulation": self._meter is not None, "grad_scaler": self._scaler.is_there}
-        for (name, is_here), part in zip(has_both.items(), ("meter", "grad_scaler"), strict=True):
+        parts = {
+            "meter": ("adaptive_accumulation", self._meter is not None),
+            "grad_scaler": ("grad_scaler", self._scaler.is_there),
+            "worker": ("worker", isinstance(self._updates, PushedUpdates)),
+        }
+        for part, (keyword, is_here) in parts.items():
             if (state[part] is not None) != is_here:
                 faults.append(
-                    f"the state is of one {'without' if is_here else 'with'} {name}: make the accumulator so"
+                    f"the state is of one {'without' if is_here else 'with'} {keyword}: make it so here"
                 )
         refuse(faults)
         if live is not None:
@@ -386,16 +450,21 @@ class AsyncGradientAccumulator:
             self._meter.take(total, told, scale)
         if total.num_at_work:
             self._was_update = self._updates.make(
-                total.gradients, number=self.updates + 1, scale=scale, gain=self.gain
+                total.gradients,
+                number=self.updates + 1,
+                samples=total.samples,
+                scale=scale,
+                gain=self.gain,
             )
             self.updates += self._was_update
-            self.skipped_updates += not self._was_update
+            if not self._was_update and any(gradient is not None for gradient in total.gradients):
+                self.skipped_updates += 1
             self._samples = total.samples
         return total.num_at_work
 
     def _settings(self) -> list[object]:
         """Give what may change from update to update and has to be the same for all members."""
-        live = self._updates.optimizer
+        live = None if self._members.size == 1 else self._updates.own
         rates = None if live is None else [float(group["lr"]) for group in live.param_groups]
         return [rates, self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from offbeat.errors import NonFiniteError
 from offbeat.local import LocalOptimizer
 
-__all__ = ["LocalUpdates", "Scaler", "scaled_rates"]
+__all__ = ["LocalUpdates", "Scaler", "Updates", "on"]
 
 
 class Scaler:
@@ -85,6 +85,43 @@ class Scaler:
             self._scaler.load_state_dict(state)
 
 
+class Updates(Protocol):
+    """Makes updates."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, as users may hold it; None before there is one."""
+
+    @property
+    def own(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose state is the accumulator's to keep, if there is one."""
+
+    def use(self, optimizer: object) -> torch.optim.Optimizer:
+        """Give the optimizer, of what a user gives for one."""
+
+    def make(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        number: int,
+        samples: int,
+        scale: float,
+        gain: float,
+    ) -> bool:
+        """Make an update, and tell whether one was made.
+
+        Args:
+            gradients: By parameter.
+            number: Of the update, for people.
+            samples: In it.
+            scale: What the losses were multiplied by.
+            gain: AdaScale's.
+        """
+
+    def end(self) -> None:
+        """Wait for updates that are on their way."""
+
+
 class LocalUpdates:
     """Steps of an optimizer here."""
 
@@ -98,24 +135,30 @@ class LocalUpdates:
         """The live optimizer; None before there is one."""
         return self._optimizer.live
 
+    @property
+    def own(self) -> torch.optim.Optimizer | None:
+        """The same."""
+        return self._optimizer.live
+
     def use(self, optimizer: object) -> torch.optim.Optimizer:
         """Give the live optimizer; see `LocalOptimizer.use`."""
         return self._optimizer.use(optimizer)
 
     def make(
-        self, gradients: Sequence[torch.Tensor | None], *, number: int, scale: float, gain: float
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        number: int,
+        samples: int,
+        scale: float,
+        gain: float,
     ) -> bool:
-        """Make an update, and tell whether one was made.
-
-        Args:
-            gradients: By parameter.
-            number: Of the update, for people.
-            scale: What the losses were multiplied by.
-            gain: AdaScale's.
+        """Let the optimizer step; see `Updates.make`.
 
         Raises:
             NonFiniteError: If the gradient is not finite, and there is no scaler, which expects it at times.
         """
+        del samples
         if not self._scaler.is_there and not are_finite([g for g in gradients if g is not None]):
             raise NonFiniteError(
                 f"the gradient of update {number} is NaN or infinite, so it was dropped and nothing was "
@@ -132,6 +175,9 @@ class LocalUpdates:
                 with scaled_rates(live, gain):
                     self._scaler.step(live) if has_any else live.step()
             return is_finite
+
+    def end(self) -> None:
+        """Nothing is on its way."""
 
 
 @contextmanager
