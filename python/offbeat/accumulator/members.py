@@ -10,7 +10,16 @@ from torch import distributed, nn
 from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
 from offbeat.local.flat import Flat, pack, slices, wide
-from offbeat.local.group import begin_alike, check_alike, check_device, digest, is_alike, is_other, own_group
+from offbeat.local.group import (
+    begin_alike,
+    check_alike,
+    check_device,
+    digest,
+    is_alike,
+    is_other,
+    own_group,
+    timeout_of,
+)
 from offbeat.local.sums import Sums
 
 __all__ = ["Alone", "Group", "Members", "Total"]
@@ -154,7 +163,7 @@ class Group:
         self._flat: Flat = {}
         self._facts = torch.empty(0)
         check_device(group, self._device)
-        self._group = own_group(group)
+        self._group = own_group(group, timeout=timeout_of(group))
         self._sums = Sums(self._group, of="the gradients")
         check_alike(self._group, named, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one

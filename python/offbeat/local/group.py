@@ -21,6 +21,7 @@ __all__ = [
     "is_alike",
     "is_other",
     "own_group",
+    "timeout_of",
 ]
 
 ROUNDING = 1e-12
@@ -75,6 +76,14 @@ def own_group(
     )
     assert isinstance(made, distributed.ProcessGroup)  # noqa: S101  else this process would be no member
     return made
+
+
+def timeout_of(group: "distributed.ProcessGroup") -> timedelta | None:
+    """Tell how long a group's operations wait for others, as it was made; None where torch does not say."""
+    kind = distributed.get_backend_config(group).partition(":")[0]
+    backend = group._get_backend(torch.device(kind))  # noqa: SLF001  no other way
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
 
 
 def check_device(group: "distributed.ProcessGroup", device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -395,3 +396,23 @@ def from_different_updates(rank):
 def test_members_that_go_on_from_states_of_different_updates_are_told():
     for told in together(from_different_updates, 2):
         assert "they went on from states of different updates" in told
+
+
+def going_no_further(rank, said):
+    group = torch.distributed.new_group(timeout=timedelta(seconds=10))
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False, process_group=group)
+    if rank == 1:  # it has raised within its window, and its process is there all the same
+        wait_for(said.exists, timeout_s=90)
+        return None
+    inputs, targets = micro_batch(rank, 0, 0)
+    try:
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    except ConnectionLostError as error:
+        said.touch()
+        return str(error)
+    return "no error"
+
+
+def test_a_member_that_goes_no_further_is_waited_for_as_long_as_the_groups_timeout_says(tmp_path):
+    told, _ = together(going_no_further, 2, tmp_path / "said")
+    assert "of all members could not be added up, for one is gone or was waited for too long" in told
