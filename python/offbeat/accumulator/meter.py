@@ -36,7 +36,7 @@ class Meter:
         self._members = members
         self._is_divided = is_divided
         self._compute_s = 0.0  # of the window that is gathered
-        self._began_s = self._sum_s = math.inf
+        self._began_s, self._sum_s = math.nan, math.inf  # of a sum: none yet, and not yet there
         self._big = math.nan  # squared norm of the newest update's gradient
         self._waiting: list[float] | None = None  # what is known of that update besides
         self._told_gain = 1.0
@@ -95,7 +95,7 @@ class Meter:
         self.gain = state["gain"]
         self._big = math.nan if state["big"] is None else state["big"]
         self._waiting = state["waiting"]
-        self._compute_s, self._began_s, self._sum_s = 0.0, time.perf_counter(), math.inf
+        self._compute_s, self._began_s, self._sum_s = 0.0, math.nan, math.inf
 
     def _decide(
         self, batches: float, counts: float, small: float, compute_s: float, *, big: float, sum_s: float
