@@ -2,30 +2,37 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed, nn
 
 from offbeat import process, trained_by
-from offbeat.accumulator.members import Alone, Group, Members
-from offbeat.accumulator.window import Window
-from offbeat.checks import Faults, at_least_one, functions, refuse
+from offbeat.accumulator.adaptation import Adaptation
+from offbeat.accumulator.members import Alone, Group, Members, Total
+from offbeat.accumulator.meter import Meter
+from offbeat.accumulator.pushes import PushedUpdates, worker_faults
+from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
+from offbeat.accumulator.state import check_state, total_of_state, total_state
+from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
+from offbeat.accumulator.window import Sum, Window
+from offbeat.checks import Faults, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
-from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
-from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.local.parameters import check_same, each_once
 from offbeat.naming import known_keywords
+from offbeat.receipt import Receipt
+
+if TYPE_CHECKING:
+    from offbeat.worker import AsyncWorker
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
-
-Normalizer = Callable[[Any, Any], float]
-"""From a micro-batch's (inputs, targets) to what its loss is a mean over."""
 
 _log = logging.getLogger("offbeat")
 
@@ -48,9 +55,26 @@ class AsyncGradientAccumulator:
     (`register_step_pre_hook`, `register_step_post_hook`): `flush` may make two updates, and those of members
     that have more to do.
 
+    Members wait for one another at the ends of windows. One that raises within its window and goes no further
+    leaves the others waiting until the process group's timeout (`init_distributed(timeout_s=)`), when they
+    raise `ConnectionLostError`; one whose process ends is noticed at once.
+
+    With ``adaptive_accumulation=True`` an update is of as many micro-batches as the gradient's noise is worth
+    (the noise scale of McCandlish et al., 2018), or as it takes to hide communication behind computation,
+    whichever is more: from 1 to what the sizes say, which it begins with. The learning rate that is set is
+    taken for one of a single micro-batch of a single member; while the optimizer steps, and only then, it is
+    multiplied by AdaScale's gain (Johnson et al., 2020) for SGD, and by its square root for optimizers that
+    divide by what gradients were before. All members decide by the same sums, one update late. Alone, where
+    one micro-batch is enough, each eighth update is of two, as of one alone no noise can be seen.
+
+    With a `worker` each window is one push of the worker's: the accumulator owns accumulation, and the
+    worker's `update_frequency` is 1. Whether a push travels behind the next window's work is the worker's
+    affair (``AsyncWorker(in_flight=2)``), and so is the optimizer. Call `flush` before `worker.evaluate` or
+    `worker.train`, which pull a newer model than a window was begun with.
+
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
-            `device` and trained in place.
+            `device` and trained in place. None: the worker's.
         accumulation_steps: Micro-batches per update and member.
         base_batch_size: Samples in a micro-batch.
         target_batch_size: Samples in an update, of all members, rounded up to whole micro-batches; with
@@ -61,13 +85,25 @@ class AsyncGradientAccumulator:
         normalizer: From a micro-batch's (inputs, targets) to the count that its loss is a mean over, where
             that is not its samples: tokens, or targets that are not ignored. With ``"sum"``: what the sum of
             all is divided by.
+        adaptive_accumulation: Let the micro-batches per update follow what is measured.
+        grad_scaler: A `torch.amp.GradScaler`, whose `scale`, `unscale_`, `step` and `update` are called here.
+            An update whose gradient is not finite is skipped, in all members, and counted, where without a
+            scaler it is a `NonFiniteError`. Hooks of the optimizer see unscaled gradients.
+        worker: An `AsyncWorker` to push by.
         process_group: The members; None: torch's default group where there is one, else this process alone;
             False: alone, whatever there is.
+
+    Attributes:
+        model: The module.
+        device: Where it is trained.
+        updates: Made so far; with a worker, pushed.
+        skipped_updates: Those that the scaler found to be not finite.
 
     Raises:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
+        StateError: If members train different parameters, or only some are adaptive or have a scaler.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)
@@ -88,7 +124,7 @@ class AsyncGradientAccumulator:
     @known_keywords
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         accumulation_steps: int | None = None,
         *,
         base_batch_size: int | None = None,
@@ -97,43 +133,82 @@ class AsyncGradientAccumulator:
         device: str | torch.device = "cpu",
         loss_reduction: LossReduction = "mean",
         normalizer: Normalizer | None = None,
+        adaptive_accumulation: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        worker: "AsyncWorker | None" = None,
         process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
     ) -> None:
         sizes = accumulation_steps, base_batch_size, target_batch_size
-        faults = Faults(_of_sizes(*sizes))
-        faults += _of_the_rest(model, overlap, loss_reduction, normalizer)
+        faults = Faults(size_faults(*sizes))
         where = faults.catch(lambda: usable_device(device))
+        if worker is not None:
+            faults += worker_faults(
+                worker,
+                model,
+                where,
+                overlap=overlap,
+                adaptive_accumulation=adaptive_accumulation,
+                process_group=process_group,
+            )
+            refuse(faults)
+            model, where, process_group = worker.model, worker.device, False
+        faults += other_faults(model, overlap, loss_reduction, normalizer)
+        faults += extra_faults(model, adaptive_accumulation, grad_scaler)
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
+        assert model is not None  # noqa: S101
         size = 1 if group is None else distributed.get_world_size(group)
         self.model = model.to(where)
         self.device = where
-        self.updates = 0
-        self._steps = _steps_of(*sizes, size)
+        self.updates = self.skipped_updates = 0
+        self._most = steps_of(*sizes, size)
         self._base_batch_size = base_batch_size
         self._reduction: LossReduction = loss_reduction
         self._normalizer = normalizer
-        self._optimizer = LocalOptimizer(model)
         self._named = each_once(model)
+        self._parameters = [parameter for _, parameter in self._named]
+        self._scaler = Scaler(grad_scaler, where)
+        self._updates: Updates = (
+            LocalUpdates(model, self._parameters, self._scaler)
+            if worker is None
+            else PushedUpdates(worker, self._parameters, self._scaler)
+        )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
-        self._parameters = [parameter for _, parameter in self._named]
-        self._window = Window(self._parameters, are_means=are_means, is_divided=is_divided)
+        self._window = Window(
+            self._parameters,
+            are_means=are_means,
+            is_divided=is_divided,
+            is_measured=adaptive_accumulation,
+        )
+        setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
         self._members: Members = (
             Alone()
             if group is None or size == 1
-            else Group(group, self._named, list(model.buffers()), is_divided=is_divided)
+            else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
         )
         self._overlaps = overlap and self._members.size > 1
+        self._meter: Meter | None = None
+        if adaptive_accumulation:
+            adaptation = Adaptation(
+                most=self._most,
+                num_members=self._members.size,
+                overlaps=self._overlaps,
+                decided=self._most,
+            )
+            self._meter = Meter(adaptation, self._members, is_divided=is_divided)
         self._is_under_way = False
+        self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
         self._has_warned = False
         self._samples = 0
         self._samples_since_end = 0
         trained_by.register(model, self)
-        late = "one window late, behind the next one's work" if self._overlaps else "at the end of its window"
-        _log.info("an update is of %d micro-batches of %d members, made %s", self._steps, size, late)
+        is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
+        late = "one window late, behind the next one's work" if is_late else "at the end of its window"
+        most = "at most " if adaptive_accumulation else ""
+        _log.info("an update is of %s%d micro-batches of %d members, made %s", most, self._most, size, late)
 
     @known_keywords
     def train_step(
@@ -150,7 +225,8 @@ class AsyncGradientAccumulator:
             inputs: What the model takes: a tensor, or a nest of them; brought to the device.
             targets: What the loss takes, likewise.
             optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. The
-                same at each call, or its equal; may be left out after the first.
+                same at each call, or its equal; may be left out after the first. With a worker: nothing, or
+                ``worker.optimizer``.
             loss_fn: From (outputs, targets) to a scalar.
 
         Returns:
@@ -161,11 +237,11 @@ class AsyncGradientAccumulator:
                 is raised in the backward pass drops the window.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
-            NonFiniteError: If the update's gradient is NaN or infinite, in all members; the window it is of
-                is dropped.
+            NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
+                members; the window it is of is dropped.
             ConnectionLostError: If a member is lost.
         """
-        live = self._optimizer.use(optimizer)
+        self._updates.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
@@ -175,6 +251,7 @@ class AsyncGradientAccumulator:
         if not self._window.batches:
             check_same(self._named, self.model)
         self._warn_of_reduction(loss_fn)
+        began_s = time.perf_counter()
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
         loss = loss_fn(self.model(inputs), targets)
@@ -182,10 +259,12 @@ class AsyncGradientAccumulator:
         shown = loss.detach()
         trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / (counts or 1.0))
         self._was_update = False
-        self._window.add(loss, counts=counts, samples=samples)
+        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
         self._samples_since_end += samples
-        if self._window.batches >= self._steps:
-            self._end_window(live)
+        if self._meter is not None:
+            self._meter.work(began_s)
+        if self._window.batches >= self.accumulation_steps:
+            self._end_window()
         return float(shown)
 
     def is_update_step(self) -> bool:
@@ -195,12 +274,31 @@ class AsyncGradientAccumulator:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer that makes the updates; None before the first step."""
-        return self._optimizer.live
+        return self._updates.optimizer
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """With a worker, the newest receipt of its pushes that came in; else None."""
+        return self._updates.receipt if isinstance(self._updates, PushedUpdates) else None
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per update and member."""
-        return self._steps
+        """Micro-batches per update and member; with ``adaptive_accumulation``, at present."""
+        return self._most if self._meter is None else self._meter.adaptation.steps
+
+    @property
+    def gain(self) -> float:
+        """AdaScale's gain of the newest update: how many of one micro-batch it stands for."""
+        return 1.0 if self._meter is None else self._meter.gain
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient's noise scale, in samples or what `normalizer` counts: the batch that is large enough.
+
+        None where it is not measured: without ``adaptive_accumulation``, and in its first updates. Infinite
+        where all that is seen is noise.
+        """
+        return None if self._meter is None else self._meter.adaptation.noise_scale
 
     @property
     def effective_batch_size(self) -> int:
@@ -209,7 +307,7 @@ class AsyncGradientAccumulator:
         By `base_batch_size` where that was given; else those of the newest update, 0 before the first.
         """
         if self._base_batch_size is not None:
-            return self._base_batch_size * self._steps * self._members.size
+            return self._base_batch_size * self.accumulation_steps * self._members.size
         return self._samples
 
     def flush(self, *, optimizer: object = None) -> None:
@@ -226,20 +324,102 @@ class AsyncGradientAccumulator:
             StateError: As `train_step`.
         """
         if optimizer is not None:
-            self._optimizer.use(optimizer)
+            self._updates.use(optimizer)
         num_before = self.updates
         if self._window.batches:
-            self._end_window(self._optimizer.use(None))
+            self._end_window()
         if self._is_under_way:
             self._update()
+        self._updates.end()
         if self._members.size > 1:
             self._end_together()
         self._was_update = self.updates > num_before
 
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what it takes to go on, besides the model: a nest of plain values and tensors.
+
+        What a window has gathered so far is in it, and so is the optimizer's state. A sum that is under way
+        is waited for, and its update is still made when its time comes: others have to come to the end of
+        that window, and each member has a state of its own.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+            StateError: As `train_step`.
+        """
+        if self._is_under_way and self._due is None:
+            self._due = self._members.finish()
+        live = self._updates.own
+        return {
+            "updates": self.updates,
+            "skipped_updates": self.skipped_updates,
+            "was_update": self._was_update,
+            "samples": self._samples,
+            "samples_since_end": self._samples_since_end,
+            "size": self._members.size,
+            "losses": self._losses_are(),
+            "agreed": self._members.agreed(),
+            "window": self._window.state_dict(),
+            "due": None if self._due is None else total_state(self._due),
+            "optimizer": None if live is None else live.state_dict(),
+            "meter": None if self._meter is None else self._meter.state_dict(),
+            "grad_scaler": self._scaler.state_dict(),
+            "worker": True if isinstance(self._updates, PushedUpdates) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
+        """Go on from a state, in a model that has its values back already.
+
+        What is gathered or under way here is dropped. With others, all load a state of the same update.
+
+        Args:
+            state: As `state_dict` gave it, of the same number of members.
+            optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
+
+        Raises:
+            ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+            ConnectionLostError: If a sum was under way and a member is lost.
+        """
+        faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
+        live = None
+        if state["optimizer"] is not None:
+            live = faults.catch(lambda: self._updates.use(optimizer))
+        parts = {
+            "meter": ("adaptive_accumulation", self._meter is not None),
+            "grad_scaler": ("grad_scaler", self._scaler.is_there),
+            "worker": ("worker", isinstance(self._updates, PushedUpdates)),
+        }
+        for part, (keyword, is_here) in parts.items():
+            if (state[part] is not None) != is_here:
+                faults.append(
+                    f"the state is of one {'without' if is_here else 'with'} {keyword}: make it so here"
+                )
+        refuse(faults)
+        if live is not None:
+            live.load_state_dict(state["optimizer"])
+        if self._is_under_way and self._due is None:
+            self._members.finish()
+        self._members.agree(state["agreed"])
+        self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
+        self._is_under_way = self._due is not None
+        self._window.load_state_dict(state["window"])
+        if self._meter is not None:
+            self._meter.load_state_dict(state["meter"])
+        if self._scaler.is_there:
+            self._scaler.load_state_dict(state["grad_scaler"])
+        self.updates, self.skipped_updates = state["updates"], state["skipped_updates"]
+        self._was_update = state["was_update"]
+        self._samples, self._samples_since_end = state["samples"], state["samples_since_end"]
+
     # ------------------------------------------------------------------ inside
 
-    def _end_window(self, live: torch.optim.Optimizer) -> None:
-        own = self._window.take()
+    def _losses_are(self) -> list[object]:
+        """Give what a gathered sum means, as JSON can have it."""
+        return [self._reduction, self._normalizer is not None]
+
+    def _end_window(self) -> None:
+        own, scale = self._window.take(), self._scaler.scale
         if own.counts != 0 and all(gradient is None for gradient in own.gradients):
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
@@ -250,7 +430,7 @@ class AsyncGradientAccumulator:
                 self._update()
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
-        self._members.begin(own, _settings(live))
+        self._send(own, scale)
         del own  # what is sent is a copy
         self._is_under_way = True
         if fault is not None:
@@ -258,27 +438,49 @@ class AsyncGradientAccumulator:
         if not self._overlaps:
             self._update()
 
+    def _send(self, own: Sum | None, scale: float) -> None:
+        """Begin a sum, of nothing where this member has ended."""
+        told = [scale if own is not None else 0.0] if self._scaler.is_there else []
+        if self._meter is not None:
+            told += self._meter.told(own, scale)
+        self._members.begin(own, self._settings(), told)
+
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         self._is_under_way = False
-        total = self._members.finish()
+        total = self._members.finish() if self._due is None else self._due
+        self._due = None
+        scale, told = self._scaler.scale, list(total.told)
+        if self._scaler.is_there:
+            scale = told.pop(0) / max(total.num_at_work, 1)  # the same in all that are at work
+        if self._meter is not None:
+            self._meter.take(total, told, scale)
         if total.num_at_work:
-            _check_finite(total.gradients, self.updates)
-            live = self._optimizer.use(None)
-            for parameter, gradient in zip(self._parameters, total.gradients, strict=True):
-                parameter.grad = gradient
-            live.step()
-            for parameter in self._parameters:
-                parameter.grad = None
-            self.updates += 1
+            self._was_update = self._updates.make(
+                total.gradients,
+                number=self.updates + 1,
+                samples=total.samples,
+                scale=scale,
+                gain=self.gain,
+            )
+            self.updates += self._was_update
+            if not self._was_update and any(gradient is not None for gradient in total.gradients):
+                self.skipped_updates += 1
             self._samples = total.samples
-            self._was_update = True
         return total.num_at_work
+
+    def _settings(self) -> list[object]:
+        """Give what may change from update to update and has to be the same for all members."""
+        live = None if self._members.size == 1 else self._updates.own
+        rates = None
+        if live is not None:
+            rates = [float(group["lr"]) * factor_of(live) for group in live.param_groups]
+        return [rates, self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
 
     def _end_together(self) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""
         while True:
-            self._members.begin(None, _settings(self._optimizer.live))
+            self._send(None, self._scaler.scale)
             if not self._update():
                 break
         self._members.end(list(self.model.buffers()), self._samples_since_end)
@@ -289,63 +491,3 @@ class AsyncGradientAccumulator:
         if warning is not None and not self._has_warned:
             self._has_warned = True
             process.warn(warning)
-
-
-def _check_finite(gradients: Sequence[torch.Tensor | None], num_updates: int) -> None:
-    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    # A norm is one number for all of them; where it overflows, each is looked at.
-    if dense and not nn.utils.get_total_norm(dense).isfinite() and not all(g.isfinite().all() for g in dense):
-        raise NonFiniteError(
-            f"the gradient of update {num_updates + 1} is NaN or infinite, so it was dropped and nothing was "
-            f"changed: look at the data, the loss and the learning rate. This may be caught, and training go "
-            f"on with the next window"
-        )
-
-
-def _settings(live: torch.optim.Optimizer | None) -> list[float] | None:
-    """Give what may change from update to update and has to be the same for all members: learning rates."""
-    return None if live is None else [float(group["lr"]) * factor_of(live) for group in live.param_groups]
-
-
-def _steps_of(steps: int | None, base: int | None, target: int | None, num_members: int) -> int:
-    if steps is not None:
-        return steps
-    assert base is not None  # noqa: S101  `_of_sizes` has seen to it
-    assert target is not None  # noqa: S101
-    steps = math.ceil(target / (base * num_members))
-    if (made := steps * base * num_members) != target:
-        process.warn(
-            f"target_batch_size is {target}, and an update is of {made} samples: {steps} micro-batches "
-            f"of {base} "
-            f"of {num_members} members"
-        )
-    return steps
-
-
-def _of_sizes(steps: object, base: object, target: object) -> list[str]:
-    """Tell what is wrong with the sizes: steps, or the two others."""
-    given = {"accumulation_steps": steps, "base_batch_size": base, "target_batch_size": target}
-    given = {name: value for name, value in given.items() if value is not None}
-    faults = at_least_one(**given)
-    if not given:
-        faults.append("no size is given: give accumulation_steps, or base_batch_size and target_batch_size")
-    elif ("accumulation_steps" in given) == ("target_batch_size" in given) or list(given) == [
-        "target_batch_size"
-    ]:
-        faults.append(
-            f"{' and '.join(given)} given: give accumulation_steps, or base_batch_size and target_batch_size"
-        )
-    elif not faults and isinstance(base, int) and isinstance(target, int) and target < base:
-        faults.append(f"target_batch_size is {target} and base_batch_size {base}: one micro-batch is larger")
-    return faults
-
-
-def _of_the_rest(model: object, overlap: object, reduction: object, normalizer: object) -> list[str]:
-    faults = of_model(model)
-    if not isinstance(overlap, bool):
-        faults.append(f"overlap is {overlap!r}: give True or False")
-    if reduction not in ("mean", "sum"):
-        faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
-    if normalizer is not None:
-        faults += functions("a function of (inputs, targets)", normalizer=normalizer)
-    return faults

@@ -10,18 +10,33 @@ from torch import distributed, nn
 from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
 from offbeat.local.flat import Flat, pack, slices, wide
-from offbeat.local.group import begin_alike, check_alike, check_device, digest, is_alike, is_other, own_group
+from offbeat.local.group import (
+    begin_alike,
+    check_alike,
+    check_device,
+    digest,
+    is_alike,
+    is_other,
+    own_group,
+)
 from offbeat.local.sums import Sums
 
 __all__ = ["Alone", "Group", "Members", "Total"]
 
 
 UNLIKE = (
-    "the members' optimizers are set differently, or they train different parameters (requires_grad): a "
+    "the members' optimizers are set differently, or they train different parameters (requires_grad), or "
+    "they went on from states of different updates: a "
     "scheduler has to step once per update in every member, also in those that flush() makes: "
     "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
 )
 """What to say where members differ in what has to be alike."""
+
+MADE_UNLIKE = (
+    "members train different parameters (requires_grad), or have another adaptive_accumulation, with another "
+    "number of micro-batches, or only some of them a grad_scaler: give all the same"
+)
+"""What to say where they were made so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +47,41 @@ class Total:
         gradients: By parameter, divided; None where no member had one.
         samples: Of all members.
         num_at_work: Members that had something to add.
+        told: Numbers besides, each added up over members.
     """
 
     gradients: list[torch.Tensor | None]
     samples: int
     num_at_work: int
+    told: Sequence[float] = ()
 
 
 class Members(Protocol):
     """Adds sums up over members. One total may be under way at a time."""
 
     size: int
+    rank: int
 
-    def begin(self, own: Sum | None, settings: object) -> None:
+    def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Send what this member has.
 
         Args:
             own: None takes part with nothing, having ended.
             settings: How its optimizer is set, as JSON can have it: alike for all members.
+            told: Numbers to be added up with it; as many in all members.
         """
+
+    def is_there(self) -> bool:
+        """Tell whether the total of what was begun can be had without waiting."""
 
     def finish(self) -> Total:
         """Wait for the total of what was begun."""
+
+    def agreed(self) -> list[bool] | None:
+        """Tell which parameters members have agreed to send, where there is anybody to send them to."""
+
+    def agree(self, agreed: list[bool] | None) -> None:
+        """Go on from what all members had agreed upon when a state was taken."""
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Make the buffers of all members alike, of which this one's have seen so many samples."""
@@ -63,24 +91,37 @@ class Alone:
     """Nobody else."""
 
     size = 1
+    rank = 0
 
     def __init__(self) -> None:
         self._own: Sum | None = None
+        self._told: Sequence[float] = ()
 
-    def begin(self, own: Sum | None, settings: object) -> None:
+    def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Keep it."""
         del settings
-        self._own = own
+        self._own, self._told = own, told
+
+    def is_there(self) -> bool:
+        """Tell that it is."""
+        return True
 
     def finish(self) -> Total:
         """Divide it."""
         own, self._own = self._own, None
         if own is None:
-            return Total([], 0, 0)
+            return Total([], 0, 0, self._told)
         if own.counts:
             # By 1 where there was one micro-batch, which so keeps its bits.
             _divide([g for g in own.gradients if g is not None], own.counts / own.unit)
-        return Total(own.gradients, own.samples, 1)
+        return Total(own.gradients, own.samples, 1, self._told)
+
+    def agreed(self) -> list[bool] | None:
+        """Tell that there is nothing to send."""
+        return None
+
+    def agree(self, agreed: list[bool] | None) -> None:
+        """Go on alone."""
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Leave them."""
@@ -96,6 +137,7 @@ class Group:
         buffers: Sequence[torch.Tensor],
         *,
         is_divided: bool,
+        setting: object = None,
     ) -> None:
         """Begin with the first member's values.
 
@@ -104,13 +146,15 @@ class Group:
             named: The parameters, each once, with its name.
             buffers: The buffers that are to begin alike.
             is_divided: Totals are, by the counts of all.
+            setting: What else has to be the same in all members, as JSON can have it: it says how much they
+                send one another.
 
         Raises:
             ConfigError: If the group has no backend for the parameters' device.
             ModelMismatchError: If members hold different models.
-            StateError: If they train different parameters.
+            StateError: If they train different parameters, or are set differently.
         """
-        self.size = distributed.get_world_size(group)
+        self.size, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
         self._named = named
         self._is_divided = is_divided
         self._device = named[0][1].device
@@ -124,11 +168,11 @@ class Group:
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
         # another sums of different sizes otherwise, and torch ends a process to which that happens.
         self._is_sent = self._wanted = self._are_trained()
-        if not is_alike(self._group, self._is_sent, self._device):
-            raise StateError(UNLIKE)
+        if not is_alike(self._group, [self._is_sent, setting], self._device):
+            raise StateError(MADE_UNLIKE)
         begin_alike(self._group, (*(parameter for _, parameter in named), *buffers))
 
-    def begin(self, own: Sum | None, settings: object) -> None:
+    def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Copy the sums into flat memory and start their reduction.
 
         Raises:
@@ -148,7 +192,7 @@ class Group:
         self._wanted = self._are_trained()
         mark = digest([settings, self._wanted])
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        every = [*facts, mark, mark**2, *presence]
+        every = [*facts, mark, mark**2, *presence, *told]
         self._facts = torch.tensor(every, dtype=torch.float64, device=self._device)
         self._sums.begin([self._facts, *self._flat.values()])
 
@@ -160,7 +204,8 @@ class Group:
             ConnectionLostError: If a member is lost.
         """
         self._sums.finish()
-        counts, samples, num_at_work, marks, squares, *presence = self._facts.tolist()
+        counts, samples, num_at_work, marks, squares, *rest = self._facts.tolist()
+        presence, told = rest[: len(self._named)], rest[len(self._named) :]
         if num_at_work and is_other(marks, squares, self.size):
             raise StateError(UNLIKE)
         self._is_sent = self._wanted
@@ -170,7 +215,20 @@ class Group:
         self._flat = {}
         there = zip(self._named, presence, strict=True)
         gradients = [parts.get(id(parameter)) if is_there else None for (_, parameter), is_there in there]
-        return Total(gradients, round(samples), round(num_at_work))
+        return Total(gradients, round(samples), round(num_at_work), told)
+
+    def is_there(self) -> bool:
+        """Tell whether the sums are."""
+        return self._sums.is_there()
+
+    def agreed(self) -> list[bool] | None:
+        """Tell which parameters the next sum is of."""
+        return list(self._is_sent)
+
+    def agree(self, agreed: list[bool] | None) -> None:
+        """Let the next sum be of these."""
+        assert agreed is not None  # noqa: S101  a state of as many members has them
+        self._is_sent = list(agreed)
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Give floating buffers their mean over members, by samples; others are the first member's."""

@@ -177,6 +177,11 @@ class AsyncWorker(process.Live):
         raise AttributeError(fixed("update_frequency", value))
 
     @property
+    def in_flight(self) -> int:
+        """How many pushes may wait for their answer; chosen when the worker is made."""
+        return self._config.in_flight
+
+    @property
     def id(self) -> str:
         """Its name on the server."""
         return self._id

@@ -1,7 +1,9 @@
 """Several processes that accumulate together are one that has all their samples."""
 
+import copy
 import os
 import signal
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -335,3 +337,82 @@ def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
     assert "of all members could not be added up, for one is gone" in (tmp_path / "said").read_text()
+
+
+def steps_of(rank, ours, numbers):
+    for number in numbers:
+        inputs, targets = micro_batch(rank, number // 3, number % 3)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+
+
+def resuming(rank, overlap, taken_after):
+    made = [
+        offbeat.AsyncGradientAccumulator(model(seed=rank), 3, overlap=overlap, normalizer=normalized)
+        for _ in range(3)
+    ]
+    whole, first, second = made
+    steps_of(rank, whole, range(14))
+    whole.flush()
+    steps_of(rank, first, range(taken_after))
+    kept = copy.deepcopy((first.model.state_dict(), first.state_dict()))
+    steps_of(rank, first, range(taken_after, 14))  # taking a state has changed nothing
+    first.flush()
+    steps_of(rank, second, range(4))  # what is here, gathered or under way, gives way
+    second.model.load_state_dict(kept[0])
+    second.load_state_dict(kept[1], optimizer=SPEC)
+    steps_of(rank, second, range(taken_after, 14))
+    second.flush()
+    return [([p.detach().numpy() for p in ours.model.parameters()], ours.updates) for ours in made]
+
+
+def normalized(_, targets):
+    return len(targets) + 0.5
+
+
+@pytest.mark.parametrize("taken_after", [6, 7, 8])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_taken_in_mid_window_goes_on_bit_for_bit_in_all_members(overlap, taken_after):
+    for whole, first, second in together(resuming, 2, overlap, taken_after):
+        assert whole[1] == first[1] == second[1] == 5
+        for a, b, c in zip(whole[0], first[0], second[0], strict=True):
+            assert np.array_equal(a, b)
+            assert np.array_equal(a, c)
+
+
+def from_different_updates(rank):
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
+    steps_of(rank, ours, range(2))
+    kept = copy.deepcopy(ours.state_dict())
+    steps_of(rank, ours, range(2, 3))
+    if rank == 0:
+        ours.load_state_dict(kept)
+    try:
+        steps_of(rank, ours, range(3, 4))
+    except StateError as error:
+        return str(error)
+    return None
+
+
+def test_members_that_go_on_from_states_of_different_updates_are_told():
+    for told in together(from_different_updates, 2):
+        assert "they went on from states of different updates" in told
+
+
+def going_no_further(rank, said):
+    group = torch.distributed.new_group(timeout=timedelta(seconds=10))
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False, process_group=group)
+    if rank == 1:  # it has raised within its window, and its process is there all the same
+        wait_for(said.exists, timeout_s=90)
+        return None
+    inputs, targets = micro_batch(rank, 0, 0)
+    try:
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    except ConnectionLostError as error:
+        said.touch()
+        return str(error)
+    return "no error"
+
+
+def test_a_member_that_goes_no_further_is_waited_for_as_long_as_the_groups_timeout_says(tmp_path):
+    told, _ = together(going_no_further, 2, tmp_path / "said")
+    assert "of all members could not be added up, for one is gone or was waited for too long" in told

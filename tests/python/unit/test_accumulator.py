@@ -407,3 +407,18 @@ def test_a_keyword_that_is_unknown_or_missing_its_name_is_answered_with_the_near
         ours.train_step(input=inputs, targets=targets, loss_fn=nn.CrossEntropyLoss())
     with pytest.raises(ConfigError, match="By keyword alone: inputs, targets, optimizer, loss_fn"):
         ours.train_step(inputs, targets)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_compiled_model_is_trained_as_what_is_inside(is_in_place):
+    inside = model()
+    compiled = inside
+    if is_in_place:
+        inside.compile(backend="eager")
+    else:
+        compiled = torch.compile(inside, backend="eager")
+    ours = offbeat.AsyncGradientAccumulator(compiled, 2)
+    inputs, targets = data(6, 0)
+    in_two(ours, inputs, targets)
+    assert ours.updates == 1
+    assert close(inside.parameters(), large_batches([(inputs, targets)], nn.CrossEntropyLoss(), momentum))

@@ -1,0 +1,80 @@
+"""The accumulator's keywords, checked together."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat import process
+from offbeat.checks import at_least_one, functions
+from offbeat.local.parameters import of_model
+
+__all__ = ["Normalizer", "extra_faults", "other_faults", "size_faults", "steps_of"]
+
+Normalizer = Callable[[Any, Any], float]
+"""From a micro-batch's (inputs, targets) to what its loss is a mean over."""
+
+
+def steps_of(steps: int | None, base: int | None, target: int | None, num_members: int) -> int:
+    """Give the micro-batches of an update and member, of sizes without faults."""
+    if steps is not None:
+        return steps
+    assert base is not None  # noqa: S101  `size_faults` has seen to it
+    assert target is not None  # noqa: S101
+    steps = math.ceil(target / (base * num_members))
+    if (made := steps * base * num_members) != target:
+        process.warn(
+            f"target_batch_size is {target}, and an update is of {made} samples: {steps} micro-batches "
+            f"of {base} "
+            f"of {num_members} members"
+        )
+    return steps
+
+
+def size_faults(steps: object, base: object, target: object) -> list[str]:
+    """Tell what is wrong with the sizes: steps, or the two others."""
+    given = {"accumulation_steps": steps, "base_batch_size": base, "target_batch_size": target}
+    given = {name: value for name, value in given.items() if value is not None}
+    faults = at_least_one(**given)
+    if not given:
+        faults.append("no size is given: give accumulation_steps, or base_batch_size and target_batch_size")
+    elif ("accumulation_steps" in given) == ("target_batch_size" in given) or list(given) == [
+        "target_batch_size"
+    ]:
+        faults.append(
+            f"{' and '.join(given)} given: give accumulation_steps, or base_batch_size and target_batch_size"
+        )
+    elif not faults and isinstance(base, int) and isinstance(target, int) and target < base:
+        faults.append(f"target_batch_size is {target} and base_batch_size {base}: one micro-batch is larger")
+    return faults
+
+
+def other_faults(model: object, overlap: object, reduction: object, normalizer: object) -> list[str]:
+    """Tell what is wrong with these."""
+    faults = of_model(model)
+    if not isinstance(overlap, bool):
+        faults.append(f"overlap is {overlap!r}: give True or False")
+    if reduction not in ("mean", "sum"):
+        faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
+    if normalizer is not None:
+        faults += functions("a function of (inputs, targets)", normalizer=normalizer)
+    return faults
+
+
+def extra_faults(model: object, adaptive: object, scaler: object) -> list[str]:
+    """Tell what is wrong with these."""
+    faults = []
+    if not isinstance(adaptive, bool):
+        faults.append(f"adaptive_accumulation is {adaptive!r}: give True or False")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        faults.append(f"grad_scaler is {scaler!r}: give a torch.amp.GradScaler, or None")
+    elif scaler is not None and isinstance(model, nn.Module):
+        halves = [name for name, p in model.named_parameters() if p.dtype == torch.float16]
+        if halves:
+            faults.append(
+                f"grad_scaler is given and parameter {halves[0]!r} is of float16, whose gradients torch does "
+                f"not unscale: keep parameters in float32 and compute under torch.autocast"
+            )
+    return faults

@@ -1,0 +1,240 @@
+"""Updates: what is made of a gradient once all of it is there."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offbeat.errors import NonFiniteError
+from offbeat.local import LocalOptimizer
+
+__all__ = ["LocalUpdates", "Scaler", "Updates", "on"]
+
+
+class Scaler:
+    """A GradScaler of the user's, or none: then nothing is scaled, and nothing skipped.
+
+    The sum of a window may come when the scale is another already. Its gradients are brought to the scale
+    that there is, so that what torch's scaler does with them is right.
+    """
+
+    def __init__(self, given: torch.amp.GradScaler | None, device: torch.device) -> None:
+        """Take a scaler that is enabled; one that is not is as none."""
+        self._scaler = given if given is not None and given.is_enabled() else None
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=device))  # a member without data makes updates, too
+
+    @property
+    def is_there(self) -> bool:
+        """Whether losses are scaled."""
+        return self._scaler is not None
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by; 1 where they are not."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Give a loss times the scale."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    @contextmanager
+    def unscaled(
+        self, gradients: Sequence[torch.Tensor | None], optimizer: torch.optim.Optimizer, scale: float
+    ) -> Iterator[bool]:
+        """Unscale the gradients that are on the optimizer's parameters, and adapt the scale in the end.
+
+        Args:
+            gradients: The same.
+            optimizer: Whose parameters they are on.
+            scale: Which they were made with.
+
+        Yields:
+            Whether there is an update to be made of them: all are finite.
+        """
+        there = [g for g in gradients if g is not None]
+        if self._scaler is None or not there:
+            yield True
+            return
+        is_finite = are_finite(there)
+        if (ratio := self.scale / scale) != 1.0:
+            for gradient in there:
+                gradient.mul_(ratio)
+        self._scaler.unscale_(optimizer)
+        try:
+            yield is_finite
+        finally:
+            self._scaler.update()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer step, by the scaler, which some optimizers ask for what it has found."""
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            self._scaler.step(optimizer)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Give the scaler's state; None where there is none."""
+        return None if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the scaler's state."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
+
+
+class Updates(Protocol):
+    """Makes updates."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, as users may hold it; None before there is one."""
+
+    @property
+    def own(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose state is the accumulator's to keep, if there is one."""
+
+    def use(self, optimizer: object) -> torch.optim.Optimizer:
+        """Give the optimizer, of what a user gives for one."""
+
+    def make(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        number: int,
+        samples: int,
+        scale: float,
+        gain: float,
+    ) -> bool:
+        """Make an update, and tell whether one was made.
+
+        Args:
+            gradients: By parameter.
+            number: Of the update, for people.
+            samples: In it.
+            scale: What the losses were multiplied by.
+            gain: AdaScale's.
+        """
+
+    def end(self) -> None:
+        """Wait for updates that are on their way."""
+
+
+class LocalUpdates:
+    """Steps of an optimizer here."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], scaler: Scaler) -> None:
+        self._optimizer = LocalOptimizer(model)
+        self._parameters = parameters
+        self._scaler = scaler
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The live optimizer; None before there is one."""
+        return self._optimizer.live
+
+    @property
+    def own(self) -> torch.optim.Optimizer | None:
+        """The same."""
+        return self._optimizer.live
+
+    def use(self, optimizer: object) -> torch.optim.Optimizer:
+        """Give the live optimizer; see `LocalOptimizer.use`."""
+        return self._optimizer.use(optimizer)
+
+    def make(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        number: int,
+        samples: int,
+        scale: float,
+        gain: float,
+    ) -> bool:
+        """Let the optimizer step; see `Updates.make`.
+
+        Raises:
+            NonFiniteError: If the gradient is not finite, and there is no scaler, which expects it at times.
+        """
+        del samples
+        if not self._scaler.is_there and not are_finite([g for g in gradients if g is not None]):
+            raise NonFiniteError(
+                f"the gradient of update {number} is NaN or infinite, so it was dropped and nothing was "
+                f"changed: look at the data, the loss and the learning rate. This may be caught, and "
+                f"training go on with the next window"
+            )
+        live = self._optimizer.use(None)
+        with (
+            on(self._parameters, gradients),
+            self._scaler.unscaled(gradients, live, scale) as is_finite,
+        ):
+            if is_finite:
+                has_any = any(gradient is not None for gradient in gradients)
+                with scaled_rates(live, gain):
+                    self._scaler.step(live) if has_any else live.step()
+            return is_finite
+
+    def end(self) -> None:
+        """Nothing is on its way."""
+
+
+@contextmanager
+def on(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Put gradients on their parameters, and take them off again."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+
+
+@contextmanager
+def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None]:
+    """Multiply learning rates by AdaScale's gain while the optimizer steps, and nowhere else.
+
+    Optimizers that divide by what gradients were before (all but SGD and ASGD) get its square root, as
+    AdaptDL has it (Qiao et al., 2021): their steps grow no longer with the gradient.
+
+    Hooks of the step see the rates as they were set: one that lets a scheduler step reads and writes them.
+    """
+    factor = gain if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD) else gain**0.5
+    if factor == 1.0:
+        yield
+        return
+    before: list[Any] = []
+
+    def multiply(*_: object) -> None:
+        before.extend(group["lr"] for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+
+    def restore(*_: object) -> None:
+        for group, rate in zip(optimizer.param_groups, before, strict=False):
+            group["lr"] = rate
+        before.clear()
+
+    first = optimizer.register_step_pre_hook(multiply)  # behind all that there are
+    last = optimizer.register_step_post_hook(restore)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001  torch prepends only a module's
+    hooks.move_to_end(last.id, last=False)
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
+        restore()  # where the step raised
+
+
+def are_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Tell whether all numbers are; of sparse gradients nobody is asked."""
+    dense = [g for g in gradients if g.layout is torch.strided]
+    # A norm is one number for all of them; where it overflows, each is looked at.
+    return (
+        not dense
+        or bool(nn.utils.get_total_norm(dense).isfinite())
+        or all(bool(g.isfinite().all()) for g in dense)
+    )
