@@ -146,7 +146,8 @@ impl Shared {
         self.changed.notify_all();
         let members = self.members();
         let mut rounds = lock(&self.rounds);
-        if rounds.has_members() {
+        // Whom a server that stops sends away is not missed in a round: nobody is left who could go on with it.
+        if rounds.has_members() && !self.is_stopping() {
             let there = members.heard_ones();
             rounds.keep(|incarnation| there.contains(&incarnation), Instant::now());
         }
@@ -173,10 +174,11 @@ impl Shared {
         self.with_rounds(incarnation, |rounds| rounds.gather(incarnation, round))
     }
 
-    /// Does something for a worker that is there, and tells those who wait if that has changed something for them.
+    /// Does something for a worker that is there, unless the server stops; tells those who wait if that has changed
+    /// something for them.
     fn with_rounds<T>(&self, incarnation: u32, act: impl FnOnce(&mut Rounds) -> Option<T>) -> Option<T> {
         let members = self.members(); // held, so that who is lost now is taken off after it came on
-        if !members.is_heard(incarnation) {
+        if !members.is_heard(incarnation) || self.is_stopping() {
             return None;
         }
         let mut rounds = lock(&self.rounds);

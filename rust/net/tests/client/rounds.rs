@@ -11,7 +11,7 @@ use offbeat_net::client::{Client, ClientConfig, ClientError, Entered};
 use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig, Snapshot};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
-use std::sync::Barrier;
+use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -77,6 +77,19 @@ fn acquaint(workers: &mut [Worker]) -> u64 {
         let rounds: Vec<u64> = all.into_iter().map(|one| one.join().unwrap()).collect();
         assert!(rounds.iter().all(|round| *round == rounds[0]), "{rounds:?}");
         rounds[0]
+    })
+}
+
+/// What a worker is told on a thread of its own, and what is done meanwhile.
+fn both<T: Send, R>(
+    worker: &mut Worker,
+    waits: impl FnOnce(&mut Worker) -> T + Send,
+    meanwhile: impl FnOnce() -> R,
+) -> (T, R) {
+    thread::scope(|scope| {
+        let waits = scope.spawn(move || waits(worker));
+        let done = meanwhile();
+        (waits.join().unwrap(), done)
     })
 }
 
@@ -167,14 +180,16 @@ fn who_is_slow_is_in_the_next_round_and_who_leaves_in_none() {
     assert!(begun.elapsed() >= grace);
     assert_eq!((entered.members, entered.share), (1, 1.0));
     assert_eq!(take_part(&mut quick, entered, 1.0), 0);
-    thread::scope(|scope| {
-        let waits = scope.spawn(|| slow.client.enter(1.0, true, Some(Duration::MAX), &never).unwrap());
-        until_entered(&server, 1);
-        leaves.client.close(Parting::Finished, &never).unwrap();
-        let last = quick.client.enter(0.0, false, None, &never).unwrap();
-        let waited = waits.join().unwrap();
-        assert_eq!((waited.round, waited.members, waited.at_work, waited.share), (last.round, 2, 1, 1.0));
-    });
+    let (waited, last) = both(
+        &mut slow,
+        |slow| slow.client.enter(1.0, true, Some(Duration::MAX), &never).unwrap(),
+        || {
+            until_entered(&server, 1);
+            leaves.client.close(Parting::Finished, &never).unwrap();
+            quick.client.enter(0.0, false, None, &never).unwrap()
+        },
+    );
+    assert_eq!((waited.round, waited.members, waited.at_work, waited.share), (last.round, 2, 1, 1.0));
 }
 
 #[test]
@@ -199,17 +214,14 @@ fn a_wait_can_be_interrupted_and_taken_up_again_or_ended() {
     };
     interrupted(&mut a, 3.0);
     until_entered(&server, 1);
-    thread::scope(|scope| {
-        let again = scope.spawn(|| enter(&mut a, 3.0));
-        let entered = enter(&mut b, 1.0);
-        assert_eq!((entered.members, entered.share), (2, 0.25));
-        assert_eq!(again.join().unwrap(), Entered { share: 0.75, ..entered });
-        let gathers = scope.spawn(|| b.client.gather(entered.round, &never).unwrap().missing);
-        a.client.gather(entered.round, &never).unwrap();
-        assert_eq!(gathers.join().unwrap(), 0);
-    });
+    let (again, entered) = both(&mut a, |a| enter(a, 3.0), || enter(&mut b, 1.0));
+    assert_eq!((entered.members, entered.share), (2, 0.25));
+    assert_eq!(again, Entered { share: 0.75, ..entered });
+    let gather = |worker: &mut Worker| worker.client.gather(entered.round, &never).unwrap().missing;
+    assert_eq!(both(&mut a, gather, || gather(&mut b)), (0, 0));
     interrupted(&mut a, 1.0);
     a.client.close(Parting::Left { cause: None }, &never).unwrap();
+    until_entered(&server, 0);
     assert_eq!(enter(&mut b, 1.0).members, 1, "nobody else is there");
 }
 
@@ -220,31 +232,35 @@ fn a_wait_outlives_its_connection() {
     let mut workers = vec![worker(server.address(), "a"), worker(relay.address, "cut")];
     acquaint(&mut workers);
     let [mut a, mut cut] = <[Worker; 2]>::try_from(workers).ok().unwrap();
-    thread::scope(|scope| {
-        let waits = scope.spawn(|| {
-            let entered = enter(&mut cut, 1.0);
-            (entered, cut.client.gather(entered.round, &never).unwrap().missing)
-        });
+    let (tell, is_in) = mpsc::channel();
+    let waits = |cut: &mut Worker| {
+        let entered = enter(cut, 1.0);
+        tell.send(()).unwrap();
+        (entered, cut.client.gather(entered.round, &never).unwrap().missing)
+    };
+    let (told, due) = both(&mut cut, waits, || {
         until_entered(&server, 1);
-        relay.disturb([]);
+        relay.go_down();
         until_entered(&server, 0);
-        until_entered(&server, 1); // it is back, and on the roster
+        relay.come_up(server.address());
+        until_entered(&server, 1);
         let entered = enter(&mut a, 1.0);
         assert_eq!(entered.members, 2);
         let is = |state: &str| {
             let told = status(&server)["workers"].clone();
             told.as_array().unwrap().iter().any(|w| w["id"] == "cut" && w["state"] == state)
         };
+        is_in.recv().unwrap();
         // While it gathers, or is about to.
         relay.go_down();
         eventually("its loss", || is("lost"));
         relay.come_up(server.address());
         eventually("its return", || is("joined"));
-        let missing = a.client.gather(entered.round, &never).unwrap().missing;
-        // Whether it had gathered, or has again, before that round was over: both are told the same.
-        assert_eq!(waits.join().unwrap(), (entered, missing));
-        assert_eq!(rounds(&server)["missing"], missing);
+        (entered, a.client.gather(entered.round, &never).unwrap().missing)
     });
+    // Whether it had gathered, or has again, before that round was over: both are told the same.
+    assert_eq!(told, due);
+    assert_eq!(rounds(&server)["missing"], told.1);
 }
 
 #[test]
@@ -259,30 +275,35 @@ fn a_server_that_stops_ends_every_wait_and_one_that_comes_again_takes_them_up() 
     let mut workers = vec![worker(relay.address, "a"), worker(relay.address, "b")];
     acquaint(&mut workers);
     let [mut a, mut b] = <[Worker; 2]>::try_from(workers).ok().unwrap();
-    thread::scope(|scope| {
-        let waits = scope.spawn(|| enter(&mut a, 1.0));
-        until_entered(&server, 1);
-        let begun = Instant::now();
-        relay.send_on_to_nobody();
-        server.end(Ending::Restarting);
-        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
-        let again = Server::start(config()).unwrap();
-        relay.come_up(again.address());
-        let alone = waits.join().unwrap();
-        assert_eq!((alone.round, alone.members), (1, 1), "the new one knows of nobody else");
-        assert_eq!(b.client.gather(77, &never).unwrap().missing, 0, "nor of this round");
-        a.client.gather(alone.round, &never).unwrap();
-        // Now they know each other.
-        let waits = scope.spawn(|| enter(&mut b, 1.0).members);
-        until_entered(&again, 1);
-        assert_eq!(enter(&mut a, 1.0).members, 2);
-        assert_eq!(waits.join().unwrap(), 2);
-        // One gathers, and the server stops for good.
-        let round = scope.spawn(|| a.client.gather(2, &never));
-        eventually("the wait", || status(&again)["rounds"]["closed"] == 2);
-        again.stop();
-        assert!(round.join().unwrap().is_err());
-    });
+    let (alone, again) = both(
+        &mut a,
+        |a| enter(a, 1.0),
+        || {
+            until_entered(&server, 1);
+            let begun = Instant::now();
+            relay.send_on_to_nobody();
+            server.end(Ending::Restarting);
+            assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+            let again = Server::start(config()).unwrap();
+            relay.come_up(again.address());
+            again
+        },
+    );
+    assert_eq!((alone.round, alone.members), (1, 1), "the new one knows of nobody else");
+    assert_eq!(b.client.gather(77, &never).unwrap().missing, 0, "nor of this round");
+    a.client.gather(alone.round, &never).unwrap();
+    // Now they know each other.
+    let (waited, entered) = both(
+        &mut b,
+        |b| enter(b, 1.0).members,
+        || {
+            until_entered(&again, 1);
+            enter(&mut a, 1.0)
+        },
+    );
+    assert_eq!((waited, entered.members), (2, 2));
+    let (ended, ()) = both(&mut a, |a| a.client.gather(entered.round, &never), || again.stop());
+    assert!(ended.is_err(), "it is over for good");
     std::fs::remove_dir_all(&directory).ok();
 }
 
