@@ -114,6 +114,7 @@ fn who_goes_holds_nobody_up_and_its_share_is_counted_as_missing() {
     rounds.enter(2, work(1.0), now);
     rounds.enter(3, work(2.0), now);
     rounds.lose(4, now);
+    assert_eq!(rounds.status().closed, 2, "without anybody's asking");
     let part = rounds.enter(1, work(1.0), now).unwrap();
     assert_eq!((part.members, part.share), (3, 0.25), "the one that was waited for has gone");
     assert_eq!(rounds.gather(1, 2), None);
