@@ -134,6 +134,12 @@ class Session:
     def flush(self, out: Sequence[_Memory] | None) -> list[Receipt]:
         """Wait for what is in flight; return its receipts."""
 
+    def enter(self, samples: float, at_work: bool, grace_s: float | None) -> tuple[int, float, int, int]:
+        """Enter a round and wait until it closes; return (round, share, members, members at work)."""
+
+    def gather(self, round: int) -> tuple[int, int]:  # noqa: A002  as `Entered` calls it
+        """Wait until all of a round have gathered; return (shares missing, the model's version)."""
+
     def set_progress(self, steps: int) -> None:
         """Tell the next heartbeats how far this worker is."""
 

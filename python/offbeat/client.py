@@ -22,7 +22,16 @@ from offbeat.arrays import (
     read_table,
     writable,
 )
-from offbeat.checks import of_worker_id, one_or_two, refuse, refuse_two_in_flight, seconds, strings
+from offbeat.checks import (
+    is_count,
+    is_number,
+    of_worker_id,
+    one_or_two,
+    refuse,
+    refuse_two_in_flight,
+    seconds,
+    strings,
+)
 from offbeat.dtypes import NAMES
 from offbeat.errors import (
     ClosedError,
@@ -35,6 +44,7 @@ from offbeat.errors import (
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
 from offbeat.receipt import Receipt
+from offbeat.rounds import Entered, Gathered
 from offbeat.samples import sample_count
 
 if TYPE_CHECKING:
@@ -44,6 +54,7 @@ __all__ = ["Client"]
 
 _UNSENT = (NonFiniteError, StateError)
 """A call that ends so sent nothing: what was in flight stays so."""
+_CONTRIBUTIONS = ("gradient", "delta")
 NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
 
@@ -61,6 +72,8 @@ class Client(process.Live):
         connect_timeout_s: How long to try to reach the server.
         reconnect_timeout_s: How long a call waits for a server that is lost; 0: not at all. None: 300 s for
             one that keeps checkpoints, and may be started again; else 30 s.
+        contribution: What its pushes carry: "gradient", of which the server's optimizer makes a step, or
+            "delta", a difference that the server adds as it is. One kind a run.
 
     Raises:
         ConfigError: If an argument cannot be used.
@@ -86,12 +99,15 @@ class Client(process.Live):
         connect_timeout_s: float = 60,
         *,
         reconnect_timeout_s: float | None = None,
+        contribution: Literal["gradient", "delta"] = "gradient",
     ) -> None:
         faults = strings('"HOST:PORT", a string', address=address)
         faults += of_worker_id(worker_id) + strings(token=token)
         faults += one_or_two(in_flight=in_flight) + seconds(connect_timeout_s=connect_timeout_s)
         if reconnect_timeout_s is not None:
             faults += seconds(reconnect_timeout_s=reconnect_timeout_s)
+        if contribution not in _CONTRIBUTIONS:
+            faults.append(f'contribution is {contribution!r}: give "gradient" or "delta"')
         address = address or os.environ.get("OFFBEAT_SERVER")
         token = token or os.environ.get("OFFBEAT_TOKEN") or None
         if not address:
@@ -128,6 +144,7 @@ class Client(process.Live):
         self._own: dict[str, Array] | None = None
         self._own_is_written = False
         self._is_answer_due = False  # a push in flight brings parameters with the next call
+        self._contribution = contribution
         self._configured = False
         self._has_read = False
         if self._session.table is not None:
@@ -163,9 +180,10 @@ class Client(process.Live):
         """Say which optimizer the server is to run; where it has one already, the two have to agree.
 
         Raises:
-            ConfigError: If the server has another one; `server.set_optimizer` changes it.
+            ConfigError: If the server has another one; `server.set_optimizer` changes it. Or if this client's
+                pushes carry differences, which the server adds without one.
         """
-        self._open().configure("gradient", json.dumps(as_spec(optimizer).spec()))
+        self._open().configure(self._contribution, json.dumps(as_spec(optimizer).spec()))
         self._configured = True
 
     @property
@@ -207,11 +225,12 @@ class Client(process.Live):
         return out
 
     def push(self, gradients: Mapping[str, object], samples: int = 1) -> Receipt:
-        """Push the gradient at the parameters pulled last.
+        """Push the gradient at the parameters pulled last, or the difference to them.
 
         Args:
-            gradients: The gradient of the mean over the samples, by name; of a buffer its new value. What is
-                missing or None is left out: the server's value, moments and step count of it stay.
+            gradients: The gradient of the mean over the samples, by name; with `contribution="delta"` the
+                difference to be added. Of a buffer its new value. What is missing or None is left out: the
+                server's value, moments and step count of it stay.
             samples: How many samples it is the mean over; counted, not multiplied by.
 
         Returns:
@@ -282,6 +301,56 @@ class Client(process.Live):
         if self._own is None or not self._own_is_written:
             raise StateError("client.parameters holds what push_pull() without out= wrote; use pull() before")
         return self._own
+
+    # -- rounds
+
+    def enter(self, samples: float, *, at_work: bool = True, grace_s: float | None = None) -> Entered:
+        """Enter a round with what so many samples have made, and wait for the others.
+
+        The round closes when all have entered who entered one before and are there, or when the grace has
+        passed since the first did; who comes later is in the next. Each member then pushes its difference
+        times its share (`contribution="delta"`), gathers, and pulls what all have made.
+
+        Until it has gathered, a client is in its round: asked again, whatever it says, the server answers the
+        same. After Ctrl-C the server still waits, and so does the next call; `close` ends it.
+
+        Args:
+            samples: What this client's share is measured by, 0 or more.
+            at_work: Whether it goes on after this round; else it only waits for the others' end.
+            grace_s: How long the round is to wait, from the first that has entered, for those who have not;
+                the longest that a member gives counts. None: it does not say; where nobody does, as long as
+                it takes.
+
+        Raises:
+            ConfigError: If an argument cannot be used.
+        """
+        faults = []
+        if not is_number(samples) or samples < 0:
+            faults.append(f"samples is {samples!r}: give a finite number, 0 or more")
+        if not isinstance(at_work, bool):
+            faults.append(f"at_work is {at_work!r}: give True or False")
+        if grace_s is not None:
+            faults += seconds(grace_s=grace_s)
+        refuse(faults)
+        return Entered(
+            *self._open().enter(float(samples), at_work, None if grace_s is None else float(grace_s))
+        )
+
+    def gather(self, round: int) -> Gathered:  # noqa: A002  as `Entered` calls it
+        """Say that this client's push in a round has ended, and wait until every member's has.
+
+        Who is lost or leaves is not waited for. A round that the server does not know, since it was started
+        again, is over.
+
+        Args:
+            round: The number of the round that was entered.
+
+        Raises:
+            ConfigError: If it is no number of a round.
+        """
+        if not is_count(round, least=1):
+            raise ConfigError(f"round is {round!r}: give the number that client.enter() has returned")
+        return Gathered(*self._open().gather(round))
 
     # -- the session
 
@@ -374,7 +443,7 @@ class Client(process.Live):
         if not self._has_read:
             raise StateError("a gradient belongs to parameters that were read: call client.pull() first")
         if not self._configured:
-            session.configure("gradient", None)
+            session.configure(self._contribution, None)
             self._configured = True
         return session
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offbeat import trained_by
 from offbeat.errors import NonFiniteError
 from offbeat.local import LocalOptimizer
 
@@ -126,6 +127,7 @@ class LocalUpdates:
     """Steps of an optimizer here."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], scaler: Scaler) -> None:
+        self._model = model
         self._optimizer = LocalOptimizer(model)
         self._parameters = parameters
         self._scaler = scaler
@@ -159,17 +161,18 @@ class LocalUpdates:
             NonFiniteError: If the gradient is not finite, and there is no scaler, which expects it at times.
         """
         del samples
-        if not self._scaler.is_there and not are_finite([g for g in gradients if g is not None]):
-            raise NonFiniteError(
-                f"the gradient of update {number} is NaN or infinite, so it was dropped and nothing was "
-                f"changed: look at the data, the loss and the learning rate. This may be caught, and "
-                f"training go on with the next window"
-            )
         live = self._optimizer.use(None)
-        with (
-            on(self._parameters, gradients),
-            self._scaler.unscaled(gradients, live, scale) as is_finite,
-        ):
+        with on(self._parameters, gradients):
+            if not self._scaler.is_there:
+                if not trained_by.admits(self._model):
+                    return False  # who watches the model drops it
+                _check_finite([p.grad for p in self._parameters if p.grad is not None], number)
+            return self._step(gradients, live, scale, gain)
+
+    def _step(
+        self, gradients: Sequence[torch.Tensor | None], live: torch.optim.Optimizer, scale: float, gain: float
+    ) -> bool:
+        with self._scaler.unscaled(gradients, live, scale) as is_finite:
             if is_finite:
                 has_any = any(gradient is not None for gradient in gradients)
                 with scaled_rates(live, gain):
@@ -227,6 +230,15 @@ def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None
         first.remove()
         last.remove()
         restore()  # where the step raised
+
+
+def _check_finite(gradients: Sequence[torch.Tensor], number: int) -> None:
+    if not are_finite(gradients):
+        raise NonFiniteError(
+            f"the gradient of update {number} is NaN or infinite, so it was dropped and nothing was "
+            f"changed: look at the data, the loss and the learning rate. This may be caught, and training "
+            f"go on with the next window"
+        )
 
 
 def are_finite(gradients: Sequence[torch.Tensor]) -> bool:

@@ -87,6 +87,8 @@ fn calls() -> Vec<(&'static str, Call)> {
         ("wait-model", Call::WaitModel),
         ("configure", Call::Configure { contribution: Contribution::Gradient, optimizer }),
         ("status", Call::Status),
+        ("enter", Call::Enter { samples: 32.0, at_work: true, grace_ms: Some(1000) }),
+        ("gather", Call::Gather { round: 1 }),
         ("goodbye", Call::Goodbye { parting: Parting::Left { cause: Some("why".into()) } }),
     ]
 }
@@ -103,6 +105,8 @@ fn replies() -> Vec<(&'static str, Reply)> {
         ("model", Reply::Model { model, run: run.clone(), term: 1, version: 2 }),
         ("configured", Reply::Configured { run }),
         ("status", Reply::Status { json: "{}".into() }),
+        ("entered", Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1 }),
+        ("gathered", Reply::Gathered { missing: 0, version: 3 }),
         ("goodbye", Reply::Goodbye),
     ]
 }

@@ -23,6 +23,8 @@ mod relay;
 mod replies;
 #[path = "client/restart.rs"]
 mod restart;
+#[path = "client/rounds.rs"]
+mod rounds;
 #[path = "client/script.rs"]
 mod script;
 #[path = "client/support.rs"]

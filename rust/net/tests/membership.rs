@@ -574,3 +574,44 @@ fn a_worker_that_is_silent_beyond_its_grace_is_disconnected() {
     assert_eq!(raw.refused().code, RefusalCode::Timeout);
     assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.5 s");
 }
+
+#[test]
+fn who_falls_silent_in_a_round_is_waited_for_no_longer_than_its_lease_and_again_once_it_is_heard() {
+    let server = start(ServerConfig { lease: Duration::from_millis(400), ..config() });
+    let rounds = |server: &Server| status(server)["rounds"].clone();
+    let enter = Call::Enter { samples: 1.0, at_work: true, grace_ms: Some(u64::MAX) };
+    // It has a control connection, and says nothing there: as if its process had been stopped.
+    let (mut silent, joined) = Raw::joined(&server, "silent");
+    let mut control = Raw::attached(&server, &joined);
+    silent.call(1, &enter);
+    let part = |round, share, members| Reply::Entered { round, share, members, at_work: members };
+    assert_eq!(silent.reply(), part(1, 1.0, 1));
+    let mut a = client(&server, "a");
+    let entered = a.enter(1.0, true, None, &NEVER).unwrap();
+    assert_eq!((entered.round, entered.members), (2, 1));
+    assert_eq!(rounds(&server)["missing"], 1, "it had not gathered");
+    until_state(&server, "silent", "lost");
+    // Nobody is waited for who is lost, though its connection stands and it has something to give.
+    silent.call(2, &enter);
+    assert_eq!(a.gather(2, &NEVER).unwrap().missing, 0);
+    assert_eq!(a.enter(1.0, true, None, &NEVER).unwrap().members, 1);
+    assert_eq!(rounds(&server)["open_entrants"], 0);
+    control.heartbeat(1);
+    eventually(&server, "its return", |s| s["rounds"]["open_entrants"] == 1);
+    a.gather(3, &NEVER).unwrap();
+    assert_eq!(a.enter(3.0, true, None, &NEVER).unwrap().share, 0.75);
+    assert_eq!(silent.reply(), part(4, 0.25, 2));
+}
+
+#[test]
+fn what_can_be_no_samples_is_refused_by_the_server_too() {
+    let server = start(config());
+    for samples in [f64::NAN, f64::INFINITY, -1.0] {
+        let (mut raw, _) = Raw::joined(&server, "a");
+        raw.call(1, &Call::Enter { samples, at_work: true, grace_ms: None });
+        let refused = raw.refused();
+        assert_eq!(refused.code, RefusalCode::Malformed);
+        assert!(refused.message.contains("0 or more"), "{refused}");
+    }
+    assert_eq!(status(&server)["rounds"]["closed"], 0);
+}

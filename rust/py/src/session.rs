@@ -237,6 +237,23 @@ impl Session {
         receipts.iter().map(|receipt| receipt::to_python(py, receipt)).collect()
     }
 
+    fn enter(
+        &self,
+        py: Python<'_>,
+        samples: f64,
+        at_work: bool,
+        grace_s: Option<f64>,
+    ) -> PyResult<(u64, f64, u32, u32)> {
+        let grace = grace_s.map(seconds);
+        let entered = self.call(py, |client, signals| client.enter(samples, at_work, grace, signals))?;
+        Ok((entered.round, entered.share, entered.members, entered.at_work))
+    }
+
+    fn gather(&self, py: Python<'_>, round: u64) -> PyResult<(u64, u64)> {
+        let gathered = self.call(py, |client, signals| client.gather(round, signals))?;
+        Ok((gathered.missing, gathered.version))
+    }
+
     fn set_progress(&self, py: Python<'_>, steps: u64) -> PyResult<()> {
         self.call(py, |client, _| client.set_progress(steps))
     }

@@ -137,8 +137,10 @@ def test_any_tool_reads_the_model_of_a_checkpoint(tmp_path):
 def test_a_directory_that_cannot_be_used_is_told(tmp_path):
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot create .*/file"):
-        made(in_the_way).start()
+    with pytest.raises(ConfigError, match=r"checkpoint_dir is .*/file.*, which is a file"):
+        made(in_the_way)
+    with pytest.raises(CheckpointError, match=r"cannot create .*/file/kept"):
+        made(in_the_way / "kept").start()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* to go on from"):
         made(tmp_path / "none", resume="must").start()
     kept = tmp_path / "kept"

@@ -10,7 +10,7 @@
 //! - `connection`: one call's turn on both at once; `deliver`: where what arrives goes; `flight`: what was asked for
 //!   and has not ended
 //! - `held`: what was read, so what a push is based on; `momentum`: this worker's velocity
-//! - `session`, `bring`, `push`: the calls; `finite`, `model`: what they check before a byte leaves
+//! - `session`, `bring`, `push`, `round`: the calls; `finite`, `model`: what they check before a byte leaves
 //!
 //! Promises, each with its test:
 //! - CLIENT-1 Sequence numbers are contiguous from 1 in an incarnation; a push that was refused did not use its own.
@@ -49,6 +49,7 @@ mod momentum;
 mod outgoing;
 mod payload;
 mod push;
+mod round;
 mod session;
 mod silence;
 mod stream;
@@ -58,6 +59,7 @@ pub use config::{ClientConfig, Interrupt, Pulled, PushInput, Session};
 pub use control::Events;
 pub use error::ClientError;
 pub use memory::Memory;
+pub use round::{Entered, Gathered};
 
 use crate::fork::Origin;
 use crate::token::Token;
@@ -250,6 +252,35 @@ impl Client {
         Ok(())
     }
 
+    /// Enters a round with what so many samples have made, and waits for those who take part: all who have entered one
+    /// before and are there, or until the longest `grace` that is given has passed since the first entered; the server
+    /// looks at the clock, in milliseconds. Then push what is to be this worker's share of the whole, and
+    /// [gather](Self::gather). `at_work`: whether this worker goes on after it; else it only waits for the others' end.
+    ///
+    /// Until it has gathered, a worker is in its round: if it enters again, whatever it says, it is answered the same.
+    /// After an interrupt the server still waits: this call or [`Self::close`] goes on, any other waits for the round too.
+    ///
+    /// # Errors
+    /// [`ClientError::BadInput`] if `samples` is not a finite number, 0 or more. Else as [`Self::wait_for_model`].
+    pub fn enter(
+        &mut self,
+        samples: f64,
+        at_work: bool,
+        grace: Option<Duration>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Entered, ClientError> {
+        self.inner()?.enter(samples, at_work, grace, interrupt)
+    }
+
+    /// Says that this worker's push in a round has ended, and waits until everybody's has; those who are lost or leave are
+    /// not waited for. A pull after that has all that came. A round that the server does not know is over.
+    ///
+    /// # Errors
+    /// As [`Self::wait_for_model`].
+    pub fn gather(&mut self, round: u64, interrupt: &dyn Interrupt) -> Result<Gathered, ClientError> {
+        self.inner()?.gather(round, interrupt)
+    }
+
     /// The server's status, as JSON.
     ///
     /// # Errors
@@ -353,6 +384,8 @@ mod tests {
         assert_eq!(client.push_pull(input(), &[], false, &never), Err(ClientError::Forked));
         assert_eq!(client.flush(None, &never), Err(ClientError::Forked));
         assert_eq!(client.status(&never), Err(ClientError::Forked));
+        assert_eq!(client.enter(1.0, true, None, &never), Err(ClientError::Forked));
+        assert_eq!(client.gather(1, &never), Err(ClientError::Forked));
         assert_eq!(client.configure(Contribution::Gradient, None, &never), Err(ClientError::Forked));
         assert_eq!(client.close(Parting::Finished, &never), Err(ClientError::Forked));
         assert_eq!(client.set_progress(1), Err(ClientError::Forked));

@@ -3,9 +3,9 @@
 //! One current-thread runtime per processor serves data connections ([`session`], [`exchange`], [`staged`]). Where some
 //! threads have become busier than others, connections move between two frames ([`balance`] says which, [`attend`] how).
 //! One more thread takes connections at the [`door`] and hears heartbeats ([`control`]), and looks at the [`clock`].
-//! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; their owner
-//! waits for them in [`wait`], and copies and replaces the model in [`values`]; what outlives the server is in
-//! [`checkpoints`], and written by [`keeper`].
+//! [`threads`] starts both. What the run's workers must agree on is in [`run`], who they are in [`membership`]; they wait
+//! for each other at a [`rendezvous`], by the rules of [`rounds`]. Their owner waits for them in [`wait`], and copies and
+//! replaces the model in [`values`]; what outlives the server is in [`checkpoints`], and written by [`keeper`].
 
 mod attend;
 mod back;
@@ -30,6 +30,8 @@ mod model;
 mod outbox;
 mod place;
 mod poll;
+mod rendezvous;
+mod rounds;
 mod run;
 mod session;
 mod shared;

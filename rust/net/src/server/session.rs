@@ -214,6 +214,10 @@ impl Session {
                 }
             }
             Call::Status => Ok(Reply::Status { json: super::status::told(&self.shared, header).await? }),
+            Call::Enter { samples, at_work, grace_ms } => {
+                self.enter(header, samples, at_work, grace_ms).await
+            }
+            Call::Gather { round } => self.gather(round).await,
             Call::Goodbye { parting } => {
                 self.shared.goodbye(self.incarnation, &parting);
                 self.goodbye = true;

@@ -1,5 +1,5 @@
 //! What the server's threads share. Locks are short, never held across an await, and taken in this order:
-//! agreement, members, then the store's own.
+//! agreement, members, rounds, then the store's own.
 
 use super::checkpoints::{Checkpoints, Resumed};
 use super::config::{Ending, Resume, ServerConfig};
@@ -7,6 +7,7 @@ use super::connection::Connection;
 use super::error::ServerError;
 use super::membership::{Ended, Members};
 use super::model::{Model, ModelSlot};
+use super::rounds::{Entry, Part, Rounds, RoundsStatus};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
 use super::strangers::Strangers;
@@ -61,6 +62,9 @@ pub(super) struct Shared {
     agreement: Mutex<Agreement>,
     members: Mutex<Members>,
     changed: Condvar,
+    rounds: Mutex<Rounds>,
+    /// Counts what may have changed for those who wait in a round.
+    round_changes: watch::Sender<u64>,
     connections: Mutex<BTreeMap<u64, Arc<Connection>>>,
     next_connection: AtomicU64,
     strangers: Mutex<Strangers>,
@@ -106,6 +110,8 @@ impl Shared {
             agreement: Mutex::new(Agreement::new(&config)?),
             members: Mutex::new(Members::new(life)),
             changed: Condvar::new(),
+            rounds: Mutex::default(),
+            round_changes: watch::Sender::new(0),
             connections: Mutex::new(BTreeMap::new()),
             next_connection: AtomicU64::new(0),
             strangers: Mutex::default(),
@@ -135,8 +141,72 @@ impl Shared {
         self.changed.wait_timeout(members, time).unwrap_or_else(PoisonError::into_inner).0
     }
 
+    /// Says that something has changed in the membership; its lock is free.
     pub(super) fn notify(&self) {
         self.changed.notify_all();
+        let members = self.members();
+        let mut rounds = lock(&self.rounds);
+        // Whom a server that stops sends away is not missed in a round: nobody is left who could go on with it.
+        if rounds.has_members() && !self.is_stopping() {
+            let there = members.heard_ones();
+            rounds.keep(|incarnation| there.contains(&incarnation), Instant::now());
+        }
+        drop((members, rounds));
+        self.round_has_changed();
+    }
+
+    fn round_has_changed(&self) {
+        self.round_changes.send_modify(|count| *count += 1);
+    }
+
+    /// Whatever changes for those who wait in a round from now on.
+    pub(super) fn round_changes(&self) -> watch::Receiver<u64> {
+        self.round_changes.subscribe()
+    }
+
+    /// A worker enters a round, or asks whether it has closed. One that is not there enters when it is back.
+    pub(super) fn enter_round(&self, incarnation: u32, entry: Entry) -> Option<Part> {
+        self.with_rounds(incarnation, |rounds| rounds.enter(incarnation, entry, Instant::now()))
+    }
+
+    /// A worker's push has ended, or it asks whether its round is over: with how many shares missing.
+    pub(super) fn gather_round(&self, incarnation: u32, round: u64) -> Option<u64> {
+        self.with_rounds(incarnation, |rounds| rounds.gather(incarnation, round))
+    }
+
+    /// Does something for a worker that is there, unless the server stops; tells those who wait if that has changed
+    /// something for them.
+    fn with_rounds<T>(&self, incarnation: u32, act: impl FnOnce(&mut Rounds) -> Option<T>) -> Option<T> {
+        let members = self.members(); // held, so that who is lost now is taken off after it came on
+        if !members.is_heard(incarnation) || self.is_stopping() {
+            return None;
+        }
+        let mut rounds = lock(&self.rounds);
+        let before = rounds.milestones();
+        let answer = act(&mut rounds);
+        let has_changed = before != rounds.milestones();
+        drop((members, rounds));
+        if has_changed {
+            self.round_has_changed();
+        }
+        answer
+    }
+
+    /// Closes the open round if its grace has passed. Else, when it will have.
+    pub(super) fn close_late_round(&self, now: Instant) -> Option<Instant> {
+        let mut rounds = lock(&self.rounds);
+        let before = rounds.milestones();
+        rounds.tick(now);
+        let (has_changed, deadline) = (before != rounds.milestones(), rounds.deadline());
+        drop(rounds);
+        if has_changed {
+            self.round_has_changed();
+        }
+        deadline
+    }
+
+    pub(super) fn rounds_status(&self) -> RoundsStatus {
+        lock(&self.rounds).status()
     }
 
     pub(super) fn is_stopping(&self) -> bool {

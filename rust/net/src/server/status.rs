@@ -3,6 +3,7 @@
 use super::checkpoints::CheckpointStatus;
 use super::end::End;
 use super::membership::{Departure, Member, Members, State};
+use super::rounds::RoundsStatus;
 use super::shared::Shared;
 use crate::describe::{OptimizerTold, ScheduleTold};
 use offbeat_core::spec::{Contribution, StalenessSpec, Transaction};
@@ -35,6 +36,7 @@ struct Status<'a> {
     workers: Vec<Worker>,
     departures: Vec<DepartureStatus>,
     tickets: TicketCounts,
+    rounds: RoundsStatus,
     /// Of which workers had been told, and which the checkpoint that was gone on from did not have.
     lost_updates: u64,
     rejected: BTreeMap<String, u64>,
@@ -148,6 +150,7 @@ pub(super) fn json(shared: &Shared) -> String {
         workers,
         departures,
         tickets: store.as_ref().map(|s| s.tickets.clone()).unwrap_or_default(),
+        rounds: shared.rounds_status(),
         lost_updates: store.as_ref().map_or(0, |s| s.lost_updates),
         rejected: totals.rejected,
         duplicates: totals.duplicates,

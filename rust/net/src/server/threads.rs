@@ -4,6 +4,7 @@ use super::clock;
 use super::control;
 use super::drain;
 use super::error::ServerError;
+use super::rendezvous;
 use super::shared::{Shared, is_true};
 use crate::fork::ClosedInChildren;
 use std::net::TcpListener;
@@ -46,6 +47,7 @@ pub(super) fn start(
                 tokio::select! {
                     () = control::accept(Arc::clone(&shared), listener, data) => {}
                     () = clock::tick(Arc::clone(&shared)) => {}
+                    () = rendezvous::keep_time(Arc::clone(&shared)) => {}
                     () = is_true(&shared.stopping) => {}
                 }
                 is_true(&shared.stopping).await;

@@ -23,6 +23,19 @@ pub enum Call {
     Configure { contribution: Contribution, optimizer: Option<OptimizerSpec> },
     /// The server's status as JSON.
     Status,
+    /// I have something to put together with what the others have. Answered when the round closes; asked again before
+    /// [`Call::Gather`], the answer is the same.
+    Enter {
+        /// What my share is measured by: finite, and not negative.
+        samples: f64,
+        /// Whether I go on after this; else I only wait for the others' end.
+        at_work: bool,
+        /// How long, since the first has entered, I would have the round wait for those who have not; the longest that
+        /// is given counts. `None`: I do not say.
+        grace_ms: Option<u64>,
+    },
+    /// My push in this round has ended. Answered when everybody's in it has, or is not to come any more.
+    Gather { round: u64 },
     /// This worker ends.
     Goodbye { parting: Parting },
 }
@@ -59,6 +72,21 @@ pub enum Reply {
     },
     Status {
         json: String,
+    },
+    Entered {
+        /// Counted from 1, in each life of the server.
+        round: u64,
+        /// Of all samples in the round; 0 where nobody has any.
+        share: f64,
+        members: u32,
+        /// How many of these go on.
+        at_work: u32,
+    },
+    Gathered {
+        /// Shares of workers that were lost or went before they had gathered.
+        missing: u64,
+        /// The model's, now; 0 as long as there is none.
+        version: u64,
     },
     Goodbye,
 }

@@ -152,6 +152,9 @@ mod tests {
         survives(&Call::InitBegin { table: table(), blueprint: None });
         survives(&Call::InitCommit);
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
+        survives(&Call::Enter { samples: 0.1, at_work: false, grace_ms: Some(u64::MAX) });
+        survives(&Call::Enter { samples: f64::MAX, at_work: true, grace_ms: None });
+        survives(&Call::Gather { round: u64::MAX });
         survives(&Call::Goodbye { parting: Parting::Finished });
         survives(&Call::Goodbye { parting: Parting::Withdrawn { cause: Some("it differs".to_owned()) } });
         survives(&Reply::Init { taken: true });
@@ -162,6 +165,8 @@ mod tests {
             version: 2,
         });
         survives(&Reply::Status { json: "{}".into() });
+        survives(&Reply::Entered { round: u64::MAX, share: 1.0 / 3.0, members: u32::MAX, at_work: 2 });
+        survives(&Reply::Gathered { missing: 1, version: 1 << 40 });
         survives(&Heartbeat { progress: u64::MAX });
         survives(&Event::Finished { reason: FINISHED_BUDGET.into() });
         survives(&Refused { code: RefusalCode::Fenced, message: "no".into(), fatal: true });

@@ -23,7 +23,7 @@ use member::{Link, REPLACED};
 use offbeat_core::store::book::MOST_INCARNATIONS;
 use offbeat_core::store::{Life, WorkerKey};
 use offbeat_core::wire::message::{Attempt, Event, FIRST_TERM, Parting};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
@@ -243,6 +243,16 @@ impl Members {
     /// Whether this is the data connection of a worker that is heard.
     pub(super) fn is_present(&self, connection: &Arc<Connection>) -> bool {
         self.by_id.values().any(|m| m.state.is_present() && m.is_served_by(connection))
+    }
+
+    /// Whether a process is heard, and has its name.
+    pub(super) fn is_heard(&self, incarnation: u32) -> bool {
+        self.by_id.values().any(|m| m.incarnation == incarnation && m.state.is_present())
+    }
+
+    /// All of these.
+    pub(super) fn heard_ones(&self) -> BTreeSet<u32> {
+        self.by_id.values().filter(|m| m.state.is_present()).map(|m| m.incarnation).collect()
     }
 
     /// Whether a newer process has a worker's name.

@@ -1,0 +1,34 @@
+"""What a client is told of a round, in which workers put together what each has made on its own."""
+
+from typing import NamedTuple
+
+__all__ = ["Entered", "Gathered"]
+
+
+class Entered(NamedTuple):
+    """A round that has closed, with this client in it.
+
+    Attributes:
+        round: Its number, from 1 in each life of the server.
+        share: This client's part of all samples in the round, 0..1: what it is to scale its push by. Those of
+            all members add up to 1; where nobody has any samples, all are 0.
+        members: How many are in the round.
+        at_work: How many of these go on after it.
+    """
+
+    round: int
+    share: float
+    members: int
+    at_work: int
+
+
+class Gathered(NamedTuple):
+    """A round that is over: what its members pushed is in the model.
+
+    Attributes:
+        missing: Shares of members that were lost or went before they had gathered.
+        version: The model's version when the server said so.
+    """
+
+    missing: int
+    version: int

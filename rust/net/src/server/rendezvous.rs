@@ -1,0 +1,71 @@
+//! A worker waits for the others of its round. Its session asks anew whenever something may have changed: who is there,
+//! who has entered, whether a round is over. So whatever happened to it meanwhile, what it waits for is what is so now.
+
+use super::end::End;
+use super::rounds::{Entry, Part};
+use super::session::Session;
+use super::shared::Shared;
+use offbeat_core::wire::Header;
+use offbeat_core::wire::message::{RefusalCode, Reply};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::time::timeout_at;
+
+impl Session {
+    /// Waits until its round closes.
+    pub(super) async fn enter(
+        &self,
+        header: &Header,
+        samples: f64,
+        at_work: bool,
+        grace_ms: Option<u64>,
+    ) -> Result<Reply, End> {
+        if !samples.is_finite() || samples < 0.0 {
+            let message =
+                format!("a round was entered with {samples} samples: a finite number is due, 0 or more");
+            return Err(End::refused(header, RefusalCode::Malformed, message));
+        }
+        let entry = Entry { samples, at_work, grace: grace_ms.map(Duration::from_millis) };
+        let shared = &self.shared;
+        let closed = until(shared, || shared.enter_round(self.incarnation, entry));
+        let Part { round, share, members, at_work } = self.or_closed(closed).await?;
+        Ok(Reply::Entered { round, share, members, at_work })
+    }
+
+    /// Waits until all of a round have gathered, or are not to come any more.
+    pub(super) async fn gather(&self, round: u64) -> Result<Reply, End> {
+        let shared = &self.shared;
+        let over = until(shared, || shared.gather_round(self.incarnation, round));
+        let missing = self.or_closed(over).await?;
+        Ok(Reply::Gathered { missing, version: shared.model.get().map_or(0, |model| model.store.version()) })
+    }
+}
+
+/// Asks until there is an answer: now, and after every change.
+///
+/// # Cancel safety
+/// Safe; what was said stays said.
+async fn until<T>(shared: &Shared, mut ask: impl FnMut() -> Option<T>) -> T {
+    let mut changes = shared.round_changes();
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        // An error says that the sender is gone, and with it the server; it is in our hands.
+        changes.changed().await.ok();
+    }
+}
+
+/// Closes rounds whose grace has passed, until everything ends.
+pub(super) async fn keep_time(shared: Arc<Shared>) {
+    let mut changes = shared.round_changes();
+    loop {
+        let deadline = shared.close_late_round(Instant::now());
+        let changed = changes.changed();
+        // Either way it looks again; an error says that the sender is gone, which is in our hands.
+        match deadline {
+            None => changed.await.ok(),
+            Some(deadline) => timeout_at(deadline.into(), changed).await.ok().and_then(Result::ok),
+        };
+    }
+}

@@ -1,0 +1,235 @@
+//! Rounds, in which workers put together what each has made on its own: who is in one, with which share, and when all of
+//! them are done. A plain state machine; what a round's members push is nothing to it, and time comes in as an argument.
+//!
+//! A worker *enters* when it has something to give. The round closes when all have entered that are waited for, those of
+//! the roster, or when the grace has passed since the first did; who comes later is in the next one. Each is told its
+//! share, pushes its part, and *gathers*: it is answered when all of its round have, so that a pull then brings what all
+//! of them have made.
+//!
+//! Nobody is waited for who is not there. Who is lost comes off the roster, and of what it had entered for nothing is
+//! expected any more; if it is heard again before the others are through, it goes on where it was.
+//!
+//! Both questions may be asked again, as often as one likes, and are answered the same: replies get lost, and a session
+//! asks again whenever something has changed.
+
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+/// Rounds that are over and of which it is still known how many shares were missing: who asks again is never further
+/// behind, having no more than one answer to lose.
+const MOST_REMEMBERED: usize = 1000;
+
+/// What a worker says when it enters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Entry {
+    /// Finite, and not negative: what its share is measured by.
+    pub(super) samples: f64,
+    /// Whether it goes on after this; else it only waits for the others' end.
+    pub(super) at_work: bool,
+    /// How long, since the first has entered, it would have the round wait for those who have not. `None`: it does not
+    /// say, and where nobody does the round waits as long as it takes.
+    pub(super) grace: Option<Duration>,
+}
+
+/// A worker's part in a round that has closed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Part {
+    /// Counted from 1, by this server in this life.
+    pub(super) round: u64,
+    /// Of all samples in the round; 0 where nobody has any.
+    pub(super) share: f64,
+    pub(super) members: u32,
+    /// How many of these go on.
+    pub(super) at_work: u32,
+}
+
+/// As a status tells of rounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct RoundsStatus {
+    pub(super) closed: u64,
+    /// Shares of workers that were lost or went before they had gathered.
+    pub(super) missing: u64,
+    /// Who has entered the round that is open.
+    pub(super) open_entrants: usize,
+}
+
+/// Where an entrant of a closed round stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Its push is still to come.
+    Due,
+    Gathered,
+    /// It went before its push was known to have ended.
+    Missing,
+}
+
+/// A round of which somebody's push is still to come.
+#[derive(Debug)]
+struct Closed {
+    entrants: BTreeMap<u32, (Part, Stage)>,
+}
+
+impl Closed {
+    fn num(&self, stage: Stage) -> u64 {
+        self.entrants.values().filter(|(_, at)| *at == stage).count() as u64
+    }
+}
+
+/// All rounds of a server.
+#[derive(Debug, Default)]
+pub(super) struct Rounds {
+    /// Who has ever entered, and is there: by incarnation.
+    roster: BTreeSet<u32>,
+    /// Who has entered the round that is open, and when.
+    open: BTreeMap<u32, (Entry, Instant)>,
+    /// Those that are not over, by number.
+    closed: BTreeMap<u64, Closed>,
+    /// Those that are, and how many shares were missing; the oldest first.
+    over: VecDeque<(u64, u64)>,
+    num_closed: u64,
+    num_missing: u64,
+}
+
+impl Rounds {
+    /// A worker has something to give. Its part, once the round has closed; before that `None`, and what it says now
+    /// takes the place of what it has said. Who has not gathered is given the part that it has.
+    pub(super) fn enter(&mut self, incarnation: u32, entry: Entry, now: Instant) -> Option<Part> {
+        self.roster.insert(incarnation);
+        if let Some(part) = self.part(incarnation) {
+            return Some(part);
+        }
+        let since = self.open.get(&incarnation).map_or(now, |(_, since)| *since);
+        self.open.insert(incarnation, (entry, since));
+        self.close_if_due(now);
+        self.part(incarnation)
+    }
+
+    /// A worker's push has ended, however it did. How many shares were missing, once all of the round's have; before that
+    /// `None`. A round that is not known, as of a server's life before, is over: nobody is left to wait for.
+    pub(super) fn gather(&mut self, incarnation: u32, round: u64) -> Option<u64> {
+        let Some(closed) = self.closed.get_mut(&round) else {
+            return Some(
+                self.over.iter().find(|(number, _)| *number == round).map_or(0, |(_, missing)| *missing),
+            );
+        };
+        if let Some((_, stage)) = closed.entrants.get_mut(&incarnation) {
+            *stage = Stage::Gathered; // who was lost and is back has brought its share after all
+        }
+        self.end_if_through(round)
+    }
+
+    /// A worker is not there any more.
+    pub(super) fn lose(&mut self, incarnation: u32, now: Instant) {
+        if !self.roster.remove(&incarnation) {
+            return;
+        }
+        self.open.remove(&incarnation);
+        let is_due = |(_, closed): &(&u64, &mut Closed)| {
+            matches!(closed.entrants.get(&incarnation), Some((_, Stage::Due)))
+        };
+        let due = self.closed.iter_mut().find(is_due);
+        if let Some((&round, closed)) = due {
+            if let Some((_, stage)) = closed.entrants.get_mut(&incarnation) {
+                *stage = Stage::Missing;
+            }
+            self.end_if_through(round);
+        }
+        self.close_if_due(now);
+    }
+
+    /// The same of everybody on the roster who is not there.
+    pub(super) fn keep(&mut self, is_there: impl Fn(u32) -> bool, now: Instant) {
+        let gone: Vec<u32> =
+            self.roster.iter().copied().filter(|&incarnation| !is_there(incarnation)).collect();
+        for incarnation in gone {
+            self.lose(incarnation, now);
+        }
+    }
+
+    /// A look at the clock.
+    pub(super) fn tick(&mut self, now: Instant) {
+        self.close_if_due(now);
+    }
+
+    /// When the open round closes, whoever has entered by then; `None`: as long as it takes.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let first = self.open.values().map(|(_, since)| *since).min()?;
+        let grace = self.open.values().filter_map(|(entry, _)| entry.grace).max()?;
+        first.checked_add(grace)
+    }
+
+    /// What those who wait wait for: how many rounds have closed, how many of them are not over, and when the next one
+    /// closes.
+    pub(super) fn milestones(&self) -> (u64, usize, Option<Instant>) {
+        (self.num_closed, self.closed.len(), self.deadline())
+    }
+
+    /// Whether anybody has ever entered and is there.
+    pub(super) fn has_members(&self) -> bool {
+        !self.roster.is_empty()
+    }
+
+    pub(super) fn status(&self) -> RoundsStatus {
+        RoundsStatus { closed: self.num_closed, missing: self.num_missing, open_entrants: self.open.len() }
+    }
+
+    /// The part that a worker has and has not gathered. Who was given up is waited for again. It is never in two such
+    /// rounds: as long as it is in one, it enters no other.
+    fn part(&mut self, incarnation: u32) -> Option<Part> {
+        self.closed.values_mut().find_map(|closed| {
+            let (part, stage) = closed.entrants.get_mut(&incarnation)?;
+            if *stage == Stage::Gathered {
+                return None;
+            }
+            *stage = Stage::Due;
+            Some(*part)
+        })
+    }
+
+    fn close_if_due(&mut self, now: Instant) {
+        let is_full = || self.roster.iter().all(|incarnation| self.open.contains_key(incarnation));
+        let is_late = || self.deadline().is_some_and(|deadline| now >= deadline);
+        if !self.open.is_empty() && (is_full() || is_late()) {
+            self.close();
+        }
+    }
+
+    fn close(&mut self) {
+        self.num_closed += 1;
+        let open = std::mem::take(&mut self.open);
+        let members = u32::try_from(open.len()).unwrap_or(u32::MAX);
+        let at_work = open.values().filter(|(entry, _)| entry.at_work).count();
+        let at_work = u32::try_from(at_work).unwrap_or(u32::MAX);
+        // Of the most, so that no sum is too large for a float.
+        let most = open.values().map(|(entry, _)| entry.samples).fold(0.0, f64::max);
+        let part = |samples: f64| if most > 0.0 { samples / most } else { 0.0 };
+        let sum: f64 = open.values().map(|(entry, _)| part(entry.samples)).sum();
+        let share = |samples: f64| if sum > 0.0 { part(samples) / sum } else { 0.0 };
+        let round = self.num_closed;
+        let entrants = open.into_iter().map(|(incarnation, (entry, _))| {
+            let part = Part { round, share: share(entry.samples), members, at_work };
+            (incarnation, (part, Stage::Due))
+        });
+        self.closed.insert(round, Closed { entrants: entrants.collect() });
+    }
+
+    /// Notes a round's end, if nobody's push is to come. How many shares were missing then.
+    fn end_if_through(&mut self, round: u64) -> Option<u64> {
+        let closed = self.closed.get(&round)?;
+        if closed.num(Stage::Due) > 0 {
+            return None;
+        }
+        let missing = closed.num(Stage::Missing);
+        self.closed.remove(&round);
+        self.num_missing += missing;
+        self.over.push_back((round, missing));
+        if self.over.len() > MOST_REMEMBERED {
+            self.over.pop_front();
+        }
+        Some(missing)
+    }
+}
+
+#[cfg(test)]
+mod tests;

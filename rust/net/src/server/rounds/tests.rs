@@ -1,0 +1,368 @@
+use super::*;
+use proptest::prelude::*;
+
+const NO_GRACE: Option<Duration> = None;
+
+fn seconds(s: u64) -> Duration {
+    Duration::from_secs(s)
+}
+
+fn work(samples: f64) -> Entry {
+    Entry { samples, at_work: true, grace: NO_GRACE }
+}
+
+fn within(grace: u64) -> Entry {
+    Entry { grace: Some(seconds(grace)), ..work(1.0) }
+}
+
+/// Rounds of which these have been members for long.
+fn rounds(members: &[u32], now: Instant) -> Rounds {
+    let mut rounds = Rounds::default();
+    rounds.roster.extend(members);
+    for &member in members {
+        rounds.enter(member, work(1.0), now);
+    }
+    for &member in members {
+        rounds.gather(member, 1);
+    }
+    assert_eq!(rounds.status(), RoundsStatus { closed: 1, missing: 0, open_entrants: 0 });
+    rounds
+}
+
+#[test]
+fn a_round_closes_when_all_have_entered_and_each_has_its_share() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], now);
+    assert_eq!(rounds.enter(1, work(30.0), now), None);
+    assert_eq!(rounds.enter(2, Entry { at_work: false, ..work(0.0) }, now), None);
+    assert_eq!(rounds.status().open_entrants, 2);
+    let part = |share| Part { round: 2, share, members: 3, at_work: 2 };
+    assert_eq!(rounds.enter(3, work(10.0), now), Some(part(0.25)));
+    assert_eq!(rounds.enter(1, work(30.0), now), Some(part(0.75)));
+    assert_eq!(rounds.enter(2, work(0.0), now), Some(part(0.0)));
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 0, open_entrants: 0 });
+}
+
+#[test]
+fn where_nobody_has_samples_every_share_is_zero_and_many_are_not_too_many() {
+    let now = Instant::now();
+    let mut idle = rounds(&[1, 2], now);
+    idle.enter(1, work(0.0), now);
+    assert_eq!(idle.enter(2, work(0.0), now).unwrap().share, 0.0);
+    for samples in [f64::MAX, f64::MIN_POSITIVE, 5e-324] {
+        let mut rounds = rounds(&[1, 2], now);
+        rounds.enter(1, work(samples), now);
+        assert_eq!(rounds.enter(2, work(samples), now).unwrap().share, 0.5, "{samples}");
+    }
+}
+
+#[test]
+fn who_comes_first_is_alone_and_who_comes_then_is_waited_for() {
+    let (mut rounds, now) = (Rounds::default(), Instant::now());
+    assert!(!rounds.has_members());
+    let alone = rounds.enter(1, work(4.0), now).unwrap();
+    assert_eq!(alone, Part { round: 1, share: 1.0, members: 1, at_work: 1 });
+    assert_eq!(rounds.enter(2, work(1.0), now), None, "the first is at work");
+    assert_eq!(rounds.gather(1, 1), Some(0));
+    assert_eq!(rounds.enter(1, work(1.0), now).map(|part| (part.round, part.members)), Some((2, 2)));
+}
+
+#[test]
+fn who_is_slow_is_in_the_next_round_once_the_grace_has_passed() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3, 4], start);
+    assert_eq!(rounds.enter(1, work(1.0), start), None);
+    assert_eq!(rounds.deadline(), None, "nobody has said how long");
+    assert_eq!(rounds.enter(2, within(5), start + seconds(3)), None);
+    assert_eq!(rounds.deadline(), Some(start + seconds(5)), "from the first on");
+    assert_eq!(rounds.enter(3, within(7), start + seconds(4)), None);
+    assert_eq!(rounds.enter(3, within(8), start + seconds(5)), None, "it has changed its mind");
+    rounds.tick(start + seconds(7));
+    assert_eq!(rounds.status().closed, 1, "the largest counts");
+    rounds.tick(start + seconds(8));
+    assert_eq!(rounds.status().closed, 2);
+    let late = start + seconds(9);
+    assert_eq!(rounds.enter(4, work(1.0), late), None, "it waits for those of the next");
+    for member in [1, 2, 3] {
+        assert_eq!(rounds.enter(member, work(1.0), late).map(|p| (p.round, p.members)), Some((2, 3)));
+        rounds.gather(member, 2);
+        rounds.enter(member, work(1.0), late);
+    }
+    assert_eq!(rounds.enter(4, work(1.0), late).map(|p| (p.round, p.members)), Some((3, 4)));
+}
+
+#[test]
+fn a_round_is_over_when_all_have_gathered_and_that_can_be_asked_again() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], now);
+    for member in 1..=3 {
+        rounds.enter(member, work(1.0), now);
+    }
+    assert_eq!(rounds.gather(1, 2), None);
+    assert_eq!(rounds.gather(1, 2), None);
+    assert_eq!(rounds.gather(2, 2), None);
+    assert_eq!(rounds.gather(3, 2), Some(0));
+    assert_eq!((rounds.gather(1, 2), rounds.gather(2, 2)), (Some(0), Some(0)));
+    assert_eq!(rounds.gather(1, 77), Some(0), "of another life of the server");
+}
+
+#[test]
+fn who_goes_holds_nobody_up_and_its_share_is_counted_as_missing() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3, 4], now);
+    rounds.enter(1, work(1.0), now);
+    rounds.enter(2, work(1.0), now);
+    rounds.enter(3, work(2.0), now);
+    rounds.lose(4, now);
+    assert_eq!(rounds.status().closed, 2, "without anybody's asking");
+    let part = rounds.enter(1, work(1.0), now).unwrap();
+    assert_eq!((part.members, part.share), (3, 0.25), "the one that was waited for has gone");
+    assert_eq!(rounds.gather(1, 2), None);
+    assert_eq!(rounds.gather(2, 2), None);
+    rounds.lose(2, now); // its share has come
+    assert_eq!(rounds.gather(1, 2), None);
+    rounds.lose(3, now);
+    assert_eq!(rounds.gather(1, 2), Some(1));
+    assert_eq!(rounds.gather(1, 2), Some(1));
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0 });
+    assert_eq!(rounds.enter(1, work(1.0), now).map(|p| p.members), Some(1), "it is alone");
+}
+
+#[test]
+fn of_who_goes_before_the_round_closes_nothing_is_in_it() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], now);
+    rounds.enter(1, work(8.0), now);
+    rounds.enter(2, work(1.0), now);
+    rounds.lose(1, now);
+    assert_eq!(rounds.enter(3, work(1.0), now).map(|p| (p.members, p.share)), Some((2, 0.5)));
+    assert_eq!(rounds.enter(1, work(8.0), now), None, "who is back is in the next one");
+}
+
+#[test]
+fn an_answer_that_was_lost_is_given_again_to_who_has_not_gathered() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2], now);
+    rounds.enter(1, work(3.0), now);
+    let part = rounds.enter(2, work(1.0), now);
+    assert_eq!(rounds.enter(2, work(99.0), now), part);
+    // Its connection broke, as far as anybody knew.
+    rounds.lose(2, now);
+    assert_eq!(rounds.enter(2, work(1.0), now), part);
+    assert_eq!(rounds.gather(1, 2), None, "it is waited for again");
+    rounds.lose(2, now);
+    assert_eq!(rounds.status().missing, 1);
+    assert_eq!(rounds.gather(1, 2), Some(1));
+    assert_eq!(rounds.enter(2, work(1.0), now), None, "that round is over");
+}
+
+#[test]
+fn who_was_lost_in_its_push_and_gathers_before_the_others_has_brought_its_share() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], now);
+    for member in 1..=3 {
+        rounds.enter(member, work(1.0), now);
+    }
+    rounds.lose(3, now);
+    assert_eq!(rounds.gather(1, 2), None);
+    assert_eq!(rounds.gather(3, 2), None);
+    assert_eq!(rounds.gather(2, 2), Some(0));
+    assert_eq!((rounds.gather(3, 2), rounds.gather(1, 2)), (Some(0), Some(0)));
+}
+
+#[test]
+fn only_those_who_are_there_are_kept() {
+    let now = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], now);
+    rounds.enter(1, work(1.0), now);
+    rounds.keep(|member| member == 1, now);
+    assert_eq!(rounds.enter(1, work(1.0), now).map(|p| p.members), Some(1));
+    rounds.keep(|_| false, now);
+    assert!(!rounds.has_members() && rounds.closed.is_empty());
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0 });
+}
+
+#[test]
+fn no_more_is_remembered_of_rounds_than_their_last() {
+    let (mut rounds, now) = (Rounds::default(), Instant::now());
+    for round in 1..=2 * MOST_REMEMBERED as u64 {
+        assert_eq!(rounds.enter(1, work(1.0), now).unwrap().round, round);
+        assert_eq!(rounds.gather(1, round), Some(0));
+    }
+    assert_eq!((rounds.over.len(), rounds.closed.len()), (MOST_REMEMBERED, 0));
+}
+
+const MEMBERS: u32 = 5;
+
+#[derive(Clone, Debug)]
+enum Act {
+    Enter(u32, Entry),
+    Gather(u32),
+    Lose(u32),
+    Pass(Duration),
+}
+
+fn acts() -> impl Strategy<Value = Vec<Act>> {
+    let member = || 1..=MEMBERS;
+    let samples = prop_oneof![Just(0.0), 0.0..1e6_f64, Just(f64::MAX), Just(5e-324)];
+    let grace = prop::option::of((0..5_u64).prop_map(seconds));
+    let entry = (samples, any::<bool>(), grace).prop_map(|(samples, at_work, grace)| Entry {
+        samples,
+        at_work,
+        grace,
+    });
+    let act = prop_oneof![
+        6 => (member(), entry).prop_map(|(member, entry)| Act::Enter(member, entry)),
+        5 => member().prop_map(Act::Gather),
+        1 => member().prop_map(Act::Lose),
+        2 => (0..3_u64).prop_map(|s| Act::Pass(seconds(s))),
+    ];
+    prop::collection::vec(act, 0..200)
+}
+
+/// What members know, who ask after each act whether they may go on.
+#[derive(Default)]
+struct Seen {
+    now: Duration,
+    roster: BTreeSet<u32>,
+    /// Who waits for a round to close: since when, and what it said.
+    waiting: BTreeMap<u32, (Duration, Entry)>,
+    /// Who has a part, and has not gathered.
+    working: BTreeMap<u32, Part>,
+    /// Who waits for a round to be over.
+    gathering: BTreeMap<u32, u64>,
+    /// Of whom something was expected, and is not, unless they are back: in which round.
+    missing: BTreeMap<u32, u64>,
+    last_round: u64,
+}
+
+impl Seen {
+    fn act(&mut self, rounds: &mut Rounds, start: Instant, act: Act) {
+        let now = start + self.now;
+        match act {
+            Act::Enter(member, _) if self.gathering.contains_key(&member) => {}
+            Act::Enter(member, entry) => {
+                self.roster.insert(member);
+                let part = rounds.enter(member, entry, now);
+                if let Some(held) = self.working.get(&member) {
+                    assert_eq!(part, Some(*held), "the same again");
+                } else if self.missing.contains_key(&member) {
+                    // Only as long as its round is not over, and then that it was in.
+                    let round = self.missing.remove(&member);
+                    let part = part.expect("the round that it was in is not over");
+                    assert_eq!(Some(part.round), round);
+                    self.working.insert(member, part);
+                } else {
+                    let since = self.waiting.get(&member).map_or(self.now, |(since, _)| *since);
+                    self.waiting.insert(member, (since, entry));
+                }
+            }
+            Act::Gather(member) => {
+                if let Some(part) = self.working.remove(&member) {
+                    rounds.gather(member, part.round); // whose answer it asks for again with all the others
+                    self.gathering.insert(member, part.round);
+                }
+            }
+            Act::Lose(member) => {
+                rounds.lose(member, now);
+                self.roster.remove(&member);
+                self.waiting.remove(&member);
+                self.gathering.remove(&member);
+                if let Some(part) = self.working.remove(&member) {
+                    self.missing.insert(member, part.round);
+                }
+            }
+            Act::Pass(time) => {
+                self.now += time;
+                rounds.tick(start + self.now);
+            }
+        }
+        self.look(rounds, start + self.now);
+    }
+
+    fn is_due(&self) -> bool {
+        let all = self.roster.iter().all(|member| self.waiting.contains_key(member));
+        let first = self.waiting.values().map(|(since, _)| *since).min();
+        let grace = self.waiting.values().filter_map(|(_, entry)| entry.grace).max();
+        all || grace.is_some_and(|grace| self.now >= first.unwrap() + grace)
+    }
+
+    /// Everybody asks.
+    fn look(&mut self, rounds: &mut Rounds, now: Instant) {
+        if !self.waiting.is_empty() {
+            let must_close = self.is_due();
+            let answers: Vec<(u32, Entry, Option<Part>)> = self
+                .waiting
+                .iter()
+                .map(|(&member, (_, entry))| (member, *entry, rounds.enter(member, *entry, now)))
+                .collect();
+            assert_eq!(
+                answers.iter().filter(|(.., part)| part.is_some()).count(),
+                if must_close { answers.len() } else { 0 }
+            );
+            if must_close {
+                self.waiting.clear();
+                self.last_round += 1;
+                let at_work = answers.iter().filter(|(_, entry, _)| entry.at_work).count();
+                let mut sum = 0.0;
+                for (member, entry, part) in &answers {
+                    let part = part.unwrap();
+                    assert_eq!(part.round, self.last_round);
+                    assert_eq!((part.members as usize, part.at_work as usize), (answers.len(), at_work));
+                    assert!((0.0..=1.0).contains(&part.share) && (entry.samples > 0.0 || part.share == 0.0));
+                    sum += part.share;
+                    assert_eq!(self.working.insert(*member, part), None, "in two rounds");
+                }
+                let has_samples = answers.iter().any(|(_, entry, _)| entry.samples > 0.0);
+                assert!((sum - f64::from(u8::from(has_samples))).abs() < 1e-12, "{sum}");
+            }
+        }
+        // Over is a round when nobody's push is to come; how many are missing is told to all alike.
+        let mut told = BTreeMap::new();
+        self.gathering.retain(|&member, round| {
+            let is_over = !self.working.values().any(|part| part.round == *round);
+            let answer = rounds.gather(member, *round);
+            if is_over {
+                let missing = answer.expect("nobody is waited for");
+                assert_eq!(*told.entry(*round).or_insert(missing), missing);
+                assert_eq!(rounds.gather(member, *round), Some(missing), "the same again");
+            } else {
+                assert_eq!(answer, None);
+            }
+            !is_over
+        });
+        for (round, missing) in told {
+            let lost = self.missing.values().filter(|in_round| **in_round == round).count();
+            assert!(lost as u64 <= missing, "those that went and did not come back, and others");
+        }
+        let (working, gathering) = (&self.working, &self.gathering);
+        self.missing.retain(|_, round| {
+            working.values().any(|p| p.round == *round) || gathering.values().any(|r| r == round)
+        });
+    }
+}
+
+proptest! {
+    #[test]
+    fn whatever_they_do_nobody_waits_in_vain_and_every_round_is_whole(acts in acts(), last in 1..=MEMBERS) {
+        let (mut rounds, start) = (Rounds::default(), Instant::now());
+        let mut seen = Seen::default();
+        for act in acts {
+            seen.act(&mut rounds, start, act);
+            prop_assert_eq!(&rounds.roster, &seen.roster);
+            prop_assert_eq!(rounds.status().open_entrants, seen.waiting.len());
+        }
+        // All others go: whoever waits is answered.
+        for member in (1..=MEMBERS).filter(|member| *member != last) {
+            seen.act(&mut rounds, start, Act::Lose(member));
+        }
+        prop_assert!(seen.waiting.is_empty());
+        seen.act(&mut rounds, start, Act::Gather(last));
+        prop_assert!(seen.gathering.is_empty());
+        seen.act(&mut rounds, start, Act::Enter(last, work(1.0)));
+        prop_assert!(seen.waiting.is_empty());
+        seen.act(&mut rounds, start, Act::Lose(last));
+        prop_assert!(rounds.closed.is_empty() && rounds.open.is_empty(), "{:?}", rounds);
+        prop_assert_eq!(rounds.status().closed, seen.last_round);
+    }
+}

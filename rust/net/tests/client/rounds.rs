@@ -1,0 +1,319 @@
+//! Workers that put together what each has made on its own, and wait for those who are there, and for nobody else.
+
+use crate::cells::status;
+use crate::relay::Relay;
+use crate::support::{
+    DEADLINE, Worker, client_config, config, eventually, filled, never, parameter, sgd, table,
+};
+use offbeat_core::spec::{Contribution, Transaction};
+use offbeat_core::wire::message::Parting;
+use offbeat_net::client::{Client, ClientConfig, ClientError, Entered};
+use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig, Snapshot};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::sync::{Barrier, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const LEN: usize = 70_000;
+
+/// Of differences, which it adds.
+fn adding(transaction: Transaction) -> ServerConfig {
+    ServerConfig { transaction, optimizer: None, ..config(sgd(1.0, 0.0, 0.0)) }
+}
+
+fn start(config: ServerConfig) -> Server {
+    let table = table(vec![parameter("w", LEN)]);
+    let values = filled(&table, 0);
+    Server::with_model(config, Snapshot::of(table, &values).unwrap()).unwrap()
+}
+
+/// A worker that has read, and pushes differences.
+fn worker(address: SocketAddr, name: &str) -> Worker {
+    let config = ClientConfig {
+        worker_id: Some(name.to_owned()),
+        patience: Some(DEADLINE),
+        ..client_config(address, 1)
+    };
+    let client = Client::connect(config, None, &never).unwrap();
+    let table = client.session().unwrap().table.as_deref().unwrap().clone();
+    let params = filled(&table, 0);
+    let mut worker = Worker { client, table, params };
+    worker.client.configure(Contribution::Delta, None, &never).unwrap();
+    worker.pull(false).unwrap();
+    worker
+}
+
+fn enter(worker: &mut Worker, samples: f64) -> Entered {
+    worker.client.enter(samples, true, None, &never).unwrap()
+}
+
+/// One round, with a difference of so much everywhere. How many shares were missing.
+fn take_part(worker: &mut Worker, entered: Entered, delta: f64) -> u64 {
+    let mut values = worker.gradient((entered.share * delta) as f32);
+    let receipt = worker.push(&mut values).unwrap();
+    assert!(receipt.applied && receipt.weight == 1.0, "{receipt:?}");
+    let gathered = worker.client.gather(entered.round, &never).unwrap();
+    assert_eq!(worker.pull(true).unwrap().version, gathered.version);
+    gathered.missing
+}
+
+/// Makes all of them members: each is in a round, with whoever is there.
+fn acquaint(workers: &mut [Worker]) -> u64 {
+    let num = workers.len();
+    thread::scope(|scope| {
+        let all = workers.iter_mut().map(|worker| {
+            scope.spawn(move || {
+                loop {
+                    let entered = enter(worker, 0.0);
+                    worker.client.gather(entered.round, &never).unwrap();
+                    if entered.members as usize == num {
+                        return entered.round;
+                    }
+                }
+            })
+        });
+        let all: Vec<_> = all.collect();
+        let rounds: Vec<u64> = all.into_iter().map(|one| one.join().unwrap()).collect();
+        assert!(rounds.iter().all(|round| *round == rounds[0]), "{rounds:?}");
+        rounds[0]
+    })
+}
+
+/// What a worker is told on a thread of its own, and what is done meanwhile.
+fn both<T: Send, R>(
+    worker: &mut Worker,
+    waits: impl FnOnce(&mut Worker) -> T + Send,
+    meanwhile: impl FnOnce() -> R,
+) -> (T, R) {
+    thread::scope(|scope| {
+        let waits = scope.spawn(move || waits(worker));
+        let done = meanwhile();
+        (waits.join().unwrap(), done)
+    })
+}
+
+fn rounds(server: &Server) -> Value {
+    status(server)["rounds"].clone()
+}
+
+fn until_entered(server: &Server, num: u64) {
+    eventually("an entrant", || rounds(server)["open_entrants"] == num);
+}
+
+#[test]
+fn what_each_has_made_is_put_together_by_its_share_and_all_read_the_same() {
+    const ROUNDS: u32 = 5;
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let server = start(adding(transaction));
+        assert_eq!(rounds(&server), json!({"closed": 0, "missing": 0, "open_entrants": 0}));
+        let mut workers: Vec<Worker> =
+            ["a", "b", "c"].iter().map(|name| worker(server.address(), name)).collect();
+        let before = acquaint(&mut workers);
+        thread::scope(|scope| {
+            for (worker, samples) in workers.iter_mut().zip([1.0, 2.0, 5.0]) {
+                scope.spawn(move || {
+                    for round in 1..=ROUNDS {
+                        let entered = enter(worker, samples);
+                        let due = Entered {
+                            round: before + u64::from(round),
+                            share: samples / 8.0,
+                            members: 3,
+                            at_work: 3,
+                        };
+                        assert_eq!(entered, due);
+                        assert_eq!(take_part(worker, entered, samples * 8.0), 0);
+                        // 1/8 of 8, 2/8 of 16, 5/8 of 40, each round.
+                        let mean = 30.0 * round as f32;
+                        assert!(worker.floats(0).iter().all(|w| *w == mean), "{}", worker.floats(0)[0]);
+                    }
+                });
+            }
+        });
+        assert_eq!(rounds(&server)["missing"], 0);
+    }
+}
+
+#[test]
+fn a_worker_that_dies_in_a_round_holds_nobody_up_and_its_share_is_missing() {
+    let server = start(adding(Transaction::Fragment));
+    let relay = Relay::new(server.address(), []);
+    let mut others = vec![worker(server.address(), "a"), worker(server.address(), "b")];
+    others.push(worker(relay.address, "dies"));
+    acquaint(&mut others);
+    let barrier = Barrier::new(3);
+    thread::scope(|scope| {
+        for (n, worker) in others.iter_mut().enumerate() {
+            let (barrier, relay) = (&barrier, &relay);
+            scope.spawn(move || {
+                let entered = enter(worker, 1.0);
+                assert_eq!((entered.members, entered.share), (3, 1.0 / 3.0));
+                barrier.wait();
+                if n == 2 {
+                    relay.go_down(); // as if its process were gone
+                } else {
+                    assert_eq!(take_part(worker, entered, 3.0), 1);
+                    assert!(worker.floats(0).iter().all(|w| *w == 2.0), "the others' shares are there");
+                    let next = enter(worker, 1.0);
+                    assert_eq!((next.members, next.share), (2, 0.5));
+                    assert_eq!(take_part(worker, next, 1.0), 0);
+                }
+            });
+        }
+    });
+    assert_eq!(rounds(&server)["missing"], 1);
+}
+
+#[test]
+fn who_is_slow_is_in_the_next_round_and_who_leaves_in_none() {
+    let server = start(adding(Transaction::Fragment));
+    let mut workers = vec![
+        worker(server.address(), "quick"),
+        worker(server.address(), "slow"),
+        worker(server.address(), "leaves"),
+    ];
+    acquaint(&mut workers);
+    let [mut quick, mut slow, mut leaves] = <[Worker; 3]>::try_from(workers).ok().unwrap();
+    let grace = Duration::from_millis(150);
+    let begun = Instant::now();
+    let entered = quick.client.enter(1.0, true, Some(grace), &never).unwrap();
+    assert!(begun.elapsed() >= grace);
+    assert_eq!((entered.members, entered.share), (1, 1.0));
+    assert_eq!(take_part(&mut quick, entered, 1.0), 0);
+    let (waited, last) = both(
+        &mut slow,
+        |slow| slow.client.enter(1.0, true, Some(Duration::MAX), &never).unwrap(),
+        || {
+            until_entered(&server, 1);
+            leaves.client.close(Parting::Finished, &never).unwrap();
+            quick.client.enter(0.0, false, None, &never).unwrap()
+        },
+    );
+    assert_eq!((waited.round, waited.members, waited.at_work, waited.share), (last.round, 2, 1, 1.0));
+}
+
+#[test]
+fn a_newer_process_of_the_same_name_is_waited_for_once_it_has_entered() {
+    let server = start(adding(Transaction::Fragment));
+    let mut workers = vec![worker(server.address(), "a"), worker(server.address(), "b")];
+    acquaint(&mut workers);
+    let _newer = worker(server.address(), "b");
+    assert_eq!(enter(&mut workers[0], 1.0).members, 1);
+}
+
+#[test]
+fn a_wait_can_be_interrupted_and_taken_up_again_or_ended() {
+    let server = start(adding(Transaction::Fragment));
+    let mut workers = vec![worker(server.address(), "a"), worker(server.address(), "b")];
+    acquaint(&mut workers);
+    let [mut a, mut b] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+    let interrupted = |a: &mut Worker, samples: f64| {
+        let begun = Instant::now();
+        let pressed = || begun.elapsed() > Duration::from_millis(50);
+        assert_eq!(a.client.enter(samples, true, None, &pressed), Err(ClientError::Interrupted));
+    };
+    interrupted(&mut a, 3.0);
+    until_entered(&server, 1);
+    let (again, entered) = both(&mut a, |a| enter(a, 3.0), || enter(&mut b, 1.0));
+    assert_eq!((entered.members, entered.share), (2, 0.25));
+    assert_eq!(again, Entered { share: 0.75, ..entered });
+    let gather = |worker: &mut Worker| worker.client.gather(entered.round, &never).unwrap().missing;
+    assert_eq!(both(&mut a, gather, || gather(&mut b)), (0, 0));
+    interrupted(&mut a, 1.0);
+    a.client.close(Parting::Left { cause: None }, &never).unwrap();
+    until_entered(&server, 0);
+    assert_eq!(enter(&mut b, 1.0).members, 1, "nobody else is there");
+}
+
+#[test]
+fn a_wait_outlives_its_connection() {
+    let server = start(adding(Transaction::Fragment));
+    let relay = Relay::new(server.address(), []);
+    let mut workers = vec![worker(server.address(), "a"), worker(relay.address, "cut")];
+    acquaint(&mut workers);
+    let [mut a, mut cut] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+    let (tell, is_in) = mpsc::channel();
+    let waits = |cut: &mut Worker| {
+        let entered = enter(cut, 1.0);
+        tell.send(()).unwrap();
+        (entered, cut.client.gather(entered.round, &never).unwrap().missing)
+    };
+    let (told, due) = both(&mut cut, waits, || {
+        until_entered(&server, 1);
+        relay.go_down();
+        until_entered(&server, 0);
+        relay.come_up(server.address());
+        until_entered(&server, 1);
+        let entered = enter(&mut a, 1.0);
+        assert_eq!(entered.members, 2);
+        let is = |state: &str| {
+            let told = status(&server)["workers"].clone();
+            told.as_array().unwrap().iter().any(|w| w["id"] == "cut" && w["state"] == state)
+        };
+        is_in.recv().unwrap();
+        // While it gathers, or is about to.
+        relay.go_down();
+        eventually("its loss", || is("lost"));
+        relay.come_up(server.address());
+        eventually("its return", || is("joined"));
+        (entered, a.client.gather(entered.round, &never).unwrap().missing)
+    });
+    // Whether it had gathered, or has again, before that round was over: both are told the same.
+    assert_eq!(told, due);
+    assert_eq!(rounds(&server)["missing"], told.1);
+}
+
+#[test]
+fn a_server_that_stops_ends_every_wait_and_one_that_comes_again_takes_them_up() {
+    let directory = std::env::temp_dir().join(format!("offbeat-rounds-{}", std::process::id()));
+    std::fs::remove_dir_all(&directory).ok();
+    let kept =
+        || CheckpointConfig { directory: directory.clone(), every: Every::Versions(1), resume: Resume::Auto };
+    let config = || ServerConfig { checkpoints: Some(kept()), ..adding(Transaction::Fragment) };
+    let server = start(config());
+    let relay = Relay::new(server.address(), []);
+    let mut workers = vec![worker(relay.address, "a"), worker(relay.address, "b")];
+    acquaint(&mut workers);
+    let [mut a, mut b] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+    let (alone, again) = both(
+        &mut a,
+        |a| enter(a, 1.0),
+        || {
+            until_entered(&server, 1);
+            let begun = Instant::now();
+            relay.send_on_to_nobody();
+            server.end(Ending::Restarting);
+            assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+            let again = Server::start(config()).unwrap();
+            relay.come_up(again.address());
+            again
+        },
+    );
+    assert_eq!((alone.round, alone.members), (1, 1), "the new one knows of nobody else");
+    assert_eq!(b.client.gather(77, &never).unwrap().missing, 0, "nor of this round");
+    a.client.gather(alone.round, &never).unwrap();
+    // Now they know each other.
+    let (waited, entered) = both(
+        &mut b,
+        |b| enter(b, 1.0).members,
+        || {
+            until_entered(&again, 1);
+            enter(&mut a, 1.0)
+        },
+    );
+    assert_eq!((waited, entered.members), (2, 2));
+    let (ended, ()) = both(&mut a, |a| a.client.gather(entered.round, &never), || again.stop());
+    assert!(ended.is_err(), "it is over for good");
+    std::fs::remove_dir_all(&directory).ok();
+}
+
+#[test]
+fn what_cannot_be_samples_is_refused_before_it_leaves() {
+    let server = start(adding(Transaction::Fragment));
+    let mut a = worker(server.address(), "a");
+    for samples in [f64::NAN, f64::INFINITY, -1.0] {
+        let refused = a.client.enter(samples, true, None, &never).unwrap_err();
+        assert!(matches!(&refused, ClientError::BadInput { message } if message.contains("0 or more")));
+    }
+    assert_eq!(rounds(&server)["closed"], 0);
+}
