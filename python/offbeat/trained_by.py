@@ -24,7 +24,7 @@ class Watcher(Protocol):
     def admits(self) -> bool:
         """Judge the gradients that are on the module now; it may scale them. False: they are not to be used.
 
-        Whoever asks drops them then, and puts back what their batch did to buffers.
+        Whoever asks drops them then. The module's buffers are as they were when it last said yes.
         """
 
 

@@ -84,6 +84,11 @@ class AsyncGradientAccumulator:
     gathers_gradients = True
     """What its optimizer steps by is of several backwards: a monitor measures it then, not after each."""
 
+    @property
+    def shares_updates(self) -> bool:
+        """Whether there are other members, whose parameters stay equal to these."""
+        return self._members.size > 1
+
     def __init__(
         self,
         model: nn.Module,

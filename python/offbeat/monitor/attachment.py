@@ -85,8 +85,7 @@ class Attachment:
     def admits(self) -> bool:
         """Judge for a trainer of ours, which may have an optimizer here that steps right after."""
         self._is_judged = True
-        judge_step = self._judge_step()
-        return judge_step is None or judge_step(None)
+        return self._is_used(None)
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,16 +110,18 @@ class Attachment:
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_judged:
             self._is_judged = False
-            return
-        judge_step = self._judge_step()
-        if judge_step is None:
-            return
-        if judge_step(optimizer):
-            if self._may_drop:
-                self.gradients.keep_buffers()
-        else:
+        elif not self._is_used(optimizer):
             self.gradients.drop()
+
+    def _is_used(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Ask the monitor; where the answer is no, buffers are as they were after the step before."""
+        judge_step = self._judge_step()
+        is_used = judge_step is None or judge_step(optimizer)
+        if not is_used:
             self.gradients.restore_buffers()
+        elif self._may_drop:
+            self.gradients.keep_buffers()
+        return is_used
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         model = self._model()

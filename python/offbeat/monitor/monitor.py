@@ -272,9 +272,8 @@ class AsyncTrainingMonitor:
         if self._wants("update_ratio") and (ratio := gradients.update_ratio()) is not None:
             readings["update_ratio"] = ratio
         with self._lock:
-            before = self._is_suspect and not self._attachment.are_gathered()
             alerts = self._take(readings, None)
-            is_out = before or bool(alerts)
+            is_out = self._is_suspect
             most = self._norms.clipped(reading.norm)
             self._norms = self._norms.after(reading.norm)
             in_effect = self._course.in_effect

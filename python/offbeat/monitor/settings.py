@@ -23,6 +23,9 @@ Callback = Callable[[Alert], object]
 ON_GRADIENTS = frozenset({"clip", "reject"})
 """Remedies that act on the gradients of the model."""
 
+OF_UPDATES = frozenset({"gradient_norm", "update_ratio", "non_finite"})
+"""Metrics that are the same for all members of an accumulator's group, as their updates are."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
@@ -93,10 +96,27 @@ def resolve(given: Given) -> Settings:
     told = (given.callbacks,) if callable(given.callbacks) else given.callbacks
     if not isinstance(told, list | tuple) or not all(map(callable, told)):
         faults.append(f"callbacks is {given.callbacks!r}: give a function of an Alert, or a list of them")
-    refuse(faults)
+    refuse(faults + _of_members(given, set(metrics or ()), set(names or ())))
     remedies = _remedies(given, cast(tuple[str, ...], names))
     callbacks = tuple(cast(Sequence[Callback], told))
     return Settings(cast(tuple[Metric, ...], metrics), cast(tuple[str, ...], names), remedies, callbacks)
+
+
+def _of_members(given: Given, metrics: set[str], names: set[str]) -> list[str]:
+    """Tell what would let the parameters of an accumulator's members part: who saw it would drop, alone."""
+    trainers = trainers_of(given.model) if given.model is not None and _is_module(given.model) else []  # type: ignore[arg-type]  # looked at
+    others = sorted(metrics - OF_UPDATES)
+    if not (names & ON_GRADIENTS and others and any(getattr(t, "shares_updates", False) for t in trainers)):
+        return []
+    doing = " and ".join(sorted(names & ON_GRADIENTS))
+    return [
+        (
+            f"divergence_metrics has {', '.join(others)}, which each member of the accumulator's group "
+            f"has of its own, and {doing} would change one member's update alone: name only such as are "
+            f"of the update ({', '.join(sorted(OF_UPDATES))}), and judge the others by a monitor with "
+            f"another remedy"
+        )
+    ]
 
 
 def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:

@@ -142,11 +142,12 @@ class Steps:
         """Drop the batch whose gradients are on the module, and read the newest model where nothing waits."""
         binding = self._link.binding
         binding.clear_gradients()
-        if self.batches or self._link.num_unsettled:
+        if self.batches:
             binding.put_back_corrupt()  # more would take from the batches before
-            return
-        binding.restore_buffers()
-        self._link.pull()
+        elif self._link.num_unsettled:
+            binding.restore_buffers()
+        else:
+            self._link.pull()  # which brings the buffers, too
 
     def push_rest(self) -> list[Receipt]:
         """Push what is gathered, if anything is. Returns the receipts that came in."""

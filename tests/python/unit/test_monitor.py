@@ -345,6 +345,15 @@ def test_what_no_remedy_acts_on_is_refused():
         AsyncTrainingMonitor(remediation_strategy="pause", acts_on=nn.Linear(2, 2))
 
 
+def test_members_of_a_group_drop_nothing_by_what_is_each_ones_own():
+    model, group = net(), Averages(shares_updates=True)
+    trained_by.register(model, group)
+    with pytest.raises(ConfigError, match=r"divergence_metrics has loss, .* member"):
+        AsyncTrainingMonitor(model, ["loss", "gradient_norm"], remediation_strategy=["alert", "reject"])
+    AsyncTrainingMonitor(model, ["gradient_norm"], remediation_strategy="reject")
+    AsyncTrainingMonitor(model, ["loss"])
+
+
 class Fixed:
     @property
     def max_staleness(self):

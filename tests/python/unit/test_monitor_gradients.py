@@ -98,14 +98,17 @@ def test_gradients_that_somebody_replaced_are_measured_as_they_are():
 
 @pytest.mark.parametrize("factor", [1e3, math.nan])
 def test_gradients_that_somebody_has_made_larger_since_are_measured_as_they_are(factor):
-    model = net()
+    model, expected = net(), []
     with AsyncTrainingMonitor(model, MEASURED) as monitor:
-        loss_of(model, 0).backward()
-        next(model.parameters()).grad[0, 0] *= factor
-        expected = norm_of(model)
-        sgd(model).step()
-        assert seen(monitor, "gradient_norm") == pytest.approx([expected], rel=1e-6, nan_ok=True)
-        assert seen(monitor, "non_finite") == [float(math.isnan(factor))]
+        for number in range(3):
+            model.zero_grad()
+            loss_of(model, number).backward()
+            if number == 2:
+                next(model.parameters()).grad[0, 0] *= factor
+            expected.append(norm_of(model))
+            sgd(model).step()
+        assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        assert seen(monitor, "non_finite") == [0.0, 0.0, float(math.isnan(factor))]
 
 
 def test_gradients_whose_nan_somebody_has_mended_are_measured_as_they_are():
@@ -270,6 +273,23 @@ def test_a_loss_that_was_observed_before_the_step_drops_its_gradient():
             optimizer.step()
             optimizer.zero_grad()
             assert same(before, state_of(model, optimizer)) == (step == 8)
+
+
+def test_an_update_of_which_a_loss_was_out_of_range_is_dropped_whole():
+    model, changed = net(), []
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=3)
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", warm_up=5):
+        for number in range(18):
+            before = [p.clone() for p in model.parameters()]
+            x, y = batch(number)
+            accumulator.train_step(
+                inputs=x * (math.nan if number == 10 else 1.0),
+                targets=y,
+                optimizer=optim.SGD(lr=0.1),
+                loss_fn=functional.cross_entropy,
+            )
+            changed.append(not same(before, list(model.parameters())))
+    assert [n for n, has_changed in enumerate(changed) if has_changed] == [2, 5, 8, 14, 17]
 
 
 def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
