@@ -90,10 +90,10 @@ class Band:
         if not is_usable(value):
             return self
         if self.is_ready:
-            mean = DECAY * self.mean + (1 - DECAY) * (counted := self.clipped(value))
-            return replace(
-                self, mean=mean, variance=DECAY * self.variance + (1 - DECAY) * (counted - mean) ** 2
-            )
+            counted = self.clipped(value)
+            mean = self.mean + (1 - DECAY) * (counted - self.mean)  # in this form a constant stays what it is
+            variance = DECAY * self.variance + (1 - DECAY) * (counted - mean) ** 2
+            return replace(self, mean=mean, variance=variance)
         seen = self.seen + 1
         mean = self.mean + (value - self.mean) / seen
         variance = self.variance + ((value - self.mean) * (value - mean) - self.variance) / seen

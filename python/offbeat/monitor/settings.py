@@ -111,11 +111,10 @@ def _of_members(given: Given, metrics: set[str], names: set[str]) -> list[str]:
     doing = " and ".join(sorted(names & ON_GRADIENTS))
     return [
         (
-            f"divergence_metrics has {', '.join(others)}, which each member of the accumulator's "
-            f"group has of "
-            f"its own, and {doing} would change one member's update alone: name only such as are of "
-            f"the update "
-            f"({', '.join(sorted(OF_UPDATES))}), and judge the others by a monitor with another remedy"
+            f"divergence_metrics has {', '.join(others)}, which each member of the accumulator's group "
+            f"has of its own, and {doing} would change one member's update alone: name only such as are "
+            f"of the update ({', '.join(sorted(OF_UPDATES))}), and judge the others by a monitor with "
+            f"another remedy"
         )
     ]
 
