@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -12,10 +11,9 @@ from torch import distributed, nn
 from torch.utils.data import Dataset
 
 from offbeat import process, trained_by
-from offbeat.averaging.meeting import meet
-from offbeat.averaging.members import Alone, Group, Members
-from offbeat.averaging.methods import Method, as_method, shown
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds, variance
+from offbeat.averaging.meeting import Meeting
+from offbeat.averaging.methods import Method, as_method
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds, variance
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
 from offbeat.averaging.settings import (
     AveragingPolicy,
@@ -46,6 +44,9 @@ EVALUATION_BATCH = 256
 
 ROUNDS_TO_AGREE = 3
 """Rounds in a row in which members want different things before they are told."""
+
+GOODBYE_S = 30.0
+"""Longest wait of the member that has started the server for the others, who have all ended."""
 
 _log = logging.getLogger("offbeat")
 
@@ -82,8 +83,10 @@ class AsyncModelAverager:
             ``"loss_variance"``: of the losses since the last average; ``"gradient_norm"``, of the last step;
             ``"parameter_variance"``: how far members have drifted apart, as FDA has it; or a function that is
             given this averager at each round and gives a number, 0 or more, taken for a variance.
-        communication_backend: ``"gloo"`` or ``"nccl"``: torch's process group, the default one, which is
-            made if there is none. None: the group that there is; without one, this process alone.
+        communication_backend: ``"tcp"``: members meet at an Offbeat server, and may come, go and die without
+            stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
+            process group, the default one, which is made if there is none. None: ``"tcp"`` with
+            `server_address`, else the group that there is; without one, this process alone.
         device: Where to train.
         method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
             ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``.
@@ -91,6 +94,10 @@ class AsyncModelAverager:
             before the next round begins; a number: so many iterations after it began, waiting if need be,
             which makes a run repeatable; False: where it began, as synchronous training does.
         process_group: The members, in place of torch's default group; False: alone, whatever there is.
+        server_address: The server's "HOST:PORT", with ``"tcp"``, as `offbeat server` says it. None:
+            ``OFFBEAT_SERVER``; else one that rank 0 starts at ``MASTER_ADDR`` and ``MASTER_PORT``, which ends
+            with it.
+        token: The server's. None: ``OFFBEAT_TOKEN``, or none.
 
     Raises:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
@@ -129,6 +136,8 @@ class AsyncModelAverager:
         method: str | Method = "average",
         overlap: bool | int = True,
         process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
+        server_address: str | None = None,
+        token: str | None = None,
     ) -> None:
         faults = Faults(of_model(model))
         given = Pacing(
@@ -144,17 +153,14 @@ class AsyncModelAverager:
         how = faults.catch(lambda: as_method(method))
         if not faults:
             faults += fitting_faults(how, pace, overlap, len(each_once(model)))
-        if faults:  # and what is wrong with the members besides, where that can be told without them
-            faults.catch(lambda: meet(communication_backend, process_group, rank, world_size, is_tried=True))
+        meeting = Meeting(communication_backend, process_group, server_address, token, rank, world_size)
+        faults += meeting.faults(how, has_others=bool(faults))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
         assert how is not None  # noqa: S101
         assert pace is not None  # noqa: S101
-        group = meet(communication_backend, process_group, rank, world_size, is_tried=False)
-        how.check_for(1 if group is None else distributed.get_world_size(group))
         self.model = model.to(where)
         self.device = where
-        self.rank = 0 if group is None else distributed.get_rank(group)
         self.averaging_round = 0
         self.iterations = 0
         self._timing = Timing(pace, overlap)
@@ -162,7 +168,8 @@ class AsyncModelAverager:
         self._metric = adaptation_metric if isinstance(pace, Adaptive) else None
         self._named = each_once(model)
         self._optimizer = LocalOptimizer(model)
-        self._members = _members_of(group, self._named, model, pace, [shown(how), *self._setting()])
+        joined = meeting.join(model, self._named, how, pace, setting=self._setting())
+        self.rank, self._members, self._server = joined.rank, joined.members, joined.server
         self._rounds = Rounds(
             model,
             [parameter for _, parameter in self._named],
@@ -257,7 +264,7 @@ class AsyncModelAverager:
             self._losses.append(float(loss))
         if self._rounds.is_under_way and self._is_to_end():
             self._finish()
-        if self._is_due():
+        if self._is_due() and (self._members.is_waited_for or not self._rounds.is_under_way):
             self._average()
 
     def flush(self) -> None:
@@ -277,8 +284,8 @@ class AsyncModelAverager:
             self._average(waits=True)
         for _ in range(self._rounds.num_fragments):
             self._average(waits=True)
-        if self._members.size > 1:
-            num_at_work = self._members.size
+        if not self._members.is_alone:
+            num_at_work = 1
             while num_at_work:
                 self._timing.begin()
                 self._rounds.begin(self._progress(is_at_work=False))
@@ -291,6 +298,10 @@ class AsyncModelAverager:
         May be called twice. Not to be called while other members have more to do: `flush` comes first.
         """
         self._members.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.wait_for_workers(timeout_s=GOODBYE_S)
+            server.stop()
 
     def __enter__(self) -> Self:
         """Use the averager in a `with` block, at whose end it is closed."""
@@ -350,7 +361,7 @@ class AsyncModelAverager:
     @property
     def bytes_sent(self) -> int:
         """What this member has added to sums, in bytes; how often each travels is the group's affair."""
-        return self._rounds.num_bytes if self._members.size > 1 else 0
+        return 0 if self._members.is_alone else self._rounds.num_bytes
 
     @property
     def method(self) -> Method:
@@ -505,7 +516,7 @@ class AsyncModelAverager:
     def _is_idle(self) -> bool:
         """Whether a round would leave everything as it is."""
         has_wish = self._rounds.wanted_method != self.method
-        return self._members.size == 1 and self.method.is_nothing_alone and not has_wish
+        return self._members.is_alone and self.method.is_nothing_alone and not has_wish
 
     def _is_due(self) -> bool:
         return self._timing.pace.is_due(
@@ -642,19 +653,3 @@ def _number_of(metric: Callable[[Any], float], averager: AsyncModelAverager) -> 
             f"where members are to average more often"
         )
     return number if math.isfinite(number) else None  # of which no other member's mean is to be infinite
-
-
-def _members_of(
-    group: "distributed.ProcessGroup | None",
-    named: list[tuple[str, nn.Parameter]],
-    model: nn.Module,
-    pace: Pace,
-    setting: list[object],
-) -> Members:
-    if group is None or distributed.get_world_size(group) == 1:
-        return Alone()
-    buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
-    # A member waits for the others' next round, which may be as far away as a round is long.
-    more_time = timedelta(seconds=pace.every if isinstance(pace, Seconds) else 0.0)
-    are_trained = [parameter.requires_grad for _, parameter in named]
-    return Group(group, [*named, *buffers.values()], setting=[*setting, are_trained], more_time=more_time)

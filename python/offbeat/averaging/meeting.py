@@ -1,22 +1,200 @@
-"""Which process group of torch's the members are."""
+"""Where members meet: in a process group of torch's, or at an Offbeat server; and this process among them."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
+from offbeat.averaging.members import Alone, Group, Members
+from offbeat.averaging.methods import Method, shown
+from offbeat.averaging.pace import Pace, Seconds
+from offbeat.averaging.served import Served
 from offbeat.averaging.settings import BACKENDS
+from offbeat.averaging.statistics import Statistics
+from offbeat.checks import Faults, strings
+from offbeat.client import Client
 from offbeat.distributed import init_distributed
 from offbeat.errors import ConfigError, StateError
-from offbeat.launchers import find
+from offbeat.launchers import find, meeting_place
 from offbeat.local.group import group_of
 from offbeat.naming import unknown
+from offbeat.server import ParameterServer
 
-__all__ = ["meet"]
+__all__ = ["Joined", "Meeting"]
+
+RECONNECT_S: float | None = None
+"""How long a round waits for a server that is lost; None: as long as a client does by itself."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def meet(
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """This process among the members.
+
+    Attributes:
+        members: All of them.
+        rank: Which it is, as far as anybody says.
+        server: That it has started for all of them; else None.
+    """
+
+    members: Members
+    rank: int
+    server: ParameterServer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where members meet, as a user says it.
+
+    Attributes:
+        backend: `communication_backend`.
+        group: `process_group`.
+        address: `server_address`.
+        token: The server's.
+        rank: As given.
+        world_size: As given.
+    """
+
+    backend: str | None
+    group: "distributed.ProcessGroup | Literal[False] | None"
+    address: str | None
+    token: str | None
+    rank: int | None
+    world_size: int | None
+
+    @property
+    def is_at_a_server(self) -> bool:
+        """Whether it is at a server."""
+        return self.backend == "tcp" or (self.backend is None and self.address is not None)
+
+    def faults(self, method: Method | None, *, has_others: bool) -> list[str]:
+        """Tell what is wrong with it.
+
+        Args:
+            method: Of averaging, if it is one.
+            has_others: Something else is wrong, so that members are not going to meet now: what they would
+                be told is told already.
+        """
+        faults = Faults(strings(server_address=self.address, token=self.token))
+        if self.is_at_a_server:
+            if self.group is not None:
+                faults.append("process_group given, and members meet at a server: leave one of them out")
+            if method is not None and method.num_fragments > 1:
+                faults.append(
+                    f"fragments is {method.num_fragments}, and with 'tcp' a model is averaged whole: give "
+                    f"fragments=1"
+                )
+            faults.catch(lambda: _server_place(self.address, self.rank, self.world_size))
+        else:
+            if self.address is not None or self.token is not None:
+                faults.append(
+                    f"server_address or token given, and communication_backend is {self.backend!r}: "
+                    f"take 'tcp'"
+                )
+            if has_others or faults:
+                faults.catch(
+                    lambda: _group(self.backend, self.group, self.rank, self.world_size, is_tried=True)
+                )
+        return faults
+
+    def join(
+        self, model: nn.Module, named: Named, method: Method, pace: Pace, *, setting: list[object]
+    ) -> Joined:
+        """Be one of the members.
+
+        Raises:
+            ConfigError: If what is given cannot be used.
+            ModelMismatchError: If members hold different models.
+            StateError: If members are set differently, or the process group is another one than is asked for.
+            ConnectError: If the others did not come, or the server cannot be reached.
+        """
+        if self.is_at_a_server:
+            return self._at_a_server(model, named)
+        group = _group(self.backend, self.group, self.rank, self.world_size, is_tried=False)
+        size = 1 if group is None else distributed.get_world_size(group)
+        method.check_for(size)
+        if group is None or size == 1:
+            return Joined(Alone(), 0)
+        buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
+        are_trained = [parameter.requires_grad for _, parameter in named]
+        # A member waits for the others' next round, which may be as far away as a round is long.
+        more_time = timedelta(seconds=pace.every if isinstance(pace, Seconds) else 0.0)
+        alike = [shown(method), *setting, are_trained]
+        members = Group(group, [*named, *buffers.values()], setting=alike, more_time=more_time)
+        return Joined(members, distributed.get_rank(group))
+
+    def _at_a_server(self, model: nn.Module, named: Named) -> Joined:
+        place = _server_place(self.address, self.rank, self.world_size)
+        server = _started(place.address, self.token) if place.is_ours else None
+
+        def connect() -> Client:
+            return Client(
+                place.address, token=self.token, reconnect_timeout_s=RECONNECT_S, contribution="delta"
+            )
+
+        try:
+            members = Served(connect, named, Statistics(model).buffers(), num_expected=place.world_size)
+        except BaseException:
+            if server is not None:
+                server.stop()
+            raise
+        return Joined(members, place.rank, server)
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerPlace:
+    """Where members meet that have a server.
+
+    Attributes:
+        address: "HOST:PORT".
+        rank: Which member this is, as far as anybody says.
+        world_size: How many there are at first; likewise.
+        is_ours: This process is to start the server there.
+    """
+
+    address: str
+    rank: int
+    world_size: int
+    is_ours: bool
+
+
+def _server_place(given: str | None, rank: int | None, world_size: int | None) -> _ServerPlace:
+    """Find the server: the one given, that of ``OFFBEAT_SERVER``, or one that rank 0 starts.
+
+    The last is at ``MASTER_ADDR`` and ``MASTER_PORT``, or where the launcher says.
+
+    Raises:
+        ConfigError: If nobody says where it is.
+    """
+    place = find(os.environ, rank=rank, world_size=world_size)
+    if address := given or os.environ.get("OFFBEAT_SERVER"):
+        return _ServerPlace(address, place.rank, place.world_size, is_ours=False)
+    host, port = meeting_place(os.environ, place)
+    if host is None:
+        raise ConfigError(
+            "communication_backend is 'tcp', and there is no server: give server_address='HOST:PORT' of an "
+            "`offbeat server`, or set OFFBEAT_SERVER; or set MASTER_ADDR and MASTER_PORT, where rank "
+            "0 starts one"
+        )
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return _ServerPlace(address, place.rank, place.world_size, is_ours=place.rank == 0)
+
+
+def _started(address: str, token: str | None) -> ParameterServer:
+    host, _, port = address.rpartition(":")
+    server = ParameterServer(
+        host=host.strip("[]"), port=int(port), token=token, transaction="model", linger_s=0.5
+    )
+    server.start()
+    return server
+
+
+def _group(
     backend: str | None,
     given: "distributed.ProcessGroup | Literal[False] | None",
     rank: int | None,
@@ -58,11 +236,6 @@ def meet(
 def _check_backend(backend: str | None) -> None:
     if backend is None:
         return
-    if backend == "tcp":
-        raise ConfigError(
-            'communication_backend is "tcp", which this averager does not have yet: take "gloo", or "nccl" '
-            "on CUDA devices"
-        )
     if backend not in BACKENDS:
         raise ConfigError(unknown("communication_backend", backend, BACKENDS))
     if backend == "nccl" and not torch.cuda.is_available():

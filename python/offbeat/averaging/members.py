@@ -31,7 +31,8 @@ class Said:
     """What a member says in a round.
 
     Attributes:
-        values: Its parameters, in flat memory, which is nobody's from here on.
+        parameters: Of which it speaks.
+        values: What they are, in flat memory, which is nobody's from here on.
         weight: Of these; 0 adds nothing, whatever they are.
         samples: It has had since the round before; weigh all but the parameters.
         is_at_work: It has not ended.
@@ -42,6 +43,7 @@ class Said:
         want: Digest of what is followed once it is the same in all members.
     """
 
+    parameters: Sequence[torch.Tensor]
     values: Flat
     weight: float
     samples: float
@@ -81,9 +83,17 @@ class Heard:
 
 
 class Members(Protocol):
-    """Puts together what members say. One round may be under way at a time."""
+    """Puts together what members say. One round may be under way at a time.
+
+    Attributes:
+        size: How many there are.
+        is_alone: There can be no others.
+        is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
+    """
 
     size: int
+    is_alone: bool
+    is_waited_for: bool
 
     def begin(self, said: Said) -> None:
         """Begin a round with what this member says."""
@@ -108,6 +118,8 @@ class Alone:
     """Nobody else: what is said is heard, and keeps its bits."""
 
     size = 1
+    is_alone = True
+    is_waited_for = True
 
     def __init__(self) -> None:
         self._said: Said | None = None
@@ -148,6 +160,9 @@ class Alone:
 
 class Group:
     """A process group: all-reduces on its own threads, while this one goes on."""
+
+    is_alone = False
+    is_waited_for = True
 
     def __init__(
         self,

@@ -175,6 +175,7 @@ class Rounds:
         needs_own = self.goes_on or self._measures_drift or self.method.has_centre
         wanted = self._wanted()
         said = Said(
+            parameters=trained,
             values=own if not needs_own else {kind: flat.clone() for kind, flat in own.items()},
             weight=samples if self.method.weighs == "samples" else float(is_finite),
             samples=samples,

@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 AveragingPolicy: TypeAlias = Literal["iteration", "time", "adaptive"]
-Backend: TypeAlias = Literal["gloo", "nccl"]
+Backend: TypeAlias = Literal["tcp", "gloo", "nccl"]
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("tcp", "gloo", "nccl")
 DEFAULT_FREQUENCY = 100
 """Iterations, where nothing else is said."""
 DEFAULT_TIME = "30s"

@@ -337,7 +337,12 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ({"averaging_policy": "adaptive", "max_averaging_frequency": 0}, "max_averaging_frequency is 0"),
         ({"adaptation_metric": "loss"}, "unknown adaptation_metric 'loss'"),
         ({"adaptation_metric": 3}, "adaptation_metric is 3: give one of"),
-        ({"communication_backend": "tcp"}, "does not have yet"),
+        ({"communication_backend": "tcp"}, "there is no server: give server_address='HOST:PORT'"),
+        ({"token": "secret"}, "server_address or token given, and communication_backend is None: take 'tcp'"),
+        (
+            {"server_address": "127.0.0.1:1", "method": averaging.DiLoCo(fragments=2)},
+            "fragments is 2, and with 'tcp' a model is averaged whole",
+        ),
         ({"communication_backend": "mpi"}, "unknown communication_backend 'mpi'"),
         ({"method": "dilocco"}, "did you mean 'diloco'"),
         ({"method": averaging.DiLoCo}, "give DiLoCo() or 'diloco'"),

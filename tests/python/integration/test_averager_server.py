@@ -1,0 +1,197 @@
+"""Members that meet at a server average as the methods say, and outlive one another and the server."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import averaging
+from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
+from support.averaging import METHODS, SPEC, Alone, arrays, batch, close, model, step, warned
+from support.group import together
+from support.ports import free_port
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def server():
+    with offbeat.ParameterServer(transaction="model") as running:
+        yield running
+
+
+def at(address, trained, rank, num, **settings):
+    return offbeat.AsyncModelAverager(
+        trained, num, rank, communication_backend="tcp", server_address=address, **settings
+    )
+
+
+def member(rank, address, method):
+    trained = model(seed=rank)  # all start from what the first brings
+    started = [p.detach().clone() for p in trained.parameters()]
+    with at(address, trained, rank, 3, averaging_frequency=4, method=method, overlap=False) as ours:
+        is_first = all(map(torch.equal, started, trained.parameters()))
+        beginning = [value.copy() for value in arrays(trained)]
+        for number in range(10):
+            inputs, targets = batch(rank, number)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=nn.CrossEntropyLoss())
+        before = [value.copy() for value in arrays(trained)]
+        ours.flush()
+        return is_first, beginning, before, arrays(trained), ours.averaging_round
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_members_at_a_server_do_what_the_methods_say(server, method):
+    found = together(member, 3, server.address, method)
+    assert sum(is_first for is_first, *_ in found) == 1
+    us = Alone(3, method)
+    for trained in us.models:
+        with torch.no_grad():
+            for parameter, value in zip(trained.parameters(), found[0][1], strict=True):
+                parameter.copy_(torch.from_numpy(value))
+    us.reference = [p.detach().double().clone() for p in us.models[0].parameters()]
+    assert us.train(10, 4, 0) is None
+    for rank in range(3):
+        assert all(map(np.array_equal, found[rank][1], found[0][1])), "all begin alike"
+        assert close(found[rank][2], arrays(us.models[rank]), within=1e-5)
+        assert all(map(np.array_equal, found[rank][3], found[0][3])), "and end alike"
+
+
+def dying(rank, address, here):
+    trained = model()
+    with at(address, trained, rank, 3, averaging_frequency=5) as ours:
+        live = torch.optim.SGD(trained.parameters(), lr=0.01)
+        gap, last = 0.0, None
+        while last is None or ours.averaging_round < last + 5:
+            began_s = time.monotonic()
+            ours.step(step(trained, live, rank, ours.iterations % 20))
+            gap = max(gap, time.monotonic() - began_s)
+            if rank == 2 and ours.averaging_round == 3:
+                (here / "gone").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if last is None and (here / "gone").exists():
+                last = ours.averaging_round
+        ours.flush()
+        np.savez(here / f"{rank}.npz", *arrays(trained), gap=gap, size=ours.world_size)
+
+
+def test_one_that_is_killed_holds_up_the_others_for_no_longer_than_a_lease(server, tmp_path):
+    with pytest.raises(EOFError):  # of the one that is killed
+        together(dying, 3, server.address, tmp_path)
+    with np.load(tmp_path / "0.npz") as first, np.load(tmp_path / "1.npz") as second:
+        for found in (first, second):
+            assert found["gap"] < LEASE_S
+            assert found["size"] == 2
+        assert all(np.array_equal(first[f"arr_{i}"], second[f"arr_{i}"]) for i in range(4))
+
+
+def joining(rank, address, here):
+    if rank == 1:
+        wait_for((here / "trained").exists, timeout_s=60)
+    trained = model(seed=rank)
+    with at(address, trained, 0, 1, averaging_frequency=5) as ours:
+        began = [value.copy() for value in arrays(trained)]
+        live = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for number in range(40):
+            ours.step(step(trained, live, rank, number))
+            if rank == 0 and number == 19:
+                (here / "trained").touch()
+        ours.flush()
+        return began, ours.averaging_round
+
+
+def test_one_that_comes_late_begins_with_the_current_mean(server, tmp_path):
+    (first, _), (second, rounds) = together(joining, 2, server.address, tmp_path)
+    assert rounds > 2
+    assert not any(map(np.array_equal, first, second)), "what the first has learnt by then"
+    assert not any(map(np.array_equal, second, arrays(model(seed=1)))), "and not what it was made with"
+
+
+def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_there_again(monkeypatch):
+    port = free_port()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    trained = model()
+    with warned() as told:
+        with offbeat.ParameterServer(port=port, transaction="model"):
+            ours = at(f"127.0.0.1:{port}", trained, 0, 1, averaging_frequency=2, overlap=False)
+            live = torch.optim.SGD(trained.parameters(), lr=0.1)
+            for number in range(4):
+                ours.step(step(trained, live, 0, number))
+        before = ours.averaging_round
+        assert before == 2
+        for number in range(4):
+            ours.step(step(trained, live, 0, number))
+        assert ours.averaging_round == before
+        assert ours.iterations == 8
+        assert len([text for text in told if text.startswith("averaging pauses, and training goes on")]) == 1
+        with offbeat.ParameterServer(port=port, transaction="model"):
+            for number in range(4):
+                ours.step(step(trained, live, 0, number))
+            assert told[-1] == "the server is there again: averaging goes on"
+            assert ours.averaging_round > before
+            ours.flush()
+            ours.close()
+
+
+def with_its_own_server(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    trained = model(seed=rank)
+    with offbeat.AsyncModelAverager(
+        trained, 2, rank, communication_backend="tcp", averaging_frequency=5
+    ) as ours:
+        live = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for number in range(20):
+            ours.step(step(trained, live, rank, number))
+        ours.flush()
+        return arrays(trained), ours.averaging_round
+
+
+def test_the_first_member_starts_a_server_where_there_is_none():
+    (first, rounds), (second, _) = together(with_its_own_server, 2, free_port())
+    assert rounds >= 2
+    assert all(map(np.array_equal, first, second))
+
+
+def test_batch_norms_statistics_are_in_the_mean(server):
+    trained = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 5))
+    with at(server.address, trained, 0, 1, averaging_frequency=2, overlap=False) as ours:
+        for _ in range(2):
+            trained(torch.randn(8, 2))
+            ours.step(8)
+        held = server.state_dict()
+        assert np.allclose(np.asarray(held["BatchNorm statistics 0"]), trained[0].running_mean.numpy())
+
+
+def test_a_server_that_weighs_by_staleness_is_refused():
+    with (
+        offbeat.ParameterServer(staleness_policy="adaptive_lr") as weighing,
+        pytest.raises(ConfigError, match="start it with staleness_policy='constant'"),
+    ):
+        at(weighing.address, model(), 0, 1)
+
+
+def test_another_model_and_what_a_server_cannot_hold_are_refused(server):
+    at(server.address, model(), 0, 1).close()
+    with pytest.raises(ModelMismatchError):
+        at(server.address, nn.Linear(2, 2), 0, 1)
+    with pytest.raises(UnsupportedTensorError, match=r"of torch\.float64, and a server holds float32"):
+        at(server.address, model().double(), 0, 1)
+
+
+def test_methods_with_memory_go_on_at_a_server_after_one_has_joined(server):
+    ours = at(server.address, model(), 0, 1, averaging_frequency=2, method=averaging.DiLoCo(), overlap=1)
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    for number in range(9):
+        ours.step(step(ours.model, live, 0, number))
+    ours.flush()
+    ours.close()
+    assert ours.averaging_round >= 4
+    assert all(p.isfinite().all() for p in ours.model.parameters())
