@@ -132,9 +132,13 @@ class Meeting:
         place = _server_place(self.address, self.rank, self.world_size)
         server = _started(place.address, self.token) if place.is_ours else None
 
-        def connect() -> Client:
+        def connect(tries_s: float) -> Client:
             return Client(
-                place.address, token=self.token, reconnect_timeout_s=RECONNECT_S, contribution="delta"
+                place.address,
+                token=self.token,
+                connect_timeout_s=tries_s,
+                reconnect_timeout_s=RECONNECT_S,
+                contribution="delta",
             )
 
         try:

@@ -24,6 +24,8 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 BEGIN_S = 60.0
 """Longest wait for those who are started together; as long as a client tries to reach its server."""
+AGAIN_S = 5.0
+"""How long a round tries to reach a server that was lost."""
 LOOK_S = 0.02
 """Between two looks at who has come."""
 
@@ -49,7 +51,7 @@ class Served:
 
     def __init__(
         self,
-        connect: Callable[[], Client],
+        connect: Callable[[float], Client],
         parameters: Sequence[tuple[str, nn.Parameter]],
         statistics: Sequence[torch.Tensor],
         *,
@@ -58,7 +60,7 @@ class Served:
         """Begin with the server's mean; bring this model where it has none.
 
         Args:
-            connect: Makes a client whose pushes are differences.
+            connect: Makes a client whose pushes are differences, and tries for so many seconds.
             parameters: Each once, with its name.
             statistics: Of the model's BatchNorm layers.
             num_expected: Where the run begins here, how many are waited for, up to a minute.
@@ -86,7 +88,7 @@ class Served:
         self._version = -1
         self._future: Future[Heard] | None = None
         self._is_paused = False
-        self._meet()
+        self._meet(BEGIN_S)
         self._begin_together(num_expected)
         self._take_over()
 
@@ -201,13 +203,13 @@ class Served:
         self.size = max(entered.members, 1)
         return entered.at_work
 
-    def _meet(self) -> None:
+    def _meet(self, tries_s: float | None = None) -> None:
         """Connect, and bring this model if the server has none.
 
         Raises:
             ConfigError: If the server weighs pushes by their staleness.
         """
-        client = self._connect()
+        client = self._connect(AGAIN_S if tries_s is None else tries_s)
         try:
             arrays = {name: _array(tensor) for name, tensor in self._tensors.items()}
             client.init(arrays)

@@ -9,6 +9,7 @@ from torch import distributed, nn
 
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
+from offbeat.errors import StateError
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
 from offbeat.trainer.numerics import Numerics
@@ -202,8 +203,21 @@ class Averaged(Local):
         self.averager.flush()
 
     def follow(self, sync: Sync) -> None:
-        """Meet the others, so that all change before the same round, and agree there."""
+        """Meet the others, so that all change before the same round, and agree there.
+
+        Raises:
+            StateError: If the others want something else.
+        """
         super().follow(sync)
-        self.averager.flush()
-        self.averager.averaging_frequency, self.averager.overlap = sync.every, sync.overlap
-        self.averager.flush()
+        averager = self.averager
+        averager.flush()
+        averager.averaging_frequency, averager.overlap = sync.every, sync.overlap
+        averager.flush()
+        if (averager.averaging_frequency, averager.overlap) != (sync.every, sync.overlap):
+            raise StateError(
+                f"other members do not synchronize every {sync.every} batches from here on, as this "
+                f"one does: "
+                f"give all of them the same warm_up_epochs, warm_up_sync_frequency, "
+                f"regular_sync_frequency and "
+                f"overlap"
+            )

@@ -118,6 +118,7 @@ def test_one_that_comes_late_begins_with_the_current_mean(server, tmp_path):
 def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_there_again(monkeypatch):
     port = free_port()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
     trained = model()
     with warned() as told:
         with offbeat.ParameterServer(port=port, transaction="model"):

@@ -158,3 +158,29 @@ def test_one_server_and_two_workers_train_on_pictures(start):
     found = [float(value) for value in re.findall(r"stopped by budget, accuracy ([\d.]+)", printed)]
     assert len(found) == 2
     assert min(found) > 0.75
+
+
+def test_the_family_as_it_was_first_described(start, tmp_path):
+    (printed,) = finish(start("document_family.py", str(tmp_path / "kept")))
+    assert float(re.search(r"averaged: 7 times, accuracy ([\d.]+)", printed)[1]) > 0.95
+    assert "accumulated: 40 updates of 512 samples" in printed
+    assert "survived: 640 steps, resumed from None" in printed
+    assert re.search(r"tuned: 192 steps, 0 alerts, \d+ updates", printed)
+    (again,) = finish(start("document_family.py", str(tmp_path / "kept")))
+    assert re.search(r"survived: 640 steps, resumed from .*save-", again), "the same command trains nothing"
+
+
+def test_the_averaging_tutorial_in_separate_processes(start):
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_address().rpartition(":")[2],
+        "WORLD_SIZE": "2",
+        "TUTORIAL_EPOCHS": "20",
+        "OMP_NUM_THREADS": "1",
+    }
+    name = "document_averaging.py"
+    printed, also = finish(*(start(name, RANK=str(rank), **environment) for rank in range(2)))
+    accuracy = float(re.search(r"Averaged, accuracy: ([\d.]+)", printed)[1])
+    assert accuracy > 0.7, "after twenty passes over half of the digits each"
+    assert "Rank 1, Epoch 19, Batch 0" in also
+    assert len(re.findall(r"Epoch \d+, Accuracy", printed)) == 20
