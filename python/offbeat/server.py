@@ -200,6 +200,7 @@ class ParameterServer(process.Live):
         self._open()
         return None if self._endpoint is None else reachable(self._endpoint.address)
 
+    @property
     def keeps_checkpoints(self) -> bool:
         """Whether there is a `checkpoint_dir`, and `rollback` has something to go back to."""
         return self._keeps_checkpoints

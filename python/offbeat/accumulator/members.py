@@ -162,15 +162,15 @@ class Group:
         self._flat: Flat = {}
         self._facts = torch.empty(0)
         check_device(group, self._device)
-        self._group = own_group(group)
-        self._sums = Sums(self._group, of="the gradients")
-        check_alike(self._group, named, self._device)
+        own = own_group(group)
+        self._sums = Sums(own, of="the gradients")
+        check_alike(own, named, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
         # another sums of different sizes otherwise, and torch ends a process to which that happens.
         self._is_sent = self._wanted = self._are_trained()
-        if not is_alike(self._group, [self._is_sent, setting], self._device):
+        if not is_alike(own, [self._is_sent, setting], self._device):
             raise StateError(MADE_UNLIKE)
-        begin_alike(self._group, (*(parameter for _, parameter in named), *buffers))
+        begin_alike(own, (*(parameter for _, parameter in named), *buffers))
 
     def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Copy the sums into flat memory and start their reduction.
@@ -233,16 +233,16 @@ class Group:
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Give floating buffers their mean over members, by samples; others are the first member's."""
         seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
-        distributed.all_reduce(seen, group=self._group)
+        distributed.all_reduce(seen, group=self._sums.group)
         total = seen.item()
         with torch.no_grad():
             for buffer in buffers:
                 if buffer.is_floating_point() and total:
                     share = buffer.to(wide(buffer.dtype)).contiguous() * (samples / total)
-                    distributed.all_reduce(share, group=self._group)
+                    distributed.all_reduce(share, group=self._sums.group)
                 else:
                     share = buffer.contiguous()
-                    distributed.broadcast(share, group=self._group, group_src=0)
+                    distributed.broadcast(share, group=self._sums.group, group_src=0)
                 buffer.copy_(share)
 
     def _are_trained(self) -> list[bool]:

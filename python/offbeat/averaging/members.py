@@ -1,6 +1,5 @@
 """Who takes part in a round: this process alone, or all of a process group of torch's."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +10,7 @@ from torch import distributed
 
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, check_alike, check_device, destroy, is_alike, is_other, own_group
+from offbeat.local.group import begin_alike, check_alike, check_device, is_alike, is_other, own_group
 from offbeat.local.sums import Sums
 
 __all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said"]
@@ -190,8 +189,6 @@ class Group:
         check_device(group, self._device)
         own = own_group(group, more=more_time)
         self._sums = Sums(own, of="the models")
-        self._destroy = weakref.finalize(self, destroy, own)
-        self._destroy.atexit = False  # the default group takes all others with it
         check_alike(own, named, self._device)
         if not is_alike(own, setting, self._device):
             raise StateError(DIFFERENT)
@@ -252,7 +249,6 @@ class Group:
     def close(self) -> None:
         """Destroy the group of one's own."""
         self._sums.close()
-        self._destroy()
 
 
 def _times(flat: torch.Tensor, weight: float) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The demo's samples for torch: tensors that processes share, and endless batches in a random order."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +58,10 @@ class Shuffled:
             yield images[chosen], labels[chosen]
 
 
+UNSEEN_S = 0.01
+"""Longest time that a batch of others is taken for, as long as none of theirs has come."""
+
+
 class Slowed:
     """A loader as a slower machine would have it: each batch takes `factor` times as long as it takes others.
 
@@ -82,7 +87,12 @@ class Slowed:
             yield batch
             now = time.monotonic()
             theirs = self._version() - first - own
-            one_of_theirs = (now - began) * self._num_others / theirs if theirs > 0 else now - due
+            # Until a push of theirs is seen, one's own first batch says little: it may be a cold start's.
+            one_of_theirs = (
+                (now - began) * self._num_others / theirs
+                if theirs > 0
+                else min(now - due, UNSEEN_S if self._num_others else math.inf)
+            )
             due = max(now, due + self._factor * one_of_theirs)
             self._never.wait(due - now)
 

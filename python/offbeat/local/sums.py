@@ -1,5 +1,7 @@
 """Sums over the members of a process group, added up on its own threads while this one goes on."""
 
+import atexit
+import weakref
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -7,8 +9,12 @@ import torch
 from torch import distributed
 
 from offbeat.errors import ClosedError, ConnectionLostError
+from offbeat.local.group import destroy
 
 __all__ = ["Sums"]
+
+_open: "weakref.WeakSet[Sums]" = weakref.WeakSet()
+"""Of this process. A group that Python's end finds alive still has threads, which end the process with it."""
 
 
 class Sums:
@@ -19,8 +25,11 @@ class Sums:
     """
 
     def __init__(self, group: distributed.ProcessGroup, *, of: str) -> None:
-        """`of`: what is added up, for people."""
+        """`group`: one's own, which is destroyed at the end; `of`: what is added up, for people."""
         self._group: distributed.ProcessGroup | None = group
+        _open.add(self)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # last of all, so that it comes before the default group is left
         self._of = of
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
@@ -40,8 +49,14 @@ class Sums:
         return self._group
 
     def close(self) -> None:
-        """Add up no more, and let go of the group."""
-        self._group, self._works = None, []
+        """Add up no more, and destroy the group."""
+        group, self._group, self._works = self._group, None, []
+        if group is not None:
+            destroy(group)
+
+    def __del__(self) -> None:
+        """Close it: nobody holds it any more."""
+        self.close()
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start to add up tensors, in place; they are nobody's until `finish`.
@@ -94,3 +109,8 @@ def _reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distribute
     work = distributed.all_reduce(tensor, group=group, async_op=True)
     assert work is not None  # noqa: S101  this process is a member
     return work
+
+
+def _close_all() -> None:
+    for sums in list(_open):
+        sums.close()
