@@ -15,7 +15,7 @@ from torch import nn
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
 from offbeat.client import Client
-from offbeat.errors import ConfigError, OffbeatError, UnsupportedTensorError
+from offbeat.errors import ConfigError, OffbeatError, OffbeatTimeoutError, UnsupportedTensorError
 from offbeat.local.flat import Flat, empty, slices
 
 __all__ = ["Served"]
@@ -28,6 +28,9 @@ AGAIN_S = 5.0
 """How long a round tries to reach a server that was lost."""
 LOOK_S = 0.02
 """Between two looks at who has come."""
+
+LOST = (ConnectionError, OffbeatTimeoutError)
+"""By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
 
 _log = logging.getLogger("offbeat")
 
@@ -129,7 +132,7 @@ class Served:
             if self._client is None:
                 self._meet()
             self._exchange(own, weight=1.0, samples=0, is_at_work=False)
-        except ConnectionError as error:
+        except LOST as error:
             self._pause(error)
             return
         self._take_over()
@@ -146,7 +149,7 @@ class Served:
             if self._client is None:
                 self._meet()
             heard = self._averaged(said)
-        except ConnectionError as error:  # our own are such, too
+        except LOST as error:
             self._pause(error)
             nobody = int(said.is_at_work)
             return Heard(said.values, 0.0, 0.0, nobody, said.metric, said.rate, said.statistics)
@@ -244,7 +247,7 @@ class Served:
                 f"come later"
             )
 
-    def _pause(self, error: ConnectionError) -> None:
+    def _pause(self, error: Exception) -> None:
         if not self._is_paused:
             process.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
         self._is_paused = True

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from offbeat.tracking.base import checked, no_name
 __all__ = ["CSV", "JSONL"]
 
 
-class _File:
+class _File(ABC):
     """A file of lines that only grows."""
 
     _head: bytes
@@ -83,11 +84,13 @@ class _File:
     def __repr__(self) -> str:
         return f"offbeat.tracking.{type(self).__name__}({str(self._path)!r})"
 
+    @abstractmethod
     def _text(self, numbers: Mapping[str, float], step: int, now: float) -> bytes:
-        raise NotImplementedError
+        """Give what is written down of numbers."""
 
     def _begin(self, file: BinaryIO) -> None:
         """Write what an empty file begins with."""
+        del file  # most begin with nothing
 
     def _take_up(self, file: BinaryIO) -> None:
         """Go on with a file of ours: a line that a killed process has left half written is taken off.

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import numpy as np
@@ -196,3 +197,18 @@ def test_methods_with_memory_go_on_at_a_server_after_one_has_joined(server):
     ours.close()
     assert ours.averaging_round >= 4
     assert all(p.isfinite().all() for p in ours.model.parameters())
+
+
+def test_a_server_in_whose_place_something_silent_is_pauses_averaging_too(monkeypatch):
+    port = free_port()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.2)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.2)
+    trained = model()
+    with offbeat.ParameterServer(port=port, transaction="model"):
+        ours = at(f"127.0.0.1:{port}", trained, 0, 1, averaging_frequency=2, overlap=False)
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with socket.create_server(("127.0.0.1", port)):  # takes connections, and says nothing
+        for number in range(4):
+            ours.step(step(trained, live, 0, number))
+    assert (ours.iterations, ours.averaging_round) == (4, 0)
+    ours.close()
