@@ -5,12 +5,14 @@ is killed costs nothing that was logged. What is opened again is gone on with.
 """
 
 import csv
+import fcntl
 import io
 import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -21,6 +23,16 @@ from offbeat.errors import ClosedError, ConfigError
 from offbeat.tracking.base import checked, no_name
 
 __all__ = ["CSV", "JSONL"]
+
+
+@contextmanager
+def _alone(file: BinaryIO) -> Iterator[None]:
+    """Keep the file's other writers waiting: one that opens it would take half a line for a dead one's."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class _File(ABC):
@@ -37,7 +49,8 @@ class _File(ABC):
         # Unbuffered and for appending: each call is one write, also where several processes share a file.
         self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
         try:
-            self._take_up(self._file)
+            with _alone(self._file):
+                self._take_up(self._file)
         except BaseException:
             self._file.close()
             raise
@@ -60,11 +73,12 @@ class _File(ABC):
         if not numbers:
             return
         text = self._text(numbers, step, time.time())
-        if self._is_torn:
-            self._take_up(self._file)
-        self._is_torn = True
-        _write(self._file, text)
-        self._is_torn = False
+        with _alone(self._file):
+            if self._is_torn:
+                self._take_up(self._file)
+            self._is_torn = True
+            _write(self._file, text)
+            self._is_torn = False
 
     def finish(self) -> None:
         """Close the file; finishing twice is fine."""
