@@ -48,6 +48,8 @@ PICTURES = os.environ.get("TUTORIAL_PICTURES", "digits")
 
 
 def pictures(*, train: bool) -> TensorDataset:
+    if PICTURES not in ("digits", "fashion-mnist"):
+        raise SystemExit(f"TUTORIAL_PICTURES is {PICTURES!r}; it may be digits or fashion-mnist")
     data = load(DEBIAN_DIR) if PICTURES == "fashion-mnist" else load_digits()
     images, labels = (data.train_images, data.train_labels) if train else (data.test_images, data.test_labels)
     return TensorDataset(torch.tensor(images).flatten(1), torch.tensor(labels))
