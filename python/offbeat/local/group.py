@@ -14,6 +14,7 @@ from offbeat.launchers import find
 
 __all__ = [
     "begin_alike",
+    "carries",
     "check_alike",
     "check_device",
     "destroy",
@@ -57,7 +58,7 @@ def group_of(given: object) -> "distributed.ProcessGroup | None":
 
 
 def own_group(
-    group: "distributed.ProcessGroup", *, more: timedelta = timedelta(0)
+    group: "distributed.ProcessGroup", *, more: timedelta = timedelta(0), backend: str | None = None
 ) -> "distributed.ProcessGroup":
     """Make a group of the same members, for messages that nobody else's may be taken for.
 
@@ -67,11 +68,12 @@ def own_group(
     Args:
         group: The members.
         more: How much longer than there an operation waits for others.
+        backend: Another one than the group's.
     """
     made = distributed.new_group(
         distributed.get_process_group_ranks(group),
         timeout=_timeout_of(group) + more,
-        backend=distributed.get_backend_config(group),
+        backend=distributed.get_backend_config(group) if backend is None else backend,
         use_local_synchronization=True,  # members outside the group need not take part
     )
     assert isinstance(made, distributed.ProcessGroup)  # noqa: S101  else this process would be no member
@@ -94,14 +96,20 @@ def _timeout_of(group: "distributed.ProcessGroup") -> timedelta:
     return min(times)
 
 
+def carries(group: "distributed.ProcessGroup", device: str) -> bool:
+    """Tell whether a group carries tensors of a kind of device."""
+    config = distributed.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
+    return device in {part.partition(":")[0] for part in config.split(",")}
+
+
 def check_device(group: "distributed.ProcessGroup", device: torch.device) -> None:
     """See that a group carries tensors of a device.
 
     Raises:
         ConfigError: If it does not.
     """
-    config = distributed.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
-    if device.type not in {part.partition(":")[0] for part in config.split(",")}:
+    if not carries(group, device.type):
+        config = distributed.get_backend_config(group)
         raise ConfigError(
             f"device is {device}, and the process group is of {config}: give a device of these, or make the "
             f"group for this one"

@@ -2,7 +2,7 @@
 
 import atexit
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from torch import distributed
 from offbeat.errors import ClosedError, ConnectionLostError
 from offbeat.local.group import destroy
 
-__all__ = ["Sums"]
+__all__ = ["Sums", "reduce"]
 
 _open: "weakref.WeakSet[Sums]" = weakref.WeakSet()
 """Of this process. A group that Python's end finds alive still has threads, which end the process with it."""
@@ -65,14 +65,7 @@ class Sums:
             ConnectionLostError: If a member is lost.
             ClosedError: If this is closed.
         """
-        group = self.group
-        try:
-            self._works = [_reduce(tensor, group) for tensor in tensors]
-        except RuntimeError as error:
-            self._lose(error)
-        except BaseException as error:  # as Ctrl-C: other members wait for all of them, or none
-            self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
-            raise
+        self._works = self.start(lambda group: [reduce(tensor, group) for tensor in tensors])
 
     def is_there(self) -> bool:
         """Tell whether the sums are, without waiting; of what has failed `finish` tells."""
@@ -86,26 +79,56 @@ class Sums:
         Raises:
             ConnectionLostError: If a member is lost.
         """
+        self.wait(self._works)
+        self._works = []
+
+    def start(
+        self, begin: Callable[[distributed.ProcessGroup], list[distributed.Work]]
+    ) -> list[distributed.Work]:
+        """Start something else over the same group, to `wait` for.
+
+        Args:
+            begin: Starts it without waiting.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+            ClosedError: If this is closed.
+        """
+        group = self.group
+        try:
+            return begin(group)
+        except RuntimeError as error:
+            self._lose(error)
+        except BaseException as error:  # as Ctrl-C: other members wait for all of them, or none
+            self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
+            raise
+
+    def wait(self, works: Sequence[distributed.Work]) -> None:
+        """Wait for what was started; may be called again, and on another thread.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
         if self._lost is not None:
             raise ConnectionLostError(self._lost)
         try:
-            for work in self._works:
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             self._lose(error)
-        self._works = []
 
     def _lose(self, error: RuntimeError) -> NoReturn:
         cause = str(error).strip().partition("\n")[0]
         self._lost = (
-            f"{self._of} of all members could not be added up, for one is gone or was waited for too long: "
-            f"{cause}; torch's process groups do not outlive a member: start all of them again. Each member "
-            f"has to call flush() when its data is at its end, as others may have more"
+            f"{self._of} of all members could not be put together, for one is gone or was waited for too "
+            f"long: {cause}; torch's process groups do not outlive a member: start all of them again. Each "
+            f"member has to call flush() when its data is at its end, as others may have more"
         )
         raise ConnectionLostError(self._lost) from error
 
 
-def _reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:
+def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:
+    """Start to add up a tensor, in place."""
     work = distributed.all_reduce(tensor, group=group, async_op=True)
     assert work is not None  # noqa: S101  this process is a member
     return work

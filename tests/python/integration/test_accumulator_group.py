@@ -336,7 +336,7 @@ def dying(rank, gone, said):
 def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
-    assert "of all members could not be added up, for one is gone" in (tmp_path / "said").read_text()
+    assert "of all members could not be put together, for one is gone" in (tmp_path / "said").read_text()
 
 
 def steps_of(rank, ours, numbers):
@@ -415,4 +415,4 @@ def going_no_further(rank, said):
 
 def test_a_member_that_goes_no_further_is_waited_for_as_long_as_the_groups_timeout_says(tmp_path):
     told, _ = together(going_no_further, 2, tmp_path / "said")
-    assert "of all members could not be added up, for one is gone or was waited for too long" in told
+    assert "of all members could not be put together, for one is gone or was waited for too long" in told
