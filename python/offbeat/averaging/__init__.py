@@ -4,6 +4,6 @@ A method is given by its name, or as an object where its numbers are to be other
 """
 
 from offbeat.averaging.averager import AsyncModelAverager
-from offbeat.averaging.methods import BMUF, EASGD, Average, DiLoCo, Method, SlowMo
+from offbeat.averaging.methods import BMUF, EASGD, Average, DiLoCo, Gossip, Method, SlowMo
 
-__all__ = ["BMUF", "EASGD", "AsyncModelAverager", "Average", "DiLoCo", "Method", "SlowMo"]
+__all__ = ["BMUF", "EASGD", "AsyncModelAverager", "Average", "DiLoCo", "Gossip", "Method", "SlowMo"]

@@ -24,8 +24,9 @@ from offbeat.averaging.settings import (
     name_of,
     overlap_faults,
     pacing,
+    server_faults,
 )
-from offbeat.averaging.timing import Timing
+from offbeat.averaging.timing import Asked, Timing
 from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
@@ -89,7 +90,9 @@ class AsyncModelAverager:
             `server_address`, else the group that there is; without one, this process alone.
         device: Where to train.
         method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
-            ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``.
+            ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``. With ``"gossip"`` members
+            of a process group meet in twos instead, as equals, and wait for nobody but whom they meet; all of
+            them meet in `flush`. With ``"tcp"`` it is refused.
         overlap: When a round ends: True: after the iteration in which the others' models have come, and
             before the next round begins; a number: so many iterations after it began, waiting if need be,
             which makes a run repeatable; False: where it began, as synchronous training does.
@@ -273,6 +276,9 @@ class AsyncModelAverager:
         To be called by every member when its data is at its end. It waits until all have called it, taking
         part with nothing in the rounds of those that have more to do. Training may go on afterwards.
 
+        With ``"gossip"``, whose members hold different models until then, they go on meeting in twos while
+        others have more to do, and then all go to the mean of all, which is each one's equal part.
+
         Raises:
             StateError: As `train_step`.
             NonFiniteError: As `train_step`.
@@ -287,9 +293,11 @@ class AsyncModelAverager:
         if not self._members.is_alone:
             num_at_work = 1
             while num_at_work:
-                self._timing.begin()
                 self._rounds.begin(self._progress(is_at_work=False))
                 num_at_work = self._finish().num_at_work
+            while self._rounds.are_apart:
+                self._rounds.begin(self._progress(is_at_work=False), meets_all=True)
+                self._finish()
             self._rounds.end_alike()
 
     def close(self) -> None:
@@ -379,7 +387,8 @@ class AsyncModelAverager:
     def method(self, given: str | Method) -> None:
         how = as_method(given)
         timing = self._timing
-        refuse(fitting_faults(how, timing.wished_pace, timing.wished_overlap, len(self._named)))
+        faults = fitting_faults(how, timing.wished_pace, timing.wished_overlap, len(self._named))
+        refuse(faults if self._members.meets_in_twos else faults + server_faults(how))
         how.check_for(self._members.size)
         self._rounds.wanted_method = how
 
@@ -539,11 +548,11 @@ class AsyncModelAverager:
         progress, begun_at = self._progress(is_at_work=True), self._iterations_at_begin
         self._iterations_at_begin, self._began_s = self.iterations, time.monotonic()
         self._losses = []
-        self._timing.begin()
         if self._is_idle:
             if self.iterations > begun_at:
-                self._count(progress.metric, None)
-            self._agree()
+                self._count(None)
+                self._adapt(progress.metric)
+            self._agree(self._timing.asked())
             return
         self._rounds.begin(progress)
         if waits or self._timing.overlap is False:
@@ -552,15 +561,18 @@ class AsyncModelAverager:
     def _finish(self) -> Outcome:
         before = self.method
         outcome = self._rounds.finish(self.iterations)
-        if outcome.is_averaged and outcome.num_at_work:
-            self._count(outcome.metric, outcome.drift)
+        if outcome.num_at_work:
+            if outcome.is_averaged:
+                self._count(outcome.drift)
+            self._adapt(outcome.metric)
         if not outcome.is_finite:
-            self._recover(is_averaged=outcome.is_averaged)
+            self._recover(is_mended=outcome.is_mended)
         if self.method != before:
             _log.info("from round %d on the method is %r", self._rounds.number, self.method)
-        if outcome.are_agreed:
-            self._agree()
-        self._num_disagreed = 0 if outcome.are_agreed else self._num_disagreed + 1
+        if outcome.are_agreed and outcome.asked is not None:
+            self._agree(outcome.asked)
+        if outcome.are_agreed is not None:
+            self._num_disagreed = 0 if outcome.are_agreed else self._num_disagreed + 1
         if self._num_disagreed == ROUNDS_TO_AGREE:
             process.warn(
                 f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to "
@@ -571,15 +583,15 @@ class AsyncModelAverager:
             )
         return outcome
 
-    def _agree(self) -> None:
+    def _agree(self, asked: Asked) -> None:
         """Follow what all members have wanted."""
         before = self._timing.setting()
-        self._timing.agree()
+        self._timing.agree(asked)
         self._rounds.goes_on = self._timing.overlap is not False
         if self._timing.setting() != before:
             _log.info("from round %d on: %r", self._rounds.number, self)
 
-    def _recover(self, *, is_averaged: bool) -> None:
+    def _recover(self, *, is_mended: bool) -> None:
         """Go on after parameters were not finite: without what the optimizer kept that is not either.
 
         Raises:
@@ -587,7 +599,7 @@ class AsyncModelAverager:
         """
         text = f"parameters of member {self.rank} were not finite in iteration {self._iterations_at_begin}"
         remedy = "look at its learning rate and its data"
-        if not is_averaged:
+        if not is_mended:
             raise NonFiniteError(f"{text}, nor any member's, so there is nothing to go on from: {remedy}")
         live = self._optimizer.live
         for kept in list(live.state if live is not None else ()):
@@ -600,10 +612,12 @@ class AsyncModelAverager:
             f"mean; {remedy}"
         )
 
-    def _count(self, metric: float | None, drift: float | None) -> None:
+    def _count(self, drift: float | None) -> None:
         self.averaging_round += 1
         self._iterations_at_average = self.iterations
         self._drift = drift if drift is not None else self._drift
+
+    def _adapt(self, metric: float | None) -> None:
         before = self._timing.pace
         pace = self._timing.pace = before.after(metric)
         if pace.every != before.every:
@@ -622,6 +636,7 @@ class AsyncModelAverager:
             metric=self._measured() if is_at_work else None,
             setting=self._setting(),
             wish=self._timing.wish(),
+            asked=self._timing.asked(),
         )
 
     def _setting(self) -> list[object]:

@@ -13,7 +13,7 @@ from offbeat.averaging.members import Alone, Group, Members
 from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.pace import Pace, Seconds
 from offbeat.averaging.served import Served
-from offbeat.averaging.settings import BACKENDS
+from offbeat.averaging.settings import BACKENDS, server_faults
 from offbeat.averaging.statistics import Statistics
 from offbeat.checks import Faults, strings
 from offbeat.client import Client
@@ -84,11 +84,7 @@ class Meeting:
         if self.is_at_a_server:
             if self.group is not None:
                 faults.append("process_group given, and members meet at a server: leave one of them out")
-            if method is not None and method.num_fragments > 1:
-                faults.append(
-                    f"fragments is {method.num_fragments}, and with 'tcp' a model is averaged whole: give "
-                    f"fragments=1"
-                )
+            faults += [] if method is None else server_faults(method)
             faults.catch(lambda: _server_place(self.address, self.rank, self.world_size))
         else:
             if self.address is not None or self.token is not None:

@@ -1,16 +1,17 @@
 """Who takes part in a round: this process alone, or all of a process group of torch's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import distributed
 
+from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, check_alike, check_device, is_alike, is_other, own_group
+from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other, own_group
 from offbeat.local.sums import Sums
 
 __all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said"]
@@ -40,6 +41,9 @@ class Said:
         statistics: Of its BatchNorm layers.
         mark: Digest of what has to be the same in all members.
         want: Digest of what is followed once it is the same in all members.
+        wanted: That itself, which is nobody else's to read.
+        is_pairwise: It is said to `partner` alone.
+        partner: Whom it is for; None: nobody.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -52,6 +56,9 @@ class Said:
     statistics: torch.Tensor
     mark: float
     want: float
+    wanted: object = None
+    is_pairwise: bool = False
+    partner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,10 @@ class Heard:
         rate: Mean by samples; 0 where there are none.
         statistics: Mean by samples; likewise nothing that makes sense.
         is_same: All gave the same mark.
-        are_agreed: All want the same.
+        are_agreed: All want the same; None: that is not known yet.
+        wanted: What this member wanted in the round that is known; None: in the one that ends.
+        met: In a round of twos, what the partner has said; None: there was none. Of the others is then known
+            what they have said some rounds ago, and nothing where `are_agreed` is None.
     """
 
     means: Flat
@@ -78,7 +88,9 @@ class Heard:
     rate: float
     statistics: torch.Tensor
     is_same: bool = True
-    are_agreed: bool = True
+    are_agreed: bool | None = True
+    wanted: object = None
+    met: Met | None = None
 
 
 class Members(Protocol):
@@ -88,11 +100,16 @@ class Members(Protocol):
         size: How many there are.
         is_alone: There can be no others.
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
+        meets_in_twos: A round may be one of twos.
     """
 
     size: int
     is_alone: bool
     is_waited_for: bool
+    meets_in_twos: bool
+
+    def partner(self, number: int) -> int | None:
+        """Say whom this member meets in a round of twos; None: nobody."""
 
     def begin(self, said: Said) -> None:
         """Begin a round with what this member says."""
@@ -109,6 +126,12 @@ class Members(Protocol):
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all members the first one's values, in place."""
 
+    def state(self) -> list[list[float]]:
+        """Give what all have said in rounds before that is not known here yet."""
+
+    def resume(self, state: Sequence[Sequence[float]]) -> None:
+        """Go on from what `state` gave."""
+
     def close(self) -> None:
         """Take part no more."""
 
@@ -119,9 +142,15 @@ class Alone:
     size = 1
     is_alone = True
     is_waited_for = True
+    meets_in_twos = True
 
     def __init__(self) -> None:
         self._said: Said | None = None
+
+    def partner(self, number: int) -> int | None:
+        """Nobody."""
+        del number
+        return None
 
     def begin(self, said: Said) -> None:
         """Keep it."""
@@ -153,15 +182,38 @@ class Alone:
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """They are."""
 
+    def state(self) -> list[list[float]]:
+        """Nothing: all is known."""
+        return []
+
+    def resume(self, state: Sequence[Sequence[float]]) -> None:
+        """From nothing."""
+
     def close(self) -> None:
         """Nobody has to be told."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Twos:
+    """What rounds of twos take.
+
+    Attributes:
+        sums: Of a group that carries the CPU's tensors.
+        pairs: Exchanges models.
+        later: Tells what all have said.
+    """
+
+    sums: Sums
+    pairs: Pairs
+    later: Later
+
+
 class Group:
-    """A process group: all-reduces on its own threads, while this one goes on."""
+    """A process group: all-reduces on its own threads, or exchanges in twos, while this one goes on."""
 
     is_alone = False
     is_waited_for = True
+    meets_in_twos = True
 
     def __init__(
         self,
@@ -185,6 +237,7 @@ class Group:
             StateError: If they are set differently.
         """
         self.size = distributed.get_world_size(group)
+        self._rank = distributed.get_rank(group)
         self._device = named[0][1].device
         check_device(group, self._device)
         own = own_group(group, more=more_time)
@@ -193,50 +246,56 @@ class Group:
         if not is_alike(own, setting, self._device):
             raise StateError(DIFFERENT)
         begin_alike(own, (tensor for _, tensor in named))
+        self._twos: _Twos | None = None
         self._values: Flat = {}
         self._facts = self._statistics = torch.empty(0)
+        self._said: Said | None = None
+
+    def partner(self, number: int) -> int | None:
+        """Look it up in the round's matching."""
+        return partner(number, self._rank, self.size)
 
     def begin(self, said: Said) -> None:
-        """Start to add up.
+        """Start to add up, or to exchange.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        metric = (0.0, 0.0) if said.metric is None else (said.metric, 1.0)
-        marks = said.mark, said.mark**2, said.want, said.want**2
-        sizes = said.weight, said.samples, float(said.is_at_work)
-        facts = [*sizes, *metric, said.samples * said.rate, *marks]
-        self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
+        self._said = said
+        if said.is_pairwise:
+            self._begin_pair(said)
+            return
+        if self._twos is not None:
+            self._twos.later.forget()  # of a round of all everything is known in it
+        self._facts = torch.tensor(_facts(said), dtype=torch.float64, device=self._device)
         self._values = {kind: _times(flat, said.weight) for kind, flat in said.values.items()}
         self._statistics = _times(said.statistics.clone(), said.samples)
         self._sums.begin([self._facts, self._statistics, *self._values.values()])
 
     def is_there(self) -> bool:
         """Ask the group's threads."""
+        said, twos = self._said, self._twos
+        if said is not None and said.is_pairwise and twos is not None:
+            return twos.pairs.is_there() and twos.later.is_there()
         return self._sums.is_there()
 
     def finish(self) -> Heard:
-        """Wait for all members, and divide.
+        """Wait for all members, and divide; or for the partner.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
+        said = self._said
+        assert said is not None  # noqa: S101  something was begun
+        if said.is_pairwise:
+            return self._finish_pair(said)
         self._sums.finish()
         means, self._values = self._values, {}
-        weight, samples, num_at_work, metrics, num_metrics, rates, *marks = self._facts.tolist()
+        facts = self._facts.tolist()
+        weight, samples = facts[:2]
         for flat in means.values():
             flat.div_(weight or 1.0)
-        return Heard(
-            means,
-            weight,
-            samples,
-            round(num_at_work),
-            metrics / num_metrics if num_metrics else None,
-            rates / (samples or 1.0),
-            self._statistics.div_(samples or 1.0),
-            is_same=not is_other(marks[0], marks[1], self.size),
-            are_agreed=not is_other(marks[2], marks[3], self.size),
-        )
+        return self._heard(facts, means, self._statistics.div_(samples or 1.0))
 
     def is_alike(self, value: object) -> bool:
         """Compare over the group."""
@@ -246,9 +305,78 @@ class Group:
         """Broadcast."""
         begin_alike(self._sums.group, tensors)
 
+    def state(self) -> list[list[float]]:
+        """Wait for what is still to be known."""
+        return [] if self._twos is None else self._twos.later.state()
+
+    def resume(self, state: Sequence[Sequence[float]]) -> None:
+        """Know it when it is time to."""
+        if state or self._twos is not None:
+            self._in_twos().later.resume(state)
+
     def close(self) -> None:
-        """Destroy the group of one's own."""
+        """Destroy the groups of one's own."""
         self._sums.close()
+        if self._twos is not None:
+            self._twos.sums.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _in_twos(self) -> "_Twos":
+        """Give what rounds of twos take; made in the first of them, in all members."""
+        if self._twos is None:
+            group, sums = self._sums.group, self._sums
+            if not carries(group, "cpu"):  # as NCCL's: another one beside it
+                sums = Sums(own_group(group, backend="gloo"), of="the models")
+            self._twos = _Twos(sums, Pairs(sums, self._device), Later(sums, lag(self.size)))
+        return self._twos
+
+    def _begin_pair(self, said: Said) -> None:
+        twos = self._in_twos()
+        if said.partner is not None:
+            twos.pairs.begin(
+                said.partner,
+                values=said.values,
+                statistics=said.statistics,
+                is_finite=said.weight > 0.0,
+                is_at_work=said.is_at_work,
+                mark=said.mark,
+            )
+        twos.later.say(_facts(said), said.wanted)
+
+    def _finish_pair(self, said: Said) -> Heard:
+        twos = self._in_twos()
+        twos.pairs.wait()  # what breaks off either wait leaves both to be had
+        known = twos.later.take()
+        met = twos.pairs.take()
+        if known is None:
+            return Heard({}, 1.0, 0.0, self.size, None, 0.0, said.statistics, are_agreed=None, met=met)
+        facts, wanted = known
+        heard = self._heard(facts, {}, said.statistics)
+        is_known = wanted is not None  # by a member that has loaded a state it is not
+        return replace(heard, are_agreed=heard.are_agreed if is_known else None, wanted=wanted, met=met)
+
+    def _heard(self, facts: Sequence[float], means: Flat, statistics: torch.Tensor) -> Heard:
+        weight, samples, num_at_work, metrics, num_metrics, rates, *marks = facts
+        return Heard(
+            means,
+            weight,
+            samples,
+            round(num_at_work),
+            metrics / num_metrics if num_metrics else None,
+            rates / (samples or 1.0),
+            statistics,
+            is_same=not is_other(marks[0], marks[1], self.size),
+            are_agreed=not is_other(marks[2], marks[3], self.size),
+        )
+
+
+def _facts(said: Said) -> list[float]:
+    """Give what members add up besides their models."""
+    metric = (0.0, 0.0) if said.metric is None else (said.metric, 1.0)
+    marks = said.mark, said.mark**2, said.want, said.want**2
+    sizes = said.weight, said.samples, float(said.is_at_work)
+    return [*sizes, *metric, said.samples * said.rate, *marks]
 
 
 def _times(flat: torch.Tensor, weight: float) -> torch.Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "METHODS",
     "Average",
     "DiLoCo",
+    "Gossip",
     "Kept",
     "Memory",
     "Method",
@@ -52,6 +53,7 @@ class Method(ABC):
         is_nothing_alone: Where there is one member, every round leaves its model as it is.
         has_centre: Members keep models of their own, and the result is the reference.
         scales_velocity: The velocity follows the learning rate of the members' own steps.
+        is_pairwise: Members meet in twos, and each goes halfway to the other; targets are for where all meet.
     """
 
     name: ClassVar[str]
@@ -60,6 +62,7 @@ class Method(ABC):
     is_nothing_alone: ClassVar[bool] = False
     has_centre: ClassVar[bool] = False
     scales_velocity: ClassVar[bool] = False
+    is_pairwise: ClassVar[bool] = False
 
     def check_for(self, num_members: int) -> None:
         """See that its numbers go with so many members.
@@ -147,6 +150,37 @@ class EASGD(Method):
         # The sum of all alpha (x_i - z) is alpha times num_members times (mean - z).
         centre.lerp_(mean, alpha * num_members)
         return drawn
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True)
+class Gossip(Method):
+    """Gossip: in each round members meet in twos, and both of a pair go to their mean.
+
+    Nobody computes the mean of all, and it stays where it is: what one of a pair gains the other gives up,
+    the very same numbers. Members come ever nearer to it, and it moves by what they learn alone. Who meets
+    whom is a random matching, anew in each round, of which all know from its number (`partner`); where their
+    number is odd, one meets nobody. With n members and nothing learnt, a round leaves of their square
+    distance from the mean (n - 2) / (2 (n - 1)), on average, for an even n, and half for an odd one.
+
+    A pair is one of equals, whatever its samples: with weights the mean would not stay. The same holds for
+    BatchNorm's statistics. Where members end they all go to their mean, of equals as well.
+
+    Boyd, Ghosh, Prabhakar and Shah (2006) have gossip and its rate; Lian, Zhang, Zhang and Liu (2018,
+    AD-PSGD, algorithm 1) train with it, and add to the pair's mean what was learnt meanwhile, as here.
+    A mean that both of a pair go to has no bias; where messages go one way, as in Assran et al. (2019, SGP),
+    what has been sent has to be counted and divided by.
+    """
+
+    name: ClassVar = "gossip"
+    weighs: ClassVar[Literal["samples", "members"]] = "members"
+    is_nothing_alone: ClassVar = True
+    is_pairwise: ClassVar = True
+
+    def target(self, mean: torch.Tensor, own: torch.Tensor, memory: Memory, num_members: int) -> torch.Tensor:
+        """Go to the mean, where all meet."""
+        del own, memory, num_members
+        return mean
 
 
 class _Outer(Method, ABC):
@@ -290,7 +324,9 @@ class BMUF(_Outer):
         return self.block_lr, momentum, self.nesterov
 
 
-METHODS: Mapping[str, type[Method]] = {kind.name: kind for kind in (Average, EASGD, DiLoCo, SlowMo, BMUF)}
+METHODS: Mapping[str, type[Method]] = {
+    kind.name: kind for kind in (Average, EASGD, DiLoCo, SlowMo, BMUF, Gossip)
+}
 
 
 def as_method(given: object) -> Method:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.averaging.members import DIFFERENT, Members, Said
+from offbeat.averaging.members import DIFFERENT, Heard, Members, Said
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown
+from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
+from offbeat.averaging.timing import Asked
 from offbeat.errors import ConfigError, StateError
 from offbeat.local.flat import Flat, pack, slices
 from offbeat.local.group import digest
@@ -30,6 +32,7 @@ class Progress:
         metric: What the pace goes by; None where there is none.
         setting: What else has to be the same in all members, as JSON can have it.
         wish: What else is followed once it is the same in all members, likewise.
+        asked: What this member does then.
     """
 
     iterations: int
@@ -39,6 +42,7 @@ class Progress:
     metric: float | None = None
     setting: object = None
     wish: object = None
+    asked: Asked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,14 @@ class Outcome:
 
     Attributes:
         num_at_work: Members that have not ended.
-        is_averaged: Somebody had something to add.
-        metric: Mean over the members that had one.
+        is_averaged: Somebody had something to add; in a round of twos, this member or its partner.
+        metric: Mean over the members that had one; None likewise where nothing was added.
         drift: Square distance of this member's parameters from the members' mean, over all fragments.
-        is_finite: This member's parameters were.
+        is_finite: This member's parameters were, or may still be brought to those of one whose are.
+        is_mended: There were others', which they have been brought to.
         are_agreed: All members want the same: the method, which parameters are trained, and their `wish`.
+            None: that is not known yet.
+        asked: What this member does where they are: of the round in which it was asked.
     """
 
     num_at_work: int
@@ -59,7 +66,9 @@ class Outcome:
     metric: float | None
     drift: float | None
     is_finite: bool
-    are_agreed: bool
+    is_mended: bool
+    are_agreed: bool | None
+    asked: Asked | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +86,30 @@ class _Plan:
         return [shown(self.method), self.are_trained]
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What this member wanted when a round began.
+
+    Attributes:
+        plan: Of rounds.
+        asked: What else; see `Progress`.
+    """
+
+    plan: _Plan
+    asked: Asked | None
+
+
 @dataclass(slots=True)
 class _UnderWay:
     fragment: int
     parameters: list[nn.Parameter]
-    wanted: _Plan
+    wanted: _Wanted
     own: Flat | None
     statistics: Taken
     iterations: int
     is_finite: bool
+    is_at_work: bool
+    is_pairwise: bool
 
 
 class Rounds:
@@ -93,7 +117,7 @@ class Rounds:
 
     Attributes:
         number: Rounds begun.
-        num_bytes: Sent by this member, in all rounds: what it has added to the sums.
+        num_bytes: Sent by this member, in all rounds: what it has added to the sums, or sent to its partners.
         goes_on: The model is trained on while a round is under way; of those that begin from here on.
         wanted_method: What is to be made of the mean after the round in which all members have come to want
             it. What the method before has kept is forgotten then; a reference is, to begin with, the first
@@ -132,6 +156,7 @@ class Rounds:
         self._plan = self._wanted()
         self._samples: list[int] = [0]
         self._drifts: list[float | None] = []
+        self._are_apart = [False]
         self._lay_out(is_begun=True)
 
     @property
@@ -150,6 +175,11 @@ class Rounds:
         return self._under_way is not None
 
     @property
+    def are_apart(self) -> bool:
+        """Whether members have met in twos and not all of them since: each holds a part of what is learnt."""
+        return any(self._are_apart)
+
+    @property
     def is_to_change(self) -> bool:
         """Whether this member wants another plan than the one in force."""
         return self._wanted().shown() != self._plan.shown()
@@ -158,13 +188,19 @@ class Rounds:
         """Tell whether the round under way can be ended without waiting."""
         return self._members.is_there()
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: Progress, *, meets_all: bool = False) -> None:
         """Take the next fragment as it is and send it.
+
+        Args:
+            progress: How far this member is.
+            meets_all: Go to the mean of all, also with a method whose members meet in twos; in all of them.
 
         Raises:
             StateError: If the model has other BatchNorm layers than when this was made; nothing is sent.
             ConnectionLostError: If a member is lost.
         """
+        is_pairwise = self.method.is_pairwise and not meets_all
+        partner = self._members.partner(self.number) if is_pairwise else None
         fragment = self.number % len(self._fragments)
         trained = self._trained(fragment)
         statistics = self._statistics.take(self._parameters[0].device)
@@ -172,26 +208,42 @@ class Rounds:
         own = pack(trained, trained) if trained else {}
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
-        needs_own = self.goes_on or self._measures_drift or self.method.has_centre
-        wanted = self._wanted()
+        if self._are_apart[fragment] and not is_pairwise:
+            samples = float(is_finite)  # what each has learnt is in all of them
+        needs_own = is_pairwise or self.goes_on or self._measures_drift or self.method.has_centre
+        is_overwritten = needs_own and not is_pairwise
+        wanted = _Wanted(self._wanted(), progress.asked)
         said = Said(
             parameters=trained,
-            values=own if not needs_own else {kind: flat.clone() for kind, flat in own.items()},
-            weight=samples if self.method.weighs == "samples" else float(is_finite),
+            values={kind: flat.clone() for kind, flat in own.items()} if is_overwritten else own,
+            weight=float(is_finite) if self.method.weighs == "members" else samples,
             samples=samples,
             is_at_work=progress.is_at_work,
             metric=progress.metric,
             rate=progress.rate,
             statistics=statistics.values,
             mark=digest([self._plan.shown(), self.number, progress.setting]),
-            want=digest([wanted.shown(), progress.wish]),
+            want=digest([wanted.plan.shown(), progress.wish]),
+            wanted=wanted,
+            is_pairwise=is_pairwise,
+            partner=partner,
         )
         self._members.begin(said)
         self._under_way = _UnderWay(
-            fragment, trained, wanted, own if needs_own else None, statistics, progress.iterations, is_finite
+            fragment,
+            trained,
+            wanted,
+            own if needs_own else None,
+            statistics,
+            progress.iterations,
+            is_finite,
+            progress.is_at_work,
+            is_pairwise,
         )
-        self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
+        if not is_pairwise or partner is not None:
+            self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
         self._samples[fragment] = progress.samples
+        self._are_apart[fragment] = is_pairwise
         self.number += 1
 
     def finish(self, iterations: int) -> Outcome:
@@ -210,22 +262,16 @@ class Rounds:
         assert round_ is not None  # noqa: S101  one has begun
         heard = self._members.finish()
         self._under_way = None
-        if not heard.is_same:
+        if not heard.is_same or (heard.met is not None and not heard.met.is_same):
             raise StateError(DIFFERENT)
-        drift = None
-        if heard.weight:
-            if self._measures_drift and round_.is_finite:
-                drift = self._drift(round_, heard.means)
-            if heard.samples:
-                self._follow_rate(round_.fragment, heard.rate)
-            self._move(round_, heard.means, heard.weight, has_moved=iterations > round_.iterations)
-            if heard.samples:
-                self._statistics.settle(heard.statistics, round_.statistics)
+        wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted
+        if round_.is_pairwise:
+            outcome = self._go_halfway(round_, heard, wanted)
+        else:
+            outcome = self._go_with_all(round_, heard, wanted, has_moved=iterations > round_.iterations)
         if heard.are_agreed:
-            self._follow(round_.wanted)
-        return Outcome(
-            heard.num_at_work, heard.weight > 0, heard.metric, drift, round_.is_finite, heard.are_agreed
-        )
+            self._follow(wanted.plan)
+        return outcome
 
     def end_alike(self) -> None:
         """Leave the same model in all members, also of what has not been averaged of late.
@@ -251,6 +297,8 @@ class Rounds:
             "are_trained": list(self._plan.are_trained),
             "drifts": list(self._drifts),
             "memories": [memory.state_dict() for memory in self._memories],
+            "are_apart": list(self._are_apart),
+            "heard": self._members.state(),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -278,7 +326,8 @@ class Rounds:
             StateError: If the members' states are not of the same round.
         """
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
-        if not self._members.is_alike([plan.shown(), int(state["number"])]):
+        are_apart = [bool(is_one) for is_one in state["are_apart"]]
+        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart]):
             raise StateError(
                 "members load states of different rounds: each has to load its own, of one call of "
                 "state_dict "
@@ -286,6 +335,8 @@ class Rounds:
             )
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
+        self._are_apart = are_apart
+        self._members.resume(state["heard"])
         self._samples = [int(samples) for samples in state["samples"]]
         self._drifts = list(state["drifts"])
         for number, kept in enumerate(state["memories"]):
@@ -312,6 +363,7 @@ class Rounds:
         ]
         # Fragments of another cut count from where the first of the old ones was averaged last.
         self._samples = [min(self._samples)] * num
+        self._are_apart = [self.are_apart] * num
         self._drifts = [None] * num
 
     def _trained(self, fragment: int) -> list[nn.Parameter]:
@@ -332,10 +384,76 @@ class Rounds:
             self._memories[fragment].scale_velocity(rate / self._rate)
         self._rate = rate or self._rate
 
+    def _go_with_all(self, round_: _UnderWay, heard: Heard, wanted: _Wanted, *, has_moved: bool) -> Outcome:
+        drift = None
+        if heard.weight:
+            if self._measures_drift and round_.is_finite:
+                drift = self._drift(round_, heard.means)
+            if heard.samples:
+                self._follow_rate(round_.fragment, heard.rate)
+            self._move(round_, heard.means, heard.weight, has_moved=has_moved)
+            if heard.samples:
+                self._statistics.settle(heard.statistics, round_.statistics)
+        return Outcome(
+            num_at_work=heard.num_at_work,
+            is_averaged=heard.weight > 0,
+            metric=heard.metric if heard.weight else None,
+            drift=drift,
+            is_finite=round_.is_finite,
+            is_mended=heard.weight > 0,
+            are_agreed=heard.are_agreed,
+            asked=wanted.asked,
+        )
+
+    def _go_halfway(self, round_: _UnderWay, heard: Heard, wanted: _Wanted) -> Outcome:
+        """Go halfway to the partner, if there is one, and it has what to go to."""
+        met = heard.met if heard.met is not None and heard.met.is_finite else None
+        drift = None
+        if met is not None and round_.is_finite:
+            drift = self._add_half(round_, met)
+        elif met is not None:
+            with torch.no_grad():
+                for parameter, part in zip(
+                    round_.parameters, slices(round_.parameters, met.values), strict=True
+                ):
+                    parameter.copy_(part)
+            self._statistics.settle(met.statistics, round_.statistics)
+        # Who has met nobody that could mend it may do so in a later round, as long as there are such.
+        is_to_wait = met is None and heard.weight > 0
+        return Outcome(
+            num_at_work=heard.num_at_work,
+            is_averaged=met is not None and (round_.is_at_work or met.is_at_work),
+            metric=heard.metric,
+            drift=drift,
+            is_finite=round_.is_finite or is_to_wait,
+            is_mended=met is not None,
+            are_agreed=heard.are_agreed,
+            asked=wanted.asked,
+        )
+
+    def _add_half(self, round_: _UnderWay, met: Met) -> float | None:
+        """Go to the pair's mean, from wherever this member is by now; give what it says of the drift.
+
+        What is added here is what the partner subtracts, bit for bit: a difference and its half are the same
+        from either side.
+        """
+        assert round_.own is not None  # noqa: S101  it is kept where members meet in twos
+        ways = {kind: theirs.sub_(round_.own[kind]).mul_(0.5) for kind, theirs in met.values.items()}
+        with torch.no_grad():
+            for parameter, way in zip(round_.parameters, slices(round_.parameters, ways), strict=True):
+                parameter.add_(way)
+        taken = round_.statistics.values
+        self._statistics.settle(taken + (met.statistics - taken) * 0.5, round_.statistics)
+        if not self._measures_drift:
+            return None
+        # Of two that are drawn at random this is by so much less than of each one from the mean of all.
+        num = self._members.size
+        return 2.0 * (num - 1) / num * sum(way.square().sum().item() for way in ways.values())
+
     def _move(self, round_: _UnderWay, means: Flat, weight: float, *, has_moved: bool) -> None:
         memory, method, size = self._memories[round_.fragment], self.method, self._members.size
         memory.begin_with(means)
-        if method.weighs == "members" and weight < size:
+        if method.has_centre and weight < size:
             for kind, mean in means.items():  # a member that adds nothing pulls nowhere: as if at the centre
                 mean.lerp_(memory.of(kind)["reference"], 1.0 - weight / size)
         targets = {

@@ -51,6 +51,7 @@ class Served:
 
     is_alone = False
     is_waited_for = False
+    meets_in_twos = False
 
     def __init__(
         self,
@@ -95,6 +96,11 @@ class Served:
         self._begin_together(num_expected)
         self._take_over()
 
+    def partner(self, number: int) -> int | None:
+        """Nobody: a server puts together what all have."""
+        del number
+        return None
+
     def begin(self, said: Said) -> None:
         """Do a round on a thread of its own."""
         self._future = future = Future[Heard]()
@@ -136,6 +142,13 @@ class Served:
             self._pause(error)
             return
         self._take_over()
+
+    def state(self) -> list[list[float]]:
+        """Nothing: a round tells all that there is to know."""
+        return []
+
+    def resume(self, state: Sequence[Sequence[float]]) -> None:
+        """From nothing."""
 
     def close(self) -> None:
         """Say goodbye."""

@@ -29,6 +29,7 @@ __all__ = [
     "name_of",
     "overlap_faults",
     "pacing",
+    "server_faults",
 ]
 
 AveragingPolicy: TypeAlias = Literal["iteration", "time", "adaptive"]
@@ -146,6 +147,20 @@ def fitting_faults(
             f"True"
         )
     return faults
+
+
+def server_faults(method: Method) -> list[str]:
+    """Tell what is wrong with a method where members meet at a server."""
+    if method.num_fragments > 1:
+        num = method.num_fragments
+        return [f"fragments is {num}, and with 'tcp' a model is averaged whole: give fragments=1"]
+    if method.is_pairwise:
+        text = (
+            f"method is {method.name!r}, whose members meet in twos, and at a server all meet: take "
+            f"method='average', or communication_backend='gloo' (or 'nccl')"
+        )
+        return [text]
+    return []
 
 
 def _of_policy(given: Pacing) -> list[str]:

@@ -1,8 +1,13 @@
 """When a member averages, and what of that is to change in mid-run."""
 
+from typing import TypeAlias
+
 from offbeat.averaging.pace import Pace
 
-__all__ = ["Timing"]
+__all__ = ["Asked", "Timing"]
+
+Asked: TypeAlias = tuple[Pace | None, bool | int | None]
+"""Another pace, and another end of rounds; None: nothing was asked."""
 
 
 class Timing:
@@ -21,7 +26,7 @@ class Timing:
         self.overlap = overlap
         self._wanted_pace: Pace | None = None
         self._wanted_overlap: bool | int | None = None
-        self._sent: tuple[Pace | None, bool | int | None] = (None, None)
+        self._followed: Pace | None = None
 
     def ask(self, *, pace: Pace | None = None, overlap: bool | int | None = None) -> None:
         """Want another pace, or another end, once all members do; None: as it is."""
@@ -46,16 +51,19 @@ class Timing:
         """Give what is wanted, as JSON can have it."""
         return [self.wished_pace.setting(), self.wished_overlap]
 
-    def begin(self) -> None:
-        """Take down what the round that begins tells the others."""
-        self._sent = self._wanted_pace, self._wanted_overlap
+    def asked(self) -> Asked:
+        """Give what a round that begins now tells the others."""
+        return self._wanted_pace, self._wanted_overlap
 
-    def agree(self) -> None:
-        """Do from here on what all members have wanted in the round that has ended."""
-        pace, overlap = self._sent
-        self._sent = (None, None)
-        if pace is not None:
-            self.pace = pace
+    def agree(self, asked: Asked) -> None:
+        """Do from here on what all members have wanted in a round: what `asked` gave when that began.
+
+        Of rounds that follow one another the same may be said again, where they are known of later: a pace
+        that has gone on since is not taken back to where it began.
+        """
+        pace, overlap = asked
+        if pace is not None and pace is not self._followed:
+            self.pace = self._followed = pace
             self._wanted_pace = None if self._wanted_pace is pace else self._wanted_pace
         if overlap is not None:
             self.overlap = overlap

@@ -71,9 +71,10 @@ class AsyncTrainer:
         warm_up_sync_frequency: Batches from meeting to meeting in these epochs.
         regular_sync_frequency: In all others. With ``"accumulate"`` a meeting is an update; with
             ``"parameter_server"`` a push.
-        strategy: ``"local"``, ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"``, ``"bmuf"``, an object
-            of `offbeat.averaging`, ``"accumulate"`` or ``"parameter_server"``; or a dict of these by the
-            epoch that each begins with, counted from 0 over the trainer's life. May be set later.
+        strategy: ``"local"``, ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"``, ``"bmuf"``,
+            ``"gossip"``, an object of `offbeat.averaging`, ``"accumulate"`` or ``"parameter_server"``; or a
+            dict of these by the epoch that each begins with, counted from 0 over the trainer's life. May be
+            set later.
         local_batch_size: Batch size of `train(dataset=...)`.
         device: Where to train.
         callbacks: Objects with any of ``on_step(trainer, step)``, ``on_log(trainer, record)``,

@@ -71,7 +71,7 @@ def by_hand(rank, lengths, method):
     return arrays(ours)
 
 
-@pytest.mark.parametrize("method", ["average", "diloco"])
+@pytest.mark.parametrize("method", ["average", "diloco", "gossip"])
 def test_averaging_members_are_the_averager_by_hand_and_the_warm_up_ends_at_the_same_batch(method):
     lengths = [8, 8]
     keywords = {

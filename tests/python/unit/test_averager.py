@@ -57,7 +57,7 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.parametrize("method", ["average", "easgd"])
+@pytest.mark.parametrize("method", ["average", "easgd", "gossip"])
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
 def test_one_member_is_a_local_loop_bit_for_bit(spec, method):
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3, method=method)

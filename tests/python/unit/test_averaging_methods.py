@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from offbeat.averaging import BMUF, EASGD, Average, DiLoCo, SlowMo
+from offbeat.averaging import BMUF, EASGD, Average, DiLoCo, Gossip, SlowMo
 from offbeat.averaging.methods import METHODS, as_method
 
 ROUNDS = 6
@@ -117,6 +117,6 @@ def test_easgds_strength_is_by_default_that_of_the_paper():
 
 
 def test_names_are_the_methods_with_their_defaults():
-    assert [as_method(name) for name in METHODS] == [Average(), EASGD(), DiLoCo(), SlowMo(), BMUF()]
+    assert [as_method(name) for name in METHODS] == [Average(), EASGD(), DiLoCo(), SlowMo(), BMUF(), Gossip()]
     mean = torch.tensor([1.0])
     assert Average().target(mean, torch.tensor([5.0]), {}, 2) is mean

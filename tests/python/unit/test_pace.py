@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from offbeat.averaging.pace import Adaptive, Iterations, Seconds, variance
+from offbeat.averaging.timing import Timing
 
 ADAPTIVE = Adaptive(every=100, start=100, least=20, most=500)
 
@@ -100,6 +102,24 @@ def test_a_time_is_shared_among_fragments_and_asks_for_an_iteration():
     assert pace.is_due(iterations=1, seconds=10.0, num_fragments=1, number=0)
     assert not pace.is_due(iterations=1, seconds=4.9, num_fragments=2, number=0)
     assert pace.is_due(iterations=1, seconds=5.0, num_fragments=2, number=0)
+
+
+def test_a_pace_of_which_it_is_said_twice_that_all_want_it_is_not_taken_back_to_where_it_began():
+    timing = Timing(ADAPTIVE, overlap=True)
+    timing.ask(pace=replace(ADAPTIVE, every=50, start=50), overlap=3)
+    asked = timing.asked()
+    timing.agree(asked)
+    assert (timing.pace.every, timing.overlap) == (50, 3)
+    assert timing.asked() == (None, None)
+    for metric in (1.0, 1.0, 1.0, 0.1):
+        timing.pace = timing.pace.after(metric)
+    moved = timing.pace
+    assert moved.every > 50
+    timing.agree(asked)  # in the round after that in which it was agreed upon, and is known as late
+    assert timing.pace is moved
+    timing.ask(pace=replace(ADAPTIVE, every=70, start=70))
+    timing.agree(asked)
+    assert timing.wished_pace.every == 70, "what is wanted since stays wanted"
 
 
 def test_variance_is_of_two_or_more():
