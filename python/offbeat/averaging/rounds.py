@@ -12,7 +12,7 @@ from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.errors import ConfigError, StateError
-from offbeat.local.flat import Flat, pack, slices
+from offbeat.local.flat import Flat, Room, pack, slices
 from offbeat.local.group import digest
 
 __all__ = ["Outcome", "Progress", "Rounds"]
@@ -128,6 +128,7 @@ class Rounds:
         self._measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
+        self._room = Room(2)  # for what this member was, and what it has sent
         self._rate = 0.0
         self._plan = self._wanted()
         self._samples: list[int] = [0]
@@ -169,14 +170,14 @@ class Rounds:
         trained = self._trained(fragment)
         statistics = self._statistics.take(self._parameters[0].device)
         self._memories[fragment].fit(trained)
-        own = pack(trained, trained) if trained else {}
+        own = pack(trained, trained, room=self._room) if trained else {}
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
         needs_own = self.goes_on or self._measures_drift or self.method.has_centre
         wanted = self._wanted()
         said = Said(
             parameters=trained,
-            values=own if not needs_own else {kind: flat.clone() for kind, flat in own.items()},
+            values=own if not needs_own else {kind: self._room.like(flat) for kind, flat in own.items()},
             weight=samples if self.method.weighs == "samples" else float(is_finite),
             samples=samples,
             is_at_work=progress.is_at_work,
