@@ -24,7 +24,7 @@ import members
 from fashion import Plan, Result
 
 EPOCHS = 4.0
-START = 40
+START = 20
 """Iterations from average to average at first, in the middle of the range."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the start: the fixed frequencies; the outer two are the policy's bounds where none are given."""

@@ -2,10 +2,12 @@
 
     PYTHONPATH=python python benches/convergence.py [--methods average,diloco] [--quick]
 
-Four processes have shards in proportion 4 : 3 : 2 : 1, with unlike shares of each class, and train them at
-speeds in the same proportion, by sleeping; they average in the background, at a server (what cannot, in a
-process group), until their data ends. All together they have as many samples as the single process, which
-has the same model, batches and falling rate. Methods are as their names make them, but for what is printed.
+Four processes have shards in proportion 4 : 3 : 2 : 1, whose shares of each class differ by a third or so,
+and train them at speeds in the same proportion, by sleeping. They average in the background, at a server
+(what cannot, in a process group), until their data ends. All together they have as many samples as the
+single process, which has the same model, batches and falling rate. Methods are as their names make them; only
+the rate is another, as is printed.
+
 Printed are the test part's accuracies, of each seed and the medians. Seeds take turns on the outside, methods
 on the inside. One number is known to move between runs: when a round ends is up to the clock.
 """
@@ -27,6 +29,8 @@ TARGET_POINTS = 1.0
 EPOCHS = 10.0
 EVERY = 10
 """Iterations from average to average, of the slowest member."""
+SKEW = 10.0
+"""See `fashion.Plan`: with 10 a share of a class is its mean, give or take a third."""
 PACE_S = 0.003
 """From batch to batch of the fastest member."""
 TIMEOUT_S = 300.0
@@ -64,7 +68,9 @@ def train(group: members.Members, case: Case, seed: int, epochs: float) -> Resul
     how: dict[str, Any] = {"method": case.name, "averaging_frequency": EVERY, **case.keywords}
 
     def run(how: dict[str, Any]) -> Result:
-        plan = Plan(seed=seed, epochs=epochs, paces_s=paces_s, lr_factor=case.lr_factor, averager=how)
+        plan = Plan(
+            seed=seed, epochs=epochs, skew=SKEW, paces_s=paces_s, lr_factor=case.lr_factor, averager=how
+        )
         results: list[Result] = group.call(fashion.member, plan, timeout_s=TIMEOUT_S)
         return results[0]
 
