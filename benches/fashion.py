@@ -58,6 +58,7 @@ class Result:
         rounds: Of averaging.
         seconds: From the first batch to the last.
         samples: That it was trained on.
+        spread_s: From the first member's last batch to the last one's; those that are left train alone then.
         frequencies: At each of the rounds, the frequency that followed from it.
     """
 
@@ -65,6 +66,7 @@ class Result:
     rounds: int
     seconds: float
     samples: int
+    spread_s: float = 0.0
     frequencies: list[float] = field(default_factory=list)
 
 
@@ -142,11 +144,12 @@ def member(rank: int, plan: Plan) -> Result:
             if averager.averaging_round > before:
                 before = averager.averaging_round
                 frequencies.append(averager.averaging_frequency)
+        seconds = loop.seconds
         averager.flush()
         return Result(
             accuracy=accuracy(averager.model, samples()) if rank == 0 else 0.0,
             rounds=averager.averaging_round,
-            seconds=loop.seconds,
+            seconds=seconds,
             samples=loop.done,
             frequencies=frequencies,
         )
