@@ -125,7 +125,7 @@ def measure(system: System, load: Load) -> Line:
     holder = context.Process(target=_server_main, args=(system, load, remote, stop), name="server")
     with _running(stop) as processes:
         _start(holder, remote, processes)
-        address = _receive(pipe, holder, START_TIMEOUT_S)
+        address = receive(pipe, holder, START_TIMEOUT_S)
         workers: list[tuple[SpawnProcess, Connection]] = []
         for rank in range(load.num_workers):
             pipe, remote = context.Pipe()
@@ -138,13 +138,13 @@ def measure(system: System, load: Load) -> Line:
             _start(worker, remote, processes)
             workers.append((worker, pipe))
         for worker, pipe in workers:
-            _receive(pipe, worker, START_TIMEOUT_S)
+            receive(pipe, worker, START_TIMEOUT_S)
         usage = _Usage(holder.pid)
         go.set()
-        timings = [_receive(pipe, worker, load.seconds * 3 + START_TIMEOUT_S) for worker, pipe in workers]
+        timings = [receive(pipe, worker, load.seconds * 3 + START_TIMEOUT_S) for worker, pipe in workers]
         cpu_s, peak_mb, load_peak_mb = usage.cpu_s(), usage.peak_mb(), usage.load_peak_mb()
         done.set()
-        reports = [_receive(pipe, worker, STOP_TIMEOUT_S) for worker, pipe in workers]
+        reports = [receive(pipe, worker, STOP_TIMEOUT_S) for worker, pipe in workers]
         for worker, _ in workers:
             worker.join(STOP_TIMEOUT_S)
     num_updates = sum(len(timing.latencies_s) for timing in timings)
@@ -251,7 +251,12 @@ def _start(process: SpawnProcess, its_end: Connection, processes: list[SpawnProc
     its_end.close()  # so that the pipe ends with the process
 
 
-def _receive(pipe: Connection, process: SpawnProcess, timeout_s: float) -> Any:  # noqa: ANN401  whatever it sent
+def receive(pipe: Connection, process: SpawnProcess, timeout_s: float) -> Any:  # noqa: ANN401  whatever it sent
+    """Wait for what a process sends.
+
+    Raises:
+        BenchError: If it ended first, or nothing was heard of it for too long.
+    """
     ready = wait([pipe, process.sentinel], timeout_s)
     if pipe in ready:
         try:

@@ -9,7 +9,7 @@ from torch import distributed, nn
 
 from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
-from offbeat.local.flat import Flat, pack, slices, wide
+from offbeat.local.flat import Flat, Room, pack, slices, wide
 from offbeat.local.group import (
     begin_alike,
     check_alike,
@@ -160,6 +160,7 @@ class Group:
         self._device = named[0][1].device
         self._sent: list[nn.Parameter] = []
         self._flat: Flat = {}
+        self._room = Room(1)
         self._facts = torch.empty(0)
         check_device(group, self._device)
         own = own_group(group)
@@ -185,15 +186,16 @@ class Group:
             gradients, unit = own.gradients, own.unit
             facts = [own.counts or 0.0, float(own.samples), 1.0]
         self._check_dense(gradients)
-        there = zip(self._named, gradients, self._is_sent, strict=True)
-        sent = [(parameter, gradient) for (_, parameter), gradient, is_one in there if is_one]
+        every = zip(self._named, gradients, self._is_sent, strict=True)
+        sent = [(parameter, gradient) for (_, parameter), gradient, is_one in every if is_one]
         self._sent = [parameter for parameter, _ in sent]
-        self._flat = pack(self._sent, [gradient for _, gradient in sent], scale=unit) if sent else {}
+        there = [gradient for _, gradient in sent]
+        self._flat = pack(self._sent, there, scale=unit, room=self._room) if sent else {}
         self._wanted = self._are_trained()
         mark = digest([settings, self._wanted])
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        every = [*facts, mark, mark**2, *presence, *told]
-        self._facts = torch.tensor(every, dtype=torch.float64, device=self._device)
+        numbers = [*facts, mark, mark**2, *presence, *told]
+        self._facts = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._sums.begin([self._facts, *self._flat.values()])
 
     def finish(self) -> Total:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from offbeat import process, trained_by
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds, variance
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds, relative_variance
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
 from offbeat.averaging.settings import (
     AveragingPolicy,
@@ -81,7 +81,8 @@ class AsyncModelAverager:
             quarter of `averaging_frequency`.
         max_averaging_frequency: Most of them. None: four times `averaging_frequency`.
         adaptation_metric: What ``"adaptive"`` goes by: where it rises, members average more often.
-            ``"loss_variance"``: of the losses since the last average; ``"gradient_norm"``, of the last step;
+            ``"loss_variance"``: of the losses since the last average, over their mean, as in AdaComm's rule;
+            ``"gradient_norm"``, of the last step;
             ``"parameter_variance"``: how far members have drifted apart, as FDA has it; or a function that is
             given this averager at each round and gives a number, 0 or more, taken for a variance.
         communication_backend: ``"tcp"``: members meet at an Offbeat server, and may come, go and die without
@@ -647,7 +648,7 @@ class AsyncModelAverager:
         """Give the metric that the pace goes by, of what was trained since the last round began."""
         metric = self._metric
         if metric == "loss_variance":
-            return variance(self._losses)
+            return relative_variance(self._losses)
         if metric == "parameter_variance":
             return self._drift
         if metric == "gradient_norm":

@@ -17,7 +17,7 @@ __all__ = [
     "Iterations",
     "Pace",
     "Seconds",
-    "variance",
+    "relative_variance",
 ]
 
 AdaptationMetric: TypeAlias = (
@@ -173,9 +173,17 @@ def _part(every: int, num_fragments: int, number: int) -> int:
     return every * (place + 1) // num_fragments - every * place // num_fragments
 
 
-def variance(values: Sequence[float]) -> float | None:
-    """Compute the (population) variance of losses; None of fewer than two."""
+def relative_variance(values: Sequence[float]) -> float | None:
+    """Compute the (population) variance of losses over the size of their mean.
+
+    With power 1/2 this is AdaComm's rule (Wang and Joshi, 2019): the period between averages for which the
+    error after a given time is least grows with the root of the loss over the gradient's variance. There
+    the variance is taken for constant; here it is measured, as that of the batches' losses.
+
+    Returns:
+        None of fewer than two losses, and where their mean is 0.
+    """
     if len(values) < 2:  # noqa: PLR2004  as the docstring says
         return None
     mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / len(values) / abs(mean) if mean else None

@@ -14,7 +14,7 @@ from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
 from offbeat.errors import ConfigError, StateError
-from offbeat.local.flat import Flat, pack, slices
+from offbeat.local.flat import Flat, Room, pack, slices
 from offbeat.local.group import digest
 
 __all__ = ["Outcome", "Progress", "Rounds"]
@@ -152,6 +152,7 @@ class Rounds:
         self._measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
+        self._room = Room(2)  # for what this member was, and what it has sent
         self._rate = 0.0
         self._plan = self._wanted()
         self._samples: list[int] = [0]
@@ -205,7 +206,7 @@ class Rounds:
         trained = self._trained(fragment)
         statistics = self._statistics.take(self._parameters[0].device)
         self._memories[fragment].fit(trained)
-        own = pack(trained, trained) if trained else {}
+        own = pack(trained, trained, room=self._room) if trained else {}
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
         if self._are_apart[fragment] and not is_pairwise:
@@ -215,7 +216,7 @@ class Rounds:
         wanted = _Wanted(self._wanted(), progress.asked)
         said = Said(
             parameters=trained,
-            values={kind: flat.clone() for kind, flat in own.items()} if is_overwritten else own,
+            values={kind: self._room.like(flat) for kind, flat in own.items()} if is_overwritten else own,
             weight=float(is_finite) if self.method.weighs == "members" else samples,
             samples=samples,
             is_at_work=progress.is_at_work,

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -16,7 +16,7 @@ from offbeat import process
 from offbeat.averaging.members import Heard, Said
 from offbeat.client import Client
 from offbeat.errors import ConfigError, OffbeatError, OffbeatTimeoutError, UnsupportedTensorError
-from offbeat.local.flat import Flat, empty, slices
+from offbeat.local.flat import slices
 
 __all__ = ["Served"]
 
@@ -174,9 +174,11 @@ class Served:
     def _averaged(self, said: Said) -> Heard:
         own: Arrays = {}
         names = [self._names[id(parameter)] for parameter in said.parameters]
+        parts = slices(said.parameters, said.values)
         if said.weight:
-            parts = slices(said.parameters, said.values)
-            own = {name: _array(part) for name, part in zip(names, parts, strict=True)}
+            # What is said is nobody's: its memory takes the way, and then the mean. Fresh memory costs more
+            # than what is written into it.
+            own = {name: part.cpu().numpy() for name, part in zip(names, parts, strict=True)}
             start = 1
             for name in self._statistics:
                 end = start + self._tensors[name].numel()
@@ -186,8 +188,7 @@ class Served:
         num_at_work = self._exchange(
             own, weight=said.weight, samples=round(said.samples), is_at_work=said.is_at_work
         )
-        means: Flat = empty(said.parameters) if said.parameters else {}
-        for name, part in zip(names, slices(said.parameters, means), strict=True):
+        for name, part in zip(names, parts, strict=True):
             part.copy_(torch.from_numpy(self._mean[name]))
         statistics = said.statistics.clone()
         start = 1
@@ -197,20 +198,26 @@ class Served:
             start = end
         # Where nobody had anything to add, there is no step to be made of it.
         weight = float(self.size) if self._version != before else 0.0
-        return Heard(means, weight, weight, num_at_work, said.metric, said.rate, statistics)
+        return Heard(said.values, weight, weight, num_at_work, said.metric, said.rate, statistics)
 
-    def _exchange(
-        self, own: Mapping[str, np.ndarray[Any, Any]], *, weight: float, samples: int, is_at_work: bool
-    ) -> int:
-        """Enter, push, gather and pull; give how many members have not ended."""
+    def _exchange(self, own: Arrays, *, weight: float, samples: int, is_at_work: bool) -> int:
+        """Enter, push, gather and pull; give how many members have not ended.
+
+        Args:
+            own: This member's values, whose memory is used.
+            weight: Of them.
+            samples: Of this member.
+            is_at_work: It has not ended.
+        """
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
         entered = client.enter(weight, at_work=is_at_work)
         if entered.share > 0.0:
             share = np.float32(entered.share)
-            receipt = client.push(
-                {n: (v - self._mean[n]) * share for n, v in own.items()}, samples=max(samples, 1)
-            )
+            for name, way in own.items():
+                np.subtract(way, self._mean[name], out=way)
+                np.multiply(way, share, out=way)
+            receipt = client.push(own, samples=max(samples, 1))
             if not receipt.applied:
                 _log.warning("the way of this member is not in round %d: %s", entered.round, receipt.detail)
         gathered = client.gather(entered.round)

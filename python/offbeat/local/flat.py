@@ -1,10 +1,15 @@
 """Tensors one behind the other in flat memory, by dtype, so that one operation or message has them all."""
 
+import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["Flat", "empty", "pack", "slices", "wide"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Flat", "Room", "empty", "pack", "slices", "wide"]
 
 Flat = dict[torch.dtype, torch.Tensor]
 """One-dimensional tensors by their dtype, which is float32 at least."""
@@ -17,11 +22,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def empty(tensors: Sequence[torch.Tensor]) -> Flat:
     """Make flat memory for tensors of these shapes and dtypes, on the first one's device."""
+    sizes = _sizes(tensors)
+    return {kind: torch.empty(size, dtype=kind, device=tensors[0].device) for kind, size in sizes.items()}
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, int]:
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         kind = wide(tensor.dtype)
         sizes[kind] = sizes.get(kind, 0) + tensor.numel()
-    return {kind: torch.empty(size, dtype=kind, device=tensors[0].device) for kind, size in sizes.items()}
+    return sizes
 
 
 def slices(tensors: Sequence[torch.Tensor], flat: Flat) -> list[torch.Tensor]:
@@ -36,21 +46,74 @@ def slices(tensors: Sequence[torch.Tensor], flat: Flat) -> list[torch.Tensor]:
     return parts
 
 
-def pack(like: Sequence[torch.Tensor], values: Iterable[torch.Tensor | None], *, scale: float = 1.0) -> Flat:
+def pack(
+    like: Sequence[torch.Tensor],
+    values: Iterable[torch.Tensor | None],
+    *,
+    scale: float = 1.0,
+    room: "Room | None" = None,
+) -> Flat:
     """Copy values into flat memory of their own, times `scale`.
 
     Args:
         like: What says shapes and dtypes.
         values: As many; None is zeros.
         scale: 1 keeps the bits.
+        room: Where the memory is from; None: the system.
     """
-    flat = empty(like)
+    flat = empty(like) if room is None else room.empty(like)
     for part, value in zip(slices(like, flat), values, strict=True):
         if value is None:
             part.zero_()
-        else:
+        elif scale == 1.0:
             part.copy_(value.detach())
-    if scale != 1.0:
-        for tensor in flat.values():
-            tensor.mul_(scale)
+        elif (value.dtype, value.device) == (part.dtype, part.device):
+            torch.mul(value.detach(), scale, out=part)  # once through memory, with the same bits
+        else:
+            part.copy_(value.detach()).mul_(scale)
     return flat
+
+
+class Room:
+    """Flat memory that is used again once nobody holds any of it, nor a view of it.
+
+    Large memory that is given back to the system and asked for again comes page by page, each blanked at its
+    first use, which takes several times as long as to write into it. On a device torch sees to that itself.
+    """
+
+    def __init__(self, num: int) -> None:
+        """`num`: flats of one dtype that are kept at most; a further one is the system's."""
+        self._num = num
+        self._kept: dict[torch.dtype, list[np.ndarray[Any, Any]]] = {}
+
+    def empty(self, tensors: Sequence[torch.Tensor]) -> Flat:
+        """Make flat memory as `empty` does."""
+        if tensors[0].device.type != "cpu":
+            return empty(tensors)
+        return {kind: self._flat(kind, size) for kind, size in _sizes(tensors).items()}
+
+    def like(self, flat: torch.Tensor) -> torch.Tensor:
+        """Make a copy."""
+        if flat.device.type != "cpu":
+            return flat.clone()
+        return self._flat(flat.dtype, flat.numel()).copy_(flat)
+
+    def _flat(self, kind: torch.dtype, size: int) -> torch.Tensor:
+        kept = self._kept.setdefault(kind, [])
+        free = [
+            number for number in range(len(kept)) if sys.getrefcount(kept[number]) == _HELD_BY_LIST_AND_CALL
+        ]
+        chosen = next((number for number in free if len(kept[number]) >= size), None)
+        if chosen is None and (free or len(kept) < self._num):
+            if free:
+                del kept[free[0]]  # it is too small
+            kept.append(torch.empty(size, dtype=kind).numpy())
+            chosen = len(kept) - 1
+        if chosen is None:
+            return torch.empty(size, dtype=kind)
+        # A tensor made of an array holds the array, and so does whatever shares the tensor's storage.
+        return torch.from_numpy(kept[chosen][:size])
+
+
+_HELD_BY_LIST_AND_CALL = 2
+"""References to an array in a list, as `sys.getrefcount` counts: the list's and its own argument's."""

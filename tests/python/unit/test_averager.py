@@ -1,6 +1,7 @@
 """An averager alone, and what can be told of it without others."""
 
 import copy
+import statistics
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
+from offbeat.averaging.pace import Adaptive
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 
 LOSS = nn.CrossEntropyLoss()
@@ -160,9 +162,28 @@ def test_an_adaptive_frequency_follows_the_metric_and_keeps_its_bounds():
     assert frequencies[-1] == 2
 
 
-@pytest.mark.parametrize("metric", ["loss_variance", "gradient_norm", "parameter_variance"])
+def test_the_losses_that_are_followed_are_those_since_the_last_average_by_variance_over_mean():
+    ours = offbeat.AsyncModelAverager(
+        model(), averaging_frequency=8, averaging_policy="adaptive", method="diloco", overlap=False
+    )
+    pace = Adaptive(every=8, start=8, least=2, most=32)
+    losses, frequencies = [], []
+    for number in range(160):
+        inputs, targets = batch(number)
+        losses.append(
+            ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+        )
+        if len(losses) == pace.every:
+            mean = statistics.fmean(losses)
+            pace, losses = pace.after(statistics.pvariance(losses) / mean), []
+            frequencies.append(pace.every)
+        assert ours.averaging_frequency == pace.every
+    assert len(set(frequencies)) > 1
+
+
+@pytest.mark.parametrize("metric", ["gradient_norm", "parameter_variance"])
 def test_each_metric_can_be_followed(metric):
-    """Alone, members do not drift: that metric is 0 and stays so; the others fall as learning slows down."""
+    """Alone, members do not drift: that metric is 0 and stays so; the other falls as learning slows down."""
     ours = offbeat.AsyncModelAverager(
         model(), averaging_frequency=4, averaging_policy="adaptive", adaptation_metric=metric, method="diloco"
     )

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from offbeat.averaging.pace import Adaptive, Iterations, Seconds, variance
+from offbeat.averaging.pace import Adaptive, Iterations, Seconds, relative_variance
 from offbeat.averaging.timing import Timing
 
 ADAPTIVE = Adaptive(every=100, start=100, least=20, most=500)
@@ -122,7 +122,23 @@ def test_a_pace_of_which_it_is_said_twice_that_all_want_it_is_not_taken_back_to_
     assert timing.wished_pace.every == 70, "what is wanted since stays wanted"
 
 
-def test_variance_is_of_two_or_more():
-    assert variance([]) is None
-    assert variance([3.0]) is None
-    assert variance([1.0, 3.0]) == pytest.approx(1.0)
+def test_variance_is_over_the_mean_of_two_or_more():
+    assert relative_variance([]) is None
+    assert relative_variance([3.0]) is None
+    assert relative_variance([1.0, -1.0]) is None
+    assert relative_variance([1.0, 3.0]) == pytest.approx(1.0 / 2.0)
+    assert relative_variance([-1.0, -3.0]) == pytest.approx(1.0 / 2.0)
+
+
+def test_the_period_follows_the_root_of_the_loss_over_its_variance_as_adacomm_has_it():
+    """Wang and Joshi's rule: sqrt(F / F0) times the first period where the variance is constant."""
+
+    def every(loss, noise):
+        first, later = ([mean - n, mean + n] for mean, n in ((1.0, 0.01), (loss, noise)))
+        metrics = [relative_variance(first)] * 3 + [relative_variance(later)] * 40
+        return follow(ADAPTIVE, metrics)[-1]
+
+    assert every(0.5, 0.01) == round(100 * math.sqrt(0.5))
+    assert every(0.25, 0.01) == 50
+    assert every(1.0, 0.005) == 200
+    assert every(0.25, 0.005) == 100

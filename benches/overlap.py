@@ -1,0 +1,271 @@
+"""What communication costs a training where it is overlapped: an MLP of 25e6 parameters, batch 32, AdamW.
+
+    PYTHONPATH=python python benches/overlap.py [--rounds 6] [--every 10] [--quick]
+
+Two member processes, one thread each, train the same model in turns: without communication, a plain loop of
+torch's; averaging it every 10 steps behind the training, over gloo and over Offbeat's own transport with a
+server in a process of its own; and gathering 4 micro-batches to an update, without communication and with.
+All turns of a member have one model and one optimizer, so that they have the same memory. Each begins with
+one period that is not timed, so that as many rounds begin as end in what is. The order is turned around from
+round to round, and what is compared is the time per step within a round, the mean of both members.
+
+Where there are as many members as cores, what communication computes (it copies, adds and divides) is taken
+from training: "processor" is what a step costs of it, on all threads of a member, and "training thread" what
+of that is on the thread that trains. What the kernel does for the loopback is in it.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+import machine
+import members
+import offbeat
+from harness import Line
+from recovery import SIZES, make_model
+
+BATCH = 32
+LEARNING_RATE = 1e-4
+TARGET_PERCENT = 10.0
+PERIODS = {"averaging": 3, "accumulating": 6}
+"""Timed in each turn."""
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        kind: What it is compared with: the arm of the same kind that has no communication.
+        name: For people.
+    """
+
+    kind: str
+    name: str
+
+
+ARMS = (
+    Arm("averaging", "alone"),
+    Arm("averaging", "gloo"),
+    Arm("averaging", "tcp"),
+    Arm("accumulating", "alone"),
+    Arm("accumulating", "gloo"),
+)
+
+Step = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Member:
+    """All ways to train of one member process."""
+
+    def __init__(self, address: str, every: int, accumulated: int) -> None:
+        self._model = make_model()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self._loss = nn.CrossEntropyLoss()
+        self._every, self._accumulated = every, accumulated
+        self._batches = self._data()
+        how: dict[str, Any] = {
+            "averaging_frequency": every,
+            "rank": distributed.get_rank(),
+            "world_size": distributed.get_world_size(),
+        }
+        self._averagers = {
+            "gloo": offbeat.AsyncModelAverager(self._model, communication_backend="gloo", **how),
+            "tcp": offbeat.AsyncModelAverager(self._model, server_address=address, **how),
+        }
+        self._accumulator = offbeat.AsyncGradientAccumulator(self._model, accumulated, overlap=True)
+        self._at = 0
+
+    def _data(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(distributed.get_rank())
+        inputs = torch.randn(1024, SIZES[0], generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
+        targets = torch.randint(0, SIZES[-1], (1024,), generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
+        return itertools.cycle(zip(inputs, targets, strict=True))
+
+    def turn(self, arm: Arm, periods: int) -> Line:
+        """Train for one period, and then for those that are timed."""
+        step = self._step(arm)
+        length = self._every if arm.kind == "averaging" else self._accumulated
+        self._at = 0
+        distributed.barrier()
+        for _ in range(length):
+            step(*next(self._batches))
+        before = time.process_time(), time.thread_time(), self._num_bytes(arm), _loopback()
+        seconds = []
+        for _ in range(length * periods):
+            begin = time.perf_counter()
+            step(*next(self._batches))
+            seconds.append(time.perf_counter() - begin)
+        after = time.process_time(), time.thread_time(), self._num_bytes(arm), _loopback()
+        used = [b - a for a, b in zip(before, after, strict=True)]
+        distributed.barrier()
+        self._end(arm)
+        return {
+            "seconds": seconds,
+            "processor_s": used[0] / len(seconds),
+            "training_thread_s": used[1] / len(seconds),
+            "added_bytes": used[2] / periods,
+            "loopback_bytes": used[3] / periods,
+        }
+
+    def _step(self, arm: Arm) -> Step:
+        if arm.kind == "averaging":
+            return self._alone if arm.name == "alone" else self._averaged(self._averagers[arm.name])
+        return self._gathered_alone if arm.name == "alone" else self._gathered
+
+    def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._optimizer.zero_grad()
+        loss = self._loss(self._model(inputs), targets)
+        loss.backward()
+        self._optimizer.step()
+        loss.item()
+
+    def _averaged(self, averager: offbeat.AsyncModelAverager) -> Step:
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+            averager.train_step(inputs=inputs, targets=targets, optimizer=self._optimizer, loss_fn=self._loss)
+
+        return step
+
+    def _gathered_alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        loss = self._loss(self._model(inputs), targets)
+        (loss / self._accumulated).backward()
+        self._at += 1
+        if self._at % self._accumulated == 0:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        loss.item()
+
+    def _gathered(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._accumulator.train_step(
+            inputs=inputs, targets=targets, optimizer=self._optimizer, loss_fn=self._loss
+        )
+
+    def _num_bytes(self, arm: Arm) -> int:
+        return (
+            self._averagers[arm.name].bytes_sent
+            if arm.name in self._averagers and arm.kind == "averaging"
+            else 0
+        )
+
+    def _end(self, arm: Arm) -> None:
+        if arm.name != "alone":
+            (self._averagers[arm.name] if arm.kind == "averaging" else self._accumulator).flush()
+
+
+def _loopback() -> int:
+    """Tell what the machine's loopback has carried, once counted."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[0])
+    return 0
+
+
+_kept: list[Member] = []
+
+
+def begin(rank: int, address: str, every: int, accumulated: int) -> None:
+    """Make what a member has, in its process."""
+    del rank
+    _kept.append(Member(address, every, accumulated))
+
+
+def turn(rank: int, arm: Arm, periods: int) -> Line:
+    """Train in a member's process."""
+    del rank
+    return _kept[0].turn(arm, periods)
+
+
+def measure(group: members.Members, num_rounds: int, *, is_quick: bool) -> dict[Arm, list[list[Line]]]:
+    """Let all arms take turns; give by arm, round and member what came out."""
+    found: dict[Arm, list[list[Line]]] = {arm: [] for arm in ARMS}
+    for number in range(num_rounds):
+        for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
+            periods = 1 if is_quick else PERIODS[arm.kind]
+            lines = group.call(turn, arm, periods, timeout_s=TIMEOUT_S)
+            found[arm].append(lines)
+            step_ms = 1e3 * statistics.fmean(statistics.fmean(line["seconds"]) for line in lines)
+            print(f"round {number + 1}, {arm.kind} {arm.name}: {step_ms:.1f} ms a step", flush=True)
+    return found
+
+
+def summary(found: dict[Arm, list[list[Line]]], every: dict[str, int]) -> list[str]:
+    """Say what a step takes in each arm, and what communication costs."""
+    rows = []
+    for arm, rounds in found.items():
+        lines = list(itertools.chain.from_iterable(rounds))
+        steps_ms = sorted(1e3 * s for line in lines for s in line["seconds"])
+        own_ms = 1e3 * statistics.median(line["processor_s"] for line in lines)
+        thread_ms = 1e3 * statistics.median(line["training_thread_s"] for line in lines)
+        added_mb = max(line["added_bytes"] for line in lines) / 1e6
+        carried_mb = statistics.median(line["loopback_bytes"] for line in lines) / 1e6
+        rows.append(
+            f"{arm.kind:13}{arm.name:6} mean {statistics.fmean(steps_ms):6.1f}, median "
+            f"{statistics.median(steps_ms):6.1f}, p99 {steps_ms[int(0.99 * len(steps_ms))]:7.1f}, longest "
+            f"{steps_ms[-1]:7.1f} ms a step; processor {own_ms:6.1f}, training thread {thread_ms:6.1f} ms; "
+            f"every {every[arm.kind]} steps {added_mb:.0f} MB a member, {carried_mb:.0f} MB on the loopback"
+        )
+    for arm in ARMS:
+        if arm.name != "alone":
+            time, processor = (_costs(found, arm, of) for of in (_step_s, _processor_s))
+            verdict = "met" if statistics.median(time) <= TARGET_PERCENT else "MISSED"
+            rows.append(
+                f"cost of {arm.kind}, {arm.name}: {_spread(time)} of step time; target: at most "
+                f"{TARGET_PERCENT:g}: {verdict}; {_spread(processor)} of a member's processor time"
+            )
+    return rows
+
+
+def _step_s(line: Line) -> float:
+    return statistics.fmean(line["seconds"])
+
+
+def _processor_s(line: Line) -> float:
+    seconds: float = line["processor_s"]
+    return seconds
+
+
+def _costs(found: dict[Arm, list[list[Line]]], arm: Arm, of: Callable[[Line], float]) -> list[float]:
+    """Give by round what an arm costs more than the one without communication, in percent."""
+    pairs = zip(found[arm], found[Arm(arm.kind, "alone")], strict=True)
+    return [100 * (sum(map(of, one)) / sum(map(of, two)) - 1) for one, two in pairs]
+
+
+def _spread(costs: list[float]) -> str:
+    return f"{statistics.median(costs):.1f} % (rounds {min(costs):.1f} to {max(costs):.1f})"
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--every", type=int, default=10, help="steps from average to average")
+    parser.add_argument("--accumulated", type=int, default=4, help="micro-batches of an update")
+    parser.add_argument("--quick", action="store_true", help="two rounds of one period: does it run?")
+    given = parser.parse_args()
+    print(json.dumps(machine.describe()))
+    rounds = 2 if given.quick else given.rounds
+    server = offbeat.ParameterServer(host="127.0.0.1", port=0, transaction="model")
+    with server, members.members(2) as group:
+        group.call(begin, server.address, given.every, given.accumulated, timeout_s=TIMEOUT_S)
+        found = measure(group, rounds, is_quick=given.quick)
+    print()
+    print("\n".join(summary(found, {"averaging": given.every, "accumulating": given.accumulated})))
+    print(f"load afterwards: {os.getloadavg()[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
