@@ -1,5 +1,7 @@
 """Who takes part in a round: this process alone, or all of a process group of torch's."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +15,10 @@ from offbeat.local.flat import Flat
 from offbeat.local.group import begin_alike, check_alike, check_device, is_alike, is_other, own_group
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said"]
+__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of"]
+
+MOST_TERMS = 1000
+"""Characters of the terms that members tell a server, which takes 1024 bytes."""
 
 
 DIFFERENT = (
@@ -40,6 +45,8 @@ class Said:
         statistics: Of its BatchNorm layers.
         mark: Digest of what has to be the same in all members.
         want: Digest of what is followed once it is the same in all members.
+        terms: The method and settings in force, as a server is told them.
+        wish: Those wanted.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -52,6 +59,8 @@ class Said:
     statistics: torch.Tensor
     mark: float
     want: float
+    terms: str
+    wish: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +258,14 @@ class Group:
     def close(self) -> None:
         """Destroy the group of one's own."""
         self._sums.close()
+
+
+def terms_of(method: object, setting: object) -> str:
+    """Say by what a member averages, in words that are the same where that is; all as JSON can have it."""
+    text = json.dumps({"method": method, "frequency, overlap, metric": setting})  # in ASCII
+    if len(text) <= MOST_TERMS:
+        return text
+    return f"{text[: MOST_TERMS - 64]}{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _times(flat: torch.Tensor, weight: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.averaging.members import DIFFERENT, Members, Said
+from offbeat.averaging.members import DIFFERENT, Members, Said, terms_of
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.statistics import Statistics, Taken
@@ -185,6 +185,8 @@ class Rounds:
             statistics=statistics.values,
             mark=digest([self._plan.shown(), self.number, progress.setting]),
             want=digest([wanted.shown(), progress.wish]),
+            terms=terms_of(shown(self.method), progress.setting),
+            wish=terms_of(shown(wanted.method), progress.wish),
         )
         self._members.begin(said)
         self._under_way = _UnderWay(
