@@ -134,8 +134,18 @@ class Session:
     def flush(self, out: Sequence[_Memory] | None) -> list[Receipt]:
         """Wait for what is in flight; return its receipts."""
 
-    def enter(self, samples: float, at_work: bool, grace_s: float | None) -> tuple[int, float, int, int]:
-        """Enter a round and wait until it closes; return (round, share, members, members at work)."""
+    def enter(
+        self,
+        samples: float,
+        at_work: bool,
+        grace_s: float | None,
+        at_least: int,
+        words: tuple[str | None, str | None],
+    ) -> tuple[int, float, int, int, bool]:
+        """Enter a round by (terms, wish) and wait until it closes.
+
+        Returns (round, share, members, members at work, whether all have agreed).
+        """
 
     def gather(self, round: int) -> tuple[int, int]:  # noqa: A002  as `Entered` calls it
         """Wait until all of a round have gathered; return (shares missing, the model's version)."""

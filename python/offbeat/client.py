@@ -55,6 +55,7 @@ __all__ = ["Client"]
 _UNSENT = (NonFiniteError, StateError)
 """A call that ends so sent nothing: what was in flight stays so."""
 _CONTRIBUTIONS = ("gradient", "delta")
+MOST_MEMBERS = 2**32 - 1
 NO_ADDRESS = 'which server? Give address="HOST:PORT", or set OFFBEAT_SERVER'
 
 
@@ -304,7 +305,16 @@ class Client(process.Live):
 
     # -- rounds
 
-    def enter(self, samples: float, *, at_work: bool = True, grace_s: float | None = None) -> Entered:
+    def enter(
+        self,
+        samples: float,
+        *,
+        at_work: bool = True,
+        grace_s: float | None = None,
+        at_least: int = 1,
+        terms: str | None = None,
+        wish: str | None = None,
+    ) -> Entered:
         """Enter a round with what so many samples have made, and wait for the others.
 
         The round closes when all have entered who entered one before and are there, or when the grace has
@@ -312,7 +322,9 @@ class Client(process.Live):
         times its share (`contribution="delta"`), gathers, and pulls what all have made.
 
         Until it has gathered, a client is in its round: asked again, whatever it says, the server answers the
-        same. After Ctrl-C the server still waits, and so does the next call; `close` ends it.
+        same. After Ctrl-C the server still waits, and so does the next call; `close` ends it. A client that
+        does nothing in its round while others have gathered, for three leases and ten times as long as they
+        took, is not waited for until it enters again.
 
         Args:
             samples: What this client's share is measured by, 0 or more.
@@ -320,9 +332,15 @@ class Client(process.Live):
             grace_s: How long the round is to wait, from the first that has entered, for those who have not;
                 the longest that a member gives counts. None: it does not say; where nobody does, as long as
                 it takes.
+            at_least: Members that the round is to have, this client among them, unless the grace has passed.
+            terms: By what this client takes part, in words of up to 1024 bytes, which have to be the same in
+                all members. None: it does not say.
+            wish: By what it would from the next round on; `Entered.agreed` tells when all do. None: by the
+                same.
 
         Raises:
             ConfigError: If an argument cannot be used.
+            StateError: If those who are there take part by other terms; naming both.
         """
         faults = []
         if not is_number(samples) or samples < 0:
@@ -331,16 +349,17 @@ class Client(process.Live):
             faults.append(f"at_work is {at_work!r}: give True or False")
         if grace_s is not None:
             faults += seconds(grace_s=grace_s)
-        refuse(faults)
-        return Entered(
-            *self._open().enter(float(samples), at_work, None if grace_s is None else float(grace_s))
-        )
+        if not is_count(at_least, least=1) or at_least > MOST_MEMBERS:
+            faults.append(f"at_least is {at_least!r}: give a whole number, 1 to {MOST_MEMBERS}")
+        refuse(faults + strings(terms=terms, wish=wish))
+        grace = None if grace_s is None else float(grace_s)
+        return Entered(*self._open().enter(float(samples), at_work, grace, at_least, (terms, wish)))
 
     def gather(self, round: int) -> Gathered:  # noqa: A002  as `Entered` calls it
         """Say that this client's push in a round has ended, and wait until every member's has.
 
-        Who is lost or leaves is not waited for. A round that the server does not know, since it was started
-        again, is over.
+        Who is lost or leaves is not waited for, nor for long who does nothing. A round that the server does
+        not know, since it was started again, is over.
 
         Args:
             round: The number of the round that was entered.

@@ -14,12 +14,14 @@ class Entered(NamedTuple):
             all members add up to 1; where nobody has any samples, all are 0.
         members: How many are in the round.
         at_work: How many of these go on after it.
+        agreed: Whether all who take part were in it and wished for the same, which holds from now on.
     """
 
     round: int
     share: float
     members: int
     at_work: int
+    agreed: bool = True
 
 
 class Gathered(NamedTuple):

@@ -636,13 +636,16 @@ class AsyncModelAverager:
             rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
             metric=self._measured() if is_at_work else None,
             setting=self._setting(),
-            wish=self._timing.wish(),
+            wish=[*self._timing.wish(), self._name_of_metric()],
             asked=self._timing.asked(),
         )
 
     def _setting(self) -> list[object]:
         """Give what has to be the same for all members, as JSON can have it."""
-        return [*self._timing.setting(), None if self._metric is None else name_of(self._metric)]
+        return [*self._timing.setting(), self._name_of_metric()]
+
+    def _name_of_metric(self) -> str | None:
+        return None if self._metric is None else name_of(self._metric)
 
     def _measured(self) -> float | None:
         """Give the metric that the pace goes by, of what was trained since the last round began."""

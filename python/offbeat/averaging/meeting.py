@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import distributed, nn
 
-from offbeat.averaging.members import Alone, Group, Members
+from offbeat.averaging.members import Alone, Group, Members, terms_of
 from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.pace import Pace, Seconds
 from offbeat.averaging.served import Served
@@ -110,7 +110,7 @@ class Meeting:
             ConnectError: If the others did not come, or the server cannot be reached.
         """
         if self.is_at_a_server:
-            return self._at_a_server(model, named)
+            return self._at_a_server(model, named, terms_of(shown(method), setting))
         group = _group(self.backend, self.group, self.rank, self.world_size, is_tried=False)
         size = 1 if group is None else distributed.get_world_size(group)
         method.check_for(size)
@@ -124,7 +124,7 @@ class Meeting:
         members = Group(group, [*named, *buffers.values()], setting=alike, more_time=more_time)
         return Joined(members, distributed.get_rank(group))
 
-    def _at_a_server(self, model: nn.Module, named: Named) -> Joined:
+    def _at_a_server(self, model: nn.Module, named: Named, terms: str) -> Joined:
         place = _server_place(self.address, self.rank, self.world_size)
         server = _started(place.address, self.token) if place.is_ours else None
 
@@ -138,7 +138,9 @@ class Meeting:
             )
 
         try:
-            members = Served(connect, named, Statistics(model).buffers(), num_expected=place.world_size)
+            members = Served(
+                connect, named, Statistics(model).buffers(), terms=terms, num_expected=place.world_size
+            )
         except BaseException:
             if server is not None:
                 server.stop()

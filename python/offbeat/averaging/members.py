@@ -1,5 +1,7 @@
 """Who takes part in a round: this process alone, or all of a process group of torch's."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,7 +16,10 @@ from offbeat.local.flat import Flat
 from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other, own_group
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said"]
+__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of"]
+
+MOST_TERMS = 1000
+"""Characters of the terms that members tell a server, which takes 1024 bytes."""
 
 
 DIFFERENT = (
@@ -44,6 +49,8 @@ class Said:
         wanted: That itself, which is nobody else's to read.
         is_pairwise: It is said to `partner` alone.
         partner: Whom it is for; None: nobody.
+        terms: The method and settings in force, as a server is told them.
+        wish: Those wanted.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -56,6 +63,8 @@ class Said:
     statistics: torch.Tensor
     mark: float
     want: float
+    terms: str
+    wish: str
     wanted: object = None
     is_pairwise: bool = False
     partner: int | None = None
@@ -377,6 +386,14 @@ def _facts(said: Said) -> list[float]:
     marks = said.mark, said.mark**2, said.want, said.want**2
     sizes = said.weight, said.samples, float(said.is_at_work)
     return [*sizes, *metric, said.samples * said.rate, *marks]
+
+
+def terms_of(method: object, setting: object) -> str:
+    """Say by what a member averages, in words that are the same where that is; all as JSON can have it."""
+    text = json.dumps({"method": method, "frequency, overlap, metric": setting})  # in ASCII
+    if len(text) <= MOST_TERMS:
+        return text
+    return f"{text[: MOST_TERMS - 64]}{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _times(flat: torch.Tensor, weight: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.averaging.members import DIFFERENT, Heard, Members, Said
+from offbeat.averaging.members import DIFFERENT, Heard, Members, Said, terms_of
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.pairs import Met
@@ -225,6 +225,8 @@ class Rounds:
             statistics=statistics.values,
             mark=digest([self._plan.shown(), self.number, progress.setting]),
             want=digest([wanted.plan.shown(), progress.wish]),
+            terms=terms_of(shown(self.method), progress.setting),
+            wish=terms_of(shown(wanted.plan.method), progress.wish),
             wanted=wanted,
             is_pairwise=is_pairwise,
             partner=partner,

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,8 +14,17 @@ from torch import nn
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
 from offbeat.client import Client
-from offbeat.errors import ConfigError, OffbeatError, OffbeatTimeoutError, UnsupportedTensorError
+from offbeat.errors import (
+    ClosedError,
+    ConfigError,
+    NonFiniteError,
+    OffbeatError,
+    OffbeatTimeoutError,
+    StateError,
+    UnsupportedTensorError,
+)
 from offbeat.local.flat import slices
+from offbeat.rounds import Entered
 
 __all__ = ["Served"]
 
@@ -26,8 +34,6 @@ BEGIN_S = 60.0
 """Longest wait for those who are started together; as long as a client tries to reach its server."""
 AGAIN_S = 5.0
 """How long a round tries to reach a server that was lost."""
-LOOK_S = 0.02
-"""Between two looks at who has come."""
 
 LOST = (ConnectionError, OffbeatTimeoutError)
 """By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
@@ -43,7 +49,8 @@ class Served:
     and pulls the new mean. The way of one that dies in between is not in it; one that comes later begins with
     the mean. All of that is done on a thread, behind training. Where the server is lost, averaging pauses.
 
-    The server holds float32. What members agree upon in a process group they need not agree upon here.
+    The server holds float32. It refuses who averages by another method or other settings than those who are
+    there, and tells in which round all have come to wish for another.
 
     Attributes:
         size: Members in the newest round.
@@ -59,6 +66,7 @@ class Served:
         parameters: Sequence[tuple[str, nn.Parameter]],
         statistics: Sequence[torch.Tensor],
         *,
+        terms: str,
         num_expected: int,
     ) -> None:
         """Begin with the server's mean; bring this model where it has none.
@@ -67,15 +75,18 @@ class Served:
             connect: Makes a client whose pushes are differences, and tries for so many seconds.
             parameters: Each once, with its name.
             statistics: Of the model's BatchNorm layers.
+            terms: By what this member averages, which has to be the same in all.
             num_expected: Where the run begins here, how many are waited for, up to a minute.
 
         Raises:
             UnsupportedTensorError: If a parameter is wider than float32.
             ModelMismatchError: If the server has another model.
+            StateError: If those who are there average by other terms.
             ConfigError: If the server weighs pushes by their staleness.
             ConnectError: If it cannot be reached.
         """
         self.size = 1
+        self._terms = terms
         self._connect = connect
         self._names = {id(parameter): name for name, parameter in parameters}
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
@@ -91,9 +102,13 @@ class Served:
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None
-        self._is_paused = False
+        self._is_paused = self._is_closed = False
         self._meet(BEGIN_S)
-        self._begin_together(num_expected)
+        try:
+            self._begin_together(num_expected)
+        except BaseException:
+            self._drop(finished=False)
+            raise
         self._take_over()
 
     def partner(self, number: int) -> int | None:
@@ -102,7 +117,12 @@ class Served:
         return None
 
     def begin(self, said: Said) -> None:
-        """Do a round on a thread of its own."""
+        """Do a round on a thread of its own.
+
+        Raises:
+            ClosedError: If this is closed.
+        """
+        self._check_open()
         self._future = future = Future[Heard]()
 
         def do() -> None:
@@ -126,18 +146,23 @@ class Served:
         return heard
 
     def is_alike(self, value: object) -> bool:
-        """Nobody asks: members are on their own."""
+        """Nobody asks: of what a member takes up of its own, the others need nothing."""
         del value
         return True
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all who are there the mean of what they have, one as the other; each has to call this."""
+        """Give all who are there the mean of what they have, one as the other; each has to call this.
+
+        Raises:
+            ClosedError: If this is closed.
+        """
+        self._check_open()
         del tensors  # they are those that it was made of
         own = {name: _array(tensor) for name, tensor in self._tensors.items()}
         try:
             if self._client is None:
                 self._meet()
-            self._exchange(own, weight=1.0, samples=0, is_at_work=False)
+            self._exchange(own, weight=1.0, samples=0, is_at_work=False, wish=self._terms)
         except LOST as error:
             self._pause(error)
             return
@@ -151,9 +176,12 @@ class Served:
         """From nothing."""
 
     def close(self) -> None:
-        """Say goodbye."""
-        if self.is_there():
+        """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
+        self._is_closed = True
+        if self._future is None:
             self._drop(finished=True)
+        else:
+            self._future.add_done_callback(lambda _: self._drop(finished=True))
 
     # ------------------------------------------------------------------ on the thread
 
@@ -165,7 +193,13 @@ class Served:
         except LOST as error:
             self._pause(error)
             nobody = int(said.is_at_work)
-            return Heard(said.values, 0.0, 0.0, nobody, said.metric, said.rate, said.statistics)
+            return Heard(
+                said.values, 0.0, 0.0, nobody, said.metric, said.rate, said.statistics,
+                are_agreed=said.wish == self._terms,
+            )  # fmt: skip
+        except BaseException:
+            self._drop(finished=False)  # else the others would wait for what it has not brought to its end
+            raise
         if self._is_paused:
             self._is_paused = False
             process.warn("the server is there again: averaging goes on")
@@ -185,8 +219,13 @@ class Served:
                 own[name] = _array(said.statistics[start:end].view(self._tensors[name].shape))
                 start = end
         before = self._version
-        num_at_work = self._exchange(
-            own, weight=said.weight, samples=round(said.samples), is_at_work=said.is_at_work
+        self._terms = said.terms
+        num_at_work, are_agreed = self._exchange(
+            own,
+            weight=said.weight,
+            samples=round(said.samples),
+            is_at_work=said.is_at_work,
+            wish=said.wish,
         )
         for name, part in zip(names, parts, strict=True):
             part.copy_(torch.from_numpy(self._mean[name]))
@@ -198,33 +237,71 @@ class Served:
             start = end
         # Where nobody had anything to add, there is no step to be made of it.
         weight = float(self.size) if self._version != before else 0.0
-        return Heard(said.values, weight, weight, num_at_work, said.metric, said.rate, statistics)
+        return Heard(
+            said.values,
+            weight,
+            weight,
+            num_at_work,
+            said.metric,
+            said.rate,
+            statistics,
+            are_agreed=are_agreed,
+        )
 
-    def _exchange(self, own: Arrays, *, weight: float, samples: int, is_at_work: bool) -> int:
-        """Enter, push, gather and pull; give how many members have not ended.
+    def _exchange(
+        self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
+    ) -> tuple[int, bool]:
+        """Enter, push, gather and pull.
 
         Args:
-            own: This member's values, whose memory is used.
-            weight: Of them.
-            samples: Of this member.
-            is_at_work: It has not ended.
+            own: What this member has, whose memory is used: it becomes the share that is pushed.
+            weight: Of it.
+            samples: That it comes of.
+            is_at_work: This member has not ended.
+            wish: The terms wanted.
+
+        Returns:
+            How many members have not ended, and whether all wish for these terms, or nobody for others.
+
+        Raises:
+            StateError: If those who are there average by other terms.
         """
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
-        entered = client.enter(weight, at_work=is_at_work)
+        entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        are_agreed = entered.agreed or wish == self._terms
+        self._terms = wish if are_agreed else self._terms
         if entered.share > 0.0:
-            share = np.float32(entered.share)
-            for name, way in own.items():
-                np.subtract(way, self._mean[name], out=way)
-                np.multiply(way, share, out=way)
-            receipt = client.push(own, samples=max(samples, 1))
-            if not receipt.applied:
-                _log.warning("the way of this member is not in round %d: %s", entered.round, receipt.detail)
+            self._push(client, own, entered, max(samples, 1))
         gathered = client.gather(entered.round)
+        if gathered.missing:
+            _log.warning(
+                "round %d is without the shares of %d of its %d members: they were lost, or did nothing",
+                entered.round, gathered.missing, entered.members,
+            )  # fmt: skip
         client.pull(out=self._mean)
         self._version = gathered.version
         self.size = max(entered.members, 1)
-        return entered.at_work
+        return entered.at_work, are_agreed
+
+    def _push(self, client: Client, own: Arrays, entered: Entered, samples: int) -> None:
+        """Push the way from the mean, times the share; nothing where float32 has no room for it."""
+        share = np.float32(entered.share)
+        with np.errstate(over="ignore"):
+            for name, array in own.items():
+                np.subtract(array, self._mean[name], out=array)
+                np.multiply(array, share, out=array)
+        try:
+            receipt = client.push(own, samples=samples)
+        except NonFiniteError as error:
+            process.warn(f"this member is so far from the mean that it adds nothing to a round: {error}")
+            return
+        if not receipt.applied:
+            _log.warning("the way of this member is not in round %d: %s", entered.round, receipt.detail)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("it was closed, and takes part no more: make a new one")
 
     def _meet(self, tries_s: float | None = None) -> None:
         """Connect, and bring this model if the server has none.
@@ -250,21 +327,29 @@ class Served:
         self._version = -1
 
     def _begin_together(self, num_expected: int) -> None:
-        """Wait for those who are started with this member; of a run that goes on already nobody is."""
-        assert self._client is not None  # noqa: S101  it has met
-        if num_expected <= 1 or self._client.status()["version"]:
+        """Wait for those who are started with this member; of a run that goes on already nobody is.
+
+        Raises:
+            StateError: If those who are there average by other terms.
+        """
+        client = self._client
+        assert client is not None  # noqa: S101  it has met
+        status = client.status()
+        if (theirs := status["rounds"].get("terms", self._terms)) != self._terms:
+            raise StateError(
+                f"this member averages by {self._terms}, and those at the server by {theirs}: give all of "
+                f"them the same; where machines differ in speed, averaging_policy='time' suits all"
+            )
+        if num_expected <= 1 or status["version"]:
             return
-        until_s, pause = time.monotonic() + BEGIN_S, threading.Event()
-        while (entered := self._client.enter(0.0)).members < num_expected and time.monotonic() < until_s:
-            self._client.gather(entered.round)
-            pause.wait(LOOK_S)  # a round closes at once when all who are there have entered
-        self._client.gather(entered.round)
+        entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
+        client.gather(entered.round)
+        client.pull(out=self._mean)
         self.size = entered.members
         if entered.members < num_expected:
             process.warn(
-                f"{entered.members} of {num_expected} members have come, and begin without the "
-                f"others, who may "
-                f"come later"
+                f"{entered.members} of {num_expected} members have come, and begin without the others, who "
+                f"may come later"
             )
 
     def _pause(self, error: Exception) -> None:

@@ -87,10 +87,15 @@ fn calls() -> Vec<(&'static str, Call)> {
         ("wait-model", Call::WaitModel),
         ("configure", Call::Configure { contribution: Contribution::Gradient, optimizer }),
         ("status", Call::Status),
-        ("enter", Call::Enter { samples: 32.0, at_work: true, grace_ms: Some(1000) }),
+        ("enter", enter(None, None)),
+        ("enter-by-terms", enter(Some(1), Some("a mean".into()))),
         ("gather", Call::Gather { round: 1 }),
         ("goodbye", Call::Goodbye { parting: Parting::Left { cause: Some("why".into()) } }),
     ]
+}
+
+fn enter(at_least: Option<u32>, terms: Option<String>) -> Call {
+    Call::Enter { samples: 32.0, at_work: true, grace_ms: Some(1000), at_least, wish: terms.clone(), terms }
 }
 
 fn call(call: &Call) -> Vec<u8> {
@@ -105,7 +110,7 @@ fn replies() -> Vec<(&'static str, Reply)> {
         ("model", Reply::Model { model, run: run.clone(), term: 1, version: 2 }),
         ("configured", Reply::Configured { run }),
         ("status", Reply::Status { json: "{}".into() }),
-        ("entered", Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1 }),
+        ("entered", Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1, agreed: true }),
         ("gathered", Reply::Gathered { missing: 0, version: 3 }),
         ("goodbye", Reply::Goodbye),
     ]

@@ -13,11 +13,11 @@ use offbeat_core::store::Claim;
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::header::{MAX_MODEL_BYTES, MAX_RUN_BYTES};
 use offbeat_core::wire::message::{
-    Attempt, Back, Call, Event, FINISHED_STOPPED, Join, Joined, Parting, Purpose, RefusalCode, Refused,
-    Reply, Welcome,
+    Attempt, Back, Call, Event, FINISHED_STOPPED, Join, Joined, MOST_TERMS_BYTES, Parting, Purpose,
+    RefusalCode, Refused, Reply, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, Want};
-use offbeat_net::client::{Client, ClientConfig, ClientError};
+use offbeat_net::client::{Client, ClientConfig, ClientError, Entry};
 use offbeat_net::server::{Server, ServerConfig, ServerError, Snapshot};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -575,31 +575,36 @@ fn a_worker_that_is_silent_beyond_its_grace_is_disconnected() {
     assert_eq!(until_state(&server, "a", "lost"), "no heartbeat for 0.5 s");
 }
 
+fn entering(samples: f64, grace_ms: Option<u64>) -> Call {
+    Call::Enter { samples, at_work: true, grace_ms, at_least: None, terms: None, wish: None }
+}
+
 #[test]
 fn who_falls_silent_in_a_round_is_waited_for_no_longer_than_its_lease_and_again_once_it_is_heard() {
     let server = start(ServerConfig { lease: Duration::from_millis(400), ..config() });
     let rounds = |server: &Server| status(server)["rounds"].clone();
-    let enter = Call::Enter { samples: 1.0, at_work: true, grace_ms: Some(u64::MAX) };
+    let enter = entering(1.0, Some(u64::MAX));
     // It has a control connection, and says nothing there: as if its process had been stopped.
     let (mut silent, joined) = Raw::joined(&server, "silent");
     let mut control = Raw::attached(&server, &joined);
     silent.call(1, &enter);
-    let part = |round, share, members| Reply::Entered { round, share, members, at_work: members };
+    let part =
+        |round, share, members| Reply::Entered { round, share, members, at_work: members, agreed: true };
     assert_eq!(silent.reply(), part(1, 1.0, 1));
     let mut a = client(&server, "a");
-    let entered = a.enter(1.0, true, None, &NEVER).unwrap();
+    let entered = a.enter(&Entry::of(1.0), &NEVER).unwrap();
     assert_eq!((entered.round, entered.members), (2, 1));
     assert_eq!(rounds(&server)["missing"], 1, "it had not gathered");
     until_state(&server, "silent", "lost");
     // Nobody is waited for who is lost, though its connection stands and it has something to give.
     silent.call(2, &enter);
     assert_eq!(a.gather(2, &NEVER).unwrap().missing, 0);
-    assert_eq!(a.enter(1.0, true, None, &NEVER).unwrap().members, 1);
+    assert_eq!(a.enter(&Entry::of(1.0), &NEVER).unwrap().members, 1);
     assert_eq!(rounds(&server)["open_entrants"], 0);
     control.heartbeat(1);
     eventually(&server, "its return", |s| s["rounds"]["open_entrants"] == 1);
     a.gather(3, &NEVER).unwrap();
-    assert_eq!(a.enter(3.0, true, None, &NEVER).unwrap().share, 0.75);
+    assert_eq!(a.enter(&Entry::of(3.0), &NEVER).unwrap().share, 0.75);
     assert_eq!(silent.reply(), part(4, 0.25, 2));
 }
 
@@ -608,10 +613,23 @@ fn what_can_be_no_samples_is_refused_by_the_server_too() {
     let server = start(config());
     for samples in [f64::NAN, f64::INFINITY, -1.0] {
         let (mut raw, _) = Raw::joined(&server, "a");
-        raw.call(1, &Call::Enter { samples, at_work: true, grace_ms: None });
+        raw.call(1, &entering(samples, None));
         let refused = raw.refused();
         assert_eq!(refused.code, RefusalCode::Malformed);
         assert!(refused.message.contains("0 or more"), "{refused}");
     }
+    assert_eq!(status(&server)["rounds"]["closed"], 0);
+}
+
+#[test]
+fn terms_that_are_too_long_are_refused_by_the_server_too() {
+    let server = start(config());
+    let (mut raw, _) = Raw::joined(&server, "a");
+    let terms = Some("x".repeat(MOST_TERMS_BYTES + 1));
+    let (at_least, grace_ms) = (None, None);
+    raw.call(1, &Call::Enter { samples: 1.0, at_work: true, grace_ms, at_least, terms, wish: None });
+    let refused = raw.refused();
+    assert_eq!(refused.code, RefusalCode::Malformed);
+    assert!(refused.message.contains("1024 bytes"), "{refused}");
     assert_eq!(status(&server)["rounds"]["closed"], 0);
 }

@@ -10,7 +10,7 @@ use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::Parting;
-use offbeat_net::client::{self, Client, ClientConfig, ClientError, PushInput};
+use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entry, PushInput};
 use pyo3::prelude::*;
 use std::slice;
 use std::sync::{Mutex, MutexGuard, TryLockError};
@@ -243,10 +243,13 @@ impl Session {
         samples: f64,
         at_work: bool,
         grace_s: Option<f64>,
-    ) -> PyResult<(u64, f64, u32, u32)> {
-        let grace = grace_s.map(seconds);
-        let entered = self.call(py, |client, signals| client.enter(samples, at_work, grace, signals))?;
-        Ok((entered.round, entered.share, entered.members, entered.at_work))
+        at_least: u32,
+        words: (Option<String>, Option<String>),
+    ) -> PyResult<(u64, f64, u32, u32, bool)> {
+        let ((terms, wish), grace, at_least) = (words, grace_s.map(seconds), Some(at_least));
+        let entry = Entry { samples, at_work, grace, at_least, terms, wish };
+        let entered = self.call(py, |client, signals| client.enter(&entry, signals))?;
+        Ok((entered.round, entered.share, entered.members, entered.at_work, entered.agreed))
     }
 
     fn gather(&self, py: Python<'_>, round: u64) -> PyResult<(u64, u64)> {

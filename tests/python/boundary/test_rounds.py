@@ -245,3 +245,39 @@ def test_differences_are_added_as_they_are_and_another_kind_is_refused(server, j
             other.push(delta(1.0))
     with pytest.raises(ConfigError, match=r"contribution is 'sum': give .gradient. or .delta."):
         offbeat.Client(server.address, contribution="sum")
+
+
+def test_who_takes_part_by_other_terms_is_refused_naming_both(server, join):
+    one, other = join(), join()
+    entered = one.enter(1, terms="the mean")
+    assert server.status()["rounds"]["terms"] == "the mean"
+    with pytest.raises(StateError, match="by the median, and those who are there by the mean"):
+        other.enter(1, terms="the median")
+    one.gather(entered.round)
+    assert one.enter(1, terms="the mean").members == 1, "it is not waited for"
+
+
+def test_terms_change_when_all_wish_for_it_and_so_many_begin_together(server, join, threads):
+    clients = [join(), join(), join()]
+    together = {"at_least": 3, "grace_s": float("inf"), "terms": "the mean"}
+    waits = [threads.submit(client.enter, 0, **together) for client in clients[:2]]
+    until_entered(server, 2)
+    first = clients[2].enter(0, **together)
+    assert [first.round, *(one.result(TIMEOUT_S).round for one in waits)] == [1, 1, 1]
+    for number, wishes in enumerate((["the mode", None, "the mode"], ["the mode"] * 3), 1):
+        gathering = [threads.submit(client.gather, number) for client in clients]
+        assert all(one.result(TIMEOUT_S).missing == 0 for one in gathering)
+        entering = [
+            threads.submit(client.enter, 1, terms="the mean", wish=wish)
+            for client, wish in zip(clients, wishes, strict=True)
+        ]
+        assert {one.result(TIMEOUT_S).agreed for one in entering} == {number == 2}
+    assert server.status()["rounds"]["terms"] == "the mode"
+
+
+def test_what_cannot_be_terms_is_refused_naming_all_of_it(join):
+    with pytest.raises(ConfigError) as refused:
+        join().enter(1, at_least=0, terms=1, wish=2)
+    assert all(text in str(refused.value) for text in ("at_least is 0", "terms is 1", "wish is 2"))
+    with pytest.raises(ConfigError, match="terms has 1025 bytes: give 1024 at most"):
+        join().enter(1, terms="x" * 1025)

@@ -59,7 +59,7 @@ pub use config::{ClientConfig, Interrupt, Pulled, PushInput, Session};
 pub use control::Events;
 pub use error::ClientError;
 pub use memory::Memory;
-pub use round::{Entered, Gathered};
+pub use round::{Entered, Entry, Gathered};
 
 use crate::fork::Origin;
 use crate::token::Token;
@@ -255,21 +255,16 @@ impl Client {
     /// Enters a round with what so many samples have made, and waits for those who take part: all who have entered one
     /// before and are there, or until the longest `grace` that is given has passed since the first entered; the server
     /// looks at the clock, in milliseconds. Then push what is to be this worker's share of the whole, and
-    /// [gather](Self::gather). `at_work`: whether this worker goes on after it; else it only waits for the others' end.
+    /// [gather](Self::gather): who does nothing for long while others wait for that is given up.
     ///
     /// Until it has gathered, a worker is in its round: if it enters again, whatever it says, it is answered the same.
     /// After an interrupt the server still waits: this call or [`Self::close`] goes on, any other waits for the round too.
     ///
     /// # Errors
-    /// [`ClientError::BadInput`] if `samples` is not a finite number, 0 or more. Else as [`Self::wait_for_model`].
-    pub fn enter(
-        &mut self,
-        samples: f64,
-        at_work: bool,
-        grace: Option<Duration>,
-        interrupt: &dyn Interrupt,
-    ) -> Result<Entered, ClientError> {
-        self.inner()?.enter(samples, at_work, grace, interrupt)
+    /// [`ClientError::BadInput`] if `samples` is not a finite number, 0 or more, or words are too long;
+    /// [`ClientError::Refused`] if others take part by other terms. Else as [`Self::wait_for_model`].
+    pub fn enter(&mut self, entry: &Entry, interrupt: &dyn Interrupt) -> Result<Entered, ClientError> {
+        self.inner()?.enter(entry, interrupt)
     }
 
     /// Says that this worker's push in a round has ended, and waits until everybody's has; those who are lost or leave are
@@ -384,7 +379,7 @@ mod tests {
         assert_eq!(client.push_pull(input(), &[], false, &never), Err(ClientError::Forked));
         assert_eq!(client.flush(None, &never), Err(ClientError::Forked));
         assert_eq!(client.status(&never), Err(ClientError::Forked));
-        assert_eq!(client.enter(1.0, true, None, &never), Err(ClientError::Forked));
+        assert_eq!(client.enter(&Entry::of(1.0), &never), Err(ClientError::Forked));
         assert_eq!(client.gather(1, &never), Err(ClientError::Forked));
         assert_eq!(client.configure(Contribution::Gradient, None, &never), Err(ClientError::Forked));
         assert_eq!(client.close(Parting::Finished, &never), Err(ClientError::Forked));

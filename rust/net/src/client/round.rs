@@ -4,8 +4,33 @@
 use super::config::Interrupt;
 use super::error::ClientError;
 use super::session::Inner;
-use offbeat_core::wire::message::{Call, Reply};
+use offbeat_core::wire::message::{Call, MOST_TERMS_BYTES, Reply};
 use std::time::Duration;
+
+/// With what a worker enters a round.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// A finite number, 0 or more: what its share is measured by.
+    pub samples: f64,
+    /// Whether it goes on after this; else it only waits for the others' end.
+    pub at_work: bool,
+    /// How long it would have the round wait, from when the first has entered, for those who have not.
+    pub grace: Option<Duration>,
+    /// How many it would have in the round, itself among them, unless the grace has passed.
+    pub at_least: Option<u32>,
+    /// By what it takes part, in up to [`MOST_TERMS_BYTES`]: refused where others do by something else.
+    pub terms: Option<String>,
+    /// By what it would from the next round on, if all would.
+    pub wish: Option<String>,
+}
+
+impl Entry {
+    /// With so many samples, at work, and nothing else to say.
+    #[must_use]
+    pub const fn of(samples: f64) -> Self {
+        Self { samples, at_work: true, grace: None, at_least: None, terms: None, wish: None }
+    }
+}
 
 /// A round that this worker is in.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,6 +42,8 @@ pub struct Entered {
     pub members: u32,
     /// How many of these go on after it.
     pub at_work: u32,
+    /// Whether all who take part were in it and wished for the same, which holds from now on.
+    pub agreed: bool,
 }
 
 /// A round that is over.
@@ -29,22 +56,23 @@ pub struct Gathered {
 }
 
 impl Inner {
-    pub(super) fn enter(
-        &mut self,
-        samples: f64,
-        at_work: bool,
-        grace: Option<Duration>,
-        interrupt: &dyn Interrupt,
-    ) -> Result<Entered, ClientError> {
+    pub(super) fn enter(&mut self, entry: &Entry, interrupt: &dyn Interrupt) -> Result<Entered, ClientError> {
+        let Entry { samples, at_work, grace, at_least, terms, wish } = entry.clone();
         if !samples.is_finite() || samples < 0.0 {
             let message = format!("samples is {samples}: it is a finite number, 0 or more");
             return Err(ClientError::bad_input(message));
         }
+        for (name, words) in [("terms", &terms), ("wish", &wish)] {
+            if let Some(bytes) = words.as_ref().map(String::len).filter(|bytes| *bytes > MOST_TERMS_BYTES) {
+                let message = format!("{name} has {bytes} bytes: give {MOST_TERMS_BYTES} at most");
+                return Err(ClientError::bad_input(message));
+            }
+        }
         let grace_ms = grace.map(|grace| u64::try_from(grace.as_millis()).unwrap_or(u64::MAX));
-        let call = Call::Enter { samples, at_work, grace_ms };
+        let call = Call::Enter { samples, at_work, grace_ms, at_least, terms, wish };
         self.again(interrupt, &mut |inner| match inner.call(&call, interrupt)? {
-            Reply::Entered { round, share, members, at_work } if (0.0..=1.0).contains(&share) => {
-                Ok(Entered { round, share, members, at_work })
+            Reply::Entered { round, share, members, at_work, agreed } if (0.0..=1.0).contains(&share) => {
+                Ok(Entered { round, share, members, at_work, agreed })
             }
             reply => Err(inner.unexpected(&reply)),
         })

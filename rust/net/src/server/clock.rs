@@ -41,6 +41,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         let connections = shared.connections();
         watch(&shared, &connections, &mut watches, standstill, now);
         spread(&shared, &connections, &watches, &mut balance);
+        shared.give_up_the_idle(|data| idle(&connections, &watches, data, now), now);
         let untold = shared.strangers().untold(now);
         if let Some(connections) = untold {
             tracing::warn!(connections, "more connections did not get in");
@@ -116,6 +117,17 @@ fn watch(
         let recent = load.recent_bytes.load(Ordering::Relaxed);
         load.recent_bytes.store(recent / 2 + moved, Ordering::Relaxed);
     }
+}
+
+/// For how long nothing has come on a connection, between two frames.
+fn idle(
+    connections: &[(u64, Arc<Connection>)],
+    watches: &HashMap<u64, Watch>,
+    connection: &Arc<Connection>,
+    now: Instant,
+) -> Option<Duration> {
+    let (number, _) = connections.iter().find(|(_, one)| Arc::ptr_eq(one, connection))?;
+    watches.get(number)?.idle(now)
 }
 
 /// Asks connections to move where some data threads have become busier than others.

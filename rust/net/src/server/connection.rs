@@ -223,6 +223,11 @@ impl Watch {
         self.recent_bytes
     }
 
+    /// For how long nothing has come, if the connection is between two frames.
+    pub(super) fn idle(&self, now: Instant) -> Option<Duration> {
+        (self.last.phase == Phase::Idle).then(|| now.saturating_duration_since(self.since))
+    }
+
     /// Looks again. Returns the bytes moved since the last look and, if the peer owes something and too little has
     /// moved for `timeout`, what was judged.
     pub(super) fn look(

@@ -2,34 +2,44 @@
 //! who has entered, whether a round is over. So whatever happened to it meanwhile, what it waits for is what is so now.
 
 use super::end::End;
-use super::rounds::{Entry, Part};
+use super::rounds::{Entry, OtherTerms, Part};
 use super::session::Session;
 use super::shared::Shared;
 use offbeat_core::wire::Header;
-use offbeat_core::wire::message::{RefusalCode, Reply};
+use offbeat_core::wire::message::{MOST_TERMS_BYTES, RefusalCode, Refused, Reply};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::time::timeout_at;
 
 impl Session {
     /// Waits until its round closes.
-    pub(super) async fn enter(
-        &self,
-        header: &Header,
-        samples: f64,
-        at_work: bool,
-        grace_ms: Option<u64>,
-    ) -> Result<Reply, End> {
+    pub(super) async fn enter(&self, header: &Header, entry: Entry) -> Result<Reply, End> {
+        let samples = entry.samples;
         if !samples.is_finite() || samples < 0.0 {
             let message =
                 format!("a round was entered with {samples} samples: a finite number is due, 0 or more");
             return Err(End::refused(header, RefusalCode::Malformed, message));
         }
-        let entry = Entry { samples, at_work, grace: grace_ms.map(Duration::from_millis) };
+        if [&entry.terms, &entry.wish].into_iter().flatten().any(|words| words.len() > MOST_TERMS_BYTES) {
+            let message = format!("a round was entered by terms of more than {MOST_TERMS_BYTES} bytes");
+            return Err(End::refused(header, RefusalCode::Malformed, message));
+        }
         let shared = &self.shared;
-        let closed = until(shared, || shared.enter_round(self.incarnation, entry));
-        let Part { round, share, members, at_work } = self.or_closed(closed).await?;
-        Ok(Reply::Entered { round, share, members, at_work })
+        let closed = until(shared, || shared.enter_round(self.incarnation, entry.clone()));
+        match self.or_closed(closed).await? {
+            Ok(Part { round, share, members, at_work, agreed }) => {
+                Ok(Reply::Entered { round, share, members, at_work, agreed })
+            }
+            Err(OtherTerms(theirs)) => {
+                let own = entry.terms.as_deref().unwrap_or_default();
+                let message = format!(
+                    "this worker takes part in rounds by {own}, and those who are there by {theirs}: all have to \
+                     by the same"
+                );
+                let refused = Refused { code: RefusalCode::State, message, fatal: false };
+                Err(End::Refused { request: header.request, refused })
+            }
+        }
     }
 
     /// Waits until all of a round have gathered, or are not to come any more.

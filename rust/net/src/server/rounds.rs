@@ -7,21 +7,28 @@
 //! of them have made.
 //!
 //! Nobody is waited for who is not there. Who is lost comes off the roster, and of what it had entered for nothing is
-//! expected any more; if it is heard again before the others are through, it goes on where it was.
+//! expected any more; if it is heard again before the others are through, it goes on where it was. So does who is there
+//! and does nothing for many times as long as others took ([`Rounds::overdue`]).
+//!
+//! Workers may say by what *terms* they take part: the first on the roster says what it is by, and who says another is
+//! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same.
 //!
 //! Both questions may be asked again, as often as one likes, and are answered the same: replies get lost, and a session
 //! asks again whenever something has changed.
 
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Who is in a round is given up when it has done nothing for so many times as long as the slowest that is through took.
+const TIMES_THE_SLOWEST: u32 = 10;
 /// Rounds that are over and of which it is still known how many shares were missing: who asks again is never further
 /// behind, having no more than one answer to lose.
 const MOST_REMEMBERED: usize = 1000;
 
 /// What a worker says when it enters.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Entry {
     /// Finite, and not negative: what its share is measured by.
     pub(super) samples: f64,
@@ -30,7 +37,17 @@ pub(super) struct Entry {
     /// How long, since the first has entered, it would have the round wait for those who have not. `None`: it does not
     /// say, and where nobody does the round waits as long as it takes.
     pub(super) grace: Option<Duration>,
+    /// How many it would have in the round; the most that anybody says counts.
+    pub(super) at_least: u32,
+    /// By what it takes part; `None`: it does not say.
+    pub(super) terms: Option<Arc<str>>,
+    /// By what it would from the next round on; `None`: by the same.
+    pub(super) wish: Option<Arc<str>>,
 }
+
+/// By what others take part, which is not by what a worker would.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct OtherTerms(pub(super) Arc<str>);
 
 /// A worker's part in a round that has closed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,24 +59,28 @@ pub(super) struct Part {
     pub(super) members: u32,
     /// How many of these go on.
     pub(super) at_work: u32,
+    /// Whether the whole roster was in it, and wished for the same.
+    pub(super) agreed: bool,
 }
 
 /// As a status tells of rounds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct RoundsStatus {
     pub(super) closed: u64,
     /// Shares of workers that were lost or went before they had gathered.
     pub(super) missing: u64,
     /// Who has entered the round that is open.
     pub(super) open_entrants: usize,
+    /// By what those take part who are there, if they say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) terms: Option<String>,
 }
 
-/// Where an entrant of a closed round stands.
+/// Where an entrant of a closed round stands, until it has gathered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// Its push is still to come.
     Due,
-    Gathered,
     /// It went before its push was known to have ended.
     Missing,
 }
@@ -67,7 +88,11 @@ enum Stage {
 /// A round of which somebody's push is still to come.
 #[derive(Debug)]
 struct Closed {
+    /// Those that have not gathered: so a worker is kept of one round at most.
     entrants: BTreeMap<u32, (Part, Stage)>,
+    since: Instant,
+    /// How long the slowest took that has gathered.
+    slowest: Option<Duration>,
 }
 
 impl Closed {
@@ -89,34 +114,75 @@ pub(super) struct Rounds {
     over: VecDeque<(u64, u64)>,
     num_closed: u64,
     num_missing: u64,
+    /// By what those on the roster take part; `None`: nobody has said.
+    terms: Option<Arc<str>>,
 }
 
 impl Rounds {
     /// A worker has something to give. Its part, once the round has closed; before that `None`, and what it says now
     /// takes the place of what it has said. Who has not gathered is given the part that it has.
-    pub(super) fn enter(&mut self, incarnation: u32, entry: Entry, now: Instant) -> Option<Part> {
-        self.roster.insert(incarnation);
+    ///
+    /// # Errors
+    /// [`OtherTerms`]: it is not waited for.
+    pub(super) fn enter(
+        &mut self,
+        incarnation: u32,
+        entry: Entry,
+        now: Instant,
+    ) -> Result<Option<Part>, OtherTerms> {
         if let Some(part) = self.part(incarnation) {
-            return Some(part);
+            self.roster.insert(incarnation);
+            return Ok(Some(part));
         }
+        if let Err(other) = self.meet_terms(incarnation, &entry) {
+            self.lose(incarnation, now);
+            return Err(other);
+        }
+        self.roster.insert(incarnation);
         let since = self.open.get(&incarnation).map_or(now, |(_, since)| *since);
         self.open.insert(incarnation, (entry, since));
         self.close_if_due(now);
-        self.part(incarnation)
+        Ok(self.part(incarnation))
+    }
+
+    /// Takes a worker's terms for those of all, if nobody else has any.
+    fn meet_terms(&mut self, incarnation: u32, entry: &Entry) -> Result<(), OtherTerms> {
+        if self.roster.iter().all(|one| *one == incarnation) {
+            self.terms.clone_from(&entry.terms);
+            return Ok(());
+        }
+        let Some(terms) = &entry.terms else { return Ok(()) };
+        let theirs = self.terms.get_or_insert_with(|| Arc::clone(terms));
+        if *theirs == *terms { Ok(()) } else { Err(OtherTerms(Arc::clone(theirs))) }
     }
 
     /// A worker's push has ended, however it did. How many shares were missing, once all of the round's have; before that
     /// `None`. A round that is not known, as of a server's life before, is over: nobody is left to wait for.
-    pub(super) fn gather(&mut self, incarnation: u32, round: u64) -> Option<u64> {
+    pub(super) fn gather(&mut self, incarnation: u32, round: u64, now: Instant) -> Option<u64> {
         let Some(closed) = self.closed.get_mut(&round) else {
             return Some(
                 self.over.iter().find(|(number, _)| *number == round).map_or(0, |(_, missing)| *missing),
             );
         };
-        if let Some((_, stage)) = closed.entrants.get_mut(&incarnation) {
-            *stage = Stage::Gathered; // who was lost and is back has brought its share after all
+        // Who was lost and is back has brought its share after all.
+        if closed.entrants.remove(&incarnation).is_some() {
+            let took = now.saturating_duration_since(closed.since);
+            closed.slowest = Some(closed.slowest.map_or(took, |slowest| slowest.max(took)));
         }
         self.end_if_through(round)
+    }
+
+    /// Whose push others wait for, and how long it may do nothing before they go on without it: at least so long, and
+    /// many times as long as others took. [`Self::lose`] is what becomes of it then.
+    pub(super) fn overdue(&self, least: Duration) -> Vec<(u32, Duration)> {
+        let mut overdue = vec![];
+        for closed in self.closed.values() {
+            let Some(slowest) = closed.slowest else { continue };
+            let patience = slowest.saturating_mul(TIMES_THE_SLOWEST).max(least);
+            let due = closed.entrants.iter().filter(|(_, (_, stage))| *stage == Stage::Due);
+            overdue.extend(due.map(|(&incarnation, _)| (incarnation, patience)));
+        }
+        overdue
     }
 
     /// A worker is not there any more.
@@ -171,7 +237,12 @@ impl Rounds {
     }
 
     pub(super) fn status(&self) -> RoundsStatus {
-        RoundsStatus { closed: self.num_closed, missing: self.num_missing, open_entrants: self.open.len() }
+        RoundsStatus {
+            closed: self.num_closed,
+            missing: self.num_missing,
+            open_entrants: self.open.len(),
+            terms: self.terms.as_deref().filter(|_| self.has_members()).map(str::to_owned),
+        }
     }
 
     /// The part that a worker has and has not gathered. Who was given up is waited for again. It is never in two such
@@ -179,24 +250,39 @@ impl Rounds {
     fn part(&mut self, incarnation: u32) -> Option<Part> {
         self.closed.values_mut().find_map(|closed| {
             let (part, stage) = closed.entrants.get_mut(&incarnation)?;
-            if *stage == Stage::Gathered {
-                return None;
-            }
             *stage = Stage::Due;
             Some(*part)
         })
     }
 
     fn close_if_due(&mut self, now: Instant) {
-        let is_full = || self.roster.iter().all(|incarnation| self.open.contains_key(incarnation));
+        let is_full = || {
+            let at_least = self.open.values().map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
+            self.open.len() >= at_least && self.has_all()
+        };
         let is_late = || self.deadline().is_some_and(|deadline| now >= deadline);
         if !self.open.is_empty() && (is_full() || is_late()) {
-            self.close();
+            self.close(now);
         }
     }
 
-    fn close(&mut self) {
+    /// Whether all of the roster have entered the open round.
+    fn has_all(&self) -> bool {
+        self.roster.iter().all(|incarnation| self.open.contains_key(incarnation))
+    }
+
+    /// What those wish for who have entered the open round, as far as they say.
+    fn wishes(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.open.values().filter_map(|(entry, _)| entry.wish.as_ref().or(entry.terms.as_ref()))
+    }
+
+    fn close(&mut self, now: Instant) {
         self.num_closed += 1;
+        let wish = self.wishes().next().cloned();
+        let agreed = self.has_all() && self.wishes().all(|one| Some(one) == wish.as_ref());
+        if agreed && wish.is_some() {
+            self.terms = wish;
+        }
         let open = std::mem::take(&mut self.open);
         let members = u32::try_from(open.len()).unwrap_or(u32::MAX);
         let at_work = open.values().filter(|(entry, _)| entry.at_work).count();
@@ -208,10 +294,11 @@ impl Rounds {
         let share = |samples: f64| if sum > 0.0 { part(samples) / sum } else { 0.0 };
         let round = self.num_closed;
         let entrants = open.into_iter().map(|(incarnation, (entry, _))| {
-            let part = Part { round, share: share(entry.samples), members, at_work };
+            let part = Part { round, share: share(entry.samples), members, at_work, agreed };
             (incarnation, (part, Stage::Due))
         });
-        self.closed.insert(round, Closed { entrants: entrants.collect() });
+        let entrants = entrants.collect();
+        self.closed.insert(round, Closed { entrants, since: now, slowest: None });
     }
 
     /// Notes a round's end, if nobody's push is to come. How many shares were missing then.

@@ -9,6 +9,7 @@ use super::membership::Traffic;
 use super::outbox::Outbox;
 use super::place::Place;
 use super::poll;
+use super::rounds::Entry;
 use super::shared::{Meter, Shared};
 use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake;
@@ -18,6 +19,7 @@ use offbeat_core::wire::{Header, Kind, decode};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
@@ -214,8 +216,16 @@ impl Session {
                 }
             }
             Call::Status => Ok(Reply::Status { json: super::status::told(&self.shared, header).await? }),
-            Call::Enter { samples, at_work, grace_ms } => {
-                self.enter(header, samples, at_work, grace_ms).await
+            Call::Enter { samples, at_work, grace_ms, at_least, terms, wish } => {
+                let entry = Entry {
+                    samples,
+                    at_work,
+                    grace: grace_ms.map(Duration::from_millis),
+                    at_least: at_least.unwrap_or(0),
+                    terms: terms.map(Arc::from),
+                    wish: wish.map(Arc::from),
+                };
+                self.enter(header, entry).await
             }
             Call::Gather { round } => self.gather(round).await,
             Call::Goodbye { parting } => {

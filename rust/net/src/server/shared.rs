@@ -7,7 +7,7 @@ use super::connection::Connection;
 use super::error::ServerError;
 use super::membership::{Ended, Members};
 use super::model::{Model, ModelSlot};
-use super::rounds::{Entry, Part, Rounds, RoundsStatus};
+use super::rounds::{Entry, OtherTerms, Part, Rounds, RoundsStatus};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
 use super::strangers::Strangers;
@@ -23,6 +23,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
+
+/// Who is in a round and does nothing is given so many leases, or more where others took long.
+const LEASES_IN_A_ROUND: u32 = 3;
 
 /// How busy a data thread is.
 #[derive(Debug, Default)]
@@ -165,13 +168,13 @@ impl Shared {
     }
 
     /// A worker enters a round, or asks whether it has closed. One that is not there enters when it is back.
-    pub(super) fn enter_round(&self, incarnation: u32, entry: Entry) -> Option<Part> {
-        self.with_rounds(incarnation, |rounds| rounds.enter(incarnation, entry, Instant::now()))
+    pub(super) fn enter_round(&self, incarnation: u32, entry: Entry) -> Option<Result<Part, OtherTerms>> {
+        self.with_rounds(incarnation, |rounds| rounds.enter(incarnation, entry, Instant::now()).transpose())
     }
 
     /// A worker's push has ended, or it asks whether its round is over: with how many shares missing.
     pub(super) fn gather_round(&self, incarnation: u32, round: u64) -> Option<u64> {
-        self.with_rounds(incarnation, |rounds| rounds.gather(incarnation, round))
+        self.with_rounds(incarnation, |rounds| rounds.gather(incarnation, round, Instant::now()))
     }
 
     /// Does something for a worker that is there, unless the server stops; tells those who wait if that has changed
@@ -203,6 +206,35 @@ impl Shared {
             self.round_has_changed();
         }
         deadline
+    }
+
+    /// Goes on without those for whose push others wait, and who do nothing though they are heard. `idle`: for how long
+    /// nothing has come on a data connection, between two frames.
+    pub(super) fn give_up_the_idle(&self, idle: impl Fn(&Arc<Connection>) -> Option<Duration>, now: Instant) {
+        let members = self.members();
+        let mut rounds = lock(&self.rounds);
+        let mut given_up = vec![];
+        for (incarnation, patience) in rounds.overdue(self.config.lease.saturating_mul(LEASES_IN_A_ROUND)) {
+            let Some((worker, data)) = members.data_of(incarnation) else { continue };
+            if idle(&data).is_some_and(|idle| idle >= patience) {
+                rounds.lose(incarnation, now);
+                given_up.push((worker, incarnation, patience));
+            }
+        }
+        drop((members, rounds));
+        for (worker, incarnation, patience) in &given_up {
+            let seconds = patience.as_secs_f64();
+            tracing::warn!(
+                worker,
+                incarnation,
+                seconds,
+                "a worker is heard, and does nothing in a round that others wait \
+                for: they go on without its share"
+            );
+        }
+        if !given_up.is_empty() {
+            self.round_has_changed();
+        }
     }
 
     pub(super) fn rounds_status(&self) -> RoundsStatus {

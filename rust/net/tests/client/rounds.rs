@@ -7,7 +7,7 @@ use crate::support::{
 };
 use offbeat_core::spec::{Contribution, Transaction};
 use offbeat_core::wire::message::Parting;
-use offbeat_net::client::{Client, ClientConfig, ClientError, Entered};
+use offbeat_net::client::{Client, ClientConfig, ClientError, Entered, Entry};
 use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig, Snapshot};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
@@ -45,7 +45,7 @@ fn worker(address: SocketAddr, name: &str) -> Worker {
 }
 
 fn enter(worker: &mut Worker, samples: f64) -> Entered {
-    worker.client.enter(samples, true, None, &never).unwrap()
+    worker.client.enter(&Entry::of(samples), &never).unwrap()
 }
 
 /// One round, with a difference of so much everywhere. How many shares were missing.
@@ -120,6 +120,7 @@ fn what_each_has_made_is_put_together_by_its_share_and_all_read_the_same() {
                             share: samples / 8.0,
                             members: 3,
                             at_work: 3,
+                            agreed: true,
                         };
                         assert_eq!(entered, due);
                         assert_eq!(take_part(worker, entered, samples * 8.0), 0);
@@ -176,17 +177,17 @@ fn who_is_slow_is_in_the_next_round_and_who_leaves_in_none() {
     let [mut quick, mut slow, mut leaves] = <[Worker; 3]>::try_from(workers).ok().unwrap();
     let grace = Duration::from_millis(150);
     let begun = Instant::now();
-    let entered = quick.client.enter(1.0, true, Some(grace), &never).unwrap();
+    let entered = quick.client.enter(&Entry { grace: Some(grace), ..Entry::of(1.0) }, &never).unwrap();
     assert!(begun.elapsed() >= grace);
     assert_eq!((entered.members, entered.share), (1, 1.0));
     assert_eq!(take_part(&mut quick, entered, 1.0), 0);
     let (waited, last) = both(
         &mut slow,
-        |slow| slow.client.enter(1.0, true, Some(Duration::MAX), &never).unwrap(),
+        |slow| slow.client.enter(&Entry { grace: Some(Duration::MAX), ..Entry::of(1.0) }, &never).unwrap(),
         || {
             until_entered(&server, 1);
             leaves.client.close(Parting::Finished, &never).unwrap();
-            quick.client.enter(0.0, false, None, &never).unwrap()
+            quick.client.enter(&Entry { at_work: false, ..Entry::of(0.0) }, &never).unwrap()
         },
     );
     assert_eq!((waited.round, waited.members, waited.at_work, waited.share), (last.round, 2, 1, 1.0));
@@ -210,7 +211,7 @@ fn a_wait_can_be_interrupted_and_taken_up_again_or_ended() {
     let interrupted = |a: &mut Worker, samples: f64| {
         let begun = Instant::now();
         let pressed = || begun.elapsed() > Duration::from_millis(50);
-        assert_eq!(a.client.enter(samples, true, None, &pressed), Err(ClientError::Interrupted));
+        assert_eq!(a.client.enter(&Entry::of(samples), &pressed), Err(ClientError::Interrupted));
     };
     interrupted(&mut a, 3.0);
     until_entered(&server, 1);
@@ -312,8 +313,65 @@ fn what_cannot_be_samples_is_refused_before_it_leaves() {
     let server = start(adding(Transaction::Fragment));
     let mut a = worker(server.address(), "a");
     for samples in [f64::NAN, f64::INFINITY, -1.0] {
-        let refused = a.client.enter(samples, true, None, &never).unwrap_err();
+        let refused = a.client.enter(&Entry::of(samples), &never).unwrap_err();
         assert!(matches!(&refused, ClientError::BadInput { message } if message.contains("0 or more")));
     }
     assert_eq!(rounds(&server)["closed"], 0);
+}
+
+#[test]
+fn who_is_heard_and_does_nothing_holds_up_nobody_for_long_and_goes_on_when_it_wakes() {
+    let lease = Duration::from_millis(400);
+    let server = start(ServerConfig { lease, ..adding(Transaction::Model) });
+    let mut workers = vec![worker(server.address(), "works"), worker(server.address(), "hangs")];
+    acquaint(&mut workers);
+    let [mut works, mut hangs] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+    let (held, entered) = both(&mut hangs, |hangs| enter(hangs, 1.0), || enter(&mut works, 1.0));
+    let begun = Instant::now();
+    assert_eq!(take_part(&mut works, entered, 2.0), 1, "without the other's share");
+    assert!(begun.elapsed() >= 3 * lease && begun.elapsed() < DEADLINE, "{:?}", begun.elapsed());
+    assert!(works.floats(0).iter().all(|w| *w == 1.0));
+    assert_eq!(enter(&mut works, 1.0).members, 1, "nor is it waited for to enter");
+    works.client.gather(held.round + 1, &never).unwrap();
+    // It wakes up: what it has made is late, and counts.
+    assert_eq!(take_part(&mut hangs, held, 2.0), 1);
+    assert!(hangs.floats(0).iter().all(|w| *w == 2.0));
+    let (again, entered) = both(
+        &mut hangs,
+        |hangs| enter(hangs, 1.0),
+        || {
+            until_entered(&server, 1);
+            enter(&mut works, 1.0)
+        },
+    );
+    assert_eq!((again.members, entered.members), (2, 2));
+}
+
+#[test]
+fn who_takes_part_by_other_terms_is_told_both_and_stays_connected() {
+    let server = start(adding(Transaction::Model));
+    let by = |terms: &str| Entry { terms: Some(terms.to_owned()), ..Entry::of(1.0) };
+    let mut a = worker(server.address(), "a");
+    let mut b = worker(server.address(), "b");
+    let entered = a.client.enter(&by("the mean"), &never).unwrap();
+    assert_eq!(rounds(&server)["terms"], "the mean");
+    let refused = b.client.enter(&by("the median"), &never).unwrap_err();
+    assert!(
+        refused.to_string().contains("by the median") && refused.to_string().contains("by the mean"),
+        "{refused}"
+    );
+    a.client.gather(entered.round, &never).unwrap();
+    assert_eq!(a.client.enter(&by("the mean"), &never).unwrap().members, 1, "nobody waits for it");
+    let (waits, entered) = both(
+        &mut b,
+        |b| b.client.enter(&by("the mean"), &never).unwrap(),
+        || {
+            until_entered(&server, 1);
+            a.client.gather(2, &never).unwrap();
+            a.client.enter(&by("the mean"), &never).unwrap()
+        },
+    );
+    assert_eq!((waits.members, entered.members), (2, 2));
+    let long = b.client.enter(&by(&"x".repeat(1025)), &never).unwrap_err();
+    assert!(matches!(&long, ClientError::BadInput { message } if message.contains("1025 bytes: give 1024")));
 }

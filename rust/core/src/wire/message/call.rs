@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 /// The term of a server's first life: a model that a worker brings begins with its server's, whose values are version 0.
 pub const FIRST_TERM: u64 = 1;
 
+/// Most bytes of the words by which a worker takes part in rounds: the server keeps them for each that waits.
+pub const MOST_TERMS_BYTES: usize = 1 << 10;
+
 /// A request on the data connection; answered by [`Reply`] or [`Refused`](super::Refused).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -33,6 +36,16 @@ pub enum Call {
         /// How long, since the first has entered, I would have the round wait for those who have not; the longest that
         /// is given counts. `None`: I do not say.
         grace_ms: Option<u64>,
+        /// How many I would have in the round, this worker among them; waited for no longer than the grace lets.
+        #[serde(default)]
+        at_least: Option<u32>,
+        /// By what I take part, in words, of [`MOST_TERMS_BYTES`] at most: refused where others take part by something
+        /// else. `None`: I do not say.
+        #[serde(default)]
+        terms: Option<String>,
+        /// By what I would take part from the next round on, if all would; `None`: by the same.
+        #[serde(default)]
+        wish: Option<String>,
     },
     /// My push in this round has ended. Answered when everybody's in it has, or is not to come any more.
     Gather { round: u64 },
@@ -81,6 +94,9 @@ pub enum Reply {
         members: u32,
         /// How many of these go on.
         at_work: u32,
+        /// Whether all wish for the same, by which they take part from now on.
+        #[serde(default = "yes")]
+        agreed: bool,
     },
     Gathered {
         /// Shares of workers that were lost or went before they had gathered.
@@ -89,4 +105,8 @@ pub enum Reply {
         version: u64,
     },
     Goodbye,
+}
+
+const fn yes() -> bool {
+    true
 }

@@ -10,7 +10,7 @@ mod handshake;
 mod membership;
 mod refusal;
 
-pub use call::{Call, FIRST_TERM, Parting, Reply};
+pub use call::{Call, FIRST_TERM, MOST_TERMS_BYTES, Parting, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
     Attach, Attempt, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo,
@@ -112,6 +112,33 @@ mod tests {
         }
     }
 
+    /// [`Call::Enter`] and [`Reply::Entered`] as the first builds of this protocol had them.
+    #[derive(Serialize, serde::Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Before {
+        Enter { samples: f64, at_work: bool, grace_ms: Option<u64> },
+        Entered { round: u64, share: f64, members: u32, at_work: u32 },
+    }
+
+    #[test]
+    fn builds_whose_rounds_know_of_no_terms_understand_those_that_do() {
+        let mut bytes = vec![];
+        encode(&Before::Enter { samples: 2.0, at_work: true, grace_ms: None }, &mut bytes);
+        let (at_least, terms, wish) = (None, None, None);
+        let enter = Call::Enter { samples: 2.0, at_work: true, grace_ms: None, at_least, terms, wish };
+        assert_eq!(decode::<Call>(&bytes).unwrap(), enter);
+        bytes.clear();
+        encode(&enter, &mut bytes);
+        assert!(matches!(decode(&bytes).unwrap(), Before::Enter { samples: 2.0, .. }));
+        bytes.clear();
+        encode(&Before::Entered { round: 1, share: 0.5, members: 2, at_work: 1 }, &mut bytes);
+        let entered = Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1, agreed: true };
+        assert_eq!(decode::<Reply>(&bytes).unwrap(), entered);
+        bytes.clear();
+        encode(&entered, &mut bytes);
+        assert!(matches!(decode(&bytes).unwrap(), Before::Entered { round: 1, .. }));
+    }
+
     #[test]
     fn every_message_survives_the_wire() {
         survives(&Hello { protocol_min: 1, protocol_max: 3, nonce: [200; 32], purpose: Purpose::Data });
@@ -152,8 +179,12 @@ mod tests {
         survives(&Call::InitBegin { table: table(), blueprint: None });
         survives(&Call::InitCommit);
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
-        survives(&Call::Enter { samples: 0.1, at_work: false, grace_ms: Some(u64::MAX) });
-        survives(&Call::Enter { samples: f64::MAX, at_work: true, grace_ms: None });
+        let said = |words: &str| Some(words.to_owned());
+        for (grace_ms, at_least, terms, wish) in
+            [(Some(u64::MAX), Some(u32::MAX), said("a mean"), said("another")), (None, None, None, None)]
+        {
+            survives(&Call::Enter { samples: f64::MAX, at_work: false, grace_ms, at_least, terms, wish });
+        }
         survives(&Call::Gather { round: u64::MAX });
         survives(&Call::Goodbye { parting: Parting::Finished });
         survives(&Call::Goodbye { parting: Parting::Withdrawn { cause: Some("it differs".to_owned()) } });
@@ -165,7 +196,8 @@ mod tests {
             version: 2,
         });
         survives(&Reply::Status { json: "{}".into() });
-        survives(&Reply::Entered { round: u64::MAX, share: 1.0 / 3.0, members: u32::MAX, at_work: 2 });
+        let (round, share, members) = (u64::MAX, 1.0 / 3.0, u32::MAX);
+        survives(&Reply::Entered { round, share, members, at_work: 2, agreed: false });
         survives(&Reply::Gathered { missing: 1, version: 1 << 40 });
         survives(&Heartbeat { progress: u64::MAX });
         survives(&Event::Finished { reason: FINISHED_BUDGET.into() });

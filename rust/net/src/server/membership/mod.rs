@@ -250,6 +250,13 @@ impl Members {
         self.by_id.values().any(|m| m.incarnation == incarnation && m.state.is_present())
     }
 
+    /// The name and the data connection of one of these, as long as it is connected.
+    pub(super) fn data_of(&self, incarnation: u32) -> Option<(String, Arc<Connection>)> {
+        let (id, member) =
+            self.by_id.iter().find(|(_, m)| m.incarnation == incarnation && m.state.is_present())?;
+        Some((id.clone(), member.connections().data?))
+    }
+
     /// All of these.
     pub(super) fn heard_ones(&self) -> BTreeSet<u32> {
         self.by_id.values().filter(|m| m.state.is_present()).map(|m| m.incarnation).collect()

@@ -8,11 +8,22 @@ fn seconds(s: u64) -> Duration {
 }
 
 fn work(samples: f64) -> Entry {
-    Entry { samples, at_work: true, grace: NO_GRACE }
+    Entry { samples, at_work: true, grace: NO_GRACE, ..Entry::default() }
 }
 
 fn within(grace: u64) -> Entry {
     Entry { grace: Some(seconds(grace)), ..work(1.0) }
+}
+
+impl Rounds {
+    /// A worker enters by the terms of all.
+    fn enters(&mut self, incarnation: u32, entry: Entry, now: Instant) -> Option<Part> {
+        self.enter(incarnation, entry, now).unwrap()
+    }
+
+    fn gathers(&mut self, incarnation: u32, round: u64) -> Option<u64> {
+        self.gather(incarnation, round, Instant::now())
+    }
 }
 
 /// Rounds of which these have been members for long.
@@ -20,12 +31,12 @@ fn rounds(members: &[u32], now: Instant) -> Rounds {
     let mut rounds = Rounds::default();
     rounds.roster.extend(members);
     for &member in members {
-        rounds.enter(member, work(1.0), now);
+        rounds.enters(member, work(1.0), now);
     }
     for &member in members {
-        rounds.gather(member, 1);
+        rounds.gathers(member, 1);
     }
-    assert_eq!(rounds.status(), RoundsStatus { closed: 1, missing: 0, open_entrants: 0 });
+    assert_eq!(rounds.status(), RoundsStatus { closed: 1, missing: 0, open_entrants: 0, terms: None });
     rounds
 }
 
@@ -33,26 +44,26 @@ fn rounds(members: &[u32], now: Instant) -> Rounds {
 fn a_round_closes_when_all_have_entered_and_each_has_its_share() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
-    assert_eq!(rounds.enter(1, work(30.0), now), None);
-    assert_eq!(rounds.enter(2, Entry { at_work: false, ..work(0.0) }, now), None);
+    assert_eq!(rounds.enters(1, work(30.0), now), None);
+    assert_eq!(rounds.enters(2, Entry { at_work: false, ..work(0.0) }, now), None);
     assert_eq!(rounds.status().open_entrants, 2);
-    let part = |share| Part { round: 2, share, members: 3, at_work: 2 };
-    assert_eq!(rounds.enter(3, work(10.0), now), Some(part(0.25)));
-    assert_eq!(rounds.enter(1, work(30.0), now), Some(part(0.75)));
-    assert_eq!(rounds.enter(2, work(0.0), now), Some(part(0.0)));
-    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 0, open_entrants: 0 });
+    let part = |share| Part { round: 2, share, members: 3, at_work: 2, agreed: true };
+    assert_eq!(rounds.enters(3, work(10.0), now), Some(part(0.25)));
+    assert_eq!(rounds.enters(1, work(30.0), now), Some(part(0.75)));
+    assert_eq!(rounds.enters(2, work(0.0), now), Some(part(0.0)));
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 0, open_entrants: 0, terms: None });
 }
 
 #[test]
 fn where_nobody_has_samples_every_share_is_zero_and_many_are_not_too_many() {
     let now = Instant::now();
     let mut idle = rounds(&[1, 2], now);
-    idle.enter(1, work(0.0), now);
-    assert_eq!(idle.enter(2, work(0.0), now).unwrap().share, 0.0);
+    idle.enters(1, work(0.0), now);
+    assert_eq!(idle.enters(2, work(0.0), now).unwrap().share, 0.0);
     for samples in [f64::MAX, f64::MIN_POSITIVE, 5e-324] {
         let mut rounds = rounds(&[1, 2], now);
-        rounds.enter(1, work(samples), now);
-        assert_eq!(rounds.enter(2, work(samples), now).unwrap().share, 0.5, "{samples}");
+        rounds.enters(1, work(samples), now);
+        assert_eq!(rounds.enters(2, work(samples), now).unwrap().share, 0.5, "{samples}");
     }
 }
 
@@ -60,35 +71,35 @@ fn where_nobody_has_samples_every_share_is_zero_and_many_are_not_too_many() {
 fn who_comes_first_is_alone_and_who_comes_then_is_waited_for() {
     let (mut rounds, now) = (Rounds::default(), Instant::now());
     assert!(!rounds.has_members());
-    let alone = rounds.enter(1, work(4.0), now).unwrap();
-    assert_eq!(alone, Part { round: 1, share: 1.0, members: 1, at_work: 1 });
-    assert_eq!(rounds.enter(2, work(1.0), now), None, "the first is at work");
-    assert_eq!(rounds.gather(1, 1), Some(0));
-    assert_eq!(rounds.enter(1, work(1.0), now).map(|part| (part.round, part.members)), Some((2, 2)));
+    let alone = rounds.enters(1, work(4.0), now).unwrap();
+    assert_eq!(alone, Part { round: 1, share: 1.0, members: 1, at_work: 1, agreed: true });
+    assert_eq!(rounds.enters(2, work(1.0), now), None, "the first is at work");
+    assert_eq!(rounds.gathers(1, 1), Some(0));
+    assert_eq!(rounds.enters(1, work(1.0), now).map(|part| (part.round, part.members)), Some((2, 2)));
 }
 
 #[test]
 fn who_is_slow_is_in_the_next_round_once_the_grace_has_passed() {
     let start = Instant::now();
     let mut rounds = rounds(&[1, 2, 3, 4], start);
-    assert_eq!(rounds.enter(1, work(1.0), start), None);
+    assert_eq!(rounds.enters(1, work(1.0), start), None);
     assert_eq!(rounds.deadline(), None, "nobody has said how long");
-    assert_eq!(rounds.enter(2, within(5), start + seconds(3)), None);
+    assert_eq!(rounds.enters(2, within(5), start + seconds(3)), None);
     assert_eq!(rounds.deadline(), Some(start + seconds(5)), "from the first on");
-    assert_eq!(rounds.enter(3, within(7), start + seconds(4)), None);
-    assert_eq!(rounds.enter(3, within(8), start + seconds(5)), None, "it has changed its mind");
+    assert_eq!(rounds.enters(3, within(7), start + seconds(4)), None);
+    assert_eq!(rounds.enters(3, within(8), start + seconds(5)), None, "it has changed its mind");
     rounds.tick(start + seconds(7));
     assert_eq!(rounds.status().closed, 1, "the largest counts");
     rounds.tick(start + seconds(8));
     assert_eq!(rounds.status().closed, 2);
     let late = start + seconds(9);
-    assert_eq!(rounds.enter(4, work(1.0), late), None, "it waits for those of the next");
+    assert_eq!(rounds.enters(4, work(1.0), late), None, "it waits for those of the next");
     for member in [1, 2, 3] {
-        assert_eq!(rounds.enter(member, work(1.0), late).map(|p| (p.round, p.members)), Some((2, 3)));
-        rounds.gather(member, 2);
-        rounds.enter(member, work(1.0), late);
+        assert_eq!(rounds.enters(member, work(1.0), late).map(|p| (p.round, p.members)), Some((2, 3)));
+        rounds.gathers(member, 2);
+        rounds.enters(member, work(1.0), late);
     }
-    assert_eq!(rounds.enter(4, work(1.0), late).map(|p| (p.round, p.members)), Some((3, 4)));
+    assert_eq!(rounds.enters(4, work(1.0), late).map(|p| (p.round, p.members)), Some((3, 4)));
 }
 
 #[test]
@@ -96,64 +107,64 @@ fn a_round_is_over_when_all_have_gathered_and_that_can_be_asked_again() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
     for member in 1..=3 {
-        rounds.enter(member, work(1.0), now);
+        rounds.enters(member, work(1.0), now);
     }
-    assert_eq!(rounds.gather(1, 2), None);
-    assert_eq!(rounds.gather(1, 2), None);
-    assert_eq!(rounds.gather(2, 2), None);
-    assert_eq!(rounds.gather(3, 2), Some(0));
-    assert_eq!((rounds.gather(1, 2), rounds.gather(2, 2)), (Some(0), Some(0)));
-    assert_eq!(rounds.gather(1, 77), Some(0), "of another life of the server");
+    assert_eq!(rounds.gathers(1, 2), None);
+    assert_eq!(rounds.gathers(1, 2), None);
+    assert_eq!(rounds.gathers(2, 2), None);
+    assert_eq!(rounds.gathers(3, 2), Some(0));
+    assert_eq!((rounds.gathers(1, 2), rounds.gathers(2, 2)), (Some(0), Some(0)));
+    assert_eq!(rounds.gathers(1, 77), Some(0), "of another life of the server");
 }
 
 #[test]
 fn who_goes_holds_nobody_up_and_its_share_is_counted_as_missing() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3, 4], now);
-    rounds.enter(1, work(1.0), now);
-    rounds.enter(2, work(1.0), now);
-    rounds.enter(3, work(2.0), now);
+    rounds.enters(1, work(1.0), now);
+    rounds.enters(2, work(1.0), now);
+    rounds.enters(3, work(2.0), now);
     rounds.lose(4, now);
     assert_eq!(rounds.status().closed, 2, "without anybody's asking");
-    let part = rounds.enter(1, work(1.0), now).unwrap();
+    let part = rounds.enters(1, work(1.0), now).unwrap();
     assert_eq!((part.members, part.share), (3, 0.25), "the one that was waited for has gone");
-    assert_eq!(rounds.gather(1, 2), None);
-    assert_eq!(rounds.gather(2, 2), None);
+    assert_eq!(rounds.gathers(1, 2), None);
+    assert_eq!(rounds.gathers(2, 2), None);
     rounds.lose(2, now); // its share has come
-    assert_eq!(rounds.gather(1, 2), None);
+    assert_eq!(rounds.gathers(1, 2), None);
     rounds.lose(3, now);
-    assert_eq!(rounds.gather(1, 2), Some(1));
-    assert_eq!(rounds.gather(1, 2), Some(1));
-    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0 });
-    assert_eq!(rounds.enter(1, work(1.0), now).map(|p| p.members), Some(1), "it is alone");
+    assert_eq!(rounds.gathers(1, 2), Some(1));
+    assert_eq!(rounds.gathers(1, 2), Some(1));
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0, terms: None });
+    assert_eq!(rounds.enters(1, work(1.0), now).map(|p| p.members), Some(1), "it is alone");
 }
 
 #[test]
 fn of_who_goes_before_the_round_closes_nothing_is_in_it() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
-    rounds.enter(1, work(8.0), now);
-    rounds.enter(2, work(1.0), now);
+    rounds.enters(1, work(8.0), now);
+    rounds.enters(2, work(1.0), now);
     rounds.lose(1, now);
-    assert_eq!(rounds.enter(3, work(1.0), now).map(|p| (p.members, p.share)), Some((2, 0.5)));
-    assert_eq!(rounds.enter(1, work(8.0), now), None, "who is back is in the next one");
+    assert_eq!(rounds.enters(3, work(1.0), now).map(|p| (p.members, p.share)), Some((2, 0.5)));
+    assert_eq!(rounds.enters(1, work(8.0), now), None, "who is back is in the next one");
 }
 
 #[test]
 fn an_answer_that_was_lost_is_given_again_to_who_has_not_gathered() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2], now);
-    rounds.enter(1, work(3.0), now);
-    let part = rounds.enter(2, work(1.0), now);
-    assert_eq!(rounds.enter(2, work(99.0), now), part);
+    rounds.enters(1, work(3.0), now);
+    let part = rounds.enters(2, work(1.0), now);
+    assert_eq!(rounds.enters(2, work(99.0), now), part);
     // Its connection broke, as far as anybody knew.
     rounds.lose(2, now);
-    assert_eq!(rounds.enter(2, work(1.0), now), part);
-    assert_eq!(rounds.gather(1, 2), None, "it is waited for again");
+    assert_eq!(rounds.enters(2, work(1.0), now), part);
+    assert_eq!(rounds.gathers(1, 2), None, "it is waited for again");
     rounds.lose(2, now);
     assert_eq!(rounds.status().missing, 1);
-    assert_eq!(rounds.gather(1, 2), Some(1));
-    assert_eq!(rounds.enter(2, work(1.0), now), None, "that round is over");
+    assert_eq!(rounds.gathers(1, 2), Some(1));
+    assert_eq!(rounds.enters(2, work(1.0), now), None, "that round is over");
 }
 
 #[test]
@@ -161,35 +172,145 @@ fn who_was_lost_in_its_push_and_gathers_before_the_others_has_brought_its_share(
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
     for member in 1..=3 {
-        rounds.enter(member, work(1.0), now);
+        rounds.enters(member, work(1.0), now);
     }
     rounds.lose(3, now);
-    assert_eq!(rounds.gather(1, 2), None);
-    assert_eq!(rounds.gather(3, 2), None);
-    assert_eq!(rounds.gather(2, 2), Some(0));
-    assert_eq!((rounds.gather(3, 2), rounds.gather(1, 2)), (Some(0), Some(0)));
+    assert_eq!(rounds.gathers(1, 2), None);
+    assert_eq!(rounds.gathers(3, 2), None);
+    assert_eq!(rounds.gathers(2, 2), Some(0));
+    assert_eq!((rounds.gathers(3, 2), rounds.gathers(1, 2)), (Some(0), Some(0)));
 }
 
 #[test]
 fn only_those_who_are_there_are_kept() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
-    rounds.enter(1, work(1.0), now);
+    rounds.enters(1, work(1.0), now);
     rounds.keep(|member| member == 1, now);
-    assert_eq!(rounds.enter(1, work(1.0), now).map(|p| p.members), Some(1));
+    assert_eq!(rounds.enters(1, work(1.0), now).map(|p| p.members), Some(1));
     rounds.keep(|_| false, now);
     assert!(!rounds.has_members() && rounds.closed.is_empty());
-    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0 });
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0, terms: None });
 }
 
 #[test]
 fn no_more_is_remembered_of_rounds_than_their_last() {
     let (mut rounds, now) = (Rounds::default(), Instant::now());
     for round in 1..=2 * MOST_REMEMBERED as u64 {
-        assert_eq!(rounds.enter(1, work(1.0), now).unwrap().round, round);
-        assert_eq!(rounds.gather(1, round), Some(0));
+        assert_eq!(rounds.enters(1, work(1.0), now).unwrap().round, round);
+        assert_eq!(rounds.gathers(1, round), Some(0));
     }
     assert_eq!((rounds.over.len(), rounds.closed.len()), (MOST_REMEMBERED, 0));
+}
+
+fn by(terms: &str, wish: Option<&str>) -> Entry {
+    Entry { terms: Some(terms.into()), wish: wish.map(Arc::from), ..work(1.0) }
+}
+
+#[test]
+fn who_would_take_part_by_other_terms_is_told_the_others_and_not_waited_for() {
+    let (mut rounds, now) = (Rounds::default(), Instant::now());
+    let other = |terms: &str| Err(OtherTerms(terms.into()));
+    assert_eq!(rounds.enters(1, by("mean", None), now).unwrap().members, 1);
+    assert_eq!(rounds.status().terms.as_deref(), Some("mean"));
+    assert_eq!(rounds.enter(2, by("median", None), now), other("mean"));
+    assert_eq!(rounds.enters(3, work(1.0), now), None, "who says nothing is with everybody");
+    rounds.gathers(1, 1);
+    assert_eq!(rounds.enters(1, by("mean", None), now).unwrap().members, 2);
+    rounds.gathers(1, 2);
+    rounds.gathers(3, 2);
+    // Who was with them, and changes alone.
+    assert_eq!(rounds.enter(1, by("median", None), now), other("mean"));
+    assert_eq!(rounds.enters(3, by("mean", None), now).unwrap().members, 1, "that one is not waited for");
+    rounds.lose(3, now);
+    assert_eq!(rounds.status().terms, None, "nobody is there");
+    assert_eq!(rounds.enters(1, by("median", None), now).unwrap().members, 1);
+}
+
+#[test]
+fn terms_change_after_a_round_in_which_all_who_are_there_wished_for_it() {
+    let now = Instant::now();
+    let mut rounds = Rounds::default();
+    let agreed = |part: Option<Part>| part.map(|part| part.agreed);
+    assert_eq!(agreed(rounds.enters(1, by("mean", None), now)), Some(true));
+    assert_eq!(rounds.enters(2, by("mean", None), now), None);
+    rounds.gathers(1, 1);
+    assert_eq!(agreed(rounds.enters(1, by("mean", Some("median")), now)), Some(false), "2 does not");
+    rounds.gathers(1, 2);
+    rounds.gathers(2, 2);
+    assert_eq!(rounds.enters(1, by("mean", Some("median")), now), None);
+    let late = now + seconds(2);
+    assert_eq!(
+        rounds.enters(1, Entry { grace: Some(seconds(1)), ..by("mean", Some("median")) }, late).unwrap(),
+        Part { round: 3, share: 1.0, members: 1, at_work: 1, agreed: false }
+    );
+    rounds.gathers(1, 3);
+    assert_eq!(rounds.enters(2, by("mean", Some("median")), now), None);
+    assert_eq!(agreed(rounds.enters(1, by("mean", Some("median")), now)), Some(true));
+    rounds.gathers(1, 4);
+    // Asked again by who has not heard that it has changed, for the round that it is in.
+    assert_eq!(agreed(rounds.enters(2, by("mean", Some("median")), now)), Some(true));
+    rounds.gathers(2, 4);
+    assert_eq!(rounds.enter(2, by("mean", None), now), Err(OtherTerms("median".into())));
+    assert_eq!(agreed(rounds.enters(1, by("median", None), now)), Some(true));
+}
+
+#[test]
+fn a_round_waits_for_as_many_as_are_asked_for_unless_the_grace_has_passed() {
+    let start = Instant::now();
+    let three = || Entry { at_least: 3, ..within(5) };
+    let mut rounds = Rounds::default();
+    assert_eq!(rounds.enters(1, three(), start), None);
+    assert_eq!(rounds.enters(2, work(1.0), start), None);
+    assert_eq!(rounds.enters(3, three(), start).unwrap().members, 3);
+    for member in 1..=3 {
+        rounds.gathers(member, 1);
+        rounds.lose(member, start);
+    }
+    assert_eq!(rounds.enters(1, three(), start), None);
+    rounds.tick(start + seconds(5));
+    assert_eq!(rounds.enters(1, three(), start + seconds(5)).unwrap().members, 1);
+}
+
+#[test]
+fn who_is_waited_for_has_many_times_as_long_as_the_slowest_of_the_others() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], start);
+    for member in 1..=3 {
+        rounds.enters(member, work(1.0), start);
+    }
+    assert_eq!(rounds.overdue(seconds(30)), [], "nobody waits yet");
+    rounds.gather(1, 2, start + seconds(1));
+    assert_eq!(rounds.overdue(seconds(30)), [(2, seconds(30)), (3, seconds(30))]);
+    rounds.gather(2, 2, start + seconds(7));
+    rounds.gather(1, 2, start + seconds(9)); // asks again, which tells nothing of how long it took
+    assert_eq!(rounds.overdue(seconds(30)), [(3, seconds(70))]);
+    rounds.lose(3, start + seconds(80));
+    assert_eq!((rounds.overdue(seconds(30)), rounds.status().missing), (vec![], 1));
+    // It wakes up: its round is over. It may enter the next one.
+    assert_eq!(rounds.gathers(3, 2), Some(1));
+    assert_eq!(rounds.enters(2, work(1.0), start), None);
+    assert_eq!(rounds.enters(1, work(1.0), start).unwrap().members, 2, "but is not waited for");
+}
+
+#[test]
+fn of_a_worker_no_more_is_kept_than_the_round_that_it_is_in() {
+    let now = Instant::now();
+    let members: Vec<u32> = (1..=40).collect();
+    let mut rounds = rounds(&members, now);
+    // In each round all that are left are, of whom one stays in it.
+    for stays in 1..40 {
+        for member in stays..40 {
+            rounds.enters(member, work(1.0), now);
+        }
+        let last = rounds.enters(40, Entry { grace: Some(Duration::ZERO), ..work(1.0) }, now).unwrap();
+        assert_eq!(last.members, 41 - stays);
+        for member in stays + 1..=40 {
+            assert_eq!(rounds.gathers(member, last.round), None);
+        }
+    }
+    let kept: usize = rounds.closed.values().map(|closed| closed.entrants.len()).sum();
+    assert_eq!((rounds.closed.len(), kept), (39, 39), "once each");
 }
 
 const MEMBERS: u32 = 5;
@@ -210,6 +331,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
         samples,
         at_work,
         grace,
+        ..Entry::default()
     });
     let act = prop_oneof![
         6 => (member(), entry).prop_map(|(member, entry)| Act::Enter(member, entry)),
@@ -243,7 +365,7 @@ impl Seen {
             Act::Enter(member, _) if self.gathering.contains_key(&member) => {}
             Act::Enter(member, entry) => {
                 self.roster.insert(member);
-                let part = rounds.enter(member, entry, now);
+                let part = rounds.enters(member, entry.clone(), now);
                 if let Some(held) = self.working.get(&member) {
                     assert_eq!(part, Some(*held), "the same again");
                 } else if self.missing.contains_key(&member) {
@@ -259,7 +381,7 @@ impl Seen {
             }
             Act::Gather(member) => {
                 if let Some(part) = self.working.remove(&member) {
-                    rounds.gather(member, part.round); // whose answer it asks for again with all the others
+                    rounds.gathers(member, part.round); // whose answer it asks for again with all the others
                     self.gathering.insert(member, part.round);
                 }
             }
@@ -294,7 +416,9 @@ impl Seen {
             let answers: Vec<(u32, Entry, Option<Part>)> = self
                 .waiting
                 .iter()
-                .map(|(&member, (_, entry))| (member, *entry, rounds.enter(member, *entry, now)))
+                .map(|(&member, (_, entry))| {
+                    (member, entry.clone(), rounds.enters(member, entry.clone(), now))
+                })
                 .collect();
             assert_eq!(
                 answers.iter().filter(|(.., part)| part.is_some()).count(),
@@ -321,11 +445,11 @@ impl Seen {
         let mut told = BTreeMap::new();
         self.gathering.retain(|&member, round| {
             let is_over = !self.working.values().any(|part| part.round == *round);
-            let answer = rounds.gather(member, *round);
+            let answer = rounds.gathers(member, *round);
             if is_over {
                 let missing = answer.expect("nobody is waited for");
                 assert_eq!(*told.entry(*round).or_insert(missing), missing);
-                assert_eq!(rounds.gather(member, *round), Some(missing), "the same again");
+                assert_eq!(rounds.gathers(member, *round), Some(missing), "the same again");
             } else {
                 assert_eq!(answer, None);
             }

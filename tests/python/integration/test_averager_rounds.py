@@ -1,0 +1,204 @@
+"""What a member at a server does or leaves undone holds up no other."""
+
+import threading
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.averaging import Average, DiLoCo
+from offbeat.errors import ClosedError, StateError
+from support.averaging import LOSS, model, step, warned
+from support.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(100)
+
+AT_ONCE_S = 20.0
+
+
+@pytest.fixture
+def server():
+    with offbeat.ParameterServer(transaction="model") as running:
+        yield running
+
+
+class Member:
+    """A member that averages after each iteration, and can be told how far to train on a thread."""
+
+    def __init__(self, server, **settings):
+        self.model = model()
+        settings = {"averaging_frequency": 1, "overlap": False} | settings
+        self.averager = offbeat.AsyncModelAverager(
+            self.model, 1, 0, communication_backend="tcp", server_address=server.address, **settings
+        )
+        self.live = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, number=0):
+        self.averager.step(step(self.model, self.live, 0, number))
+
+    def behind(self):
+        """Train an iteration on a thread; give that."""
+        thread = threading.Thread(target=self.train, daemon=True)
+        thread.start()
+        return thread
+
+
+def until_entered(server, num):
+    wait_for(lambda: server.status()["rounds"]["open_entrants"] == num)
+
+
+def acquainted(server, *members):
+    """Let all of them be in one round: from then on each waits for the others."""
+    members[0].train()
+    for number, member in enumerate(members[1:], 1):
+        entering = [member.behind()]
+        until_entered(server, 1)
+        entering += [other.behind() for other in members[:number]]
+        for thread in entering:
+            thread.join(AT_ONCE_S)
+    assert all(member.averager.world_size == len(members) for member in members)
+
+
+def test_one_that_closes_in_mid_round_and_lives_on_is_waited_for_no_more(server):
+    stays, leaves = Member(server, overlap=True), Member(server, overlap=True)
+
+    def average():
+        stays.train()
+        wait_for(stays.averager._rounds.is_there)
+
+    average()
+    leaves.train()  # its round waits for the other, which is at work
+    until_entered(server, 1)
+    assert not leaves.averager._rounds.is_there()
+    leaves.averager.close()
+    average()  # in which the one that leaves is still
+    assert stays.averager.world_size == 2
+    wait_for(lambda: [w["state"] for w in server.status()["workers"]].count("finished") == 1)
+    average()
+    assert stays.averager.world_size == 1
+    with pytest.raises(ClosedError, match="takes part no more"):
+        leaves.averager.train_step(
+            inputs=torch.ones(1, 6), targets=torch.zeros(1).long(), optimizer=leaves.live, loss_fn=LOSS
+        )
+    stays.averager.close()
+
+
+def test_a_way_that_float32_cannot_hold_adds_nothing_and_holds_up_nobody(server):
+    near, far = Member(server), Member(server)
+    acquainted(server, near, far)
+    with torch.no_grad():
+        far.model[0].bias.fill_(3e38)
+    for value, num_told in (
+        (3e38, 0),
+        (-3e38, 1),
+    ):  # from the mean, of which it then is a half, and from there
+        with torch.no_grad():
+            far.model[0].bias.fill_(value)
+        with warned() as told:
+            entering = far.behind()
+            until_entered(server, 1)
+            near.train()
+            entering.join(AT_ONCE_S)
+        assert not entering.is_alive()
+        assert len([text for text in told if "so far from the mean" in text]) == num_told
+    assert all(
+        torch.equal(a, b) for a, b in zip(near.model.parameters(), far.model.parameters(), strict=True)
+    )
+    assert server.status()["rounds"]["missing"] == 0
+    near.averager.close()
+    far.averager.close()
+
+
+def test_one_whose_push_fails_leaves_so_that_nobody_waits_for_it(server, monkeypatch):
+    stays, fails = Member(server), Member(server)
+    acquainted(server, stays, fails)
+
+    def failing(*_, **__):
+        raise MemoryError("no room for it")
+
+    entering = stays.behind()
+    until_entered(server, 1)
+    monkeypatch.setattr(fails.averager._members._client, "push", failing)
+    with pytest.raises(MemoryError):
+        fails.train()
+    entering.join(AT_ONCE_S)
+    assert not entering.is_alive()
+    assert server.status()["rounds"]["missing"] == 1
+    stays.averager.close()
+    fails.averager.close()
+
+
+def test_members_that_are_set_differently_are_told_both_settings(server):
+    first = Member(server)
+    first.train()
+    for settings in ({"method": "diloco"}, {"averaging_frequency": 7}):
+        with pytest.raises(StateError) as refused:
+            Member(server, **settings)
+        assert '["average"], "frequency, overlap, metric": [["iteration", 1]' in str(refused.value)
+        other = '"diloco"' if "method" in settings else '["iteration", 7]'
+        assert "averages by {" in str(refused.value)
+        assert other in str(refused.value)
+    first.train()
+    assert first.averager.averaging_round == 2, "nobody waits for those"
+    # Both come before either has been in a round, and so before the server could tell.
+    first.averager.close()
+    one, other = Member(server), Member(server, method="easgd")
+    one.train()
+    with pytest.raises(
+        StateError, match=r"takes part in rounds by .*easgd.*, and those who are there by .*average"
+    ):
+        other.train()
+    one.train()
+    assert one.averager.averaging_round == 2
+
+
+def test_members_change_method_and_frequency_in_the_same_round(server):
+    one, other = Member(server), Member(server)
+    acquainted(server, one, other)
+    one.averager.method = "diloco"
+    one.averager.averaging_frequency = 2
+
+    def both():
+        entering = other.behind()
+        until_entered(server, 1)
+        one.train()
+        entering.join(AT_ONCE_S)
+        assert not entering.is_alive()
+
+    both()
+    assert one.averager.method == other.averager.method == Average()
+    other.averager.method = "diloco"
+    other.averager.averaging_frequency = 2
+    both()
+    assert one.averager.method == other.averager.method == DiLoCo()
+    assert one.averager.averaging_frequency == other.averager.averaging_frequency == 2
+    rounds = one.averager.averaging_round
+    for member in (one, other):
+        member.train()  # the first of two
+    both()
+    assert one.averager.averaging_round == rounds + 1
+    assert all(
+        torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
+    )
+
+
+def test_a_round_s_mean_is_within_a_millionth_of_the_exact_one(server):
+    members = [Member(server) for _ in range(3)]
+    acquainted(server, *members)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        weight = members[0].model[0].weight
+        values = [weight.detach() + torch.randn(weight.shape, generator=random) for _ in members]
+        sizes = [1, 4, 7]
+        exact = sum(size * value.double() for size, value in zip(sizes, values, strict=True)) / sum(sizes)
+        entering = []
+        for member, value, size in zip(members, values, sizes, strict=True):
+            with torch.no_grad():
+                member.model[0].weight.copy_(value)
+            entering.append(threading.Thread(target=member.averager.step, args=(size,), daemon=True))
+            entering[-1].start()
+        for thread in entering:
+            thread.join(AT_ONCE_S)
+        for member in members:
+            off = (member.model[0].weight.detach().double() - exact).abs().max()
+            assert off <= 1e-6 * exact.abs().max()
