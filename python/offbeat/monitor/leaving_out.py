@@ -31,7 +31,7 @@ class Quarantine(Remedy):
             thing.release(name)
             return f"worker {name} takes part again"
 
-        return Taken(f"worker {name} is left out", undo)
+        return Taken(f"worker {name} is left out", undo, left_out=name)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what can do so."""
@@ -49,6 +49,7 @@ class Rollback(Remedy):
 
     def begin(self) -> None:
         """Note the versions: what is newer may have come about by what the alert is about."""
+        self._before.clear()
         self._before = {id(thing): thing.status()["version"] + 1 for thing in self._servers()}
 
     def take(self, worker: str | None) -> Taken:
@@ -57,8 +58,10 @@ class Rollback(Remedy):
         told = []
         servers = self._servers()
         for server in servers:
-            kept = [v for v in _kept_by(server) if v < self._before.get(id(server), v + 1)]
-            version = server.rollback(max(kept) if kept else None)
+            kept = _kept_by(server)
+            older = [v for v in kept if v < self._before.get(id(server), v + 1)]
+            # Where none is old enough any more, the newest would be of what is to be gone back from.
+            version = server.rollback(max(older) if older else min(kept, default=None))
             self._before[id(server)] = version
             told.append(f"version {version}")
         others = [thing for thing in self.found() if thing not in servers]

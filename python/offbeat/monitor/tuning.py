@@ -1,6 +1,8 @@
 """Remedies that set what trains to something milder: more averages, less staleness, a lower learning rate."""
 
-from typing import Any, NamedTuple, cast
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 from offbeat.errors import ConfigError
 from offbeat.monitor.protocols import HoldsOptimizer, ServesLearningRate, Steps, can_set
@@ -25,8 +27,7 @@ class SyncOften(Remedy):
             name = _frequency_of(thing)
             before = getattr(thing, name)
             if (after := _halved(before, getattr(thing, f"min_{name}", 1))) != before:
-                setattr(thing, name, after)
-                changes.append(_Change(thing, name, before, after))
+                changes.append(_Attribute(thing, name, before, after))
         return _changed(changes, "every object averages as often as it can already")
 
     def acts_on(self, thing: object) -> bool:
@@ -47,8 +48,7 @@ class TightenStaleness(Remedy):
             before = thing.max_staleness
             after = (FIRST_BOUND if before is None else before) // 2
             if after != before:
-                thing.max_staleness = after
-                changes.append(_Change(thing, "max_staleness", before, after))
+                changes.append(_Attribute(thing, "max_staleness", before, after))
         return _changed(changes, "the bound is 0 already")
 
     def acts_on(self, thing: object) -> bool:
@@ -68,22 +68,22 @@ class ReduceLr(Remedy):
     def take(self, worker: str | None) -> Taken:
         """Do so once more."""
         del worker
-        things = self.found()
-        servers = [thing for thing in things if isinstance(thing, ServesLearningRate)]
-        optimizers = [live for thing in things if (live := _live(thing)) is not None]
-        if not servers and not optimizers:
+        changes: list[_Change] = []
+        for thing in self.found():
+            if isinstance(thing, ServesLearningRate):
+                rates = _served(thing)
+                if not rates:
+                    raise ConfigError("the server has no optimizer whose learning rate could be set")
+                changes += [_Served(thing, i, rate, rate * self._factor) for i, rate in enumerate(rates)]
+            elif (live := _live(thing)) is not None:
+                changes.append(_Factor(live, self._factor))
+        if not changes:
             raise ConfigError("there is no optimizer yet")
-        for server in servers:
-            _scale_served(server, self._factor)
-        for optimizer in optimizers:
-            _scale(optimizer, self._factor)
+        _make(changes)
 
         def undo() -> str:
-            for server in servers:
-                _scale_served(server, 1 / self._factor)
-            for optimizer in optimizers:
-                _scale(optimizer, 1 / self._factor)
-            return f"learning rates are divided by {self._factor:g} again"
+            kept = [kept for change in reversed(changes) if (kept := change.undo()) is not None]
+            return "; ".join([f"learning rates are divided by {self._factor:g} again", *kept])
 
         return Taken(f"learning rates are multiplied by {self._factor:g}", undo)
 
@@ -94,19 +94,75 @@ class ReduceLr(Remedy):
         return hasattr(thing, "optimizer") and cast(HoldsOptimizer, thing).optimizer is None
 
 
-class _Change(NamedTuple):
+class _Change(Protocol):
+    """Something that is set to something else, and can be set back."""
+
+    def make(self) -> None:
+        """Set it."""
+
+    def undo(self) -> str | None:
+        """Set what was before; where somebody has set something else since, leave that, and say so."""
+
+
+class _Attribute(NamedTuple):
     thing: object
     name: str
     before: Any
     after: Any
 
+    def make(self) -> None:
+        setattr(self.thing, self.name, self.after)
+
     def undo(self) -> None:
-        """Set what was before, unless somebody has set something else since."""
         if getattr(self.thing, self.name) == self.after:
             setattr(self.thing, self.name, self.before)
 
 
-def _changed(changes: list[_Change], else_: str) -> Taken:
+class _Served(NamedTuple):
+    server: ServesLearningRate
+    group: int
+    before: float
+    after: float
+
+    def make(self) -> None:
+        self.server.set_lr(self.after, self.group)
+
+    def undo(self) -> str | None:
+        rates = _served(self.server)
+        now = rates[self.group] if self.group < len(rates) else math.nan
+        if math.isclose(now, self.after, rel_tol=1e-6):
+            self.server.set_lr(self.before, self.group)
+            return None
+        return f"that of group {self.group} was set to {now:g} since, and stays"
+
+
+class _Factor(NamedTuple):
+    optimizer: Steps
+    by: float
+
+    def make(self) -> None:
+        from offbeat.local.lr_scale import scale
+
+        scale(cast(Any, self.optimizer), self.by)
+
+    def undo(self) -> None:
+        self._replace(by=1 / self.by).make()
+
+
+def _make(changes: Sequence[_Change]) -> None:
+    """Make all of them, or none: what would stay of one that failed halfway, nobody would take back."""
+    for num_made, change in enumerate(changes):
+        try:
+            change.make()
+        except BaseException:
+            for made in reversed(changes[:num_made]):
+                made.undo()
+            raise
+
+
+def _changed(changes: Sequence[_Attribute], else_: str) -> Taken:
+    _make(changes)
+
     def undo() -> str:
         for change in reversed(changes):
             change.undo()
@@ -140,15 +196,7 @@ def _live(thing: object) -> Steps | None:
     return None
 
 
-def _scale(optimizer: Steps, by: float) -> None:
-    from offbeat.local.lr_scale import scale
-
-    scale(cast(Any, optimizer), by)
-
-
-def _scale_served(server: ServesLearningRate, by: float) -> None:
+def _served(server: ServesLearningRate) -> list[float]:
+    """Give the learning rates of a server's groups, as they are set; none where it has no optimizer."""
     groups = (server.status()["optimizer"] or {}).get("spec", {}).get("groups", [])
-    if not groups:
-        raise ConfigError("the server has no optimizer whose learning rate could be set")
-    for i, group in enumerate(groups):
-        server.set_lr(group["lr"] * by, i)
+    return [group["lr"] for group in groups]
