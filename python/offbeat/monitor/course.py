@@ -14,6 +14,7 @@ from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Taken
 from offbeat.monitor.report import MonitorReport, Series
 from offbeat.monitor.settings import Settings
+from offbeat.tracking import alerts
 
 __all__ = ["Course"]
 
@@ -65,13 +66,13 @@ class Course:
             self._release()
         variance = None if "loss_variance" in readings else self._judge.variance_with(readings)
         judged = dict(readings) if variance is None else {**readings, "loss_variance": variance}
-        alerts = []
+        raised = []
         for metric, detector in self._judge.detectors.items():
             if metric in judged:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
-                    alerts.append(self._alert(excess, worker))
-        return tuple(alerts)
+                    raised.append(self._alert(excess, worker))
+        return tuple(raised)
 
     def begin_anew(self) -> None:
         """Let go of all remedies, and forget the ranges."""
@@ -109,6 +110,7 @@ class Course:
         alert = Alert(self._step, excess.metric, excess.value, excess.expected, action, result, worker)
         self._alerts.append(alert)
         self._num_alerts[alert.metric] += 1
+        alerts.count(alert.metric, alert.action)
         if rung is None:
             _log.debug("%s", alert)
         else:

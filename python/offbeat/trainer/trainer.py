@@ -27,6 +27,7 @@ from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords
+from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
@@ -283,7 +284,7 @@ class AsyncTrainer:
             max_steps=max_steps,
             meters=measured,
             log_frequency=log_frequency,
-            trackers=Fanout([*self._trackers, *tracking], "the trainer"),
+            trackers=Fanout([*self._trackers, *tracking], "the trainer", also=alerts.scalars),
             scheduling=scheduling,
             callbacks=self._callbacks,
         )

@@ -24,6 +24,7 @@ from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
+from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.worker.facade import WorkerOptimizer
@@ -364,7 +365,7 @@ class AsyncWorker(process.Live):
             reduction=self._config.loss_reduction,
             meters=measured,
             log_frequency=log_frequency,
-            trackers=Fanout(tracking, f"worker {self.id}"),
+            trackers=Fanout(tracking, f"worker {self.id}", also=alerts.scalars),
             first_step=self._steps_made,
         )
         self._loss_fn = loss_fn

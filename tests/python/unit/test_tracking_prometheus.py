@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import offbeat
+from offbeat.tracking import alerts
 from offbeat.tracking.prometheus import text
 from offbeat.tracking.registry import HISTOGRAM, MAX_WORKERS, METRICS, scalars
 
@@ -72,6 +73,7 @@ def test_every_metric_is_parsed_with_its_type_and_is_named_as_prometheus_wants(e
         "schedule": {"lr": [0.1]},
         "checkpoints": {"version": 1, "age_s": 2.0, "write_s": 0.5, "failed": None},
     }
+    alerts.count("loss", "clip")
     _, kinds = samples(status)
     # The parser, as the format of 0.0.4 has it, names a counter's family without _total.
     wanted = {f"offbeat_{m.name.removesuffix('_total')}": m.kind for m in METRICS}
@@ -79,6 +81,26 @@ def test_every_metric_is_parsed_with_its_type_and_is_named_as_prometheus_wants(e
     for metric in METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter")
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_a_monitor_s_alerts_are_counted_by_metric_and_by_what_was_done(empty):
+    def counted(action):
+        found, _ = samples(empty)
+        labels = frozenset({"metric": "loss", "action": action}.items())
+        return found.get(("offbeat_monitor_alerts_total", labels), 0)
+
+    before = {action: counted(action) for action in ("alert", "pause")}
+    with offbeat.AsyncTrainingMonitor(
+        warm_up=2, patience=2, remediation_strategy=["alert", "pause"], pause_timeout_s=0.001
+    ) as monitor:
+        for step, loss in enumerate([1.0, 1.0, 1.0, 9.0, 9.0, 9.0, math.nan]):
+            monitor.observe(step, loss=loss)
+        assert monitor.report().num_alerts == {"loss": 4}
+    del monitor
+    assert counted("alert") == before["alert"] + 2
+    assert counted("pause") == before["pause"] + 2
+    name = "offbeat/monitor_alerts_total/loss/pause"
+    assert scalars(empty)[name] == counted("pause")
 
 
 def test_a_server_without_anything_tells_what_there_is(empty):
@@ -174,8 +196,13 @@ def test_the_numbers_for_a_tracker_are_those_that_are_of_no_single_worker(empty)
     found = scalars(status)
     exposed, _ = samples(status)
     assert found.pop("offbeat/staleness_mean") == 2.5
+    order = {f"offbeat_{metric.name}": metric.labels for metric in METRICS}
+
+    def words(name, labels):
+        return [name.removeprefix("offbeat_"), *filter(None, (labels[label] for label in order[name]))]
+
     plain = {
-        "/".join(["offbeat", name.removeprefix("offbeat_"), *filter(None, dict(sorted(labels)).values())]): n
+        "/".join(["offbeat", *words(name, dict(labels))]): n
         for (name, labels), n in exposed.items()
         if "worker" not in dict(labels) and not name.startswith("offbeat_staleness")
     }
