@@ -480,3 +480,28 @@ def test_a_step_that_an_optimizer_skips_leaves_the_next_one_out_of_suspicion():
     step()
     assert not torch.equal(next(model.parameters()), before)
     assert monitor.report().num_dropped == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_micro_batch_of_which_nothing_counts_is_no_alert(reduction):
+    model = nn.Linear(4, 3)
+    accumulator = AsyncGradientAccumulator(
+        model,
+        accumulation_steps=2,
+        loss_reduction=reduction,
+        normalizer=lambda _, targets: float((targets != -100).sum()),
+    )
+    monitor = AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5)
+    for step in range(20):
+        targets = torch.full((8,), -100 if step == 13 else 1)
+        loss = accumulator.train_step(
+            inputs=torch.ones(8, 4),
+            targets=targets,
+            optimizer=optim.SGD(lr=0.01),
+            loss_fn=nn.CrossEntropyLoss(reduction=reduction),
+        )
+        assert math.isnan(loss) == (step == 13 and reduction == "mean")
+    assert monitor.report().num_alerts == {}
+    assert monitor.report().num_dropped == 0
+    assert monitor.report().series["loss"].num_seen == 19
+    assert accumulator.updates == 10
