@@ -3,11 +3,15 @@
 import json
 from typing import Any, cast
 
-from offbeat.errors import ConfigError
+from offbeat.errors import CheckpointError, ConfigError
 from offbeat.monitor.protocols import Quarantines, RollsBack, ServesLearningRate
 from offbeat.monitor.remedy import Find, Remedy, Taken
 
 __all__ = ["Quarantine", "Rollback"]
+
+
+MOST_TRIES = 3
+"""Of a rollback: its checkpoint may make room for a newer one while it is chosen."""
 
 
 class Quarantine(Remedy):
@@ -58,15 +62,26 @@ class Rollback(Remedy):
         told = []
         servers = self._servers()
         for server in servers:
-            kept = _kept_by(server)
-            older = [v for v in kept if v < self._before.get(id(server), v + 1)]
-            # Where none is old enough any more, the newest would be of what is to be gone back from.
-            version = server.rollback(max(older) if older else min(kept, default=None))
+            version = self._roll_back(server)
             self._before[id(server)] = version
             told.append(f"version {version}")
         others = [thing for thing in self.found() if thing not in servers]
         told += [str(cast(RollsBack, thing).rollback()) for thing in others]
         return Taken(f"went back to {', '.join(told)}", lambda: "what was gone back to stays")
+
+    def _roll_back(self, server: Any) -> int:  # noqa: ANN401  a server
+        """Go back as far as it takes; one that makes room for a newer checkpoint meanwhile is asked again."""
+        for _ in range(MOST_TRIES):
+            kept = _kept_by(server)
+            older = [v for v in kept if v < self._before.get(id(server), v + 1)]
+            # Where none is old enough any more, the newest would be of what is to be gone back from.
+            chosen = max(older) if older else min(kept, default=None)
+            try:
+                return cast(int, server.rollback(chosen))
+            except CheckpointError:
+                if chosen is None or chosen in _kept_by(server):
+                    raise
+        raise ConfigError("each checkpoint that was chosen was removed before it could be gone back to")
 
     def acts_on(self, thing: object) -> bool:
         """It needs what can do so."""

@@ -1,10 +1,12 @@
 """Remedies that set what trains to something milder: more averages, less staleness, a lower learning rate."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 from offbeat.errors import ConfigError
+from offbeat.monitor.attribute import Attribute
 from offbeat.monitor.protocols import HoldsOptimizer, ServesLearningRate, Steps, can_set
 from offbeat.monitor.remedy import MOST_REPEATS, Find, Remedy, Taken
 
@@ -14,46 +16,78 @@ FIRST_BOUND = 16
 """Updates: where there was no bound on staleness, the first one is half of it."""
 
 
-class SyncOften(Remedy):
-    """Halves the frequency, which is the time between two."""
+class _SetsAttributes(Remedy):
+    """Sets an attribute of each object to something milder."""
 
     repeats = MOST_REPEATS
+    _at_its_end: str
+    """What to say where there is nothing milder."""
+
+    def __init__(self, find: Find) -> None:
+        super().__init__(find)
+        self._attributes: dict[int, Attribute] = {}  # by object, of those that are set to something else
 
     def take(self, worker: str | None) -> Taken:
         """Do so once more."""
         del worker
         changes = []
         for thing in self.found():
-            name = _frequency_of(thing)
-            before = getattr(thing, name)
-            if (after := _halved(before, getattr(thing, f"min_{name}", 1))) != before:
-                changes.append(_Attribute(thing, name, before, after))
-        return _changed(changes, "every object averages as often as it can already")
+            name = self._attribute_of(thing)
+            attribute = self._attributes.get(id(thing)) or Attribute(thing, name)
+            before = attribute.wanted()
+            if (after := self._milder(thing, before)) != before:
+                changes.append(_Set(attribute, before, after, self._attributes))
+        _make(changes)
+
+        def undo() -> str:
+            for change in reversed(changes):
+                change.undo()
+            return "; ".join(map(str, (c.attribute for c in changes))) or "nothing was changed"
+
+        told = "; ".join(f"{c.attribute} instead of {c.before!r}" for c in changes)
+        return Taken(told or self._at_its_end, undo)
+
+    @abstractmethod
+    def _attribute_of(self, thing: object) -> str:
+        """Name it."""
+
+    @abstractmethod
+    def _milder(self, thing: object, value: Any) -> Any:  # noqa: ANN401  of an attribute of any type
+        """Give the next value; the same where there is none."""
+
+
+class SyncOften(_SetsAttributes):
+    """Halves the frequency, which is the time between two."""
+
+    _at_its_end = "every object averages as often as it can already"
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
         return can_set(thing, "averaging_frequency") or can_set(thing, "sync_frequency")
 
+    def _attribute_of(self, thing: object) -> str:
+        return "averaging_frequency" if can_set(thing, "averaging_frequency") else "sync_frequency"
 
-class TightenStaleness(Remedy):
+    def _milder(self, thing: object, value: Any) -> Any:  # noqa: ANN401  of an attribute of any type
+        return _halved(value, getattr(thing, f"min_{self._attribute_of(thing)}", None))
+
+
+class TightenStaleness(_SetsAttributes):
     """Halves the bound."""
 
-    repeats = MOST_REPEATS
-
-    def take(self, worker: str | None) -> Taken:
-        """Do so once more."""
-        del worker
-        changes = []
-        for thing in cast(list[Any], self.found()):
-            before = thing.max_staleness
-            after = (FIRST_BOUND if before is None else before) // 2
-            if after != before:
-                changes.append(_Attribute(thing, "max_staleness", before, after))
-        return _changed(changes, "the bound is 0 already")
+    _at_its_end = "the bound is 0 already"
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
         return can_set(thing, "max_staleness")
+
+    def _attribute_of(self, thing: object) -> str:
+        del thing
+        return "max_staleness"
+
+    def _milder(self, thing: object, value: Any) -> Any:  # noqa: ANN401  of an attribute of any type
+        del thing
+        return (FIRST_BOUND if value is None else value) // 2
 
 
 class ReduceLr(Remedy):
@@ -104,18 +138,23 @@ class _Change(Protocol):
         """Set what was before; where somebody has set something else since, leave that, and say so."""
 
 
-class _Attribute(NamedTuple):
-    thing: object
-    name: str
+class _Set(NamedTuple):
+    attribute: Attribute
     before: Any
     after: Any
+    known: dict[int, Attribute]
 
     def make(self) -> None:
-        setattr(self.thing, self.name, self.after)
+        self.attribute.want(self.after)
+        self.attribute.depth += 1
+        self.known[id(self.attribute.thing)] = self.attribute
 
     def undo(self) -> None:
-        if getattr(self.thing, self.name) == self.after:
-            setattr(self.thing, self.name, self.before)
+        self.attribute.depth -= 1
+        if not self.attribute.depth:
+            self.known.pop(id(self.attribute.thing), None)
+        if self.attribute.wanted() == self.after:
+            self.attribute.want(self.before)
 
 
 class _Served(NamedTuple):
@@ -160,29 +199,13 @@ def _make(changes: Sequence[_Change]) -> None:
             raise
 
 
-def _changed(changes: Sequence[_Attribute], else_: str) -> Taken:
-    _make(changes)
-
-    def undo() -> str:
-        for change in reversed(changes):
-            change.undo()
-        return (
-            "; ".join(f"{c.name} is {getattr(c.thing, c.name)!r}" for c in changes) or "nothing was changed"
-        )
-
-    told = "; ".join(f"{c.name} is {c.after!r} instead of {c.before!r}" for c in changes)
-    return Taken(told or else_, undo)
-
-
-def _frequency_of(thing: object) -> str:
-    return "averaging_frequency" if can_set(thing, "averaging_frequency") else "sync_frequency"
-
-
-def _halved(frequency: int | str, least: int | str | None) -> int | str:
-    """Give half of a number of iterations, or of a time such as "30s"; no less than the least."""
+def _halved(frequency: float | str, least: object) -> float | str:
+    """Give half of a number of iterations, of seconds, or of a time as "30s"; no less than the least."""
     if isinstance(frequency, str):
         digits = frequency.rstrip("abcdefghijklmnopqrstuvwxyz ")
         return f"{float(digits) / 2:g}{frequency[len(digits) :].strip()}"
+    if isinstance(frequency, float):
+        return max(frequency / 2, float(least)) if isinstance(least, int | float) else frequency / 2
     return max(frequency // 2, least if isinstance(least, int) else 1, 1)
 
 
