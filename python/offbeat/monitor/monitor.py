@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from offbeat import process
-from offbeat.checks import is_count, refuse
+from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError
 from offbeat.monitor.alert import Alert
 from offbeat.monitor.band import Band
@@ -42,9 +42,9 @@ class AsyncTrainingMonitor:
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
-    how far the parameters move, before each step of any torch optimizer that has them; from an `AsyncWorker`
-    and an `AsyncGradientAccumulator` of the model their losses, and a worker's staleness. Call `observe`
-    before the optimizer's step, so that the step's gradient can be dropped for what was observed.
+    how far the parameters move, before each step of any torch optimizer that has them; from whatever of ours
+    trains the model (worker, accumulator, averager, trainers) its losses, and a worker's staleness. Call
+    `observe` before the optimizer's step, so that the step's gradient can be dropped for what was observed.
 
     A monitor acts as long as it is kept; `close()`, or the end of a `with` block, lets go of its remedies.
 
@@ -185,7 +185,7 @@ class AsyncTrainingMonitor:
             The alerts that this raised.
 
         Raises:
-            ConfigError: If a value is no number, or is of a metric that is not judged.
+            ConfigError: If a value is no number, or is of a metric that is not judged, or `worker` no name.
             ClosedError: After `close()`.
         """
         given = {
@@ -199,6 +199,7 @@ class AsyncTrainingMonitor:
         }
         readings = {name: _number(value) for name, value in given.items() if value is not None}
         faults = [] if is_count(step) else [f"step is {step!r}: give a whole number, 0 or more"]
+        faults += strings(worker=worker)
         faults += [f"{name} is {given[name]!r}: give a number" for name, v in readings.items() if v is None]
         faults += [
             f"{name} is observed and is not among divergence_metrics: name it there"

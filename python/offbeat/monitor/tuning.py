@@ -103,13 +103,15 @@ class ReduceLr(Remedy):
         """Do so once more."""
         del worker
         changes: list[_Change] = []
+        scaled: list[Steps] = []  # a trainer's optimizer may be its averager's, too, and is scaled once
         for thing in self.found():
             if isinstance(thing, ServesLearningRate):
                 rates = _served(thing)
                 if not rates:
                     raise ConfigError("the server has no optimizer whose learning rate could be set")
                 changes += [_Served(thing, i, rate, rate * self._factor) for i, rate in enumerate(rates)]
-            elif (live := _live(thing)) is not None:
+            elif (live := _live(thing)) is not None and not any(live is one for one in scaled):
+                scaled.append(live)
                 changes.append(_Factor(live, self._factor))
         if not changes:
             raise ConfigError("there is no optimizer yet")

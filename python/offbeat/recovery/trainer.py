@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.checkpoints import directory_of
 from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
 from offbeat.frequency import Every, frequency
@@ -123,6 +123,7 @@ class FaultTolerantTrainer:
         assert strategy is not None  # noqa: S101
         assert where is not None  # noqa: S101
         self.model = model.to(where)
+        trained_by.register(model, self)
         self.device = where
         self.history = History()
         self.resumed_from: Path | None = None

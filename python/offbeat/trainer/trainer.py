@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.checks import Faults, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
@@ -175,6 +175,7 @@ class AsyncTrainer:
         if compile is not False:
             _compile(model, compile)
         self.model = model.to(where)
+        trained_by.register(model, self)
         self.device = where
         self.local_batch_size = local_batch_size
         self._amp = amp

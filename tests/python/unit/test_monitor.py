@@ -553,8 +553,8 @@ def test_an_unknown_keyword_names_the_nearest():
 def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():
     monitor = warmed()
     with pytest.raises(ConfigError) as error:
-        monitor.observe(-1, loss="high", gradient_norm=1.0)
-    for text in ("step is -1", "loss is 'high'", "gradient_norm is observed"):
+        monitor.observe(-1, worker=["amy"], loss="high", gradient_norm=1.0)
+    for text in ("step is -1", "worker is ['amy']", "loss is 'high'", "gradient_norm is observed"):
         assert text in str(error.value)
     assert monitor.report().series["loss"].num_seen == 10
 
