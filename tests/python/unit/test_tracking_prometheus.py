@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import offbeat
 from offbeat.tracking import alerts
-from offbeat.tracking.prometheus import text
+from offbeat.tracking.prometheus import Steady, text
 from offbeat.tracking.registry import HISTOGRAM, MAX_WORKERS, METRICS, scalars
 
 COUNTS = st.integers(0, 2**53)
+HISTOGRAMS = st.dictionaries(st.integers(0, 64), st.integers(1, 1000), max_size=8)
 IDS = st.text(
     st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30
 )  # as the server has them
@@ -48,10 +49,10 @@ def worker(name, **changes):
     } | changes
 
 
-def samples(status):
+def samples(status, steady=None):
     """Give all samples by name and labels, and the type of each family."""
     found, kinds = {}, {}
-    for family in text_string_to_metric_families(text(status).decode()):
+    for family in text_string_to_metric_families(text(status, steady).decode()):
         kinds[family.name] = family.type
         assert family.documentation
         for sample in family.samples:
@@ -103,6 +104,36 @@ def test_a_monitor_s_alerts_are_counted_by_metric_and_by_what_was_done(empty):
     assert scalars(empty)[name] == counted("pause")
 
 
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(0, 99), HISTOGRAMS), max_size=3),
+        max_size=6,
+    )
+)
+def test_a_counter_does_not_fall_with_the_workers_that_a_status_forgets(empty, looks):
+    steady, before, grown = Steady(), {}, {}
+    for workers in looks:
+        told = [worker(n, bytes_sent=size, histogram=counts) for n, (size, counts) in workers.items()]
+        status = empty | {"workers": told}
+        now, _ = samples(status, steady)
+        alone, _ = samples(status)
+        rising = {
+            key: number
+            for key, number in now.items()
+            if "worker" not in dict(key[1]) and key[0].endswith(("_total", "_bucket", "_sum", "_count"))
+        }
+        for key, number in rising.items():
+            assert number >= before.get(key, 0)
+        key = ("offbeat_pull_bytes_total", frozenset())
+        grown[key] = grown.get(key, 0) + max(0, alone[key] - grown.get("last", 0))
+        grown["last"] = alone[key]
+        assert rising[key] == grown[key], "what has come since is in it, and nothing else"
+        buckets = [n for (name, _), n in now.items() if name == "offbeat_staleness_bucket"]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == value(now, "staleness_count")
+        before = rising
+
+
 def test_a_server_without_anything_tells_what_there_is(empty):
     found, _ = samples(empty)
     assert value(found, "run_state", state="waiting_for_model") == 1
@@ -121,9 +152,6 @@ def test_whatever_a_worker_is_called_its_samples_are_read_back(empty, workers):
         if name == "offbeat_worker_samples_total"
     }
     assert read == {name: float(number) for name, number in workers}
-
-
-HISTOGRAMS = st.dictionaries(st.integers(0, 64), st.integers(1, 1000), max_size=8)
 
 
 @given(st.lists(HISTOGRAMS, min_size=1, max_size=4))
