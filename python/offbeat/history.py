@@ -84,7 +84,7 @@ class History:
 
         Raises:
             StateError: If there is no log line to draw.
-            ConfigError: If matplotlib is not installed.
+            ConfigError: If matplotlib is not installed, or has no such format.
             OSError: If the picture cannot be written.
         """
         names = [*self.records[0].metrics] if self.records else []

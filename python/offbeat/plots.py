@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from offbeat.errors import ConfigError
 from offbeat.extras import load
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def picture(
         what: Who asks, for the error.
 
     Raises:
-        ConfigError: If matplotlib is not installed.
+        ConfigError: If matplotlib is not installed, or has no such format.
     """
     mpl = load("matplotlib", what)
     figures: Any = load("matplotlib.figure", what)
@@ -87,10 +88,13 @@ def picture(
         figure = figures.Figure(figsize=(WIDTH_IN, 0.6 + PANEL_IN * sum(heights)), layout="constrained")
         agg.FigureCanvasAgg(figure)  # draws without a screen, and leaves pyplot's own state alone
         axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
-        figure.suptitle(title)
+        figure.suptitle(_as_it_is(title))
         yield Picture(figure, list(axes[:, 0]))
         if path is not None:
-            figure.savefig(path, dpi=DPI)
+            try:
+                figure.savefig(path, dpi=DPI)
+            except ValueError as error:  # a format that there is not
+                raise ConfigError(f"{os.fspath(path)!r} cannot be drawn to: {error}") from error
 
 
 def draw_metrics(panels: "Sequence[Axes]", history: "History", names: Sequence[str]) -> None:
@@ -98,7 +102,7 @@ def draw_metrics(panels: "Sequence[Axes]", history: "History", names: Sequence[s
     steps = [record.step for record in history.records]
     for axes, name in zip(panels, names, strict=False):
         axes.plot(steps, [record.metrics[name] for record in history.records], linewidth=1.2)
-        axes.set(ylabel=name, xlabel="steps of this worker")
+        axes.set(ylabel=_as_it_is(name), xlabel="steps of this worker")
     late = [(record.step, record.staleness) for record in history.records if record.staleness is not None]
     if late:
         axes = panels[len(names)]
@@ -111,8 +115,8 @@ def draw_metrics_by_version(axes: "Axes", histories: "Mapping[str, History]", na
     for worker, history in histories.items():
         points = [(r.version, r.metrics[name]) for r in history.records if name in r.metrics]
         if points:
-            axes.plot(*zip(*points, strict=True), label=worker, linewidth=1.2)
-    axes.set(ylabel=name, xlabel="version of the model")
+            axes.plot(*zip(*points, strict=True), label=_as_it_is(worker), linewidth=1.2)
+    axes.set(ylabel=_as_it_is(name), xlabel="version of the model")
     if axes.lines and len(histories) <= MAX_NAMED:
         axes.legend(fontsize="small")
 
@@ -139,4 +143,10 @@ def draw_membership(axes: "Axes", spans: Sequence[Span]) -> None:
     if seen:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     axes.set(xlabel="seconds", ylim=(len(names) - 0.4, -0.6))
-    axes.set_yticks(range(len(names)), names if len(names) <= MAX_NAMED else [])
+    axes.set_yticks(range(len(names)), map(_as_it_is, names) if len(names) <= MAX_NAMED else [])
+
+
+def _as_it_is(name: str) -> str:
+    """Write a name as matplotlib draws it: of two dollars it makes a formula, and a legend has no "_…"."""
+    text = name.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

@@ -400,13 +400,15 @@ class ParameterServer(process.Live):
 def _endpoint(host: str, port: int, of: "weakref.ref[ParameterServer]") -> "MetricsEndpoint":
     """Listen for those who ask for a server's metrics, without holding the server."""
     from offbeat.tracking.endpoint import MetricsEndpoint
-    from offbeat.tracking.prometheus import CONTENT_TYPE, text
+    from offbeat.tracking.prometheus import CONTENT_TYPE, Steady, text
+
+    steady = Steady()
 
     def read() -> bytes:
         server = of()
         if server is None:
             raise ClosedError("the server of these metrics has gone")
-        return text(server.status())
+        return text(server.status(), steady)
 
     return MetricsEndpoint(read, content_type=CONTENT_TYPE, host=host, port=port)
 

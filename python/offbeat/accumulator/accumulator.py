@@ -262,7 +262,8 @@ class AsyncGradientAccumulator:
         loss = loss_fn(self.model(inputs), targets)
         check_loss(loss, owner=type(self).__name__)
         shown = loss.detach()
-        trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / (counts or 1.0))
+        if counts:  # a mean over nothing is NaN, and no sign of anything
+            trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
         self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
         self._samples_since_end += samples

@@ -9,8 +9,27 @@ from torch import nn
 from offbeat.accumulator.members import Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults
+from offbeat.errors import ConfigError
 
-__all__ = ["check_state", "total_of_state", "total_state"]
+__all__ = ["KEYS", "check_state", "total_of_state", "total_state"]
+
+KEYS = (
+    "updates",
+    "skipped_updates",
+    "was_update",
+    "samples",
+    "samples_since_end",
+    "size",
+    "losses",
+    "agreed",
+    "window",
+    "due",
+    "optimizer",
+    "meter",
+    "grad_scaler",
+    "worker",
+)
+"""What every state has."""
 
 
 def check_state(
@@ -23,7 +42,17 @@ def check_state(
         parameters: Those that are trained here.
         size: How many members there are here.
         losses: What losses are here.
+
+    Raises:
+        ConfigError: If it is no state of an accumulator at all.
     """
+    given: object = state  # whatever a user gave
+    missing = [key for key in KEYS if key not in given] if isinstance(given, Mapping) else KEYS
+    if missing:
+        raise ConfigError(
+            f"the state is a {type(state).__name__} without {', '.join(missing)}: give what an accumulator's "
+            f"state_dict() gave"
+        )
     faults = Faults()
     if state["size"] != size:
         faults.append(

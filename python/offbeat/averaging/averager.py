@@ -30,12 +30,12 @@ from offbeat.averaging.timing import Asked, Timing
 from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
-from offbeat.local.batches import count, loaded, moved
+from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
-from offbeat.local.evaluate import measure
+from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
 from offbeat.local.parameters import check_same, each_once, of_model
-from offbeat.metrics import Metric, is_collection, meters
+from offbeat.metrics import Metric
 from offbeat.naming import known_keywords
 
 __all__ = ["AsyncModelAverager"]
@@ -428,19 +428,19 @@ class AsyncModelAverager:
 
         Returns:
             The mean over all samples; for a list or a collection, a dict by name.
+
+        Raises:
+            ConfigError: If the loader or a metric cannot be used, or the loader gave no sample.
         """
-        several = isinstance(metrics, list | tuple) or is_collection(metrics)
-        measured = meters(metrics)
-        loss_of = self._loss_fn if loss_fn is None else loss_fn
-        found = measure(
+        return evaluate(
             self.model,
-            loaded(loader, EVALUATION_BATCH),
-            measured,
+            loader,
+            metrics,
+            batch_size=EVALUATION_BATCH,
             device=self.device,
-            loss_fn=loss_of if any(meter.name == "loss" for meter in measured) else None,
+            loss_fn=self._loss_fn if loss_fn is None else loss_fn,
             reduction="mean",
         )
-        return found if several else found[measured[0].name]
 
     # ------------------------------------------------------------------ state
 

@@ -1,6 +1,7 @@
 """The averager's keywords, checked together."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal, TypeAlias
 
 from offbeat.averaging.methods import Method
@@ -16,6 +17,7 @@ from offbeat.averaging.pace import (
 )
 from offbeat.checks import Faults, at_least_one, functions
 from offbeat.errors import ConfigError
+from offbeat.frequency import Every
 from offbeat.frequency import frequency as read
 from offbeat.naming import unknown
 
@@ -90,7 +92,10 @@ def changed(pace: Pace, given: object, *, longest: float) -> Pace:
     Raises:
         ConfigError: If a pace of this kind cannot have it.
     """
-    found = read(given, name="averaging_frequency", counted="iterations")
+    if isinstance(pace, Seconds) and isinstance(given, float) and 0 < given < inf:
+        found = Every(seconds=given)  # as it reads
+    else:
+        found = read(given, name="averaging_frequency", counted="iterations")
     if isinstance(pace, Seconds):
         if found.seconds is None or found.seconds > longest:
             raise ConfigError(

@@ -1,12 +1,14 @@
 """One frame of `offbeat top`: made of two statuses, and of nothing else."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.cli.fit import GAP, Column, fit
 from offbeat.cli.rates import Rates, percentile, rates
 from offbeat.cli.wording import (
     PRESENT,
@@ -14,6 +16,7 @@ from offbeat.cli.wording import (
     by_reason,
     checkpoints,
     duration,
+    first_to_see,
     gone,
     learning_rate,
     model,
@@ -31,8 +34,36 @@ AROUND_THE_WORKERS = 22
 MAX_DEPARTURES = 5
 """The latest."""
 
-ORDER = ("stalled", "lost", "joined", "left", "finished")
-"""Of the workers: what may want a hand comes first."""
+
+class _Heading(NamedTuple):
+    """Of a column, as `Column` has it."""
+
+    name: str
+    rank: int = 0
+    least: int | None = None
+    is_number: bool = False
+
+
+WORKERS = (
+    _Heading("worker", least=10),
+    _Heading("state"),
+    _Heading("host", rank=7, least=8),
+    _Heading("samples/s", rank=1, is_number=True),
+    _Heading("pushes/s", rank=6, is_number=True),
+    _Heading("staleness", rank=5, is_number=True),
+    _Heading("max", rank=10, is_number=True),
+    _Heading("pushes", rank=8, is_number=True),
+    _Heading("damped", rank=9, is_number=True),
+    _Heading("rejected", rank=4, least=8, is_number=True),
+    _Heading("last push", rank=2, is_number=True),
+    _Heading("cause", rank=3, least=12),
+)
+DEPARTURES = (
+    _Heading("departure", least=10),
+    _Heading("state", rank=1),
+    _Heading("when", rank=3),
+    _Heading("cause", rank=2, least=12),
+)
 
 STYLES = {"joined": "green", "stalled": "yellow", "lost": "red", "left": "yellow", "finished": "dim"}
 UNKNOWN = "-"
@@ -118,53 +149,84 @@ def _workers(workers: Sequence[Told], now: Rates | None, max_workers: int | None
     if not workers:
         return Text("no worker has joined yet")
     there = sum(worker["state"] in PRESENT for worker in workers)
-    shown = sorted(workers, key=lambda worker: ORDER.index(worker["state"]))[:max_workers]
-    table = Table(
-        box=None, pad_edge=False, padding=(0, 1), title=f"{there} of {len(workers)} workers are there"
-    )
-    table.title_justify, table.title_style = "left", "bold"
-    for name in ("worker", "state", "host"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
-    for name in ("samples/s", "pushes/s", "staleness", "max", "pushes", "damped", "rejected", "last push"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cause", overflow="ellipsis", no_wrap=True)
-    for worker in shown:
-        mine = None if now is None else now.workers.get(worker["incarnation"])
-        late = worker["mean_staleness"] if mine is None or mine.staleness is None else mine.staleness
-        age = worker["last_push_age_s"]
-        table.add_row(
-            _cell(worker["id"]),
-            Text(worker["state"], style=STYLES[worker["state"]]),
-            _cell(worker["host"]),
-            f"{worker['samples_per_s']:,.0f}",
-            UNKNOWN if mine is None else f"{mine.pushes_per_s:,.1f}",
-            f"{late:.1f}",
-            f"{worker['max_staleness']:,}",
-            f"{worker['pushes']:,}",
-            f"{worker['damped']:,}",
-            _cell(by_reason(worker["rejected"])),
-            UNKNOWN if age is None else f"{duration(age)} ago",
-            _cell(worker["cause"] or ""),
-        )
-    if len(shown) == len(workers):
-        return table
-    return Group(
-        table, Text(f"and {len(workers) - len(shown):,} more; offbeat status lists all", style="dim")
+    shown = first_to_see(workers)[:max_workers]
+    rows = [_row(worker, now) for worker in shown]
+    parts: list[RenderableType] = [
+        Text(f"{there} of {len(workers)} workers are there", style="bold", overflow="ellipsis", no_wrap=True),
+        _Fitted(WORKERS, rows),
+    ]
+    if len(shown) < len(workers):
+        left_out = f"and {len(workers) - len(shown):,} more; offbeat status --all lists them"
+        parts.append(Text(left_out, style="dim", overflow="ellipsis", no_wrap=True))
+    return Group(*parts)
+
+
+def _row(worker: Told, now: Rates | None) -> list[Text]:
+    mine = None if now is None else now.workers.get(worker["incarnation"])
+    late = worker["mean_staleness"] if mine is None or mine.staleness is None else mine.staleness
+    age = worker["last_push_age_s"]
+    return [
+        _cell(worker["id"]),
+        Text(worker["state"], style=STYLES[worker["state"]]),
+        _cell(worker["host"]),
+        Text(f"{worker['samples_per_s']:,.0f}"),
+        Text(UNKNOWN if mine is None else f"{mine.pushes_per_s:,.1f}"),
+        Text(f"{late:.1f}"),
+        Text(f"{worker['max_staleness']:,}"),
+        Text(f"{worker['pushes']:,}"),
+        Text(f"{worker['damped']:,}"),
+        _cell(by_reason(worker["rejected"])),
+        Text(UNKNOWN if age is None else f"{duration(age)} ago"),
+        _cell(worker["cause"] or ""),
+    ]
+
+
+def _departures(departures: Sequence[Told]) -> RenderableType:
+    return _Fitted(
+        DEPARTURES,
+        [
+            [
+                _cell(one["worker"]),
+                Text(one["state"], style=STYLES[one["state"]]),
+                Text(f"{duration(one['age_s'])} ago"),
+                _cell(one["cause"]),
+            ]
+            for one in reversed(departures)
+        ],
     )
 
 
-def _departures(departures: Sequence[Told]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("departure", "state", "when", "cause"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
-    for one in reversed(departures):
-        table.add_row(
-            _cell(one["worker"]),
-            Text(one["state"], style=STYLES[one["state"]]),
-            f"{duration(one['age_s'])} ago",
-            _cell(one["cause"]),
-        )
-    return table
+class _Fitted:
+    """A table of those columns that there is room for, where it is drawn."""
+
+    def __init__(self, headings: Sequence[_Heading], rows: Sequence[Sequence[Text]]) -> None:
+        self._headings = headings
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [
+            Column(
+                name=heading.name,
+                width=max(len(heading.name), *(row[i].cell_len for row in self._rows)),
+                least=heading.least,
+                rank=heading.rank,
+            )
+            for i, heading in enumerate(self._headings)
+        ]
+        widths = fit(columns, options.max_width)
+        table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))
+        kept = [(i, heading) for i, heading in enumerate(self._headings) if heading.name in widths]
+        for _, heading in kept:
+            table.add_column(
+                heading.name,
+                width=widths[heading.name],
+                justify="right" if heading.is_number else "left",
+                overflow="ellipsis",
+                no_wrap=True,
+            )
+        for row in self._rows:
+            table.add_row(*(row[i] for i, _ in kept))
+        yield table
 
 
 def _cell(words: str) -> Text:

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,12 @@ from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser
 from offbeat.cli.say import output
 from offbeat.cli.wording import (
+    ORDER,
     by_reason,
     checkpoints,
     columns,
     duration,
+    first_to_see,
     gone,
     learning_rate,
     model,
@@ -25,8 +28,11 @@ from offbeat.cli.wording import (
 
 __all__ = ["add_arguments", "report", "run"]
 
+MAX_WORKERS = 50
+"""Rows, where not all are asked for: what does not fit on a screen or two is read by nobody."""
+
 MAX_DEPARTURES = 10
-"""The latest; `--json` has more."""
+"""The latest, likewise."""
 
 GLOSSARY = (
     "In the tables: damped, pushes that were worth less because they were late. Pushes applied, to the whole "
@@ -45,6 +51,12 @@ def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
     parser.epilog = GLOSSARY
     add_server_arguments(parser)
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"a row for every worker and departure; without it, for {MAX_WORKERS} workers at most, those "
+        f"first that may want a hand, and the latest {MAX_DEPARTURES} departures; JSON has all in any case",
+    )
     parser.add_format()
 
 
@@ -55,21 +67,22 @@ def run(arguments: Namespace) -> int:
     if arguments.format == "json":
         output(text)
     else:
-        output(report(json.loads(text), asked=address))
+        output(report(json.loads(text), asked=address, is_whole=arguments.all))
     return ExitCode.OK
 
 
-def report(status: Status, *, asked: str) -> str:
+def report(status: Status, *, asked: str, is_whole: bool = False) -> str:
     """Word a server's status for people.
 
     Args:
         status: What it told.
         asked: The address where it was asked.
+        is_whole: Whether all workers and departures have rows, however many there are.
     """
     parts = [
         _run(status, asked),
-        _workers(status["workers"]),
-        _departures(status["departures"], status["workers"]),
+        _workers(status["workers"], None if is_whole else MAX_WORKERS),
+        _departures(status["departures"], status["workers"], None if is_whole else MAX_DEPARTURES),
         _memory(status["memory"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -93,9 +106,12 @@ def _run(status: Status, asked: str) -> str:
     return columns([[name, value] for name, value in lines.items()], left=2)
 
 
-def _workers(workers: Sequence[Status]) -> str:
+def _workers(workers: Sequence[Status], most: int | None) -> str:
+    """Make a row for each; where they are more than the most, for those first that may want a hand."""
     if not workers:
         return "no worker has joined yet"
+    is_cut = most is not None and len(workers) > most
+    shown = first_to_see(sorted(workers, key=_silence))[:most] if is_cut else workers
     head = ["worker", "state", "host", "samples", "samples/s", "pushes", "damped", "rejected"]
     head += ["staleness", "max", "last push"]
     rows = [
@@ -112,17 +128,34 @@ def _workers(workers: Sequence[Status]) -> str:
             str(worker["max_staleness"]),
             "-" if worker["last_push_age_s"] is None else f"{duration(worker['last_push_age_s'])} ago",
         ]
-        for worker in workers
+        for worker in shown
     ]
-    return columns([head, *rows], left=3)
+    table = columns([head, *rows], left=3)
+    return f"{table}\n{_left_out(shown, workers)}" if is_cut else table
 
 
-def _departures(departures: Sequence[Status], workers: Sequence[Status]) -> str:
+def _silence(worker: Status) -> float:
+    """Give a key by which who pushed last is last, but for who never has."""
+    age: float | None = worker["last_push_age_s"]
+    return 0.0 if age is None else -age
+
+
+def _left_out(shown: Sequence[Status], workers: Sequence[Status]) -> str:
+    """Say who is in none of the rows."""
+    states = Counter(worker["state"] for worker in workers)
+    states.subtract(worker["state"] for worker in shown)
+    listed = ", ".join(f"{states[state]:,} {state}" for state in ORDER if states[state])
+    return f"and {len(workers) - len(shown):,} more ({listed}); --all lists them"
+
+
+def _departures(departures: Sequence[Status], workers: Sequence[Status], most: int | None) -> str:
     if not (told := gone(departures, workers)):
         return ""
     head = ["departure", "state", "when", "cause"]
     rows = [[d["worker"], d["state"], f"{duration(d['age_s'])} ago", d["cause"]] for d in told]
-    return columns([head, *rows[-MAX_DEPARTURES:]], left=4)
+    if most is None or len(rows) <= most:
+        return columns([head, *rows], left=4)
+    return f"{columns([head, *rows[-most:]], left=4)}\nand {len(rows) - most:,} before them; --all lists them"
 
 
 def _memory(memory: Status) -> str:

@@ -6,12 +6,14 @@ from typing import Any
 from offbeat.address import EVERY_INTERFACE, is_local, reachable
 
 __all__ = [
+    "ORDER",
     "PRESENT",
     "Told",
     "by_reason",
     "checkpoints",
     "columns",
     "duration",
+    "first_to_see",
     "gone",
     "learning_rate",
     "model",
@@ -26,6 +28,9 @@ Told = Mapping[str, Any]
 
 PRESENT = ("joined", "stalled")
 """The states of a worker that is there."""
+
+ORDER = ("stalled", "lost", "joined", "left", "finished")
+"""Of the workers: what may want a hand comes first."""
 
 
 def run_at(run: Told, asked: str) -> str:
@@ -100,6 +105,11 @@ def gone(departures: Sequence[Told], workers: Sequence[Told]) -> list[Told]:
     """Tell who has gone, oldest first; a worker that was lost and is back has not."""
     present = {worker["incarnation"] for worker in workers if worker["state"] in PRESENT}
     return [d for d in departures if d["state"] != "lost" or d["incarnation"] not in present]
+
+
+def first_to_see(workers: Sequence[Told]) -> list[Told]:
+    """Put first what may want a hand; of those in one state it is as they came."""
+    return sorted(workers, key=lambda worker: ORDER.index(worker["state"]))
 
 
 def by_reason(rejected: Mapping[str, int]) -> str:

@@ -2,55 +2,94 @@
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
-from offbeat.local.batches import count, moved, split
+from offbeat.errors import ConfigError
+from offbeat.local.batches import count, loaded, moved, split
 from offbeat.local.loss import LossFunction, LossReduction
-from offbeat.metrics import Meter
+from offbeat.metrics import Meter, Metric, is_collection, meters
 
-__all__ = ["measure", "without_a_trace"]
+__all__ = ["evaluate", "without_a_trace"]
 
 
-def measure(
+def evaluate(
     module: nn.Module,
-    loader: Iterable[Any],
-    meters: list[Meter],
+    data: Iterable[Any] | Dataset[Any],
+    metrics: Metric | list[Any] | tuple[Any, ...],
     *,
+    batch_size: int,
     device: torch.device,
     loss_fn: LossFunction | None,
     reduction: LossReduction,
-) -> dict[str, float]:
+    first: Callable[[], object] | None = None,
+) -> float | dict[str, float]:
     """Run a model over all batches in eval mode; means are weighted by samples.
 
     Args:
         module: The model; every submodule's mode is restored.
-        loader: Gives batches (inputs, targets).
-        meters: What to measure.
+        data: Gives batches (inputs, targets); or a dataset of samples, one for each index.
+        metrics: One metric, or a list of them.
+        batch_size: Samples at a time, of a dataset.
         device: Where the model is.
         loss_fn: For the metric "loss"; None if there is none.
         reduction: Whether it gives a mean or a sum over the batch.
+        first: Is called once what was given is known to be usable, and before the first batch.
 
     Returns:
-        One number per meter, by name.
+        The mean over all samples; for a list or a collection, a dict by name.
+
+    Raises:
+        ConfigError: If a metric or the data cannot be used, or there is no sample in it: of nothing there is
+            no mean, and NaN would pass for a model that has diverged.
     """
+    measured = meters(metrics)
+    batches = loaded(data, batch_size)
+    if first is not None:
+        first()
+    loss_fn = loss_fn if any(meter.name == "loss" for meter in measured) else None
+    if not _run(module, batches, measured, device=device, loss_fn=loss_fn, reduction=reduction):
+        raise ConfigError(
+            f"loader is a {type(data).__name__} that gave no sample, and of none there is no mean: give data "
+            f"that has some; what gives its batches once, as a generator does, has to be made anew each time"
+        )
+    found = {meter.name: meter.read() for meter in measured}
+    several = isinstance(metrics, list | tuple) or is_collection(metrics)
+    return found if several else found[measured[0].name]
+
+
+def _run(
+    module: nn.Module,
+    batches: Iterable[Any],
+    measured: Sequence[Meter],
+    *,
+    device: torch.device,
+    loss_fn: LossFunction | None,
+    reduction: LossReduction,
+) -> int:
+    """Let meters see all batches; give how many samples there were."""
+    seen = 0
     with without_a_trace(module, device), torch.no_grad():
-        for batch in loader:
+        for batch in batches:
             inputs, targets = split(batch)
             samples = count(inputs, targets)
+            if not samples:
+                continue  # its mean is NaN, and it would be that of all
+            seen += samples
             inputs, targets = moved(inputs, device), moved(targets, device)
             outputs = module(inputs)
             loss = None
             if loss_fn is not None:
                 loss = loss_fn(outputs, targets)
                 loss = loss / samples if reduction == "sum" else loss
-            for meter in meters:
+            for meter in measured:
                 meter.update(outputs, targets, loss, samples)
-    return {meter.name: meter.read() for meter in meters}
+    return seen
 
 
 @contextmanager

@@ -2,25 +2,24 @@
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from offbeat import process
-from offbeat.errors import OffbeatError
+from offbeat.errors import ClosedError, OffbeatError
 from offbeat.monitor.alert import Alert, Release
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Taken
 from offbeat.monitor.report import MonitorReport, Series
 from offbeat.monitor.settings import Settings
+from offbeat.tracking import alerts
 
 __all__ = ["Course"]
 
 MOST_KEPT = 1000
 """Alerts, and releases, for the report."""
-
-T = TypeVar("T")
 
 _log = logging.getLogger("offbeat")
 
@@ -63,17 +62,17 @@ class Course:
     def take(self, step: int, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
         """Judge readings of one step, and act on what is out of range; give the alerts."""
         self._step = step
-        if self._judge.begin((step, worker)) is not None:
+        if self._judge.begin(step, worker) is not None:
             self._release()
         variance = None if "loss_variance" in readings else self._judge.variance_with(readings)
         judged = dict(readings) if variance is None else {**readings, "loss_variance": variance}
-        alerts = []
+        raised = []
         for metric, detector in self._judge.detectors.items():
             if metric in judged:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
-                    alerts.append(self._alert(excess, worker))
-        return tuple(alerts)
+                    raised.append(self._alert(excess, worker))
+        return tuple(raised)
 
     def begin_anew(self) -> None:
         """Let go of all remedies, and forget the ranges."""
@@ -100,37 +99,83 @@ class Course:
     def _alert(self, excess: Excess, worker: str | None) -> Alert:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         if not self._in_effect:
-            for remedy in self._settings.remedies:
-                _tried(remedy.begin)
-        rung = self._judge.climb() if excess.is_first else None
+            self._begin()
+        ours = self._left_out(worker)
+        rung = self._climb(worker, ours) if excess.is_first else None
         if rung is None:
-            newest = self._in_effect[-1]
-            action, result = newest.name, f"in effect since step {newest.step}"
+            effect = self._in_effect[-1] if ours is None else ours
+            action, result = effect.name, f"in effect since step {effect.step}"
         else:
             action, result = self._act(rung, worker)
         alert = Alert(self._step, excess.metric, excess.value, excess.expected, action, result, worker)
         self._alerts.append(alert)
         self._num_alerts[alert.metric] += 1
+        alerts.count(alert.metric, alert.action)
         if rung is None:
             _log.debug("%s", alert)
         else:
             process.warn(str(alert))
         return alert
 
+    def _climb(self, worker: str | None, ours: "_InEffect | None") -> int | None:
+        """Give the rung to take for a worker's alert, if it is time to take one.
+
+        Who is left out is measured, and does no harm: another remedy would be for nothing. Of the others each
+        is left out at its first alert, as long as those are fewer than half: else it is the run that has gone
+        astray, and what is next on the ladder is for that.
+        """
+        if ours is not None:
+            self._judge.wait()
+            return None
+        num_out = sum(effect.taken.left_out is not None for effect in self._in_effect)
+        is_elsewhere = (
+            worker is not None
+            and num_out > 0
+            and self._in_effect[-1].taken.left_out is not None
+            and 2 * (num_out + 1) < self._judge.num_workers
+        )
+        return self._judge.climb(is_elsewhere=is_elsewhere)
+
+    def _left_out(self, worker: str | None) -> "_InEffect | None":
+        """Give what has left a worker out, if something has."""
+        effects = (effect for effect in self._in_effect if effect.taken.left_out is not None)
+        return next((effect for effect in effects if effect.taken.left_out == worker), None)
+
+    def _begin(self) -> None:
+        """Let remedies note what they need of how it was before the alert."""
+        for name, remedy in zip(self._settings.names, self._settings.remedies, strict=True):
+            try:
+                remedy.begin()
+            except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
+                process.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
+
     def _act(self, rung: int, worker: str | None) -> tuple[str, str]:
         name, remedy = self._settings.names[rung], self._settings.remedies[rung]
-        taken = _tried(lambda: remedy.take(worker))
-        if isinstance(taken, OffbeatError):  # the run goes on, and the next rung may do
-            taken = Taken(f"could not be done: {taken}", lambda: "nothing had been done")
-        self._in_effect.append(_InEffect(name, self._step, taken))
-        self.num_taken[name] += 1
+        taken = Taken("was broken off", lambda: "nothing had been done")
+        try:
+            taken = remedy.take(worker)
+        except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on, and the next rung may do
+            taken = Taken(f"could not be done: {_words(error)}", lambda: "nothing had been done")
+        finally:  # the ladder has it as taken, be it by Ctrl-C that it ended
+            self._in_effect.append(_InEffect(name, self._step, taken))
+            self.num_taken[name] += 1
         return name, taken.result
 
     def _release(self) -> None:
         effect = self._in_effect.pop()
-        release = Release(self._step, effect.name, str(_tried(effect.taken.undo)))
+        is_undone = True
+        try:
+            result = effect.taken.undo()
+        except ClosedError as error:
+            result = f"what it acted on has ended: {error}"
+        except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
+            result, is_undone = f"could not be taken back, and stays: {_words(error)}", False
+        release = Release(self._step, effect.name, result)
         self._releases.append(release)
-        _log.info("%s", release)
+        if is_undone:
+            _log.info("%s", release)
+        else:
+            process.warn(str(release))
 
 
 class _InEffect(NamedTuple):
@@ -141,8 +186,6 @@ class _InEffect(NamedTuple):
     taken: Taken
 
 
-def _tried(act: Callable[[], T]) -> T | OffbeatError:
-    try:
-        return act()
-    except OffbeatError as error:
-        return error
+def _words(error: Exception) -> str:
+    """Word an error: ours says what to do, of another its kind is half of what it says."""
+    return str(error) if isinstance(error, OffbeatError) else process.cause_of(error)

@@ -3,12 +3,14 @@
 Holds what the pure parts (`Detector`, `Ladder`) have come to, and nothing else: no clock, no hooks, no log.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet
+from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, noted
 
 __all__ = ["Excess", "Judge"]
 
@@ -34,32 +36,52 @@ class Excess:
     is_first: bool
 
 
+@dataclass(slots=True)
+class _Step:
+    """What was seen of a worker's step so far."""
+
+    number: object = None
+    had_alert: bool = False
+    had_excess: bool = False  # an alert, or a value above the range that gave none
+    had_value_in_range: bool = False
+
+
 class Judge:
     """Judges one reading after the other.
 
     A step is quiet where no reading of it is above its range, and counts for letting go; one that had an
-    alert climbs the ladder once, whatever else was out of range in it.
+    alert climbs the ladder once, whatever else was out of range in it. Where several workers are observed,
+    each has steps of its own, and those count of the worker that has made most: else ten workers would
+    make a step ten times, and be let go of, or climb, in a tenth of the time.
     """
 
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
         self.detectors = {metric: Detector(metric, threshold, Band(warm_up)) for metric in metrics}
         self.standing = Standing()
         self._ladder = ladder
-        self._step: object = None
-        self._had_alert = False
-        self._had_excess = False  # an alert, or a value above the range that gave none
-        self._had_value_in_range = False
+        self._steps: dict[str | None, _Step] = {}
+        self._quiet: Counter[str | None] = (
+            Counter()
+        )  # steps since the last alert, or since a rung was let go of
+        self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
+        self._worker: str | None = None
         self._losses: list[float] = []
 
-    def begin(self, step: object) -> int | None:
-        """Note to which step the next readings belong; give the rung to let go of, if it is time."""
-        if step == self._step:
+    def begin(self, step: object, worker: str | None = None) -> int | None:
+        """Note to whose step the next readings belong; give the rung to let go of, if it is time."""
+        self._worker = worker
+        last = self._steps.setdefault(worker, _Step(step))
+        if step == last.number:
             return None
-        released = None
-        if self._had_value_in_range and not self._had_excess:
-            self.standing, released = after_quiet(self.standing, self._ladder)
-        self._step = step
-        self._had_alert = self._had_excess = self._had_value_in_range = False
+        self._steps[worker] = _Step(step)
+        if last.had_excess or not last.had_value_in_range:
+            return None
+        self._quiet[worker] += 1
+        if self._quiet[worker] <= self.standing.quiet:
+            return None
+        self.standing, released = after_quiet(self.standing, self._ladder)
+        if self.standing.quiet == 0:
+            self._quiet.clear()
         return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
@@ -67,22 +89,49 @@ class Judge:
         detector = self.detectors[metric]
         expected = detector.expected
         self.detectors[metric], verdict = detector.see(value)
-        self._had_excess |= verdict in ("alert", "raised")
-        self._had_value_in_range |= verdict == "quiet"
+        step = self._steps.setdefault(self._worker, _Step())
+        step.had_excess |= verdict in ("alert", "raised")
+        step.had_value_in_range |= verdict == "quiet"
         if verdict != "alert":
             return None
-        is_first, self._had_alert = not self._had_alert, True
+        is_first, step.had_alert = not step.had_alert, True
         return Excess(metric, value, expected, is_first)
 
-    def climb(self) -> int | None:
-        """Take the step's alert into account; give the rung to take, if it is time."""
-        self.standing, rung = after_alert(self.standing, self._ladder)
+    @property
+    def num_workers(self) -> int:
+        """How many workers were observed by their names."""
+        return len(self._steps) - (None in self._steps)
+
+    def climb(self, *, is_elsewhere: bool = False) -> int | None:
+        """Take the step's alert into account; give the rung to take, if it is time.
+
+        `is_elsewhere`: as `after_alert` has it.
+        """
+        self._strikes[self._worker] += 1
+        if self._strikes[self._worker] <= self.standing.strikes and not is_elsewhere:
+            self.wait()
+            return None
+        self._quiet.clear()
+        self.standing, rung = after_alert(self.standing, self._ladder, is_elsewhere=is_elsewhere)
+        if rung is not None:
+            self._strikes.clear()
         return rung
 
+    def wait(self) -> None:
+        """Take an alert into account for which there is nothing more to do: nothing is let go of."""
+        self._quiet.clear()
+        self.standing = noted(self.standing)
+
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
-        """Gather losses; give the variance of the last few when there are enough."""
-        if "loss" not in readings or not is_usable(readings["loss"]):
+        """Gather losses; give the variance of the last few when there are enough.
+
+        Of a loss that is NaN or infinite it is NaN, and at once, where the loss itself is not judged: it
+        would pass unseen.
+        """
+        if "loss" not in readings:
             return None
+        if not is_usable(readings["loss"]):
+            return None if "loss" in self.detectors else math.nan
         self._losses.append(readings["loss"])
         if len(self._losses) < LOSSES_PER_VARIANCE:
             return None

@@ -5,7 +5,7 @@ Pure values: `after_alert` and `after_quiet` give another state, and what to do.
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Ladder", "Standing", "after_alert", "after_quiet"]
+__all__ = ["Ladder", "Standing", "after_alert", "after_quiet", "noted"]
 
 MOST_DOUBLINGS = 6
 """Of the quiet time: 64 times as long at most."""
@@ -48,23 +48,36 @@ class Standing:
     has_let_go: bool = False
 
 
-def after_alert(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:
+def after_alert(
+    standing: Standing, ladder: Ladder, *, is_elsewhere: bool = False
+) -> tuple[Standing, int | None]:
     """Take a step with an alert into account.
 
     The first takes the first rung; when `patience` more have come in spite of it, the next one is taken.
+
+    Args:
+        standing: Before it.
+        ladder: The remedies.
+        is_elsewhere: The newest rung does nothing for where this alert comes from, and would: it is taken
+            again, there.
 
     Returns:
         The new standing, and the rung to take now; None where there is none to take.
     """
     strikes = standing.strikes + 1
     waiting = replace(standing, strikes=strikes, quiet=0)
-    if standing.taken and strikes < ladder.patience:
+    if standing.taken and strikes < ladder.patience and not is_elsewhere:
         return waiting, None
-    rung = _next(standing.taken, ladder)
+    rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
     if rung is None:
         return waiting, None
     relapses = min(standing.relapses + standing.has_let_go, MOST_DOUBLINGS)
     return Standing(taken=(*standing.taken, rung), relapses=relapses), rung
+
+
+def noted(standing: Standing) -> Standing:
+    """Take an alert into account that counts for no climbing: it is quiet no more."""
+    return replace(standing, quiet=0)
 
 
 def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:

@@ -3,11 +3,15 @@
 import json
 from typing import Any, cast
 
-from offbeat.errors import ConfigError
+from offbeat.errors import CheckpointError, ConfigError
 from offbeat.monitor.protocols import Quarantines, RollsBack, ServesLearningRate
 from offbeat.monitor.remedy import Find, Remedy, Taken
 
 __all__ = ["Quarantine", "Rollback"]
+
+
+MOST_TRIES = 3
+"""Of a rollback: its checkpoint may make room for a newer one while it is chosen."""
 
 
 class Quarantine(Remedy):
@@ -31,7 +35,7 @@ class Quarantine(Remedy):
             thing.release(name)
             return f"worker {name} takes part again"
 
-        return Taken(f"worker {name} is left out", undo)
+        return Taken(f"worker {name} is left out", undo, left_out=name)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what can do so."""
@@ -49,6 +53,7 @@ class Rollback(Remedy):
 
     def begin(self) -> None:
         """Note the versions: what is newer may have come about by what the alert is about."""
+        self._before.clear()
         self._before = {id(thing): thing.status()["version"] + 1 for thing in self._servers()}
 
     def take(self, worker: str | None) -> Taken:
@@ -57,13 +62,26 @@ class Rollback(Remedy):
         told = []
         servers = self._servers()
         for server in servers:
-            kept = [v for v in _kept_by(server) if v < self._before.get(id(server), v + 1)]
-            version = server.rollback(max(kept) if kept else None)
+            version = self._roll_back(server)
             self._before[id(server)] = version
             told.append(f"version {version}")
         others = [thing for thing in self.found() if thing not in servers]
         told += [str(cast(RollsBack, thing).rollback()) for thing in others]
         return Taken(f"went back to {', '.join(told)}", lambda: "what was gone back to stays")
+
+    def _roll_back(self, server: Any) -> int:  # noqa: ANN401  a server
+        """Go back as far as it takes; one that makes room for a newer checkpoint meanwhile is asked again."""
+        for _ in range(MOST_TRIES):
+            kept = _kept_by(server)
+            older = [v for v in kept if v < self._before.get(id(server), v + 1)]
+            # Where none is old enough any more, the newest would be of what is to be gone back from.
+            chosen = max(older) if older else min(kept, default=None)
+            try:
+                return cast(int, server.rollback(chosen))
+            except CheckpointError:
+                if chosen is None or chosen in _kept_by(server):
+                    raise
+        raise ConfigError("each checkpoint that was chosen was removed before it could be gone back to")
 
     def acts_on(self, thing: object) -> bool:
         """It needs what can do so."""

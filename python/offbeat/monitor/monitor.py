@@ -1,12 +1,13 @@
 """`AsyncTrainingMonitor`: what users hold. Its parts decide and act; this file lets them meet."""
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from offbeat import process
-from offbeat.checks import is_count, refuse
+from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError
 from offbeat.monitor.alert import Alert
 from offbeat.monitor.band import Band
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["AsyncTrainingMonitor"]
+
+_log = logging.getLogger("offbeat")
 
 MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
 """Metrics and remedies that need to know the gradients' norm."""
@@ -39,9 +42,9 @@ class AsyncTrainingMonitor:
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
-    how far the parameters move, before each step of any torch optimizer that has them; from an `AsyncWorker`
-    and an `AsyncGradientAccumulator` of the model their losses, and a worker's staleness. Call `observe`
-    before the optimizer's step, so that the step's gradient can be dropped for what was observed.
+    how far the parameters move, before each step of any torch optimizer that has them; from whatever of ours
+    trains the model (worker, accumulator, averager, trainers) its losses, and a worker's staleness. Call
+    `observe` before the optimizer's step, so that the step's gradient can be dropped for what was observed.
 
     A monitor acts as long as it is kept; `close()`, or the end of a `with` block, lets go of its remedies.
 
@@ -60,15 +63,19 @@ class AsyncTrainingMonitor:
             buffers. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers. "quarantine"
-            leaves out the worker whose metric it was, which goes on being measured. "rollback" goes back to
+            leaves out the worker whose metric it was, which goes on being measured; of several that are
+            observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, and when taken again to the one before. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
-        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list.
+        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. An `Exception` of
+            theirs is warned of and costs no training: who wants the run's end raises SystemExit or
+            KeyboardInterrupt.
         warm_up: Values of a metric before it has a range.
         patience: Steps with an alert that a remedy is given before the next one is taken.
-        quiet_steps: Steps within all ranges after which the newest remedy is let go of, and after as many
-            more the one before. Twice as many each time that a remedy had to be taken again.
+        quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
+            the newest remedy is let go of, and after as many more the one before. Twice as many each time
+            that a remedy had to be taken again.
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it.
         pause_timeout_s: How long a pause lasts without `resume()`; None: for ever.
@@ -121,11 +128,12 @@ class AsyncTrainingMonitor:
         self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
         self._metrics = settings.metrics
         self._callbacks = settings.callbacks
+        self._have_failed: list[Callback] = []
         self._norms = Band(warm_up)  # of "clip", whether the norm is judged or not
         self._warm_up = warm_up
         self._lock = threading.RLock()
         self._num_steps = 0
-        self._observed_step: int | None = None
+        self._ahead = 0  # what the caller's count is more than that of the optimizer's steps
         self._was_paused = False  # since the gradients on the model were computed
         self._is_suspect = False  # the gradient of this step, for what was observed before it
         self._resumed = threading.Event()
@@ -177,7 +185,7 @@ class AsyncTrainingMonitor:
             The alerts that this raised.
 
         Raises:
-            ConfigError: If a value is no number, or is of a metric that is not judged.
+            ConfigError: If a value is no number, or is of a metric that is not judged, or `worker` no name.
             ClosedError: After `close()`.
         """
         given = {
@@ -191,6 +199,7 @@ class AsyncTrainingMonitor:
         }
         readings = {name: _number(value) for name, value in given.items() if value is not None}
         faults = [] if is_count(step) else [f"step is {step!r}: give a whole number, 0 or more"]
+        faults += strings(worker=worker)
         faults += [f"{name} is {given[name]!r}: give a number" for name, v in readings.items() if v is None]
         faults += [
             f"{name} is observed and is not among divergence_metrics: name it there"
@@ -200,7 +209,7 @@ class AsyncTrainingMonitor:
         refuse(faults)
         self._check_open()
         with self._lock:
-            self._observed_step = step
+            self._ahead = step - self._num_steps
             alerts = self._take({name: v for name, v in readings.items() if v is not None}, worker)
         self._was_paused |= self._tell(alerts)
         return alerts
@@ -230,6 +239,7 @@ class AsyncTrainingMonitor:
             self._course.begin_anew()
             self._norms = Band(self._warm_up)
             self._is_suspect = False
+            self._resumed.set()
 
     def close(self) -> None:
         """Let go of all remedies, and watch no more. May be called twice."""
@@ -265,7 +275,8 @@ class AsyncTrainingMonitor:
         assert self._attachment is not None  # noqa: S101  which calls this
         gradients = self._attachment.gradients
         reading = gradients.read(optimizer)
-        if reading is None:
+        if reading is None:  # of nothing, or of what the optimizer will not use
+            self._is_suspect = False
             return True
         measured = {"gradient_norm": reading.norm, "non_finite": float(reading.num_non_finite)}
         readings = {name: value for name, value in measured.items() if self._wants(name)}
@@ -293,7 +304,7 @@ class AsyncTrainingMonitor:
 
     def _take(self, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
         """Judge readings of the step under way, and act on what is out of range."""
-        step = self._num_steps if self._observed_step is None else self._observed_step
+        step = self._num_steps + self._ahead
         num_pauses = self._course.num_taken["pause"]
         alerts = self._course.take(step, readings, worker)
         if self._course.num_taken["pause"] > num_pauses:
@@ -309,13 +320,30 @@ class AsyncTrainingMonitor:
         """
         for alert in alerts:
             for callback in self._callbacks:
-                callback(alert)
+                self._call(callback, alert)
         is_to_wait = not self._resumed.is_set()
         if is_to_wait:
             process.warn("training is paused: AsyncTrainingMonitor.resume() lets it go on")
             self._resumed.wait(self._pause_timeout_s)
             self._resumed.set()
         return is_to_wait
+
+    def _call(self, callback: Callback, alert: Alert) -> None:
+        """Call a callback; one that fails, as where a chat cannot be reached, is warned of the first time."""
+        try:
+            callback(alert)
+        except Exception as error:  # noqa: BLE001  whatever a callback of the user's raises
+            has_failed = any(known is callback for known in self._have_failed)
+            if not has_failed:
+                self._have_failed.append(callback)
+            say = _log.debug if has_failed else _log.warning
+            say(
+                "the callback %.100r failed at an alert, and training goes on; later failures of its are "
+                "logged as debug: %s",
+                callback,
+                process.cause_of(error),
+                exc_info=True,
+            )
 
     def _wants(self, metric: str) -> bool:
         return metric in self._metrics or (metric == "loss" and "loss_variance" in self._metrics)

@@ -21,10 +21,12 @@ class Taken(NamedTuple):
     Attributes:
         result: What came of it, in words.
         undo: Takes it back, and says what came of that.
+        left_out: The worker that takes no part any more, where it is that.
     """
 
     result: str
     undo: Callable[[], str]
+    left_out: str | None = None
 
 
 class Remedy(ABC):

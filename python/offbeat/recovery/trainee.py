@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offbeat import trained_by
 from offbeat.errors import StateError
 from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
@@ -129,6 +130,8 @@ class Local:
         outputs = self._module(inputs)
         loss = self._loss_fn(outputs, targets)
         check_loss(loss, owner="FaultTolerantTrainer")
+        shown = loss.detach() / samples if self._reduction == "sum" else loss.detach()
+        trained_by.tell(self._module, loss=shown)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         if all(p.grad is None for group in self._optimizer.param_groups for p in group["params"]):
             raise StateError(
@@ -142,8 +145,7 @@ class Local:
         self._optimizer.zero_grad()
         if self._scheduler is not None and self._per_step:
             self._scheduler.step()
-        shown = loss.detach()
-        return Stepped(outputs, targets, shown / samples if self._reduction == "sum" else shown, samples)
+        return Stepped(outputs, targets, shown, samples)
 
     def end_epoch(self) -> None:
         """Let a scheduler step that does so after each pass."""

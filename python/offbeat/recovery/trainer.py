@@ -12,17 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.checkpoints import directory_of
 from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
 from offbeat.frequency import Every, frequency
 from offbeat.history import History
 from offbeat.local import LocalOptimizer
-from offbeat.local.batches import loaded
 from offbeat.local.device import usable_device
-from offbeat.local.evaluate import measure
+from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
-from offbeat.metrics import Metric, is_collection, meters
+from offbeat.metrics import Metric
 from offbeat.naming import known_keywords
 from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
@@ -124,6 +123,7 @@ class FaultTolerantTrainer:
         assert strategy is not None  # noqa: S101
         assert where is not None  # noqa: S101
         self.model = model.to(where)
+        trained_by.register(model, self)
         self.device = where
         self.history = History()
         self.resumed_from: Path | None = None
@@ -290,19 +290,17 @@ class FaultTolerantTrainer:
             The mean over all samples; for a list or a collection, a dict by name.
 
         Raises:
-            ConfigError: If the loader or a metric cannot be used.
+            ConfigError: If the loader or a metric cannot be used, or the loader gave no sample.
         """
-        measured = meters(metrics)
-        found = measure(
+        return evaluate(
             self.model,
-            loaded(loader, EVALUATED_TOGETHER),
-            measured,
+            loader,
+            metrics,
+            batch_size=EVALUATED_TOGETHER,
             device=self.device,
-            loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
+            loss_fn=self._loss_fn,
             reduction=self._reduction,
         )
-        several = isinstance(metrics, list | tuple) or is_collection(metrics)
-        return found if several else found[measured[0].name]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -1,7 +1,9 @@
 """`GET /metrics` over HTTP, beside a server: read-only, and bounded in what a client can cost.
 
 Every connection asks once, on a thread of its own, and ends by a deadline, however slowly its client reads or
-writes; there are only so many at a time. A new answer is made a few times a second at most, whoever asks.
+writes. There are only so many at a time; where all places are taken, the one that has had its place longest
+gives it up: who asks is done in milliseconds, and who would keep others out keeps no place. A new answer is
+made a few times a second at most, whoever asks.
 """
 
 import errno
@@ -28,7 +30,10 @@ DEADLINE_S = 10.0
 """For a connection as a whole. Prometheus gives up after as long."""
 
 MAX_CONNECTIONS = 16
-"""At a time; one more is closed at once."""
+"""At a time."""
+
+ROOM_S = 0.25
+"""So long a newcomer waits for the place of one that was cut off for it, before it is closed itself."""
 
 FRESH_S = 0.25
 """How old what is answered may be."""
@@ -70,7 +75,11 @@ class MetricsEndpoint:
         self._listener = _listen(host, port)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._threads: dict[socket.socket, threading.Thread] = {}  # of the connections that there are
+        self._has_ended = threading.Condition(self._lock)  # a connection
+        self._threads: dict[
+            socket.socket, threading.Thread
+        ] = {}  # of the connections that there are, oldest first
+        self._were_cut: set[socket.socket] = set()  # of these, such as have to end
         # A daemon, which calls nothing of the extension's: where nobody closes the server, Python waits for
         # all other threads before it tells anybody that the process ends.
         self._accepting = threading.Thread(target=self._accept, name="offbeat-metrics", daemon=True)
@@ -116,6 +125,7 @@ class MetricsEndpoint:
                 self._closed.wait(BREATH_S)
                 continue
             with self._lock:
+                self._make_room()
                 is_taken = len(self._threads) < MAX_CONNECTIONS and not self._closed.is_set()
                 if is_taken:
                     self._threads[connection] = threading.Thread(
@@ -128,6 +138,16 @@ class MetricsEndpoint:
                 self._threads[connection].start()
             except RuntimeError:  # no thread can be had, or the process ends
                 self._end(connection)
+
+    def _make_room(self) -> None:
+        """Cut off the oldest connection where there is no place for another, and wait for its end; locked."""
+        if len(self._threads) < MAX_CONNECTIONS:
+            return
+        oldest = next((known for known in self._threads if known not in self._were_cut), None)
+        if oldest is not None:
+            self._were_cut.add(oldest)
+            _cut(oldest)
+        self._has_ended.wait_for(lambda: len(self._threads) < MAX_CONNECTIONS, ROOM_S)
 
     def _serve(self, connection: socket.socket) -> None:
         deadline = threading.Timer(self._deadline_s, _cut, [connection])
@@ -143,6 +163,8 @@ class MetricsEndpoint:
     def _end(self, connection: socket.socket) -> None:
         with self._lock:
             self._threads.pop(connection, None)
+            self._were_cut.discard(connection)
+            self._has_ended.notify_all()
         connection.close()
 
     def answer(self, path: str, host: str | None) -> tuple[HTTPStatus, str, bytes]:

@@ -1,6 +1,6 @@
 """Several trackers as one that never raises: a full disk or a lost network costs records, and no training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from offbeat.process import cause_of, warn
 from offbeat.tracking.base import Tracker
@@ -14,11 +14,15 @@ class Fanout:
     Args:
         trackers: Whom.
         source: Who logs, for the warning: "worker amy".
+        also: Gives what goes with them each time.
     """
 
-    def __init__(self, trackers: Sequence[Tracker], source: str) -> None:
+    def __init__(
+        self, trackers: Sequence[Tracker], source: str, *, also: Callable[[], dict[str, float]] = dict
+    ) -> None:
         self._trackers = list(trackers)
         self._source = source
+        self._also = also
         self._have_failed: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -27,9 +31,10 @@ class Fanout:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Hand numbers on. A tracker that raises is warned of the first time, and asked again at the next."""
+        told = self._also() | dict(values)
         for number, tracker in enumerate(self._trackers):
             try:
-                tracker.log(values, step)
+                tracker.log(dict(told), step)  # one that takes something out of it leaves it to the others
             except Exception as error:  # noqa: BLE001  whatever a tracker of the user's raises
                 if number not in self._have_failed:
                     self._have_failed.add(number)

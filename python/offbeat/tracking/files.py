@@ -5,10 +5,12 @@ is killed costs nothing that was logged. What is opened again is gone on with.
 """
 
 import csv
+import errno
 import fcntl
 import io
 import json
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -24,15 +26,28 @@ from offbeat.tracking.base import checked, no_name
 
 __all__ = ["CSV", "JSONL"]
 
+NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""What a file system says that has no locks, as Lustre mounted without them, or NFS without its daemon."""
+
 
 @contextmanager
 def _alone(file: BinaryIO) -> Iterator[None]:
-    """Keep the file's other writers waiting: one that opens it would take half a line for a dead one's."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+    """Keep the file's other writers waiting: one that opens it would take half a line for a dead one's.
+
+    A file system without locks, as clusters have, is written to all the same: nearly always by one alone.
+    """
+    has_lock = True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        has_lock = False
     try:
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        if has_lock:
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class _File(ABC):
@@ -45,6 +60,7 @@ class _File(ABC):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         refuse(no_name("a file", path=path))
         self._path = Path(path)
+        self._turn = threading.Lock()  # a lock of the file's is the process's, not a thread's
         self._is_torn = False  # a line may have been left half written, as on a full disk
         # Unbuffered and for appending: each call is one write, also where several processes share a file.
         self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
@@ -68,23 +84,25 @@ class _File(ABC):
             OSError: If the file cannot be written.
         """
         numbers = checked(values, step)
-        if self._file is None:
-            raise ClosedError(f"{self!r} was finished; make a new one, which goes on with the file")
-        if not numbers:
-            return
-        text = self._text(numbers, step, time.time())
-        with _alone(self._file):
-            if self._is_torn:
-                self._take_up(self._file)
-            self._is_torn = True
-            _write(self._file, text)
-            self._is_torn = False
+        with self._turn:
+            if self._file is None:
+                raise ClosedError(f"{self!r} was finished; make a new one, which goes on with the file")
+            if not numbers:
+                return
+            text = self._text(numbers, step, time.time())
+            with _alone(self._file):
+                if self._is_torn:
+                    self._take_up(self._file)
+                self._is_torn = True
+                _write(self._file, text)
+                self._is_torn = False
 
     def finish(self) -> None:
         """Close the file; finishing twice is fine."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._turn:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def __enter__(self) -> Self:
         """Use as a context manager: finished at the end."""

@@ -1,13 +1,15 @@
 """What a server measures: every metric with its type, its labels and how it follows from a status.
 
-The one list of them. The Prometheus endpoint shows all; trackers of a run get those that are not of a single
-worker. Names and units are as Prometheus has them (base units, counters end in `_total`), without the prefix
-`offbeat_`.
+The one list of them, with what the server's process knows besides. The Prometheus endpoint shows all;
+trackers of a run get those that are not of a single worker. Names and units are as Prometheus has them (base
+units, counters end in `_total`), without the prefix `offbeat_`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from offbeat.tracking import alerts
 
 __all__ = [
     "HISTOGRAM",
@@ -213,6 +215,13 @@ METRICS: tuple[Metric, ...] = (
         "live_versions",
         "Versions of the model that are held, with the newest.",
         _of("memory", "live_versions"),
+    ),
+    _counter(
+        alerts.NAME,
+        "Alerts of the monitors in this process, by metric and by the remedy taken or in effect.",
+        lambda _: alerts.counted().items(),
+        "metric",
+        "action",
     ),
     _gauge("checkpoint_version", "Of the newest checkpoint of this server.", _of("checkpoints", "version")),
     _gauge("checkpoint_age_seconds", "Since the newest checkpoint was written.", _of("checkpoints", "age_s")),

@@ -107,7 +107,7 @@ class Run:
             The picture, a `matplotlib.figure.Figure`.
 
         Raises:
-            ConfigError: If matplotlib is not installed.
+            ConfigError: If matplotlib is not installed, or has no such format.
             OSError: If the picture cannot be written.
         """
         spans = self.spans()

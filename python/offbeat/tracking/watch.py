@@ -20,6 +20,9 @@ __all__ = ["StatusSource", "watch"]
 
 ANSWER_TIMEOUT_S = 5.0
 
+MAIN_LOOK_S = 1.0
+"""How often it is seen to whether the process ends, however far apart the looks at the server are."""
+
 
 @runtime_checkable
 class StatusSource(Protocol):
@@ -89,20 +92,24 @@ class _Look:
     def __call__(self) -> None:
         try:
             status = self._ask()
-        except Exception as error:  # noqa: BLE001  a server that has gone, in any of its ways
+            told = scalars(status)
+            self._run.observe(status, time.monotonic())
+        except Exception as error:  # noqa: BLE001  a server that has gone, in any of its ways, or is another version's
             if not self._has_warned:
                 self._has_warned = True
                 warn(f"the server cannot be watched, which is tried again: {cause_of(error)}")
             return
         self._has_warned = False
-        self._run.observe(status, time.monotonic())
-        self._trackers.log(scalars(status), status["version"])
+        self._trackers.log(told, status["version"])
 
 
 def _watch(look: _Look, ended: threading.Event, interval_s: float) -> None:
     main = threading.main_thread()  # Python waits for this thread before it ends, and the block may never
-    while not ended.wait(interval_s) and main.is_alive():
-        look()
+    due = time.monotonic() + interval_s
+    while not ended.wait(min(max(due - time.monotonic(), 0.0), MAIN_LOOK_S)) and main.is_alive():
+        if time.monotonic() >= due:
+            look()
+            due = time.monotonic() + interval_s
 
 
 def _asking(server: StatusSource | str, token: str | None) -> Callable[[], Status]:

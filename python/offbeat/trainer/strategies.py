@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
+from offbeat import trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
@@ -97,8 +98,10 @@ class Workshop:
             outputs = self.model(batch.inputs)
             loss = self.loss_fn(outputs, batch.targets)
         check_loss(loss, owner="AsyncTrainer")
+        shown = loss.detach()
+        trained_by.tell(self.model, loss=shown if self.reduction == "mean" else shown / batch.samples)
         self.numerics.backward(loss)
-        return outputs, loss.detach()
+        return outputs, shown
 
 
 class Strategy(ABC):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process
+from offbeat import process, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.checks import Faults, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
@@ -20,13 +20,14 @@ from offbeat.local import LocalOptimizer
 from offbeat.local.arguments import faults_of_train
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.device import usable_device
-from offbeat.local.evaluate import measure
+from offbeat.local.evaluate import evaluate
 from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
-from offbeat.metrics import Metric, is_collection, meters
+from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords
+from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
@@ -175,6 +176,7 @@ class AsyncTrainer:
         if compile is not False:
             _compile(model, compile)
         self.model = model.to(where)
+        trained_by.register(model, self)
         self.device = where
         self.local_batch_size = local_batch_size
         self._amp = amp
@@ -284,7 +286,7 @@ class AsyncTrainer:
             max_steps=max_steps,
             meters=measured,
             log_frequency=log_frequency,
-            trackers=Fanout([*self._trackers, *tracking], "the trainer"),
+            trackers=Fanout([*self._trackers, *tracking], "the trainer", also=alerts.scalars),
             scheduling=scheduling,
             callbacks=self._callbacks,
         )
@@ -365,18 +367,19 @@ class AsyncTrainer:
 
         Returns:
             The mean over all samples; for a list or a collection, a dict by name.
+
+        Raises:
+            ConfigError: If the loader or a metric cannot be used, or the loader gave no sample.
         """
-        several = isinstance(metrics, list | tuple) or is_collection(metrics)
-        measured = meters(metrics)
-        found = measure(
+        return evaluate(
             self.model,
-            loaded(loader, self.local_batch_size),
-            measured,
+            loader,
+            metrics,
+            batch_size=self.local_batch_size,
             device=self.device,
-            loss_fn=self._workshop.loss_fn if any(meter.name == "loss" for meter in measured) else None,
+            loss_fn=self._workshop.loss_fn,
             reduction=self._workshop.reduction,
         )
-        return found if several else found[measured[0].name]
 
     def predict(self, loader: Iterable[Any] | Dataset[Any]) -> Any:  # noqa: ANN401  what the model gives
         """Give what the model makes of all inputs, in eval mode; modes and random states stay as they are.

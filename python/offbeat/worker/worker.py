@@ -16,14 +16,15 @@ from offbeat.checks import refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.local.arguments import faults_of_train
-from offbeat.local.batches import batches_of, loaded
-from offbeat.local.evaluate import measure
+from offbeat.local.batches import batches_of
+from offbeat.local.evaluate import evaluate
 from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.progress import progress_for
-from offbeat.metrics import Metric, is_collection, meters
+from offbeat.metrics import Metric, meters
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
+from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.worker.facade import WorkerOptimizer
@@ -364,7 +365,7 @@ class AsyncWorker(process.Live):
             reduction=self._config.loss_reduction,
             meters=measured,
             log_frequency=log_frequency,
-            trackers=Fanout(tracking, f"worker {self.id}"),
+            trackers=Fanout(tracking, f"worker {self.id}", also=alerts.scalars),
             first_step=self._steps_made,
         )
         self._loss_fn = loss_fn
@@ -409,19 +410,20 @@ class AsyncWorker(process.Live):
 
         Returns:
             The mean over all samples; for a list or a collection, a dict by name.
+
+        Raises:
+            ConfigError: If the loader or a metric cannot be used, or the loader gave no sample.
         """
-        several = isinstance(metrics, list | tuple) or is_collection(metrics)
-        measured = meters(metrics)
-        self._pull_newest()
-        found = measure(
+        return evaluate(
             self.model,
-            loaded(loader, self.local_batch_size),
-            measured,
+            loader,
+            metrics,
+            batch_size=self.local_batch_size,
             device=self.device,
-            loss_fn=self._loss_fn if any(meter.name == "loss" for meter in measured) else None,
+            loss_fn=self._loss_fn,
             reduction=self._config.loss_reduction,
+            first=self._pull_newest,
         )
-        return found if several else found[measured[0].name]
 
     # ------------------------------------------------------------------ an end
 

@@ -174,18 +174,45 @@ def test_clients_that_say_or_read_nothing_hold_up_nobody_and_end_by_the_deadline
         wait_for(lambda: not endpoint._threads)  # the deaf one's, too
 
 
-def test_only_so_many_connections_are_served_at_a_time():
-    endpoint = MetricsEndpoint(lambda: b"", content_type="text/plain", host="127.0.0.1", port=0)
+def test_who_holds_all_places_keeps_nobody_out_and_there_are_only_so_many():
+    endpoint = MetricsEndpoint(lambda: b"well", content_type="text/plain", host="127.0.0.1", port=0)
     endpoint.start()
     with ExitStack() as stack:
         stack.callback(endpoint.close)
         idle = [stack.enter_context(connect(endpoint.address)) for _ in range(MAX_CONNECTIONS)]
         wait_for(lambda: len(endpoint._threads) == MAX_CONNECTIONS)
-        with connect(endpoint.address) as one_more:
-            assert one_more.recv(10) == b""
-        idle[0].close()
-        wait_for(lambda: len(endpoint._threads) < MAX_CONNECTIONS)
-        assert ask(endpoint.address)[0] == 200
+        for number in range(3):
+            assert ask(endpoint.address)[2] == "well"
+            assert len(endpoint._threads) <= MAX_CONNECTIONS
+            late = stack.enter_context(connect(endpoint.address))
+            wait_for(lambda: len(endpoint._threads) == MAX_CONNECTIONS)
+            assert idle[number].recv(10) == b"", "who has had its place for longest gives it up"
+        late.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert late.recv(100).startswith(b"HTTP/1.0 200")
+
+
+def test_where_nobody_can_be_cut_off_a_newcomer_is_closed_and_others_are_answered_later():
+    go_on, asked = threading.Event(), threading.Semaphore(0)
+
+    def answer():
+        asked.release()
+        assert go_on.wait(20)
+        return b"well"
+
+    endpoint = MetricsEndpoint(answer, content_type="text/plain", host="127.0.0.1", port=0)
+    endpoint.start()
+    with ExitStack() as stack:
+        stack.callback(endpoint.close)
+        stack.callback(go_on.set)
+        for _ in range(MAX_CONNECTIONS):  # all wait for one answer, which no cut ends
+            stack.enter_context(connect(endpoint.address)).sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert asked.acquire(timeout=20)
+        wait_for(lambda: len(endpoint._threads) == MAX_CONNECTIONS)
+        assert stack.enter_context(connect(endpoint.address)).recv(10) == b""
+        assert len(endpoint._threads) == MAX_CONNECTIONS
+        go_on.set()
+        wait_for(lambda: not endpoint._threads)
+        assert ask(endpoint.address)[2] == "well"
 
 
 def test_whoever_asks_often_is_answered_from_what_was_read_last():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.tracking import CSV, JSONL
+from offbeat.tracking import CSV, JSONL, alerts
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 BATCHES = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))] * 10
@@ -28,6 +28,21 @@ def lines(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+def test_alerts_of_monitors_come_with_each_log_line_by_metric_and_action(worker, tmp_path):
+    counted = alerts.counted().get(("loss", "reject"), 0)
+    path = tmp_path / "run.jsonl"
+    with (
+        JSONL(path) as log,
+        offbeat.AsyncTrainingMonitor(worker.model, remediation_strategy="reject") as ours,
+    ):
+        train(worker, trackers=log)
+        ours.observe(100, loss=float("nan"))
+        ours.observe(101, loss=float("nan"))
+        train(worker, trackers=log)
+    name = "offbeat/monitor_alerts_total/loss/reject"
+    assert [line["values"].get(name, 0.0) for line in lines(path)] == [counted] * 3 + [counted + 2.0] * 3
+
+
 def test_each_log_line_is_tracked_with_what_the_history_says(worker, tmp_path):
     path = tmp_path / "run.jsonl"
     with JSONL(path) as log:
@@ -36,6 +51,7 @@ def test_each_log_line_is_tracked_with_what_the_history_says(worker, tmp_path):
     for line, record in zip(lines(path), history.records, strict=True):
         values = line["values"]
         assert values.pop("offbeat/samples_per_s") > 0
+        values = {name: value for name, value in values.items() if alerts.NAME not in name}  # of other tests
         assert values == record.metrics | {
             "offbeat/version": record.version,
             "offbeat/samples": record.samples,

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError
+from support.follow import follow
 
 SPEC = offbeat.optim.SGD(lr=0.5)
 
@@ -91,7 +92,7 @@ def test_it_pulls_the_newest_model_first(serve, join):
     for _ in range(5):
         nn.functional.cross_entropy(other.model(dataset().tensors[0]), dataset().tensors[1]).backward()
         other.step()
-    worker.evaluate([])
+    follow(worker)
     for name, tensor in server.state_dict().items():
         assert torch.equal(worker.model.state_dict()[name], tensor)
 
@@ -138,7 +139,7 @@ def test_a_module_that_overrides_train_has_its_form_back(serve, join, training):
 
     worker = join(serve(model()), model())
     layer = worker.model[1].train(training)
-    worker.evaluate([])
+    follow(worker)
     assert (layer.training, layer.merged) == (training, not training)
     if training:
         assert torch.equal(layer.weight, model()[1].weight)

@@ -18,6 +18,7 @@ import offbeat
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from support.fault_plan import Bytes, Hold, plan
 from support.fault_proxy import FaultProxy
+from support.follow import follow
 from support.small_net import backward, net, normed, same, values
 
 SPEC = offbeat.optim.SGD(lr=0.1)
@@ -227,7 +228,7 @@ def test_receipts_that_evaluate_waited_for_are_given_by_the_next_step_or_flush(s
     for number in range(4):
         backward(worker.model, number)
         receipts.append(worker.step(samples=6))
-        worker.evaluate([])
+        follow(worker)
     assert receipts[0] is None
     receipts = [*receipts[1:], *worker.flush()]
     assert [r.reason or r.version for r in receipts] == [1, 2, "budget", "budget"]
@@ -241,7 +242,7 @@ def test_none_still_means_gathering_while_a_receipt_waits(serve, join):
         backward(worker.model, number)
         receipt = worker.step()
         versions.append(receipt and receipt.version)
-        worker.evaluate([])
+        follow(worker)
     assert versions == [None, None, None, 1]
     assert [r.version for r in worker.flush()] == [2]
 
@@ -338,7 +339,7 @@ def test_after_a_rejection_a_live_optimizer_goes_on_as_if_the_push_had_not_been(
     assert slow.step().applied
     state = [s["exp_avg"].clone() for s in slow.optimizer.state.values()]
     assert state
-    fast.evaluate([])
+    follow(fast)
     backward(fast.model, 1)
     assert fast.step().applied
     backward(slow.model, 2)
@@ -546,7 +547,7 @@ def test_what_was_written_to_the_module_after_a_push_was_broken_off_is_undone_by
         with torch.no_grad():
             model.bias.zero_()
         assert [r.applied for r in worker.flush()] == [True]
-        worker.evaluate([])
+        follow(worker)
     assert same(values(model), server.state_dict().values())
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError, RejectedError
+from support.follow import follow
 
 SPEC = offbeat.optim.SGD(lr=0.1)
 LOSS = nn.CrossEntropyLoss()
@@ -391,7 +392,7 @@ def test_receipts_that_an_evaluate_inside_of_train_waited_for_are_noted(serve, j
     worker = join(serve(net()), net(), in_flight=2)
 
     def loss(outputs, targets):
-        worker.evaluate([])
+        follow(worker)
         return LOSS(worker.model(dataset().tensors[0]), dataset().tensors[1])
 
     history = worker.train(
@@ -511,7 +512,7 @@ def test_the_budget_of_samples_ends_train_for_all(serve, join):
     assert [history.stopped for history in histories.values()] == ["budget", "budget"]
     assert 500 <= server.status()["samples"] < 520
     for worker in workers:
-        worker.evaluate([])  # the other's last push may have come after this one's end
+        follow(worker)  # the other's last push may have come after this one's end
         for name, tensor in server.state_dict().items():
             assert torch.equal(worker.model.state_dict()[name], tensor)
 
@@ -619,7 +620,7 @@ def test_fewer_rejections_are_counted_by_reason(serve, join):
 
     def loss(outputs, targets):
         if loss.calls % 3 == 0:
-            other.evaluate([])
+            follow(other)
             other.model(batches.tensors[0]).sum().backward()
             other.step()
         loss.calls += 1

@@ -9,6 +9,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
+from offbeat.accumulator.state import KEYS
 from offbeat.errors import ConfigError
 
 LOSS = nn.CrossEntropyLoss()
@@ -111,3 +112,17 @@ def test_a_state_that_does_not_fit_is_refused_with_all_that_is_wrong_and_changes
         assert what in str(caught.value)
     assert ours.updates == 0
     assert ours.state_dict()["window"]["batches"] == 0
+
+
+@pytest.mark.parametrize("state", [{}, {"size": 1, "losses": ["mean", False]}, 3, None])
+def test_what_is_no_state_at_all_is_refused(state):
+    ours = offbeat.AsyncGradientAccumulator(model(), 4)
+    with pytest.raises(
+        ConfigError, match=rf"the state is a {type(state).__name__} without updates, .*state_dict"
+    ):
+        ours.load_state_dict(state)
+
+
+def test_every_state_has_what_is_looked_for():
+    ours = offbeat.AsyncGradientAccumulator(model(), 4)
+    assert set(ours.state_dict()) == set(KEYS)

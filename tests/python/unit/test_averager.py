@@ -1,6 +1,7 @@
 """An averager alone, and what can be told of it without others."""
 
 import copy
+import itertools
 import statistics
 
 import pytest
@@ -558,6 +559,32 @@ def test_a_frequency_that_cannot_be_set_is_refused_and_changes_nothing(settings,
         ours.overlap = 0
     ours.flush()
     assert (ours.averaging_frequency, ours.overlap) == (before, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "halves"),
+    [
+        ({"averaging_frequency": 16}, [8, 4, 2]),
+        ({"averaging_frequency": "30s", "averaging_policy": "time"}, [15.0, 7.5, 3.75]),
+    ],
+    ids=["iterations", "time"],
+)
+def test_a_monitor_halves_what_is_not_yet_in_force_and_sets_it_back_whole(settings, halves):
+    ours = offbeat.AsyncModelAverager(model(), process_group=False, overlap=False, **settings)
+    whole = ours.averaging_frequency
+    monitor = offbeat.AsyncTrainingMonitor(
+        remediation_strategy="increase_sync_frequency", acts_on=ours, warm_up=5, patience=1
+    )
+    for step in range(6):
+        monitor.observe(step, loss=1.0)
+    said = [monitor.observe(6 + i, loss=9.0)[0].result for i in range(3)]
+    assert said == [
+        f"averaging_frequency is to be {after!r} instead of {before!r}"
+        for before, after in itertools.pairwise([whole, *halves])
+    ]
+    monitor.close()
+    train(ours, 20, optim.SGD(lr=0.01))
+    assert ours.averaging_frequency == whole
 
 
 def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():

@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.cli import main
-from offbeat.cli.status import report
+from offbeat.cli.status import MAX_DEPARTURES, MAX_WORKERS, report
 from offbeat.cli.wording import columns
 
 ASKED = "server.example:5000"
@@ -221,3 +221,46 @@ def test_a_server_without_a_model_or_workers_has_a_report_too():
 def test_columns():
     assert columns([["a", "1"], ["long", "100"]], left=1) == "a       1\nlong  100"
     assert columns([], left=0) == ""
+
+
+def crowd():
+    """A thousand workers, of whom two may want a hand."""
+    amy = status()["workers"][0]
+    states = ["finished"] * 500 + ["joined"] * 498 + ["lost", "stalled"]
+    workers = [amy | {"id": f"w{i}", "incarnation": i, "state": state} for i, state in enumerate(states)]
+    workers[777]["last_push_age_s"] = 7.0
+    return workers
+
+
+def rows(text, heading):
+    """Give the first two words of the lines below a heading, up to the table's end."""
+    table = text.partition(f"\n{heading} ")[2].partition("\n\n")[0]
+    return [line.split()[:2] for line in table.splitlines()[1:]]
+
+
+def test_of_a_thousand_workers_those_are_told_that_may_want_a_hand_and_how_many_are_left_out():
+    text = report(status(workers=crowd(), departures=[]), asked=ASKED)
+    *shown, _ = rows(text, "worker")
+    assert shown[:3] == [["w999", "stalled"], ["w998", "lost"], ["w777", "joined"]]
+    assert len(shown) == MAX_WORKERS
+    assert "and 950 more (450 joined, 500 finished); --all lists them" in text
+    assert len(text.splitlines()) < 80
+    whole = report(status(workers=crowd(), departures=[]), asked=ASKED, is_whole=True)
+    assert [name for name, _ in rows(whole, "worker")] == [f"w{i}" for i in range(1000)], (
+        "as they are told of"
+    )
+    assert "--all" not in whole
+
+
+def test_the_latest_departures_are_told_and_how_many_were_before_them():
+    gone = [departure(f"d{i}", "left", 10 + i) for i in range(MAX_DEPARTURES + 3)]
+    text = report(status(departures=gone), asked=ASKED)
+    *shown, _ = rows(text, "departure")
+    assert shown == [[f"d{i}", "left"] for i in range(3, MAX_DEPARTURES + 3)]
+    assert "and 3 before them; --all lists them" in text
+    assert len(rows(report(status(departures=gone), asked=ASKED, is_whole=True), "departure")) == len(gone)
+
+
+def test_all_is_a_flag(capsys):
+    assert main.main(["status", "--help"]) == 0
+    assert "--all" in capsys.readouterr().out

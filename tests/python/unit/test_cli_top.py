@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import offbeat
+from offbeat.cli.fit import GAP, Column, fit
 from offbeat.cli.frame import frame
 from offbeat.cli.main import main
 from offbeat.cli.rates import percentile, rates
@@ -211,6 +212,50 @@ def test_a_narrow_terminal_cuts_lines_and_never_breaks_them(run):
     wide, narrow = drawn(after, before).splitlines(), drawn(after, before, width=40).splitlines()
     assert len(narrow) == len(wide)
     assert max(map(len, narrow)) <= 40
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_column_is_there_to_be_read_or_not_at_all(empty, width):
+    workers = [worker(f"worker-{i}", i, [5000, 100, 3], host="node-17.cluster") for i in range(8)]
+    workers[7] |= {"state": "lost", "cause": "no heartbeat for 10 s"}
+    lines = drawn(empty | {"workers": workers}, width=width).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("worker "))
+    assert "…" not in lines[head]
+    assert "\n".join(lines[head + 1 :]).count("…") <= 9  # of hosts, and a cause
+    assert [line.split()[:2] for line in lines[head + 1 : head + 3]] == [
+        ["worker-7", "lost"],
+        ["worker-0", "joined"],
+    ]
+    assert "samples/s" in lines[head]
+    assert max(map(len, lines)) <= width
+
+
+COLUMNS = st.lists(
+    st.builds(
+        lambda width, least, rank: (width, least, rank),
+        st.integers(1, 30),
+        st.none() | st.integers(1, 30),
+        st.integers(0, 9),
+    ),
+    max_size=12,
+).map(lambda all_: [Column(name=str(i), width=w, least=m, rank=r) for i, (w, m, r) in enumerate(all_)])
+
+
+@given(COLUMNS, st.integers(0, 300))
+def test_columns_fit_and_those_that_matter_most_are_there(columns, room):
+    widths = fit(columns, room)
+    by_name = {column.name: column for column in columns}
+    assert list(widths) == [column.name for column in columns if column.name in widths]
+    for name, width in widths.items():
+        assert by_name[name].needed <= width <= by_name[name].width
+    out = [column for column in columns if column.name not in widths]
+    kept = [by_name[name] for name in widths]
+    assert all(column.rank for column in out)
+    assert max((c.rank for c in kept), default=0) <= min((c.rank for c in out), default=9)
+    taken = sum(widths.values()) + GAP * max(0, len(widths) - 1)
+    assert taken <= room or not any(column.rank for column in kept)
+    if not out and taken < room:
+        assert all(width == by_name[name].width for name, width in widths.items())
 
 
 # ------------------------------------------------------------------------------- the command

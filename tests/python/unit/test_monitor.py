@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, trained_by
-from offbeat.errors import ClosedError, ConfigError
+from offbeat.errors import ClosedError, ConfigError, StateError
+from offbeat.local.lr_scale import factor_of
 from offbeat.monitor import Alert
 from offbeat.monitor.report import MOST_POINTS, Series
 from support.small_net import net
@@ -81,12 +82,30 @@ def test_an_alert_that_persists_is_logged_once_and_counted_each_time(caplog):
     assert monitor.report().alerts[-1].result == "in effect since step 10"
 
 
-def test_a_callback_that_raises_is_heard():
-    def fail(alert):
-        raise ZeroDivisionError
+def test_a_callback_that_fails_is_told_of_once_and_costs_neither_training_nor_other_callbacks(caplog):
+    told = []
 
-    with pytest.raises(ZeroDivisionError):
-        warmed(callbacks=fail).observe(10, loss=9.0)
+    def fail(alert):
+        raise ConnectionError("no way to the chat")
+
+    monitor = warmed(callbacks=[fail, told.append])
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        alerts = [*monitor.observe(10, loss=9.0), *monitor.observe(11, loss=9.0)]
+    assert told == alerts
+    assert len(alerts) == 2
+    said = [record for record in caplog.records if "the callback" in record.message]
+    assert len(said) == 1
+    assert "ConnectionError: no way to the chat" in said[0].message
+    assert said[0].exc_info is not None
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, SystemExit])
+def test_a_callback_may_end_the_run(ends):
+    def end(alert):
+        raise ends
+
+    with pytest.raises(ends):
+        warmed(callbacks=end).observe(10, loss=9.0)
 
 
 def test_the_report_is_json_and_a_picture(tmp_path):
@@ -207,6 +226,149 @@ def test_a_quarantine_is_of_the_worker_whose_metric_it_was():
     assert workers.left_out == []
 
 
+def lockstep(monitor, steps, losses):
+    for step in steps:
+        for name, loss in losses.items():
+            monitor.observe(step, loss=loss, worker=name)
+
+
+def test_a_second_worker_that_goes_astray_is_left_out_too_and_each_takes_part_again():
+    workers = Workers()
+    monitor = warmed(remediation_strategy="quarantine", acts_on=workers, quiet_steps=4)
+    fine = dict.fromkeys("abcdef", 1.0)
+    lockstep(monitor, range(10, 12), fine)
+    lockstep(monitor, range(12, 14), fine | {"a": 9.0})
+    assert workers.left_out == ["a"]
+    lockstep(monitor, range(14, 16), fine | {"a": 9.0, "b": 9.0})
+    assert workers.left_out == ["a", "b"]
+    lockstep(monitor, range(16, 26), fine)
+    assert workers.left_out == []
+
+
+def test_a_run_that_goes_astray_in_all_workers_leaves_out_fewer_than_half_and_goes_on_up_the_ladder():
+    workers, keeper = Workers(), Keeps()
+    monitor = warmed(remediation_strategy=["quarantine", "rollback"], acts_on=[workers, keeper], patience=3)
+    lockstep(monitor, range(10, 12), dict.fromkeys("abcdef", 1.0))
+    lockstep(monitor, range(12, 15), dict.fromkeys("abcdef", 9.0))
+    assert workers.left_out == ["a", "b"]
+    assert keeper.calls == [None]
+
+
+def test_a_worker_that_is_left_out_climbs_no_further():
+    workers, keeper = Workers(), Keeps()
+    monitor = warmed(
+        remediation_strategy=["quarantine", "rollback"], acts_on=[workers, keeper], quiet_steps=5
+    )
+    lockstep(monitor, range(10, 40), {"a": 9.0, "b": 1.0, "c": 1.0})
+    assert (workers.left_out, keeper.calls) == (["a"], [])
+    assert monitor.report().alerts[-1].action == "quarantine"
+    assert monitor.report().alerts[-1].result == "in effect since step 10"
+
+
+def test_several_workers_steps_are_not_added_up():
+    workers = Workers()
+    monitor = warmed(remediation_strategy="quarantine", acts_on=workers, quiet_steps=10)
+    everybody = {f"w{i}": 1.0 for i in range(50)}
+    lockstep(monitor, [10], everybody | {"w0": 9.0})
+    lockstep(monitor, range(11, 20), everybody)
+    assert workers.left_out == ["w0"]
+    lockstep(monitor, range(20, 23), everybody)
+    assert workers.left_out == []
+    averager = Averages(averaging_frequency=1024)
+    monitor = warmed(remediation_strategy="increase_sync_frequency", acts_on=averager, patience=3)
+    lockstep(monitor, [10, 11], dict.fromkeys(everybody, 9.0))
+    assert averager.averaging_frequency == 512
+
+
+class Refuses:
+    """Has a bound that cannot be set to less."""
+
+    def __init__(self, error):
+        self._error = error
+
+    @property
+    def max_staleness(self):
+        return 8
+
+    @max_staleness.setter
+    def max_staleness(self, bound):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("8 at least"), "ValueError: 8 at least"), (StateError("no"), "no")]
+)
+def test_whatever_a_remedy_raises_the_run_goes_on_and_nothing_stays_half_done(error, said):
+    other = Averages(max_staleness=16)
+    monitor = warmed(
+        remediation_strategy="tighten_staleness", acts_on=[other, Refuses(error)], patience=1, quiet_steps=2
+    )
+    assert monitor.observe(10, loss=9.0)[0].result == f"could not be done: {said}"
+    assert other.max_staleness == 16
+    assert len(monitor.observe(11, loss=9.0)) == 1
+    for step in range(12, 20):
+        monitor.observe(step, loss=1.0)
+    assert monitor.in_effect == ()
+
+
+def test_a_remedy_that_is_broken_off_is_one_that_was_taken():
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=Refuses(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        monitor.observe(10, loss=9.0)
+    assert monitor.in_effect == ("tighten_staleness",)
+    assert monitor.observe(11, loss=9.0)[0].result == "in effect since step 10"
+    monitor.reset()
+
+
+class Holds(Workers):
+    def release(self, worker_id):
+        raise RuntimeError("it does not answer")
+
+
+def test_a_remedy_that_cannot_be_taken_back_is_warned_of(caplog):
+    monitor = warmed(remediation_strategy="quarantine", acts_on=Holds())
+    monitor.observe(10, loss=9.0, worker="w3")
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        monitor.close()
+    assert "could not be taken back, and stays: RuntimeError: it does not answer" in caplog.text
+    assert "could not be taken back" in monitor.report().releases[0].result
+
+
+class Serves:
+    """A server, of which a monitor knows no more than this."""
+
+    def __init__(self, rates, *, num_settable=None):
+        self.rates = list(rates)
+        self._num_settable = len(self.rates) if num_settable is None else num_settable
+
+    def status(self):
+        return {"optimizer": {"spec": {"groups": [{"lr": rate} for rate in self.rates]}}}
+
+    def set_lr(self, lr, group=None):
+        if group >= self._num_settable:
+            raise StateError("no such group")
+        self.rates[group] = lr
+
+
+def test_a_servers_rate_is_whole_again_to_the_bit_and_one_that_was_set_since_stays():
+    server = Serves([0.1, 0.3])
+    monitor = warmed(remediation_strategy="reduce_lr", acts_on=server, lr_factor=0.3)
+    monitor.observe(10, loss=9.0)
+    assert server.rates == pytest.approx([0.03, 0.09])
+    server.rates[0] = 0.01
+    monitor.close()
+    assert server.rates == [0.01, 0.3]
+    assert "that of group 0 was set to 0.01 since, and stays" in monitor.report().releases[0].result
+
+
+def test_of_several_rates_all_are_reduced_or_none():
+    server, live = Serves([0.1, 0.3], num_settable=1), torch.optim.SGD(net().parameters(), lr=0.5)
+    monitor = warmed(remediation_strategy="reduce_lr", acts_on=[live, server])
+    assert "could not be done: no such group" in monitor.observe(10, loss=9.0)[0].result
+    assert server.rates == [0.1, 0.3]
+    assert factor_of(live) == 1.0
+
+
 def test_a_remedy_that_cannot_be_done_says_why_and_the_next_one_may_do():
     workers, averager = Workers(), Averages(averaging_frequency=4)
     monitor = warmed(
@@ -261,6 +423,18 @@ def test_a_pause_waits_for_resume_or_its_time():
 def test_a_callback_may_resume_itself():
     monitor = warmed(remediation_strategy="pause", callbacks=lambda _: monitor.resume())
     assert monitor.observe(10, loss=9.0)[0].action == "pause"
+
+
+def test_reset_ends_a_pause():
+    asked = threading.Event()
+    monitor = warmed(remediation_strategy="pause", callbacks=lambda _: asked.set())
+    thread = threading.Thread(target=lambda: monitor.observe(10, loss=9.0))
+    thread.start()
+    assert asked.wait(20)
+    monitor.reset()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not monitor.is_paused
 
 
 def test_reset_lets_go_and_learns_anew():
@@ -379,8 +553,8 @@ def test_an_unknown_keyword_names_the_nearest():
 def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():
     monitor = warmed()
     with pytest.raises(ConfigError) as error:
-        monitor.observe(-1, loss="high", gradient_norm=1.0)
-    for text in ("step is -1", "loss is 'high'", "gradient_norm is observed"):
+        monitor.observe(-1, worker=["amy"], loss="high", gradient_norm=1.0)
+    for text in ("step is -1", "worker is ['amy']", "loss is 'high'", "gradient_norm is observed"):
         assert text in str(error.value)
     assert monitor.report().series["loss"].num_seen == 10
 
@@ -390,6 +564,15 @@ def test_a_loss_may_be_observed_for_its_variance_alone():
     for step in range(10):
         monitor.observe(step, loss=float(step % 2))
     assert monitor.report().series["loss_variance"].values == pytest.approx([0.24, 0.24])
+
+
+@pytest.mark.parametrize("unusable", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_an_alert_where_only_its_variance_is_judged(unusable):
+    monitor = AsyncTrainingMonitor(divergence_metrics=["loss_variance"])
+    alerts = [monitor.observe(step, loss=unusable) for step in range(3)]
+    assert [[alert.metric for alert in found] for found in alerts] == [["loss_variance"]] * 3
+    monitor = AsyncTrainingMonitor(divergence_metrics=["loss", "loss_variance"])
+    assert [alert.metric for alert in monitor.observe(0, loss=unusable)] == ["loss"]
 
 
 def test_a_closed_monitor_observes_no_more():

@@ -439,3 +439,69 @@ def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
         monitor.observe(3, loss=99.0)
         accumulator.train_step(inputs=x, targets=y, loss_fn=functional.cross_entropy)
         assert rates == [0.05]
+
+
+def test_steps_that_nobody_observes_are_steps_and_count_for_letting_go():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = AsyncTrainingMonitor(
+        model, ["gradient_norm", "loss"], remediation_strategy="clip", warm_up=5, quiet_steps=20
+    )
+    for step in range(200):
+        if step % 100 == 0:
+            monitor.observe(step, loss=1.0)  # now and then, as at a log line
+        optimizer.zero_grad()
+        (sum(p.sum() for p in model.parameters()) * (100.0 if step == 130 else 1.0)).backward()
+        optimizer.step()
+    report = monitor.report()
+    assert [alert.step for alert in report.alerts] == [130]
+    assert [release.step for release in report.releases] == [151]
+
+
+def test_a_step_that_an_optimizer_skips_leaves_the_next_one_out_of_suspicion():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    monitor = AsyncTrainingMonitor(model, ["loss", "gradient_norm"], remediation_strategy="reject", warm_up=3)
+
+    def step():
+        optimizer.zero_grad()
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+
+    for number in range(5):
+        monitor.observe(number, loss=1.0)
+        step()
+    monitor.observe(5, loss=math.inf)
+    optimizer.found_inf = torch.ones(())  # as a GradScaler tells an optimizer that skips by itself
+    step()
+    del optimizer.found_inf
+    before = next(model.parameters()).clone()
+    monitor.observe(6, loss=1.0)
+    step()
+    assert not torch.equal(next(model.parameters()), before)
+    assert monitor.report().num_dropped == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_micro_batch_of_which_nothing_counts_is_no_alert(reduction):
+    model = nn.Linear(4, 3)
+    accumulator = AsyncGradientAccumulator(
+        model,
+        accumulation_steps=2,
+        loss_reduction=reduction,
+        normalizer=lambda _, targets: float((targets != -100).sum()),
+    )
+    monitor = AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5)
+    for step in range(20):
+        targets = torch.full((8,), -100 if step == 13 else 1)
+        loss = accumulator.train_step(
+            inputs=torch.ones(8, 4),
+            targets=targets,
+            optimizer=optim.SGD(lr=0.01),
+            loss_fn=nn.CrossEntropyLoss(reduction=reduction),
+        )
+        assert math.isnan(loss) == (step == 13 and reduction == "mean")
+    assert monitor.report().num_alerts == {}
+    assert monitor.report().num_dropped == 0
+    assert monitor.report().series["loss"].num_seen == 19
+    assert accumulator.updates == 10

@@ -1,11 +1,14 @@
 """Trackers: what is logged is read back by somebody else's reader, whatever it is called."""
 
 import csv
+import errno
+import fcntl
 import json
 import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -154,6 +157,63 @@ def test_several_processes_may_write_one_file(tmp_path, cls):
     for i in range(3):
         name = f"worker {i}"
         assert [row[0] for row in read if name in row[2]] == list(range(200))
+
+
+class Halting:
+    """A file, of whose first write another thread begins when it is half done."""
+
+    def __init__(self, file, meanwhile):
+        self._file = file
+        self._meanwhile = meanwhile
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, text):
+        if self._meanwhile is None:
+            return self._file.write(text)
+        meanwhile, self._meanwhile = self._meanwhile, None
+        done = self._file.write(text[:5])
+        meanwhile()
+        return done
+
+
+@pytest.mark.parametrize("cls", FILES)
+def test_threads_that_log_at_once_take_turns(tmp_path, cls):
+    path = tmp_path / "run"
+    with cls(path) as log:
+        other = threading.Thread(target=log.log, args=({"loss": 2.0}, 2))
+
+        def meanwhile():
+            other.start()
+            other.join(0.2)  # it does not end before this one has
+
+        log._file = Halting(log._file, meanwhile)
+        log.log({"loss": 1.0}, 1)
+        other.join(20)
+    read = from_jsonl(path) if cls is JSONL else from_csv(path)
+    assert [row[0] for row in read] == [1, 2]
+
+
+@pytest.mark.parametrize("said", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, said):
+    def flock(file, how):
+        raise OSError(said, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path = tmp_path / "run.jsonl"
+    with JSONL(path) as log:
+        log.log({"loss": 1.0}, 1)
+    assert [step for step, *_ in from_jsonl(path)] == [1]
+
+
+def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.EIO, "the disk has gone")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="the disk has gone"):
+        JSONL(tmp_path / "run.jsonl")
 
 
 def test_what_is_no_number_is_refused_all_at_once_and_nothing_is_written(tmp_path):
@@ -321,3 +381,16 @@ def test_a_disk_that_is_full_for_a_while_costs_whole_records(run_python, tmp_pat
     assert lost == set(range(min(lost), 51))
     read = from_jsonl(path) if cls is JSONL else from_csv(path)
     assert [row[0] for row in read] == sorted(set(range(100)) - lost)
+
+
+def test_a_tracker_that_takes_something_out_leaves_it_to_the_others():
+    class Takes:
+        def log(self, values, step):
+            values.clear()
+
+        def finish(self):
+            """Nothing is left to be done."""
+
+    kept = Kept()
+    Fanout([Takes(), kept], "worker amy").log({"loss": 1.0}, 1)
+    assert kept.calls == [({"loss": 1.0}, 1)]

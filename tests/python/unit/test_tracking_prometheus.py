@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import offbeat
-from offbeat.tracking.prometheus import text
+from offbeat.tracking import alerts
+from offbeat.tracking.prometheus import Steady, text
 from offbeat.tracking.registry import HISTOGRAM, MAX_WORKERS, METRICS, scalars
 
 COUNTS = st.integers(0, 2**53)
+HISTOGRAMS = st.dictionaries(st.integers(0, 64), st.integers(1, 1000), max_size=8)
 IDS = st.text(
     st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30
 )  # as the server has them
@@ -47,10 +49,10 @@ def worker(name, **changes):
     } | changes
 
 
-def samples(status):
+def samples(status, steady=None):
     """Give all samples by name and labels, and the type of each family."""
     found, kinds = {}, {}
-    for family in text_string_to_metric_families(text(status).decode()):
+    for family in text_string_to_metric_families(text(status, steady).decode()):
         kinds[family.name] = family.type
         assert family.documentation
         for sample in family.samples:
@@ -72,6 +74,7 @@ def test_every_metric_is_parsed_with_its_type_and_is_named_as_prometheus_wants(e
         "schedule": {"lr": [0.1]},
         "checkpoints": {"version": 1, "age_s": 2.0, "write_s": 0.5, "failed": None},
     }
+    alerts.count("loss", "clip")
     _, kinds = samples(status)
     # The parser, as the format of 0.0.4 has it, names a counter's family without _total.
     wanted = {f"offbeat_{m.name.removesuffix('_total')}": m.kind for m in METRICS}
@@ -79,6 +82,56 @@ def test_every_metric_is_parsed_with_its_type_and_is_named_as_prometheus_wants(e
     for metric in METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter")
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_a_monitor_s_alerts_are_counted_by_metric_and_by_what_was_done(empty):
+    def counted(action):
+        found, _ = samples(empty)
+        labels = frozenset({"metric": "loss", "action": action}.items())
+        return found.get(("offbeat_monitor_alerts_total", labels), 0)
+
+    before = {action: counted(action) for action in ("alert", "pause")}
+    with offbeat.AsyncTrainingMonitor(
+        warm_up=2, patience=2, remediation_strategy=["alert", "pause"], pause_timeout_s=0.001
+    ) as monitor:
+        for step, loss in enumerate([1.0, 1.0, 1.0, 9.0, 9.0, 9.0, math.nan]):
+            monitor.observe(step, loss=loss)
+        assert monitor.report().num_alerts == {"loss": 4}
+    del monitor
+    assert counted("alert") == before["alert"] + 2
+    assert counted("pause") == before["pause"] + 2
+    name = "offbeat/monitor_alerts_total/loss/pause"
+    assert scalars(empty)[name] == counted("pause")
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(0, 99), HISTOGRAMS), max_size=3),
+        max_size=6,
+    )
+)
+def test_a_counter_does_not_fall_with_the_workers_that_a_status_forgets(empty, looks):
+    steady, before, grown = Steady(), {}, {}
+    for workers in looks:
+        told = [worker(n, bytes_sent=size, histogram=counts) for n, (size, counts) in workers.items()]
+        status = empty | {"workers": told}
+        now, _ = samples(status, steady)
+        alone, _ = samples(status)
+        rising = {
+            key: number
+            for key, number in now.items()
+            if "worker" not in dict(key[1]) and key[0].endswith(("_total", "_bucket", "_sum", "_count"))
+        }
+        for key, number in rising.items():
+            assert number >= before.get(key, 0)
+        key = ("offbeat_pull_bytes_total", frozenset())
+        grown[key] = grown.get(key, 0) + max(0, alone[key] - grown.get("last", 0))
+        grown["last"] = alone[key]
+        assert rising[key] == grown[key], "what has come since is in it, and nothing else"
+        buckets = [n for (name, _), n in now.items() if name == "offbeat_staleness_bucket"]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == value(now, "staleness_count")
+        before = rising
 
 
 def test_a_server_without_anything_tells_what_there_is(empty):
@@ -99,9 +152,6 @@ def test_whatever_a_worker_is_called_its_samples_are_read_back(empty, workers):
         if name == "offbeat_worker_samples_total"
     }
     assert read == {name: float(number) for name, number in workers}
-
-
-HISTOGRAMS = st.dictionaries(st.integers(0, 64), st.integers(1, 1000), max_size=8)
 
 
 @given(st.lists(HISTOGRAMS, min_size=1, max_size=4))
@@ -174,8 +224,13 @@ def test_the_numbers_for_a_tracker_are_those_that_are_of_no_single_worker(empty)
     found = scalars(status)
     exposed, _ = samples(status)
     assert found.pop("offbeat/staleness_mean") == 2.5
+    order = {f"offbeat_{metric.name}": metric.labels for metric in METRICS}
+
+    def words(name, labels):
+        return [name.removeprefix("offbeat_"), *filter(None, (labels[label] for label in order[name]))]
+
     plain = {
-        "/".join(["offbeat", name.removeprefix("offbeat_"), *filter(None, dict(sorted(labels)).values())]): n
+        "/".join(["offbeat", *words(name, dict(labels))]): n
         for (name, labels), n in exposed.items()
         if "worker" not in dict(labels) and not name.startswith("offbeat_staleness")
     }

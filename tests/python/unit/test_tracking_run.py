@@ -148,6 +148,24 @@ def test_with_histories_it_has_their_losses_over_the_model_s_version():
     assert figure.axes[0].get_ylabel() == "loss"
 
 
+def test_whatever_workers_are_called_a_picture_has_their_names(tmp_path):
+    names = ["$\\frac{$", "a$b$", "_hidden", "100%"]
+    run = Run()
+    for second in range(3):
+        run.observe(status([worker(name, i) for i, name in enumerate(names)], samples=second), float(second))
+    figure = run.plot(tmp_path / "run.png", histories={name: history() for name in names})
+    losses, *_, members = figure.axes
+    assert len(losses.get_legend().get_texts()) == len(names)
+    for drawn in (losses.get_legend().get_texts(), members.get_yticklabels()):
+        assert [text.get_text().strip().replace(r"\$", "$") for text in drawn] == names
+
+
+def test_a_format_that_there_is_not_is_an_error_that_names_the_file(tmp_path):
+    for thing in (Run(), history()):
+        with pytest.raises(ConfigError, match=r"run\.what' cannot be drawn to"):
+            thing.plot(tmp_path / "run.what")
+
+
 def test_a_run_that_was_not_seen_has_an_empty_picture():
     assert len(Run().plot().axes) == 3
 
@@ -264,6 +282,32 @@ def test_a_server_that_is_gone_is_warned_of_once_and_the_block_goes_on(caplog):
     warned = [r.getMessage() for r in caplog.records if "cannot be watched" in r.getMessage()]
     assert len(warned) == 1
     assert len(run.moments) >= 1
+
+
+def test_a_process_that_ends_is_not_held_by_looks_that_are_far_apart(run_python):
+    run_python(
+        "import offbeat\n"
+        "server = offbeat.ParameterServer(port=0)\n"
+        "server.start()\n"
+        "watched = offbeat.tracking.watch(server, interval_s=3600)\n"
+        "watched.__enter__()  # as in a notebook, whose block never ends\n",
+        timeout_s=25,
+    )
+
+
+class Elder:
+    """A server of a version whose status says less."""
+
+    def status(self):
+        return {"run_id": "r1", "version": 1}
+
+
+def test_a_status_that_cannot_be_read_is_warned_of_and_ends_no_block(caplog):
+    with watch(Elder(), interval_s=1000.0) as run:
+        pass
+    assert run.moments == []
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "the server cannot be watched, which is tried again: KeyError" in caplog.text
 
 
 def test_what_cannot_be_watched_is_refused_all_at_once():

@@ -1,0 +1,91 @@
+"""A monitor hears what trains its model, and acts on it: every trainer of ours, by its `train` alone."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import AsyncTrainingMonitor, optim
+from offbeat.local.lr_scale import factor_of
+from support.small_net import net
+
+BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 10
+
+
+class Loss:
+    """Cross entropy, whose tenth batch is NaN."""
+
+    def __init__(self, reduction="mean"):
+        self._loss = nn.CrossEntropyLoss(reduction=reduction)
+        self._num = 0
+
+    def __call__(self, outputs, targets):
+        self._num += 1
+        return self._loss(outputs, targets) * (math.nan if self._num == 10 else 1.0)
+
+
+def trained(kind, model, directory, reduction="mean"):
+    """Give a trainer, and a function that trains by a loss."""
+    if kind == "fault_tolerant":
+        trainer, more = offbeat.FaultTolerantTrainer(model, checkpoint_dir=directory), {}
+    else:
+        trainer = offbeat.AsyncTrainer(model, strategy=kind, loss_reduction=reduction)
+        more = {"progress": False}
+
+    def train(loss_fn):
+        trainer.train(dataloader=BATCHES, epochs=1, loss_fn=loss_fn, optimizer=optim.SGD(lr=0.1), **more)
+
+    return trainer, train
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "accumulate", "fault_tolerant"])
+def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a_nan(kind, tmp_path):
+    model = net()
+    _, train = trained(kind, model, tmp_path / "kept")
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        train(Loss())
+    report = monitor.report()
+    assert report.series["loss"].num_seen == 10
+    assert report.num_alerts == {"loss": 1}
+    assert report.num_dropped == 1
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_the_loss_is_the_mean_over_samples_where_it_is_a_sum(tmp_path):
+    found = []
+    for reduction in ("mean", "sum"):
+        model = net()
+        _, train = trained("local", model, tmp_path, reduction)
+        with AsyncTrainingMonitor(model, warm_up=5) as monitor:
+            train(nn.CrossEntropyLoss(reduction=reduction))
+        found.append(monitor.report().series["loss"].values[0])
+    assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
+def test_a_trainer_is_found_by_its_model_and_its_rate_is_reduced_once(kind, tmp_path):
+    model = net()
+    trainer, train = trained(kind, model, tmp_path / "kept")
+    train(nn.CrossEntropyLoss())
+    with AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", warm_up=2) as monitor:
+        for step, loss in enumerate([1.0, 1.0, 1.0, 9.0]):
+            monitor.observe(step, loss=loss)
+        assert factor_of(trainer.optimizer) == 0.5
+    assert factor_of(trainer.optimizer) == 1.0
+
+
+def test_an_optimizer_that_two_objects_have_is_scaled_once():
+    live = torch.optim.SGD(net().parameters(), lr=0.5)
+
+    class Holds:
+        optimizer = live
+
+    with AsyncTrainingMonitor(
+        remediation_strategy="reduce_lr", acts_on=[live, Holds()], warm_up=2
+    ) as monitor:
+        for step, loss in enumerate([1.0, 1.0, 1.0, 9.0]):
+            monitor.observe(step, loss=loss)
+        assert factor_of(live) == 0.5
+    assert factor_of(live) == 1.0
