@@ -40,6 +40,7 @@ class Said:
         statistics: Of its BatchNorm layers.
         mark: Digest of what has to be the same in all members.
         want: Digest of what is followed once it is the same in all members.
+        iterations: It has had since the round before.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -52,6 +53,7 @@ class Said:
     statistics: torch.Tensor
     mark: float
     want: float
+    iterations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,7 @@ class Rounds:
         self._rate = 0.0
         self._plan = self._wanted()
         self._samples: list[int] = [0]
+        self._iterations = 0
         self._drifts: list[float | None] = []
         self._lay_out(is_begun=True)
 
@@ -185,13 +186,14 @@ class Rounds:
             statistics=statistics.values,
             mark=digest([self._plan.shown(), self.number, progress.setting]),
             want=digest([wanted.shown(), progress.wish]),
+            iterations=progress.iterations - self._iterations,
         )
         self._members.begin(said)
         self._under_way = _UnderWay(
             fragment, trained, wanted, own if needs_own else None, statistics, progress.iterations, is_finite
         )
         self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
-        self._samples[fragment] = progress.samples
+        self._samples[fragment], self._iterations = progress.samples, progress.iterations
         self.number += 1
 
     def finish(self, iterations: int) -> Outcome:

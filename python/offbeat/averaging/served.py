@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -18,7 +18,7 @@ from offbeat.client import Client
 from offbeat.errors import ConfigError, OffbeatError, OffbeatTimeoutError, UnsupportedTensorError
 from offbeat.local.flat import Flat, empty, slices
 
-__all__ = ["Served"]
+__all__ = ["Arrays", "Served", "array_of"]
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -78,7 +78,7 @@ class Served:
         self._connect = connect
         self._names = {id(parameter): name for name, parameter in parameters}
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
-        self._statistics = [f"BatchNorm statistics {number}" for number in range(len(statistics))]
+        self._statistics = self._names_of_statistics(len(statistics))
         self._tensors |= dict(zip(self._statistics, statistics, strict=True))
         for name, tensor in self._tensors.items():
             if torch.promote_types(tensor.dtype, torch.float32) != torch.float32:
@@ -127,7 +127,7 @@ class Served:
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all who are there the mean of what they have, one as the other; each has to call this."""
         del tensors  # they are those that it was made of
-        own = {name: _array(tensor) for name, tensor in self._tensors.items()}
+        own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
         try:
             if self._client is None:
                 self._meet()
@@ -141,6 +141,10 @@ class Served:
         """Say goodbye."""
         if self.is_there():
             self._drop(finished=True)
+
+    @staticmethod
+    def _names_of_statistics(num: int) -> list[str]:
+        return [f"BatchNorm statistics {number}" for number in range(num)]
 
     # ------------------------------------------------------------------ on the thread
 
@@ -163,11 +167,11 @@ class Served:
         names = [self._names[id(parameter)] for parameter in said.parameters]
         if said.weight:
             parts = slices(said.parameters, said.values)
-            own = {name: _array(part) for name, part in zip(names, parts, strict=True)}
+            own = {name: array_of(part) for name, part in zip(names, parts, strict=True)}
             start = 1
             for name in self._statistics:
                 end = start + self._tensors[name].numel()
-                own[name] = _array(said.statistics[start:end].view(self._tensors[name].shape))
+                own[name] = array_of(said.statistics[start:end].view(self._tensors[name].shape))
                 start = end
         before = self._version
         num_at_work = self._exchange(
@@ -186,9 +190,7 @@ class Served:
         weight = float(self.size) if self._version != before else 0.0
         return Heard(means, weight, weight, num_at_work, said.metric, said.rate, statistics)
 
-    def _exchange(
-        self, own: Mapping[str, np.ndarray[Any, Any]], *, weight: float, samples: int, is_at_work: bool
-    ) -> int:
+    def _exchange(self, own: Arrays, *, weight: float, samples: int, is_at_work: bool) -> int:
         """Enter, push, gather and pull; give how many members have not ended."""
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
@@ -214,20 +216,27 @@ class Served:
         """
         client = self._connect(AGAIN_S if tries_s is None else tries_s)
         try:
-            arrays = {name: _array(tensor) for name, tensor in self._tensors.items()}
-            client.init(arrays)
-            staleness = client.run["staleness"]
-            if any(weight["name"] != "constant" for weight in staleness["weights"]):
-                raise ConfigError(  # noqa: TRY301  there is no other to be raised here
-                    f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
-                    f"worth the same whenever they come: start it with staleness_policy='constant'"
-                )
-            self._mean = client.pull(out=arrays)
+            self._agree(client)
         except BaseException:
             client.close(finished=False)
             raise
         self._client = client
         self._version = -1
+
+    def _agree(self, client: Client) -> None:
+        arrays = self._brought()
+        client.init(arrays)
+        staleness = client.run["staleness"]
+        if any(weight["name"] != "constant" for weight in staleness["weights"]):
+            raise ConfigError(
+                f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
+                f"worth the same whenever they come: start it with staleness_policy='constant'"
+            )
+        self._mean = client.pull(out=arrays)
+
+    def _brought(self) -> Arrays:
+        """Give what a server that has nothing is to begin with."""
+        return {name: array_of(tensor) for name, tensor in self._tensors.items()}
 
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member; of a run that goes on already nobody is."""
@@ -241,11 +250,13 @@ class Served:
         self._client.gather(entered.round)
         self.size = entered.members
         if entered.members < num_expected:
-            process.warn(
-                f"{entered.members} of {num_expected} members have come, and begin without the "
-                f"others, who may "
-                f"come later"
-            )
+            self._warn_of_missing(num_expected)
+
+    def _warn_of_missing(self, num_expected: int) -> None:
+        process.warn(
+            f"{self.size} of {num_expected} members have come, and begin without the others, who may come "
+            f"later"
+        )
 
     def _pause(self, error: Exception) -> None:
         if not self._is_paused:
@@ -265,6 +276,6 @@ class Served:
                 tensor.copy_(torch.from_numpy(self._mean[name]))
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Give a copy, float32."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
