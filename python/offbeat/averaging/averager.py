@@ -4,13 +4,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
 from offbeat import process, trained_by
+from offbeat.averaging.arrivals import Arrivals, guided
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
 from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds, relative_variance
@@ -19,6 +20,7 @@ from offbeat.averaging.settings import (
     AveragingPolicy,
     Backend,
     Pacing,
+    asynchronous_faults,
     changed,
     fitting_faults,
     name_of,
@@ -37,6 +39,9 @@ from offbeat.local.loss import LossFunction, check_loss, wake
 from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.metrics import Metric
 from offbeat.naming import known_keywords
+
+if TYPE_CHECKING:
+    from offbeat.receipt import Receipt
 
 __all__ = ["AsyncModelAverager"]
 
@@ -102,6 +107,11 @@ class AsyncModelAverager:
             ``OFFBEAT_SERVER``; else one that rank 0 starts at ``MASTER_ADDR`` and ``MASTER_PORT``, which ends
             with it.
         token: The server's. None: ``OFFBEAT_TOKEN``, or none.
+        asynchronous: With ``"diloco"`` and ``"tcp"``: nobody waits for anybody. A member that has done its
+            iterations brings its way to the server, which takes the outer step for each that arrives
+            (delayed Nesterov: Liu et al., 2024), and goes on from the outer parameters as they are by then.
+            ``averaging_policy="time"`` gives each member iterations in proportion to its speed, which keeps
+            arrivals fresh (their dynamic local updates).
 
     Raises:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
@@ -142,6 +152,7 @@ class AsyncModelAverager:
         process_group: "distributed.ProcessGroup | Literal[False] | None" = None,
         server_address: str | None = None,
         token: str | None = None,
+        asynchronous: bool = False,
     ) -> None:
         faults = Faults(of_model(model))
         given = Pacing(
@@ -157,7 +168,16 @@ class AsyncModelAverager:
         how = faults.catch(lambda: as_method(method))
         if not faults:
             faults += fitting_faults(how, pace, overlap, len(each_once(model)))
-        meeting = Meeting(communication_backend, process_group, server_address, token, rank, world_size)
+        faults += asynchronous_faults(asynchronous, how)
+        meeting = Meeting(
+            communication_backend,
+            process_group,
+            server_address,
+            token,
+            rank,
+            world_size,
+            is_asynchronous=bool(asynchronous),
+        )
         faults += meeting.faults(how, has_others=bool(faults))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
@@ -174,11 +194,12 @@ class AsyncModelAverager:
         self._optimizer = LocalOptimizer(model)
         joined = meeting.join(model, self._named, how, pace, setting=self._setting())
         self.rank, self._members, self._server = joined.rank, joined.members, joined.server
+        self._outer = how if asynchronous else None
         self._rounds = Rounds(
             model,
             [parameter for _, parameter in self._named],
             self._members,
-            how,
+            how if self._outer is None else guided(self._outer),
             goes_on=overlap is not False,
             measures_drift=self._metric == "parameter_variance",
         )
@@ -368,6 +389,14 @@ class AsyncModelAverager:
         self._timing.ask(overlap=given)
 
     @property
+    def receipt(self) -> "Receipt | None":
+        """What the server said of the newest push, with ``asynchronous=True``; None before the first.
+
+        Its staleness is how many other outer steps came between this member's last two pulls.
+        """
+        return self._members.receipt if isinstance(self._members, Arrivals) else None
+
+    @property
     def bytes_sent(self) -> int:
         """What this member has added to sums, in bytes; how often each travels is the group's affair."""
         return 0 if self._members.is_alone else self._rounds.num_bytes
@@ -382,11 +411,16 @@ class AsyncModelAverager:
         kept (a reference, a velocity) is forgotten; the new one begins with the mean of its first round, to
         which members go.
         """
-        return self._rounds.method
+        return self._rounds.method if self._outer is None else self._outer
 
     @method.setter
     def method(self, given: str | Method) -> None:
         how = as_method(given)
+        if self._outer is not None:
+            raise ConfigError(
+                f"method is {how!r} and asynchronous True: the outer step is the server's, for all members; "
+                f"flush, and make averagers with another method at another server"
+            )
         timing = self._timing
         faults = fitting_faults(how, timing.wished_pace, timing.wished_overlap, len(self._named))
         refuse(faults if self._members.meets_in_twos else faults + server_faults(how))
@@ -477,6 +511,9 @@ class AsyncModelAverager:
     def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
         """Go on from a state, in a model that has its values back already. To be called by all members.
 
+        With ``asynchronous=True`` it begins with the server's parameters of now, as one does that joins; what
+        it had not brought there is not in them.
+
         Args:
             state: As `state_dict` gave it.
             optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
@@ -507,6 +544,8 @@ class AsyncModelAverager:
         self._iterations_at_average = self.iterations - state["since_average"]
         self._began_s = time.monotonic() - state["seconds"]
         self._losses, self._drift = list(state["losses"]), state["drift"]
+        if isinstance(self._members, Arrivals):
+            self._members.go_out_anew()
 
     def __repr__(self) -> str:
         """Say what it does."""
@@ -516,8 +555,9 @@ class AsyncModelAverager:
             assert self._metric is not None  # noqa: S101  an adaptive pace has one
             how += f" at present, {pace.least} to {pace.most} by {name_of(self._metric)}"
         return (
-            f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}, {how}, "
-            f"round {self.averaging_round}>"
+            f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}"
+            f"{'' if self._outer is None else ', asynchronous'}, {how}, round {self.averaging_round}"
+            f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
         )
 
     # ------------------------------------------------------------------ inside

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import distributed, nn
 
+from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.members import Alone, Group, Members, terms_of
-from offbeat.averaging.methods import Method, shown
+from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import Pace, Seconds
 from offbeat.averaging.served import Served
 from offbeat.averaging.settings import BACKENDS, server_faults
@@ -58,6 +59,7 @@ class Meeting:
         token: The server's.
         rank: As given.
         world_size: As given.
+        is_asynchronous: Members arrive one by one.
     """
 
     backend: str | None
@@ -66,6 +68,7 @@ class Meeting:
     token: str | None
     rank: int | None
     world_size: int | None
+    is_asynchronous: bool = False
 
     @property
     def is_at_a_server(self) -> bool:
@@ -87,6 +90,11 @@ class Meeting:
             faults += [] if method is None else server_faults(method)
             faults.catch(lambda: _server_place(self.address, self.rank, self.world_size))
         else:
+            if self.is_asynchronous:
+                faults.append(
+                    f"asynchronous is True and communication_backend {self.backend!r}: give "
+                    f"server_address, or take 'tcp'"
+                )
             if self.address is not None or self.token is not None:
                 faults.append(
                     f"server_address or token given, and communication_backend is {self.backend!r}: "
@@ -110,7 +118,7 @@ class Meeting:
             ConnectError: If the others did not come, or the server cannot be reached.
         """
         if self.is_at_a_server:
-            return self._at_a_server(model, named, terms_of(shown(method), setting))
+            return self._at_a_server(model, named, method, terms_of(shown(method), setting))
         group = _group(self.backend, self.group, self.rank, self.world_size, is_tried=False)
         size = 1 if group is None else distributed.get_world_size(group)
         method.check_for(size)
@@ -124,23 +132,33 @@ class Meeting:
         members = Group(group, [*named, *buffers.values()], setting=alike, more_time=more_time)
         return Joined(members, distributed.get_rank(group))
 
-    def _at_a_server(self, model: nn.Module, named: Named, terms: str) -> Joined:
+    def _at_a_server(self, model: nn.Module, named: Named, method: Method, terms: str) -> Joined:
         place = _server_place(self.address, self.rank, self.world_size)
         server = _started(place.address, self.token) if place.is_ours else None
 
+        own_name: str | None = None
+
         def connect(tries_s: float) -> Client:
-            return Client(
+            nonlocal own_name
+            client = Client(
                 place.address,
+                own_name if self.is_asynchronous else None,
                 token=self.token,
                 connect_timeout_s=tries_s,
                 reconnect_timeout_s=RECONNECT_S,
-                contribution="delta",
+                contribution="gradient" if self.is_asynchronous else "delta",
             )
+            own_name = client.worker_id
+            return client
 
+        buffers, num = Statistics(model).buffers(), place.world_size
+        members: Members
         try:
-            members = Served(
-                connect, named, Statistics(model).buffers(), terms=terms, num_expected=place.world_size
-            )
+            if self.is_asynchronous:
+                assert isinstance(method, DiLoCo)  # noqa: S101  else it was refused
+                members = Arrivals(connect, named, buffers, num_expected=num, method=method)
+            else:
+                members = Served(connect, named, buffers, terms=terms, num_expected=num)
         except BaseException:
             if server is not None:
                 server.stop()

@@ -51,6 +51,7 @@ class Said:
         partner: Whom it is for; None: nobody.
         terms: The method and settings in force, as a server is told them.
         wish: Those wanted.
+        iterations: It has had since the round before.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -68,6 +69,7 @@ class Said:
     wanted: object = None
     is_pairwise: bool = False
     partner: int | None = None
+    iterations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
-from offbeat.checks import at_least_one, is_number, refuse
+from offbeat.checks import at_least_one, is_count, is_number, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import strict_keywords, unknown
 
@@ -220,6 +220,11 @@ class DiLoCo(_Outer):
             None: the outer step is added to it, and all that it has learnt since is kept.
         fragments: Parts of the model, each averaged in rounds of its own, in turn, so that a round has that
             part to send (the same paper). Each is averaged once in `averaging_frequency`.
+        delay: With ``asynchronous=True``: members' arrivals from one step of the momentum to the next
+            (delayed Nesterov: Liu et al., 2024, algorithm 3, N). None: as the server has it, else
+            `world_size`.
+        activation: Likewise: how much of the momentum's step comes with each arrival rather than with the
+            last of `delay`, 0 to 1 / delay (their c).
     """
 
     lr: float = 0.7
@@ -227,6 +232,8 @@ class DiLoCo(_Outer):
     nesterov: bool = True
     merge_alpha: float | None = None
     fragments: int = 1
+    delay: int | None = None
+    activation: float = 0.0
 
     name: ClassVar = "diloco"
 
@@ -239,8 +246,18 @@ class DiLoCo(_Outer):
                 *_no_flag(nesterov=self.nesterov),
                 *_outside(0.0, 1.0, is_zero_in=True, merge_alpha=self.merge_alpha),
                 *at_least_one(fragments=self.fragments),
+                *([] if self.delay is None else at_least_one(delay=self.delay)),
+                *self._of_activation(),
             ]
         )
+
+    def _of_activation(self) -> list[str]:
+        given, most = self.activation, 1.0
+        if is_count(self.delay, least=1):
+            most /= self.delay  # type: ignore[operator]  # looked at
+        if is_number(given) and 0.0 <= given <= most:
+            return []
+        return [f"activation is {given!r}: give a number from 0 to 1 / delay, which is {most:g} at most"]
 
     @property
     def num_fragments(self) -> int:

@@ -156,6 +156,7 @@ class Rounds:
         self._rate = 0.0
         self._plan = self._wanted()
         self._samples: list[int] = [0]
+        self._iterations = 0
         self._drifts: list[float | None] = []
         self._are_apart = [False]
         self._lay_out(is_begun=True)
@@ -230,6 +231,7 @@ class Rounds:
             wanted=wanted,
             is_pairwise=is_pairwise,
             partner=partner,
+            iterations=progress.iterations - self._iterations,
         )
         self._members.begin(said)
         self._under_way = _UnderWay(
@@ -245,7 +247,7 @@ class Rounds:
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
-        self._samples[fragment] = progress.samples
+        self._samples[fragment], self._iterations = progress.samples, progress.iterations
         self._are_apart[fragment] = is_pairwise
         self.number += 1
 

@@ -26,7 +26,7 @@ from offbeat.errors import (
 from offbeat.local.flat import slices
 from offbeat.rounds import Entered
 
-__all__ = ["Served"]
+__all__ = ["Arrays", "Served", "array_of"]
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -90,7 +90,7 @@ class Served:
         self._connect = connect
         self._names = {id(parameter): name for name, parameter in parameters}
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
-        self._statistics = [f"BatchNorm statistics {number}" for number in range(len(statistics))]
+        self._statistics = self._names_of_statistics(len(statistics))
         self._tensors |= dict(zip(self._statistics, statistics, strict=True))
         for name, tensor in self._tensors.items():
             if torch.promote_types(tensor.dtype, torch.float32) != torch.float32:
@@ -158,7 +158,7 @@ class Served:
         """
         self._check_open()
         del tensors  # they are those that it was made of
-        own = {name: _array(tensor) for name, tensor in self._tensors.items()}
+        own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
         try:
             if self._client is None:
                 self._meet()
@@ -182,6 +182,10 @@ class Served:
             self._drop(finished=True)
         else:
             self._future.add_done_callback(lambda _: self._drop(finished=True))
+
+    @staticmethod
+    def _names_of_statistics(num: int) -> list[str]:
+        return [f"BatchNorm statistics {number}" for number in range(num)]
 
     # ------------------------------------------------------------------ on the thread
 
@@ -216,7 +220,7 @@ class Served:
             start = 1
             for name in self._statistics:
                 end = start + self._tensors[name].numel()
-                own[name] = _array(said.statistics[start:end].view(self._tensors[name].shape))
+                own[name] = array_of(said.statistics[start:end].view(self._tensors[name].shape))
                 start = end
         before = self._version
         self._terms = said.terms
@@ -311,20 +315,27 @@ class Served:
         """
         client = self._connect(AGAIN_S if tries_s is None else tries_s)
         try:
-            arrays = {name: _array(tensor) for name, tensor in self._tensors.items()}
-            client.init(arrays)
-            staleness = client.run["staleness"]
-            if any(weight["name"] != "constant" for weight in staleness["weights"]):
-                raise ConfigError(  # noqa: TRY301  there is no other to be raised here
-                    f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
-                    f"worth the same whenever they come: start it with staleness_policy='constant'"
-                )
-            self._mean = client.pull(out=arrays)
+            self._agree(client)
         except BaseException:
             client.close(finished=False)
             raise
         self._client = client
         self._version = -1
+
+    def _agree(self, client: Client) -> None:
+        arrays = self._brought()
+        client.init(arrays)
+        staleness = client.run["staleness"]
+        if any(weight["name"] != "constant" for weight in staleness["weights"]):
+            raise ConfigError(
+                f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
+                f"worth the same whenever they come: start it with staleness_policy='constant'"
+            )
+        self._mean = client.pull(out=arrays)
+
+    def _brought(self) -> Arrays:
+        """Give what a server that has nothing is to begin with."""
+        return {name: array_of(tensor) for name, tensor in self._tensors.items()}
 
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member; of a run that goes on already nobody is.
@@ -347,10 +358,13 @@ class Served:
         client.pull(out=self._mean)
         self.size = entered.members
         if entered.members < num_expected:
-            process.warn(
-                f"{entered.members} of {num_expected} members have come, and begin without the others, who "
-                f"may come later"
-            )
+            self._warn_of_missing(num_expected)
+
+    def _warn_of_missing(self, num_expected: int) -> None:
+        process.warn(
+            f"{self.size} of {num_expected} members have come, and begin without the others, who may come "
+            f"later"
+        )
 
     def _pause(self, error: Exception) -> None:
         if not self._is_paused:
@@ -370,6 +384,6 @@ class Served:
                 tensor.copy_(torch.from_numpy(self._mean[name]))
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Give a copy, float32."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, TypeAlias
 
-from offbeat.averaging.methods import Method
+from offbeat.averaging.methods import DiLoCo, Method
 from offbeat.averaging.pace import (
     METRICS,
     POLICIES,
@@ -27,6 +27,7 @@ __all__ = [
     "AveragingPolicy",
     "Backend",
     "Pacing",
+    "asynchronous_faults",
     "changed",
     "name_of",
     "overlap_faults",
@@ -122,6 +123,22 @@ def overlap_faults(overlap: object) -> list[str]:
     if isinstance(overlap, bool) or (isinstance(overlap, int) and overlap >= 1):
         return []
     return [f"overlap is {overlap!r}: give True, False, or a number of iterations, 1 or more"]
+
+
+def asynchronous_faults(asynchronous: object, method: Method | None) -> list[str]:
+    """Tell what is wrong with `asynchronous`, and with a method that has, or lacks, what it asks for."""
+    if not isinstance(asynchronous, bool):
+        return [f"asynchronous is {asynchronous!r}: give True or False"]
+    if not asynchronous:
+        has_delay = isinstance(method, DiLoCo) and (method.delay is not None or method.activation)
+        return [f"method is {method!r}: delay and activation are for asynchronous=True"] * bool(has_delay)
+    if method is None:
+        return []
+    if not isinstance(method, DiLoCo):
+        return [f"asynchronous is True and method {method!r}: take 'diloco', or asynchronous=False"]
+    if not method.nesterov:
+        return ["nesterov is False and asynchronous True, whose momentum is delayed Nesterov's: leave it out"]
+    return []
 
 
 def fitting_faults(

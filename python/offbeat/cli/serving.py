@@ -30,7 +30,8 @@ __all__ = [
 _log = logging.getLogger("offbeat")
 
 OPTIMIZERS: Mapping[str, type[optim.OptimizerSpec]] = {
-    cls.__name__: cls for cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
+    cls.__name__: cls
+    for cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.DelayedNesterov)
 }
 POLICIES: Mapping[str, type[staleness.StalenessPolicy]] = {
     cls.name: cls

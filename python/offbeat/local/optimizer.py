@@ -119,6 +119,12 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
 
 def _of_spec(spec: OptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
     """Make the torch optimizer that computes what a spec says, with a group for each that has tensors."""
+    kind = getattr(torch.optim, type(spec).__name__, None)
+    if kind is None:
+        raise ConfigError(
+            f"{type(spec).__name__} runs on the server alone, and this one steps here: give one of torch's, "
+            f"such as offbeat.optim.SGD(lr=...)"
+        )
     defaults = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name != "groups"}  # type: ignore[arg-type]
     groups = [*spec.groups, {"pattern": "*"}]
     members: list[list[torch.Tensor]] = [[] for _ in groups]
@@ -130,7 +136,6 @@ def _of_spec(spec: OptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
         for group, parameters in zip(groups, members, strict=True)
         if parameters
     ]
-    kind = getattr(torch.optim, type(spec).__name__)
     made: torch.optim.Optimizer = kind(given, **defaults)
     return made
 

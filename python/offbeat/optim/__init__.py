@@ -9,6 +9,16 @@ torch is imported only for the second form.
 
 from offbeat.optim.base import OptimizerSpec
 from offbeat.optim.given import as_spec, is_live
-from offbeat.optim.rules import SGD, Adagrad, Adam, AdamW, RMSprop
+from offbeat.optim.rules import SGD, Adagrad, Adam, AdamW, DelayedNesterov, RMSprop
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "OptimizerSpec", "RMSprop", "as_spec", "is_live"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "DelayedNesterov",
+    "OptimizerSpec",
+    "RMSprop",
+    "as_spec",
+    "is_live",
+]

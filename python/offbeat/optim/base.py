@@ -124,6 +124,11 @@ class OptimizerSpec:
             if value not in (True, False):
                 raise TypeError("it is True or False")
             return bool(value)
+        if isinstance(default, int):
+            number = self._number(name, value)
+            if not number.is_integer():
+                raise ValueError("it is a whole number")
+            return int(number)
         if isinstance(default, tuple):
             first, second = cast(Sequence[object], value)
             return self._number(name, first), self._number(name, second)
@@ -165,4 +170,7 @@ def make(cls: type[OptimizerSpec], args: tuple[object, ...], keywords: Mapping[s
             f"{cls.__name__}({args[0]!r}): give keywords by name, as {cls.__name__}(lr=0.1); before them "
             f"comes nothing, or for a live optimizer model.parameters()"
         )
-    return getattr(importlib.import_module("torch.optim"), cls.__name__)(*args, **keywords)
+    made_by_torch = getattr(importlib.import_module("torch.optim"), cls.__name__, None)
+    if made_by_torch is None:
+        raise ConfigError(f"{cls.__name__} runs on the server alone: give keywords, and no parameters")
+    return made_by_torch(*args, **keywords)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
 
 from offbeat.optim.base import Groups, OptimizerSpec, make, spec_class
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.optimizer import ParamsT
 
-__all__ = ["SGD", "SPECS", "Adagrad", "Adam", "AdamW", "RMSprop"]
+__all__ = ["SGD", "SPECS", "Adagrad", "Adam", "AdamW", "DelayedNesterov", "RMSprop"]
 
 
 @spec_class
@@ -203,4 +203,45 @@ class RMSprop(OptimizerSpec):
         return make(cls, args, keywords)
 
 
-SPECS: Mapping[str, type[OptimizerSpec]] = {cls.__name__: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSprop)}
+@spec_class
+class DelayedNesterov(OptimizerSpec):
+    """SGD with Nesterov momentum for pushes that come one by one: the outer step of asynchronous DiLoCo.
+
+    Each push steps by its share, ``gradient / delay``; the momentum steps once in `delay` pushes, on their
+    mean, so that it is not slowed down by stale ones. With ``delay=1`` it is
+    ``torch.optim.SGD(nesterov=True)``; torch has nothing for more. It runs on the server alone, and keeps two
+    numbers for each parameter.
+
+    Liu et al., "Asynchronous Local-SGD Training for Language Modeling" (2024), algorithm 3: `delay` is their
+    N, best the number of members, and `activation` their c, 0 to 1 / delay: how much of the momentum's step
+    comes with each push rather than with the last of `delay`.
+
+    Example:
+        >>> offbeat.optim.DelayedNesterov(lr=0.7, delay=4).delay
+        4
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    delay: int = 1
+    activation: float = 0.0
+    groups: Groups = field(default=(), hash=False)
+
+    _limits: ClassVar = {"momentum": (0.0, 1.0), "delay": (1.0, 2.0**53)}
+
+    def __new__(cls, /, *args: object, **keywords: object) -> Self:
+        """Make a spec."""
+        return cast(Self, make(cls, args, keywords))
+
+    def _clash(self, values: Mapping[str, Any]) -> list[str]:
+        if values["activation"] * values["delay"] > 1.0:
+            most = 1.0 / values["delay"]
+            return [
+                f"activation is {values['activation']}, and delay {values['delay']}: it is at most {most:g}"
+            ]
+        return []
+
+
+SPECS: Mapping[str, type[OptimizerSpec]] = {
+    cls.__name__: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSprop, DelayedNesterov)
+}

@@ -26,7 +26,7 @@ pub enum Transaction {
     Model,
 }
 
-/// An update rule with torch.optim's names and meaning; hyper-parameters are those of one group.
+/// An update rule, with torch.optim's names and meaning where torch has it; hyper-parameters are those of one group.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name")]
 pub enum Rule {
@@ -62,6 +62,14 @@ pub enum Rule {
         momentum: f64,
         centered: bool,
         maximize: bool,
+    },
+    /// SGD whose Nesterov momentum steps once in `delay` updates (Liu et al., 2024); torch has no such rule.
+    DelayedNesterov {
+        momentum: f64,
+        /// N of the paper, from 1.
+        delay: u64,
+        /// c of the paper, 0 to 1/N: how much of the momentum each update is given at once.
+        activation: f64,
     },
     /// p ← p + weight × delta: what a worker-side optimizer leaves to the server. Has no learning rate.
     Add,

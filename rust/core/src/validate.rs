@@ -96,6 +96,13 @@ impl Group {
                 not_negative(&at("weight_decay"), weight_decay)?;
                 not_negative(&at("momentum"), momentum)
             }
+            Rule::DelayedNesterov { momentum, delay, activation } => {
+                below_one(&at("momentum"), momentum)?;
+                at_least_one(&at("delay"), delay)?;
+                let most = 1.0 / delay as f64;
+                let remedy = format!("give a number from 0 to 1/delay, which is {most}");
+                check((0.0..=most).contains(&activation), &at("activation"), activation, &remedy)
+            }
             Rule::Add => Ok(()),
         }
     }
@@ -155,6 +162,7 @@ pub fn kind(rule: &Rule) -> &'static str {
         Rule::Adam { decoupled_weight_decay: true, .. } => "AdamW",
         Rule::Adagrad { .. } => "Adagrad",
         Rule::RmsProp { .. } => "RMSprop",
+        Rule::DelayedNesterov { .. } => "DelayedNesterov",
         Rule::Add => "Add",
     }
 }

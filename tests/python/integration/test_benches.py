@@ -40,6 +40,17 @@ def test_a_system_under_load_gives_one_line(system):
         assert line["applied"] == line["samples"] + 2 * 3  # and the warm-ups
 
 
+def test_diloco_with_a_slow_worker_is_timed_both_ways():
+    done = run_bench("async_diloco.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    runs = [line for line in done.stdout.splitlines() if "iterations/s by worker" in line]
+    assert len(runs) == 2
+    for line in runs:
+        slow, *others = map(float, line.partition("by worker ")[2].partition(";")[0].split(", "))
+        assert slow < max(others)
+    assert "times sooner" in done.stdout
+
+
 def test_strangers_at_the_door_are_compared_with_none():
     counts = ("--idle", "70", "--slow", "10")
     load = ("--params", "1000", "--workers", "1", "--seconds", "0.1", "--rounds", "2")

@@ -153,6 +153,35 @@ def test_a_loop_of_one_s_own(start):
     assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.8
 
 
+def test_three_lines_make_a_plain_loop_asynchronous(start):
+    (printed,) = finish(start("three_lines.py"))
+    assert float(re.search(r"plain: accuracy ([\d.]+)", printed)[1]) > 0.8
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_address().rpartition(":")[2],
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [start("three_lines.py", "asynchronous", RANK=str(rank), **place) for rank in range(2)]
+    found = [re.search(r"asynchronous: accuracy ([\d.]+)", printed)[1] for printed in finish(*ranks)]
+    assert found[0] == found[1], "they have the same model"
+    assert float(found[0]) > 0.8
+
+
+def test_a_language_model_by_members_that_wait_for_nobody(start, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and " * 400, "utf-8")
+    few = ("--workers", "2", "--iterations", "200", "--width", "32", "--iteration-ms", "1")
+    (printed,) = finish(start("character_model.py", str(text), *few))
+    assert printed.startswith(f"text: {text}, 19600 characters")
+    before, after = (
+        float(re.search(rf"{when}: ([\d.]+) bits per character", printed)[1]) for when in ("before", "after")
+    )
+    assert before > 4.0
+    assert after < before / 2
+    assert re.search(r"worker 1: 200 iterations, \d+ outer steps, the last \d+ late", printed)
+
+
 def test_one_server_and_two_workers_train_on_pictures(start):
     (printed,) = finish(start("parameter_server.py", "2"))
     found = [float(value) for value in re.findall(r"stopped by budget, accuracy ([\d.]+)", printed)]

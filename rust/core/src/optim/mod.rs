@@ -6,12 +6,13 @@
 //! bits, and SGD gives torch's.
 //!
 //! A push's weight w scales what the push will ever do. SGD: the gradient with its coupled decay, before the
-//! momentum buffer. The rules that normalise the gradient (Adam, AdamW, Adagrad, RMSprop) would not notice that, so
+//! momentum buffer; delayed Nesterov likewise. The rules that normalise the gradient (Adam, AdamW, Adagrad, RMSprop) would not notice that, so
 //! there it scales the step and AdamW's decay, and the moments take the gradient as it is. w = 1 leaves every bit.
 
 mod adagrad;
 mod adam;
 mod add;
+mod delayed;
 mod isa;
 pub(crate) mod kernel;
 mod prefetch;
@@ -66,6 +67,8 @@ enum Kernel {
     RmsPropCentered(rmsprop::RmsProp<false, true>),
     RmsPropMomentum(rmsprop::RmsProp<true, false>),
     RmsPropBoth(rmsprop::RmsProp<true, true>),
+    DelayedBetween(delayed::Between),
+    DelayedNth(delayed::Nth),
     Add(add::Add),
 }
 
@@ -115,6 +118,14 @@ impl Stepper {
                     (true, true) => Kernel::RmsPropBoth(rmsprop::RmsProp(of)),
                 }
             }
+            Rule::DelayedNesterov { momentum, delay, activation } => {
+                let of = delayed::Constants::new(lr, weight, momentum, delay, activation);
+                if step.is_multiple_of(delay) {
+                    Kernel::DelayedNth(of.nth())
+                } else {
+                    Kernel::DelayedBetween(of.between())
+                }
+            }
             Rule::Add => Kernel::Add(add::Add::new(weight)),
         })
     }
@@ -134,6 +145,8 @@ macro_rules! with_kernel {
             Kernel::RmsPropCentered($kernel) => $run,
             Kernel::RmsPropMomentum($kernel) => $run,
             Kernel::RmsPropBoth($kernel) => $run,
+            Kernel::DelayedBetween($kernel) => $run,
+            Kernel::DelayedNth($kernel) => $run,
             Kernel::Add($kernel) => $run,
         }
     };
@@ -160,12 +173,13 @@ pub fn step_in_place(isa: Isa, stepper: &Stepper, grad: &[f32], dst: Target<'_>)
     with_kernel!(stepper, kernel => kernel::in_place(isa, kernel, grad, dst))
 }
 
-/// The rule's state, by torch's names, in the order of its slots. SGD without momentum and `Add` keep none.
+/// The rule's state, by torch's names where torch has the rule, in the order of its slots. SGD without momentum and `Add` keep none.
 #[must_use]
 pub fn state_names(rule: &Rule) -> &'static [&'static str] {
     match *rule {
         Rule::Sgd { momentum, .. } if momentum != 0.0 => &["momentum_buffer"],
         Rule::Sgd { .. } | Rule::Add => &[],
+        Rule::DelayedNesterov { .. } => &["momentum_buffer", "delayed_gradient"],
         Rule::Adam { amsgrad: false, .. } => &["exp_avg", "exp_avg_sq"],
         Rule::Adam { amsgrad: true, .. } => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
         Rule::Adagrad { .. } => &["sum"],
@@ -189,6 +203,10 @@ pub fn state_slots(rule: &Rule) -> usize {
 pub fn initial_state(rule: &Rule, _slot: usize) -> f32 {
     match *rule {
         Rule::Adagrad { initial_accumulator_value, .. } => initial_accumulator_value as f32,
-        Rule::Sgd { .. } | Rule::Adam { .. } | Rule::RmsProp { .. } | Rule::Add => 0.0,
+        Rule::Sgd { .. }
+        | Rule::Adam { .. }
+        | Rule::RmsProp { .. }
+        | Rule::DelayedNesterov { .. }
+        | Rule::Add => 0.0,
     }
 }

@@ -71,6 +71,43 @@ fn first_momentum_buffer_is_the_gradient_undampened() {
     assert_eq!(tensor.state[0], [0.9 * 2.0 + 0.5 * 2.0, 1.0]);
 }
 
+proptest! {
+    /// The paper's remark on its algorithm 3, and why the step of a whole group is not damped.
+    #[test]
+    fn arrivals_of_one_group_are_a_nesterov_step_on_their_mean(
+        delay in 1_u64..6, momentum in 0.1..0.99, (param, grads) in history(1),
+    ) {
+        let mut delayed = Tensor::new(&Rule::DelayedNesterov { momentum, delay, activation: 0.0 }, param.clone());
+        let nesterov = Rule::Sgd { momentum, dampening: 0.0, weight_decay: 0.0, nesterov: true, maximize: false };
+        let mut once = Tensor::new(&nesterov, param);
+        for turn in 0_u16..3 {
+            let turned: Vec<f32> = grads[0].iter().map(|g| g * f32::from(turn)).collect();
+            for _ in 0..delay {
+                delayed.step(Isa::detect(), &turned, lr(0), 1.0);
+            }
+            once.step(Isa::detect(), &turned, lr(0), 1.0);
+        }
+        for (ours, torchs) in delayed.param.iter().zip(&once.param) {
+            prop_assert!((ours - torchs).abs() <= 1e-5 * torchs.abs().max(1.0), "{ours} against {torchs}");
+        }
+    }
+}
+
+#[test]
+fn delayed_nesterov_waits_for_its_turn() {
+    let rule = Rule::DelayedNesterov { momentum: 0.5, delay: 2, activation: 0.25 };
+    let mut tensor = Tensor::new(&rule, vec![0.0]);
+    let mut seen = Vec::new();
+    for grad in [2.0, 4.0, 8.0, 16.0] {
+        tensor.step(Isa::detect(), &[grad], 1.0, 1.0);
+        seen.push((tensor.param[0], tensor.state[0][0], tensor.state[1][0]));
+    }
+    // v = (2 + 4)/2 = 3; the second goes (1 − .25·2 + .25)·.5·3 = 1.125 further, the third .25·.5·3 = .375.
+    // Then v = 1.5 + (8 + 16)/2 = 13.5, and .75·.5·13.5 = 5.0625.
+    let expected = [(-1.0, 0.0, 2.0), (-4.125, 3.0, 0.0), (-8.5, 3.0, 8.0), (-21.5625, 13.5, 0.0)];
+    assert_eq!(seen, expected);
+}
+
 #[test]
 fn adagrad_starts_from_its_initial_accumulator() {
     let rule = Rule::Adagrad {

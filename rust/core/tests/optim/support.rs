@@ -69,7 +69,7 @@ fn option(range: std::ops::Range<f64>) -> impl Strategy<Value = f64> {
 
 /// Every rule with every flag, hyper-parameters in their usual ranges.
 pub(crate) fn any_rule() -> impl Strategy<Value = Rule> {
-    prop_oneof![sgd(), adam(), adagrad(), rmsprop(), Just(Rule::Add)]
+    prop_oneof![sgd(), adam(), adagrad(), rmsprop(), delayed(), Just(Rule::Add)]
 }
 
 pub(crate) fn sgd() -> impl Strategy<Value = Rule> {
@@ -119,6 +119,12 @@ pub(crate) fn rmsprop() -> impl Strategy<Value = Rule> {
             maximize,
         },
     )
+}
+
+pub(crate) fn delayed() -> impl Strategy<Value = Rule> {
+    (option(0.1..0.99), 1_u64..6, option(0.0..1.0)).prop_map(|(momentum, delay, share)| {
+        Rule::DelayedNesterov { momentum, delay, activation: share / delay as f64 }
+    })
 }
 
 /// Values as training has them, both zeros among them.

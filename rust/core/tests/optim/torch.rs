@@ -1,4 +1,4 @@
-//! torch.optim's single-tensor statements, one function per tensor operation, rounded as its CPU kernels round.
+//! torch.optim's single-tensor statements, and those of delayed Nesterov as its paper has them, one function per tensor operation, rounded as its CPU kernels round.
 //!
 //! Each function says what one torch call does to one element; `step` repeats `_single_tensor_*` line by line. Run
 //! with `F = f32` it is the oracle for bits, with `F = f64` for the formula.
@@ -68,6 +68,7 @@ pub(crate) struct Element<F> {
     mean: F,
     square: F,
     largest: F,
+    waiting: F,
 }
 
 impl<F: Float> Element<F> {
@@ -76,7 +77,15 @@ impl<F: Float> Element<F> {
             Rule::Adagrad { initial_accumulator_value, .. } => *initial_accumulator_value,
             _ => 0.0,
         };
-        Self { param, step: 0, buffer: None, mean: F::of(0.0), square: F::of(square), largest: F::of(0.0) }
+        Self {
+            param,
+            step: 0,
+            buffer: None,
+            mean: F::of(0.0),
+            square: F::of(square),
+            largest: F::of(0.0),
+            waiting: F::of(0.0),
+        }
     }
 
     pub(crate) fn step(&mut self, rule: &Rule, grad: F, lr: f64) {
@@ -142,6 +151,20 @@ impl<F: Float> Element<F> {
                 } else {
                     self.param = addcdiv(self.param, grad, denominator, -lr);
                 }
+            }
+            Rule::DelayedNesterov { momentum, delay, activation } => {
+                let num = delay as f64;
+                self.waiting = add(self.waiting, grad, 1.0);
+                let mut velocity = self.buffer.unwrap_or(F::of(0.0));
+                let mut share = activation;
+                if u64::from(self.step).is_multiple_of(delay) {
+                    velocity = add(mul(velocity, momentum), self.waiting.over(F::of(num)), 1.0);
+                    share = 1.0 - activation * num + activation;
+                    self.waiting = F::of(0.0);
+                }
+                self.buffer = Some(velocity);
+                let ahead = add(grad.over(F::of(num)), velocity, share * momentum);
+                self.param = add(self.param, ahead, -lr);
             }
             Rule::Add => self.param = add(self.param, grad, 1.0),
         }

@@ -1,6 +1,6 @@
 //! A weight scales all that a push will ever do, and a weight of 1 does nothing.
 
-use crate::support::{Tensor, adagrad, adam, any_rule, bits, history, rmsprop, sgd};
+use crate::support::{Tensor, adagrad, adam, any_rule, bits, delayed, history, rmsprop, sgd};
 use offbeat_core::optim::Isa;
 use offbeat_core::spec::Rule;
 use proptest::prelude::*;
@@ -29,6 +29,14 @@ proptest! {
         prop_assert!((damped - weight * full).abs() <= 1e-5 * (weight * full).abs());
         // 1/(1 − μ) = 10 times the step: the buffer did carry it on.
         prop_assert!((full / (-LR * f64::from(grad)) - 10.0).abs() < 1e-3);
+    }
+
+    #[test]
+    fn all_that_a_push_does_under_delayed_nesterov_is_damped(
+        rule in delayed(), grad in 0.1_f32..2.0, weight in 0.01..1.0,
+    ) {
+        let (full, damped) = (moved(&rule, grad, 1.0, 200), moved(&rule, grad, weight, 200));
+        prop_assert!((damped - weight * full).abs() <= 1e-5 * (weight * full).abs());
     }
 
     #[test]
@@ -81,7 +89,8 @@ proptest! {
 
     #[test]
     fn weight_zero_without_momentum_moves_nothing(
-        rule in prop_oneof![sgd(), adam(), adagrad(), rmsprop(), Just(Rule::Add)], (param, grads) in history(1),
+        rule in prop_oneof![sgd(), adam(), adagrad(), rmsprop(), delayed(), Just(Rule::Add)],
+        (param, grads) in history(1),
     ) {
         let mut tensor = Tensor::new(&rule, param.clone());
         tensor.step(Isa::detect(), &grads[0], LR, 0.0);

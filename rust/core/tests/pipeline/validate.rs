@@ -20,6 +20,10 @@ fn rmsprop(alpha: f64, eps: f64, weight_decay: f64, momentum: f64) -> Rule {
     Rule::RmsProp { alpha, eps, weight_decay, momentum, centered: false, maximize: false }
 }
 
+fn delayed(momentum: f64, delay: u64, activation: f64) -> Rule {
+    Rule::DelayedNesterov { momentum, delay, activation }
+}
+
 fn group(pattern: &str, lr: f64, rule: Rule) -> Group {
     Group { pattern: pattern.to_owned(), lr, rule }
 }
@@ -48,6 +52,7 @@ fn torchs_defaults_pass() {
         adam((0.9, 0.999), 1e-8, 0.0),
         adagrad(0.0, 0.0, 0.0, 1e-10),
         rmsprop(0.99, 1e-8, 0.0, 0.0),
+        delayed(0.9, 4, 0.25),
         Rule::Add,
     ] {
         assert_eq!(one(rule).validate(), Ok(()));
@@ -85,6 +90,10 @@ fn hyper_parameters_out_of_range_are_refused_by_name() {
         (rmsprop(0.9, -1.0, 0.0, 0.0), "eps", "-1"),
         (rmsprop(0.9, 0.0, -1.0, 0.0), "weight_decay", "-1"),
         (rmsprop(0.9, 0.0, 0.0, -1.0), "momentum", "-1"),
+        (delayed(1.0, 4, 0.0), "momentum", "1"),
+        (delayed(0.9, 0, 0.0), "delay", "0"),
+        (delayed(0.9, 4, 0.3), "activation", "0.3"),
+        (delayed(0.9, 4, f64::NAN), "activation", "NaN"),
     ] {
         refused(one(rule).validate(), &format!("groups[0].{field}"), value);
     }

@@ -64,7 +64,11 @@ impl Momentum {
             Rule::Sgd { momentum, weight_decay, maximize, dampening: _, nesterov: _ } => {
                 Some(Group { mu: momentum, weight_decay, maximize })
             }
-            Rule::Adam { .. } | Rule::Adagrad { .. } | Rule::RmsProp { .. } | Rule::Add => None,
+            Rule::Adam { .. }
+            | Rule::Adagrad { .. }
+            | Rule::RmsProp { .. }
+            | Rule::DelayedNesterov { .. }
+            | Rule::Add => None,
         };
         Self {
             isa: Isa::detect(),

@@ -1,0 +1,263 @@
+"""Members that nobody waits for: each brings its way to a server, which steps, and goes on from there."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from offbeat.averaging.members import Said
+from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
+from offbeat.averaging.served import BEGIN_S, LOST, Arrays, Served, array_of
+from offbeat.client import Client
+from offbeat.local.flat import slices
+from offbeat.optim import DelayedNesterov
+
+if TYPE_CHECKING:
+    from offbeat.receipt import Receipt
+
+__all__ = ["Arrivals", "guided"]
+
+TOTALS = "samples and iterations"
+"""Of all members, whose pushes count them up at the server: the one tensor of whole numbers."""
+ROLLED_BACK = "server_rolled_back"
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+"""Samples and iterations."""
+
+_log = logging.getLogger("offbeat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Guided(DiLoCo):
+    """What a member does where the server takes the outer step: it goes to where that has led."""
+
+    keeps: ClassVar[tuple[Kept, ...]] = ()
+
+    def target(self, mean: torch.Tensor, own: torch.Tensor, memory: Memory, num_members: int) -> torch.Tensor:
+        """Go to the server's parameters."""
+        del own, memory, num_members
+        return mean
+
+
+def guided(method: Method) -> Method:
+    """Give what a member does, of the outer step that the server is to take."""
+    assert isinstance(method, DiLoCo)  # noqa: S101  else it was refused
+    return _Guided(**{field.name: getattr(method, field.name) for field in fields(method)})
+
+
+class Arrivals(Served):
+    """A server that takes an outer step of delayed Nesterov whenever a member arrives with its way.
+
+    A member pushes what it is away from the parameters that it has gone out from, pulls what the server has
+    made of all that came, and goes on from there; nobody is waited for but the server. A push counts once,
+    whatever breaks: one whose answer was lost is found, or found missing, when the server is met again.
+
+    What one counts by: the outer step adds up what comes, so that a member that does twice the steps has
+    twice the say already. A push is scaled by its batches' size beside the mean of all members' batches; of
+    BatchNorm's statistics it moves the server's by its share of the samples that came since its last push.
+
+    Attributes:
+        receipt: Of the newest push: its staleness, and what it was worth; None before the first.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[float], Client],
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        statistics: Sequence[torch.Tensor],
+        *,
+        num_expected: int,
+        method: DiLoCo,
+    ) -> None:
+        """Begin with the server's parameters; bring this model, and the outer step, where it has none.
+
+        Args:
+            connect: Makes a client whose pushes are gradients, under a name that stays the same.
+            parameters: Each once, with its name.
+            statistics: Of the model's BatchNorm layers.
+            num_expected: As `Served`; also the delay, where the method does not say it.
+            method: The outer step.
+
+        Raises:
+            ConfigError: If the server takes another outer step, or adds differences up.
+            UnsupportedTensorError: As `Served`; so are the next two.
+            ModelMismatchError: If the server has another model.
+            ConnectError: If it cannot be reached.
+        """
+        self.receipt: Receipt | None = None
+        self._method = method
+        self._num_expected = num_expected
+        self._said: Said | None = None
+        self._reference: Arrays = {}  # parameters that this member went out from
+        self._unsettled: Arrays = {}  # where it had come to with a push that was not answered
+        self._num_applied = 0
+        self._counts = np.zeros(2, np.int64)
+        self._share = 1.0 / num_expected
+        super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected)
+
+    def begin(self, said: Said) -> None:
+        """Bring what is said, on a thread of its own."""
+        self._said = said
+        super().begin(said)
+
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give this member what the server has, which since the last of a `flush` is the same for all."""
+        del tensors  # they are those that it was made of
+        if self._client is not None:  # else what it has is old, and this member's own model is better
+            self._take_over()
+
+    def go_out_anew(self) -> None:
+        """Begin once more with what the server has."""
+        self._said = None
+        try:
+            if self._client is None:
+                self._meet()
+            assert self._client is not None  # noqa: S101  it has met
+            self._client.pull(out=self._mean)
+        except LOST as error:
+            self._pause(error)
+            return
+        self._go_out()
+        self._take_over()
+
+    @staticmethod
+    def _names_of_statistics(num: int) -> list[str]:
+        # By these names they are buffers at the server, which an outer step does not move.
+        return [f"BatchNorm {number // 2}.running_{('mean', 'var')[number % 2]}" for number in range(num)]
+
+    # ------------------------------------------------------------------ on the thread
+
+    def _exchange(
+        self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
+    ) -> tuple[int, bool]:
+        """Push and pull; who has ended waits, before it pulls, until all have.
+
+        Returns:
+            How many have not ended; and that what this member wishes for holds, since each goes by its own.
+        """
+        del wish
+        client = self._client
+        assert client is not None  # noqa: S101  who calls this has met
+        num_at_work = 1
+        if weight:
+            self._bring(client, own, samples)
+        if not is_at_work:
+            entered = client.enter(0.0, at_work=False)
+            client.gather(entered.round)
+            num_at_work, self.size = entered.at_work, max(entered.members, 1)
+        before = int(self._mean[TOTALS][0])
+        client.pull(out=self._mean)
+        came = int(self._mean[TOTALS][0]) - before
+        self._version += bool(weight or came)  # else there is nowhere to go
+        if weight and came > 0:
+            self._share = min(samples / came, 1.0)
+        self._go_out()
+        self._said = None  # whose memory is used again
+        return num_at_work, True
+
+    def _bring(self, client: Client, own: Arrays, samples: int) -> None:
+        assert self._said is not None  # noqa: S101  what is own was said
+        counts = np.array([samples, self._said.iterations])
+        self._counts += counts
+        worth = _worth(self._counts, self._mean[TOTALS] + counts)
+        way = {
+            name: (self._reference[name] - value) * worth
+            for name, value in own.items()
+            if name in self._reference
+        }
+        self._unsettled = {name: own[name].copy() for name in way}
+        receipt = client.push(way | self._counted(own, counts), samples=samples)
+        if receipt.reason == ROLLED_BACK:  # which is no judgement on the push: it can come again
+            client.pull(out=self._mean)
+            receipt = client.push(way | self._counted(own, counts), samples=samples)
+        self._num_applied += receipt.applied
+        # What was admitted is the server's now; what was not, is not wanted.
+        self._reference |= self._unsettled
+        self._unsettled = {}
+        if self.receipt is not None and receipt.term != self.receipt.term:
+            self._enrol(client)
+        self.receipt = receipt
+        if not receipt.applied:
+            _log.warning("the way of this member is not taken: %s", receipt.detail)
+
+    def _counted(self, own: Arrays, counts: Counts) -> Arrays:
+        """Give the values of all that is no parameter."""
+        share = np.float32(self._share)
+        moved = {n: self._mean[n] + share * (own[n] - self._mean[n]) for n in self._statistics}
+        return moved | {TOTALS: self._mean[TOTALS] + counts}
+
+    def _go_out(self) -> None:
+        self._reference = {name: self._mean[name].copy() for name in self._names.values()}
+
+    # ------------------------------------------------------------------ meeting
+
+    def _brought(self) -> Arrays:
+        brought = super()._brought()
+        if self._said is not None:  # in mid-run the model is trained on; what is pushed was taken before
+            parts = slices(self._said.parameters, self._said.values)
+            for parameter, part in zip(self._said.parameters, parts, strict=True):
+                brought[self._names[id(parameter)]] = array_of(part)
+        return brought | {TOTALS: np.zeros(2, np.int64)}
+
+    def _agree(self, client: Client) -> None:
+        brought = self._brought()
+        is_ours = client.init(brought)
+        client.set_optimizer(self._outer_step(client))
+        self._mean = client.pull(out=brought)
+        self._settle(client)
+        if is_ours or not self._reference:
+            self._go_out()
+        self._enrol(client)
+
+    def _outer_step(self, client: Client) -> DelayedNesterov:
+        """Give the outer step: delayed by as much as the server's, where this member does not say."""
+        method, there = self._method, client.run["optimizer"]
+        delay = method.delay
+        if delay is None and there is not None:
+            delay = there["groups"][0]["rule"].get("delay")
+        return DelayedNesterov(
+            lr=method.lr,
+            momentum=method.momentum,
+            delay=self._num_expected if delay is None else delay,
+            activation=method.activation,
+        )
+
+    def _settle(self, client: Client) -> None:
+        """Find out what became of a push that was not answered."""
+        workers = client.status()["workers"]
+        applied = next((w["applied"] for w in workers if w["id"] == client.worker_id), 0)
+        if applied > self._num_applied:
+            self._reference |= self._unsettled
+        self._num_applied, self._unsettled = applied, {}
+
+    def _enrol(self, client: Client) -> None:
+        """Be one of those who are waited for at the end."""
+        entered = client.enter(0.0, grace_s=0.0)
+        client.gather(entered.round)
+        self.size = max(entered.members, 1)
+
+    def _begin_together(self, num_expected: int) -> None:
+        """Wait for those who are started with this member, as long as nobody has arrived."""
+        client = self._client
+        assert client is not None  # noqa: S101  it has met
+        if self.size >= num_expected or client.status()["version"]:
+            return
+        entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected)
+        client.gather(entered.round)
+        self.size = entered.members
+        if self.size < num_expected:
+            self._warn_of_missing(num_expected)
+
+
+def _worth(own: Counts, of_all: Counts) -> np.float32:
+    """Give the size of this member's batches beside that of all members' batches.
+
+    It is computed of whole numbers, so that it is 1 to the bit where all batches are as large, or all are
+    this member's.
+    """
+    (samples, iterations), (all_samples, all_iterations) = own.tolist(), of_all.tolist()
+    return np.float32(samples * all_iterations / max(iterations * all_samples, 1))

@@ -1,0 +1,371 @@
+"""Members that arrive at a server one by one: asynchronous DiLoCo."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import optim
+from offbeat.averaging import DiLoCo
+from offbeat.errors import ConfigError
+from support.averaging import LOSS, arrays, close, model, warned
+from support.fault_plan import CALM, Bytes, Cut, LostReply, plan
+from support.fault_proxy import FaultProxy
+from support.group import together
+from support.ports import free_port
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+EVERY = 4
+
+
+@pytest.fixture
+def server():
+    with offbeat.ParameterServer(transaction="model") as running:
+        yield running
+
+
+def at(address, trained, *, asynchronous=True, **settings):
+    settings = {"averaging_frequency": EVERY, "method": "diloco", "overlap": False} | settings
+    return offbeat.AsyncModelAverager(
+        trained,
+        1,
+        0,
+        communication_backend="tcp",
+        server_address=address,
+        asynchronous=asynchronous,
+        **settings,
+    )
+
+
+def batch(rank, number):
+    """A member's are all as large, and larger than those of the one before."""
+    random = torch.Generator().manual_seed(1000 * rank + number)
+    size = 2 + 2 * rank
+    return torch.randn(size, 6, generator=random), torch.randint(5, (size,), generator=random)
+
+
+class Trainee:
+    """A model with its optimizer, and how far it is."""
+
+    def __init__(self, rank=0, trained=None):
+        self.rank, self.number = rank, 0
+        self.model = model(seed=rank) if trained is None else trained
+        self.live = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+
+    def step(self):
+        inputs, targets = batch(self.rank, self.number)
+        self.live.zero_grad()
+        LOSS(self.model(inputs), targets).backward()
+        self.live.step()
+        self.number += 1
+        return len(inputs)
+
+    def train(self, averager, iterations):
+        for _ in range(iterations):
+            averager.step(self.step())
+
+
+@pytest.mark.parametrize(("overlap", "merge_alpha"), [(False, None), (1, None), (2, 0.5)])
+def test_one_member_does_what_it_does_synchronously(overlap, merge_alpha):
+    found = []
+    for asynchronous in (False, True):
+        method = DiLoCo(merge_alpha=merge_alpha)
+        one = Trainee()
+        with (
+            offbeat.ParameterServer(transaction="model") as server,
+            at(server.address, one.model, asynchronous=asynchronous, overlap=overlap, method=method) as ours,
+        ):
+            one.train(ours, 5 * EVERY + 2)
+            before = [value.copy() for value in arrays(one.model)]
+            ours.flush()
+            found.append((before, arrays(one.model), ours.averaging_round))
+    (synchronous, ended, rounds), (arriving, also_ended, also_rounds) = found
+    assert close(arriving, synchronous)
+    assert close(also_ended, ended)
+    assert rounds == also_rounds == 6
+
+
+class Alone:
+    """One process that does what members and server do, by the papers' forms, in double precision."""
+
+    def __init__(self, method, start, num):
+        self.method, self.num_arrived = method, 0
+        self.theta = [value.astype(np.float64) for value in start]
+        self.velocity = [np.zeros_like(t) for t in self.theta]
+        self.buffer = [np.zeros_like(t) for t in self.theta]
+        self.trainees = [Trainee(rank) for rank in range(num)]
+        self.begun = [[t.copy() for t in self.theta] for _ in range(num)]
+        self.read = [0] * num
+        for trainee in self.trainees:
+            self._give(trainee)
+        self.counts = np.zeros((num, 2))  # of each member: samples, iterations
+        self.known = [np.zeros(2)] * num  # of all, when it has last read
+
+    def _give(self, trainee):
+        with torch.no_grad():
+            for parameter, value in zip(trainee.model.parameters(), self.theta, strict=True):
+                parameter.copy_(torch.from_numpy(value))
+
+    def arrive(self, rank):
+        """Train a member to its next arrival; give how late it came."""
+        trainee = self.trainees[rank]
+        now = np.array([sum(trainee.step() for _ in range(EVERY)), EVERY])
+        self.counts[rank] += now
+        (own, iterations), (of_all, all_iterations) = self.counts[rank], self.known[rank] + now
+        worth = (own / iterations) / (of_all / all_iterations)
+        num, mu, lr = self.method.delay, self.method.momentum, self.method.lr
+        c = self.method.activation
+        self.num_arrived += 1
+        for place, own in enumerate(arrays(trainee.model)):
+            way = worth * (self.begun[rank][place] - own)
+            self.buffer[place] += way
+            share = c
+            if self.num_arrived % num == 0:
+                self.velocity[place] = mu * self.velocity[place] + self.buffer[place] / num
+                self.buffer[place][:] = 0
+                share = 1 - c * num + c
+            self.theta[place] -= lr * (share * mu * self.velocity[place] + way / num)
+        late = self.num_arrived - 1 - self.read[rank]
+        self.read[rank], self.known[rank] = self.num_arrived, self.counts.sum(0)
+        self.begun[rank] = [t.copy() for t in self.theta]
+        self._give(trainee)
+        return late
+
+
+@pytest.mark.parametrize("activation", [0.0, 0.3])
+def test_members_that_arrive_out_of_turn_do_what_the_paper_says(server, activation):
+    method = DiLoCo(delay=3, activation=activation)
+    ours = [Trainee(rank) for rank in range(3)]
+    averagers = [
+        at(server.address, one.model, method=method if one.rank == 0 else DiLoCo(activation=activation))
+        for one in ours
+    ]
+    alone = Alone(method, [value.copy() for value in arrays(ours[0].model)], 3)
+    for rank in (0, 0, 1, 0, 2, 1, 1, 0, 2, 0, 0, 1):
+        ours[rank].train(averagers[rank], EVERY)
+        assert averagers[rank].receipt.staleness == alone.arrive(rank)
+        assert close(arrays(ours[rank].model), arrays(alone.trainees[rank].model), within=1e-5)
+    status = server.status()
+    assert status["version"] == 12
+    assert sorted(w["applied"] for w in status["workers"]) == [2, 4, 6]
+    assert f"asynchronous, every {EVERY} iterations, round 4, 4 updates late" in repr(averagers[1])
+    for averager in averagers:
+        averager.close()
+
+
+def uneven(rank, address, here):
+    """The first goes its way while the second cannot move."""
+    one = Trainee(rank)
+    with offbeat.AsyncModelAverager(
+        one.model, 2, rank, communication_backend="tcp", server_address=address, averaging_frequency=EVERY,
+        method="diloco", asynchronous=True,
+    ) as ours:  # fmt: skip
+        if rank == 1:
+            wait_for((here / "far").exists, timeout_s=60)
+        while ours.averaging_round < (20 if rank == 0 else 3):
+            ours.step(one.step())
+        (here / "far").touch()
+        rounds = ours.averaging_round
+        ours.flush()
+        return arrays(one.model), rounds, ours.world_size
+
+
+def test_nobody_waits_for_anybody_and_all_end_alike(server, tmp_path):
+    (first, many, size), (second, few, _) = together(uneven, 2, server.address, tmp_path)
+    assert all(map(np.array_equal, first, second))
+    assert (many, few, size) == (20, 3, 2)
+    found = {w["id"]: (w["applied"], w["max_staleness"]) for w in server.status()["workers"]}
+    assert max(applied for applied, _ in found.values()) >= 20
+    assert max(late for _, late in found.values()) >= 20, "the second's first: twenty of the other's late"
+
+
+def dying(rank, address, here):
+    one = Trainee(rank)
+    with offbeat.AsyncModelAverager(
+        one.model, 3, rank, communication_backend="tcp", server_address=address, averaging_frequency=EVERY,
+        method="diloco", asynchronous=True,
+    ) as ours:  # fmt: skip
+        last = None
+        while last is None or ours.averaging_round < last + 5:
+            ours.step(one.step())
+            if rank == 2 and ours.averaging_round == 3:
+                (here / "gone").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if last is None and (here / "gone").exists():
+                last = ours.averaging_round
+        ours.flush()
+        np.savez(here / f"{rank}.npz", *arrays(one.model))
+
+
+def test_one_that_is_killed_holds_up_nobody(server, tmp_path):
+    with pytest.raises(EOFError):  # of the one that is killed
+        together(dying, 3, server.address, tmp_path)
+    with np.load(tmp_path / "0.npz") as first, np.load(tmp_path / "1.npz") as second:
+        assert all(np.array_equal(first[f"arr_{i}"], second[f"arr_{i}"]) for i in range(4))
+
+
+def test_one_that_comes_late_begins_with_the_parameters_of_then(server):
+    first, second = Trainee(0), Trainee(1)
+    with at(server.address, first.model, method=DiLoCo(delay=2)) as ours:
+        first.train(ours, 3 * EVERY)
+        with at(server.address, second.model) as theirs:
+            assert all(map(np.array_equal, arrays(second.model), arrays(first.model)))
+            second.train(theirs, 2 * EVERY)
+            assert theirs.receipt.staleness == 0
+        first.train(ours, EVERY)
+        assert ours.receipt.staleness == 2
+        assert server.status()["optimizer"]["spec"]["groups"][0]["rule"]["delay"] == 2
+
+
+def test_what_is_learnt_while_the_server_is_away_is_brought_when_it_is_there_again(monkeypatch, tmp_path):
+    port = free_port()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    one = Trainee()
+    # With these numbers the outer parameters are the member's own, as long as nothing is lost.
+    method = DiLoCo(lr=1.0, momentum=0.0)
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with warned() as told:
+        with serving():
+            ours = at(f"127.0.0.1:{port}", one.model, method=method)
+            one.train(ours, 2 * EVERY)
+        assert ours.averaging_round == 2
+        one.train(ours, 2 * EVERY)
+        assert (ours.averaging_round, ours.iterations) == (2, 4 * EVERY)
+        assert len([text for text in told if text.startswith("averaging pauses, and training goes on")]) == 1
+        with serving() as again:
+            one.train(ours, EVERY)
+            assert told[-1] == "the server is there again: averaging goes on"
+            held = again.state_dict()
+            assert close([np.asarray(held[n]) for n, _ in one.model.named_parameters()], arrays(one.model))
+            straight = Trainee()
+            for _ in range(5 * EVERY):
+                straight.step()
+            assert close(arrays(one.model), arrays(straight.model), within=1e-5)
+            ours.close()
+
+
+def unreachable_after_its_second_push(number):
+    return [plan(LostReply(push=2)), CALM][number] if number < 2 else plan(Cut(Bytes(0)))
+
+
+def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    one, straight = Trainee(), Trainee()
+    method = DiLoCo(lr=1.0, momentum=0.0)
+    with (
+        FaultProxy(server.address, unreachable_after_its_second_push) as proxy,
+        at(proxy.address, one.model, method=method) as ours,
+    ):
+        one.train(ours, 3 * EVERY)
+        assert (ours.averaging_round, server.status()["version"], proxy.counts["lost_replies"]) == (1, 2, 1)
+        proxy.heal()
+        one.train(ours, EVERY)
+        assert (ours.averaging_round, server.status()["version"]) == (2, 3)
+        for _ in range(4 * EVERY):
+            straight.step()
+        assert close(arrays(one.model), arrays(straight.model), within=1e-5), (
+            "nothing is lost, nor twice there"
+        )
+
+
+def test_in_the_background_no_progress_is_lost(server):
+    one, straight = Trainee(), Trainee()
+    with at(server.address, one.model, method=DiLoCo(lr=1.0, momentum=0.0), overlap=True) as ours:
+        one.train(ours, 6 * EVERY)
+        ours.flush()
+        for _ in range(6 * EVERY):
+            straight.step()
+        assert close(arrays(one.model), arrays(straight.model), within=1e-5)
+
+
+def test_statistics_of_batch_norm_are_averaged_by_samples(server):
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 5))
+
+    first, second = Trainee(0, normed()), Trainee(1, normed())  # batches of two and of four
+    with at(server.address, first.model, method=DiLoCo(delay=2)) as ours:
+        first.train(ours, EVERY)
+        held = np.asarray(server.state_dict()["BatchNorm 0.running_mean"]).copy()
+        assert np.array_equal(held, first.model[0].running_mean.numpy()), "of one alone, its own"
+        with at(server.address, second.model) as theirs:
+            assert np.array_equal(second.model[0].running_var.numpy(), first.model[0].running_var.numpy())
+            second.train(theirs, EVERY)
+            first.train(ours, EVERY)  # of the samples since its last arrival it had a third
+            held = np.asarray(server.state_dict()["BatchNorm 0.running_mean"]).copy()
+            first.train(ours, EVERY - 1)
+            one_more = first.step()
+            local = first.model[0].running_mean.numpy().copy()
+            ours.step(one_more)
+            now = np.asarray(server.state_dict()["BatchNorm 0.running_mean"])
+            assert np.allclose(now, held + (local - held) / 3, atol=1e-6)
+            assert np.array_equal(now, first.model[0].running_mean.numpy())
+
+
+def test_a_state_goes_on_from_the_parameters_of_now(server):
+    first, second = Trainee(0), Trainee(1)
+    with at(server.address, first.model, method=DiLoCo(delay=2)) as ours:
+        first.train(ours, EVERY + 1)
+        state = ours.state_dict()
+        with at(server.address, second.model) as theirs:
+            second.train(theirs, EVERY)
+            first.train(ours, 2)
+            ours.load_state_dict(state)
+            assert all(map(np.array_equal, arrays(first.model), arrays(second.model)))
+            assert ours.iterations == EVERY + 1
+            first.train(ours, EVERY - 1)
+            assert ours.averaging_round == 2
+            assert ours.receipt.staleness == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"communication_backend": "gloo"},
+            "asynchronous is True and communication_backend 'gloo': give server",
+        ),
+        ({"method": "average"}, "asynchronous is True and method Average(): take 'diloco'"),
+        ({"method": DiLoCo(nesterov=False)}, "nesterov is False and asynchronous True"),
+        ({"asynchronous": 1}, "asynchronous is 1: give True or False"),
+        (
+            {"asynchronous": False, "method": DiLoCo(delay=2)},
+            "delay and activation are for asynchronous=True",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, told):
+    keywords = {"method": "diloco", "asynchronous": True, "server_address": "127.0.0.1:1"} | settings
+    if "communication_backend" in settings:
+        del keywords["server_address"]
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncModelAverager(model(), **keywords)
+    assert told in str(refused.value)
+
+
+def test_an_outer_step_that_is_not_the_servers_is_refused(server):
+    with pytest.raises(ConfigError, match="activation is 2: give a number from 0 to 1 / delay"):
+        DiLoCo(activation=2)
+    with at(server.address, model(), method=DiLoCo(delay=2)) as ours:
+        for other, told in ({"lr": 0.1}, "learning rate is 0.7"), ({"momentum": 0.5}, "momentum=0.9"):
+            with pytest.raises(ConfigError, match=told):
+                at(server.address, model(), method=DiLoCo(**other))
+        with pytest.raises(ConfigError, match="the outer step is the server's, for all members"):
+            ours.method = "average"
+        assert ours.method == DiLoCo(delay=2)
+    with (
+        offbeat.ParameterServer(optimizer=optim.SGD(lr=0.1)) as other,
+        pytest.raises(ConfigError, match="SGD"),
+    ):
+        at(other.address, model())
