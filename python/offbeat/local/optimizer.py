@@ -13,7 +13,7 @@ from offbeat.errors import ConfigError
 from offbeat.module import named_parameters
 from offbeat.optim import OptimizerSpec, as_spec
 
-__all__ = ["LocalOptimizer", "Named", "check_holds", "check_steps_alone"]
+__all__ = ["LocalOptimizer", "Named", "are_equal", "check_holds", "check_steps_alone"]
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -57,7 +57,7 @@ class LocalOptimizer:
                 )
             self._live = self._made(given)
             self._given = given
-        elif given is not None and given is not self._live and not _are_equal(given, self._given):
+        elif given is not None and given is not self._live and not are_equal(given, self._given):
             raise ConfigError(
                 f"optimizer is {_shown(given)}, and this model is trained with {_shown(self._given)}, whose "
                 f"state would be lost: give that one, or none; its learning rate is in its param_groups"
@@ -167,7 +167,8 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch("".join(parts), name, re.DOTALL) is not None
 
 
-def _are_equal(given: object, before: object) -> bool:
+def are_equal(given: object, before: object) -> bool:
+    """Whether two things that a user gave ask for the same; partials do so that hold the same arguments."""
     if isinstance(given, functools.partial) and isinstance(before, functools.partial):
         return (given.func, given.args, given.keywords) == (before.func, before.args, before.keywords)
     return type(given) is type(before) and bool(given == before)

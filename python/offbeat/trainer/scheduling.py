@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat.checks import Faults, objects
 from offbeat.errors import ConfigError
+from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, meters
 from offbeat.naming import unknown
 
@@ -90,7 +91,8 @@ def scheduling_of(
         interval: When it steps.
         metric: What it goes by.
         live: The optimizer; None where that is on a server.
-        before: What was given to the `train` before, and the scheduler that came of it: the same goes on.
+        before: What was given to the `train` before, and the scheduler that came of it: the same, or its
+            equal, goes on.
 
     Raises:
         ConfigError: If they do not fit one another.
@@ -109,7 +111,7 @@ def scheduling_of(
     if isinstance(given, LRScheduler):
         scheduler = given
     else:
-        scheduler = before[1] if before is not None and before[0] is given else given(live)
+        scheduler = before[1] if before is not None and are_equal(given, before[0]) else given(live)
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(f"scheduler gave {scheduler!r}: it makes one of torch.optim.lr_scheduler")
     if scheduler.optimizer is not live:

@@ -229,7 +229,8 @@ class AsyncTrainer:
             metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or collections.
             log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
             scheduler: One of torch.optim.lr_scheduler, or what makes one of the optimizer:
-                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same.
+                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same, or
+                its equal.
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.
