@@ -62,7 +62,8 @@ class Account:
             meter.update(done.outputs, done.targets, done.loss, done.samples)
         self._has_new = True
         self._recent.append(done.loss.reshape(()))
-        self.history.steps += 1
+        self.history.steps += not done.is_skipped
+        self.history.skipped += done.is_skipped
         self.history.samples += done.samples
         self.place = Place(self.place.epoch, self.place.batch + 1)
 
@@ -102,6 +103,7 @@ class Account:
             "steps": history.steps,
             "samples": history.samples,
             "epochs": history.epochs,
+            "skipped": history.skipped,
             "seconds": history.seconds,
             "place": (self.place.epoch, self.place.batch),
             "records": _columns(history.records),
@@ -117,7 +119,7 @@ class Account:
         """Go on from there; a metric that was not measured then begins here."""
         history = self.history
         history.steps, history.samples, history.epochs = state["steps"], state["samples"], state["epochs"]
-        history.seconds = state["seconds"]
+        history.seconds, history.skipped = state["seconds"], state["skipped"]
         history.records = _records(state["records"])
         self.place = Place(*state["place"])
         for meter in self._meters:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.local.loss import wake
 from offbeat.process import announce
@@ -131,6 +132,11 @@ class Run:
             if self._plan.max_steps is not None and history.steps >= self._plan.max_steps:
                 return False
         self._check_terminated()
+        if not self._account.place.batch:
+            raise ConfigError(
+                f"the data gave no batch in epoch {self._account.place.epoch + 1}, so that there is nothing "
+                f"to train on: look at its length, at drop_last, and whether it can be gone through again"
+            )
         return True
 
     def _batches(self) -> Iterator[Any]:

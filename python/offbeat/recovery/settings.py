@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
 from offbeat.recovery.choice import STRATEGIES
+from offbeat.recovery.trainee import is_overlapping
 
 __all__ = [
     "check_scheduler",
@@ -40,7 +41,12 @@ def of_model(model: object) -> list[str]:
         return ["model has parameters without a shape yet: run one batch through it first"]
     if not any(p.requires_grad for p in model.parameters()):
         return [f"model is a {type(model).__name__} without parameters to train"]
-    return []
+    return [
+        f"model has {name!r}, whose elements share their memory, so that no values can be brought back into "
+        f"it: give the module a clone() of it"
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and is_overlapping(tensor)
+    ]
 
 
 def strategy_of(given: object) -> tuple[str, Path | None]:

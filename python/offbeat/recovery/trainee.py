@@ -39,12 +39,14 @@ class Stepped:
         targets: The batch's, on the device.
         loss: Mean over the batch, detached and not yet waited for.
         samples: In the batch.
+        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
     """
 
     outputs: Any
     targets: Any
     loss: torch.Tensor
     samples: int
+    is_skipped: bool = False
 
 
 class Trainee(Protocol):
@@ -134,16 +136,27 @@ class Local:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+        is_skipped = not self._make_step()
         self._optimizer.zero_grad()
-        if self._scheduler is not None and self._per_step:
+        if self._scheduler is not None and self._per_step and not is_skipped:
             self._scheduler.step()
         shown = loss.detach()
-        return Stepped(outputs, targets, shown / samples if self._reduction == "sum" else shown, samples)
+        mean = shown / samples if self._reduction == "sum" else shown
+        return Stepped(outputs, targets, mean, samples, is_skipped)
+
+    def _make_step(self) -> bool:
+        """Let the optimizer step; tell whether it has, which a GradScaler decides and does not say."""
+        if self._scaler is None:
+            self._optimizer.step()
+            return True
+        steps: list[bool] = []
+        hook = self._optimizer.register_step_post_hook(lambda *_: steps.append(True))
+        try:
+            self._scaler.step(self._optimizer)
+        finally:
+            hook.remove()
+        self._scaler.update()
+        return bool(steps)
 
     def end_epoch(self) -> None:
         """Let a scheduler step that does so after each pass."""
@@ -156,6 +169,8 @@ class Local:
         return {
             "model": dict(state),
             "metadata": dict(getattr(state, "_metadata", {})),
+            "beside": unlisted(unwrap(self._module)),
+            "loss": _of_loss(self._loss_fn),
             "optimizer": self._optimizer.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -166,6 +181,7 @@ class Local:
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Word which tensors, classes or groups are others than a state's."""
         found = _of_tensors(unwrap(self._module).state_dict(), state["model"])
+        found += [f"of loss_fn: {text}" for text in _of_tensors(_of_loss(self._loss_fn), state["loss"])]
         for name, own in self._classes().items():
             if own != (theirs := state["classes"][name]):
                 found.append(f"the {name} is {own or 'none'}, and the checkpoint's is {theirs or 'none'}")
@@ -189,6 +205,9 @@ class Local:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits, in place."""
         unwrap(self._module).load_state_dict(_WithMetadata.of(state["model"], state["metadata"]))
+        fill(unwrap(self._module), state["beside"])
+        if isinstance(self._loss_fn, nn.Module):
+            fill(self._loss_fn, state["loss"])
         self._optimizer.load_state_dict(state["optimizer"])
         _undo_casts(self._optimizer, state["optimizer"])
         if self._scheduler is not None:
@@ -199,6 +218,38 @@ class Local:
     def _classes(self) -> dict[str, str | None]:
         parts = {"optimizer": self._optimizer, "scheduler": self._scheduler, "grad_scaler": self._scaler}
         return {name: None if part is None else type(part).__name__ for name, part in parts.items()}
+
+
+def unlisted(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Give the buffers that a module's `state_dict` leaves out; they are part of its state all the same."""
+    listed = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in listed}
+
+
+def fill(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Bring tensors into a module's parameters and buffers, in place, or in their stead if the shape differs."""
+    own = dict(module.named_buffers()) | dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        held = own.get(name)
+        if held is None:
+            continue
+        if held.shape == tensor.shape and held.dtype == tensor.dtype and not is_overlapping(held):
+            with torch.no_grad():
+                held.copy_(tensor)
+        else:  # as of a table that has grown
+            owner, _, key = name.rpartition(".")
+            setattr(module.get_submodule(owner), key, tensor.to(held.device))
+
+
+def is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as an expanded tensor's do, so that none can be written."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _of_loss(loss_fn: LossFunction) -> dict[str, Any]:
+    if not isinstance(loss_fn, nn.Module):
+        return {}
+    return dict(loss_fn.named_parameters()) | dict(loss_fn.named_buffers())
 
 
 class _WithMetadata(dict[str, Any]):

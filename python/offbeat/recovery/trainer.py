@@ -22,6 +22,7 @@ from offbeat.local.batches import loaded
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import measure
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Metric, is_collection, meters
 from offbeat.naming import known_keywords
 from offbeat.recovery import rng, settings
@@ -44,10 +45,11 @@ _log = logging.getLogger("offbeat")
 class FaultTolerantTrainer:
     """Trains a model so that the same command, after a crash, goes on where the last checkpoint was.
 
-    A checkpoint holds the model, the optimizer, the learning rate scheduler, the GradScaler, the random
-    states of Python, numpy, torch and the device, the place in the data and the history. It is a copy that is
-    taken between two steps and written behind the next ones; a reader finds it whole, which digests prove, or
-    not at all. Where the newest is damaged, the one before it is taken, with a warning.
+    A checkpoint holds the model, with the buffers that its `state_dict` leaves out, the optimizer, the
+    learning rate scheduler, the GradScaler, the random states of Python, numpy, torch and the device, and of
+    generators that are attributes of the dataset, the loader or its samplers, the place in the data and the
+    history. It is a copy that is taken between two steps and written behind the next ones; a reader finds it
+    whole, which digests prove, or not at all. Where the newest is damaged, the one before it is taken, with a warning.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
     process with exit code 143; a second one ends it at once.
@@ -166,13 +168,13 @@ class FaultTolerantTrainer:
                 is trained.
             optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. Its
                 settings come from the checkpoint where there is one. None: that of the `train` before.
-            loss_fn: From (outputs, targets) to a scalar.
+            loss_fn: From (outputs, targets) to a scalar; of a module, buffers and parameters are saved, too.
             scheduler: A learning rate scheduler of torch's, or what makes one of the optimizer, such as
                 ``functools.partial(StepLR, step_size=10)``.
-            scheduler_step: When it steps: after each "epoch" or each "step".
-            grad_scaler: Scales the loss, and skips steps with infinite gradients.
+            scheduler_step: When it steps: after each "epoch", or each "step" that was not skipped.
+            grad_scaler: Scales the loss, and skips steps with infinite gradients (`history.skipped`).
             batch_size: Samples in a batch of `dataset`.
-            seed: Of its order. None: torch's own as the run began.
+            seed: Of the order of `dataset`. None: torch's own as the run began.
             metrics: What the history tells: "loss", "accuracy", callables of (outputs, targets).
             log_frequency: Steps between log lines.
             max_steps: Steps after which to stop, in all; None does not.
@@ -186,11 +188,13 @@ class FaultTolerantTrainer:
             UnsupportedTensorError: Naming state that no checkpoint can hold.
             CheckpointError: If the directory or its checkpoints cannot be used, or a save fails.
             StateError: With `deterministic`, naming an operation that has no such form.
-            SystemExit: With code 143, after SIGTERM.
+            SystemExit: With code 143, after SIGTERM; also where that came when all was done.
         """
         faults = Faults(at_least_one(epochs=epochs, batch_size=batch_size, log_frequency=log_frequency))
         faults += [] if max_steps is None else at_least_one(max_steps=max_steps)
         faults += of_seed(seed)
+        if seed is not None and dataloader is not None:
+            faults.append(f"seed is {seed!r}, which is for dataset=: a dataloader has an order of its own")
         faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
         faults += settings.of_scaler(grad_scaler)
         if scheduler_step not in ("epoch", "step"):
@@ -247,6 +251,11 @@ class FaultTolerantTrainer:
             )
             if found is not None:
                 go_on(found, self._directory, trainee=trainee, data=data, account=account, seed=seed)
+            elif self.history.steps:
+                process.warn(
+                    f"no checkpoint has the {self.history.steps} steps that this trainer made before: the "
+                    f"run begins anew, with the model and the optimizer as these have left them"
+                )
             self._note(found, account)
             if plan.is_done(account):
                 assert rest is not None  # noqa: S101  a run that begins has something to do
@@ -336,7 +345,7 @@ class FaultTolerantTrainer:
     def _scheduler_of(self, given: object, live: torch.optim.Optimizer) -> Scheduler | None:
         """Make a scheduler once of what is given: a second one would begin anew."""
         before, made = self._scheduler
-        if given is not before:
+        if not are_equal(given, before):
             made = settings.scheduler_of(given, live) if given is not None else None
             self._scheduler = given, made
         return made

@@ -379,7 +379,10 @@ def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing
         ({"dataset": data(41)}, "the dataset has 41 samples, and had 40 when"),
         ({"batch_size": 4}, "the batch size is 4, and was 8 when"),
         ({"seed": 8}, "seed is 8, and was 7 when"),
-        ({"dataloader": DataLoader(data(), batch_size=8)}, "data is a dataloader= without .* was a dataset="),
+        (
+            {"dataloader": DataLoader(data(), batch_size=8), "seed": None},
+            "data is a dataloader= without .* was a dataset=",
+        ),
     ],
 )
 def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp_path):
