@@ -88,11 +88,13 @@ class Members(Protocol):
         size: How many there are.
         is_alone: There can be no others.
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
+        has_gone_on: Others had made rounds before this member came, and it has begun with what they made.
     """
 
     size: int
     is_alone: bool
     is_waited_for: bool
+    has_gone_on: bool
 
     def begin(self, said: Said) -> None:
         """Begin a round with what this member says."""
@@ -119,6 +121,7 @@ class Alone:
     size = 1
     is_alone = True
     is_waited_for = True
+    has_gone_on = False
 
     def __init__(self) -> None:
         self._said: Said | None = None
@@ -162,6 +165,7 @@ class Group:
 
     is_alone = False
     is_waited_for = True
+    has_gone_on = False
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class Served:
 
     Attributes:
         size: Members in the newest round.
+        has_gone_on: The mean was others' when this member came.
     """
 
     is_alone = False
@@ -92,7 +93,9 @@ class Served:
         self._future: Future[Heard] | None = None
         self._is_paused = False
         self._meet(BEGIN_S)
-        self._begin_together(num_expected)
+        assert self._client is not None  # noqa: S101  it has met
+        self.has_gone_on = bool(self._client.status()["version"])
+        self._begin_together(num_expected, is_new=not self.has_gone_on)
         self._take_over()
 
     def begin(self, said: Said) -> None:
@@ -229,10 +232,10 @@ class Served:
         self._client = client
         self._version = -1
 
-    def _begin_together(self, num_expected: int) -> None:
+    def _begin_together(self, num_expected: int, *, is_new: bool) -> None:
         """Wait for those who are started with this member; of a run that goes on already nobody is."""
         assert self._client is not None  # noqa: S101  it has met
-        if num_expected <= 1 or self._client.status()["version"]:
+        if num_expected <= 1 or not is_new:
             return
         until_s, pause = time.monotonic() + BEGIN_S, threading.Event()
         while (entered := self._client.enter(0.0)).members < num_expected and time.monotonic() < until_s:

@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.module import named_parameters
 from offbeat.optim import OptimizerSpec, as_spec
 
-__all__ = ["LocalOptimizer", "Named", "are_equal", "check_holds", "check_steps_alone"]
+__all__ = ["LocalOptimizer", "Named", "are_equal", "bring_back", "check_holds", "check_steps_alone"]
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -181,3 +182,20 @@ def _shown(given: object) -> str:
         keywords = ", ".join(f"{name}={value!r}" for name, value in given.keywords.items())
         return f"functools.partial({getattr(given.func, '__name__', given.func)}, {keywords})"
     return given.__name__ if isinstance(given, type) else repr(given)
+
+
+def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state, in the dtypes that it had.
+
+    torch casts it to its parameter's, as float32 averages to bfloat16.
+    """
+    optimizer.load_state_dict(saved)
+    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entry in saved["state"].items():
+        if not isinstance(index, int) or not isinstance(entry, dict):
+            continue
+        held = optimizer.state[parameters[index]]
+        for name, value in entry.items():
+            now = held.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                held[name] = value.to(now.device)
