@@ -107,6 +107,7 @@ def data_of(
     epochs: int,
     batch_size: int,
     seed: int,
+    member: str,
     device: torch.device,
     is_deterministic: bool = False,
     is_ended: Callable[[], bool] = lambda: False,
@@ -118,7 +119,8 @@ def data_of(
         dataloader: This or a dataset.
         epochs: How many passes.
         batch_size: Of a dataset.
-        seed: Likewise: its order follows from this and the number of the pass.
+        seed: Likewise: its order follows from this and the number of the pass,
+        member: and from this.
         device: Where is trained.
         is_deterministic: Whether a source that cannot give the same bits after a crash is warned of.
         is_ended: Whether the reading of batches that are not trained on is to end.
@@ -131,7 +133,7 @@ def data_of(
         dataloader,
         epochs=epochs,
         batch_size=batch_size,
-        order=f"recovery/{seed}",
+        order=f"recovery/{seed}{member}",
         pin_memory=device.type == "cuda",
     )
     if isinstance(source, Epochs) and not isinstance(dataset, IterableDataset):

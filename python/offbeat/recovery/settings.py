@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
 from offbeat.recovery.choice import STRATEGIES
-from offbeat.recovery.trainee import is_overlapping
+from offbeat.recovery.values import is_overlapping
 
 __all__ = [
     "check_scheduler",
@@ -25,6 +25,7 @@ __all__ = [
     "of_scaler",
     "scheduler_of",
     "strategy_of",
+    "words_of",
 ]
 
 
@@ -33,8 +34,8 @@ def of_model(model: object) -> list[str]:
     if not isinstance(model, nn.Module):
         return [
             (
-                f"model is of type {type(model).__name__}: give the nn.Module; this version trains modules "
-                f"in this process, and wraps no worker, averager or trainer"
+                f"model is of type {type(model).__name__}: give an nn.Module, or the AsyncWorker, "
+                f"AsyncModelAverager or AsyncTrainer of one"
             )
         ]
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
@@ -155,3 +156,8 @@ def scheduler_of(given: Any, optimizer: torch.optim.Optimizer) -> Any:  # noqa: 
         raise ConfigError(f"scheduler {given!r} made a {type(made).__name__}, which is no scheduler")
     check_scheduler(made)
     return made
+
+
+def words_of(optimizer: str) -> str:
+    """Say which optimizer runs, and where: a class's name is of one in this process."""
+    return f"{optimizer}, in this process" if optimizer.isidentifier() else optimizer

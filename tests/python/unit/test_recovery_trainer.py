@@ -290,7 +290,7 @@ def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"model": 3}, r"model is of type int: give the nn.Module; .* wraps no worker"),
+        ({"model": 3}, r"model is of type int: give an nn.Module, or the AsyncWorker"),
         ({"model": nn.ReLU()}, "model is a ReLU without parameters to train"),
         ({"model": nn.LazyLinear(3)}, "parameters without a shape yet"),
         ({"checkpoint_dir": 3}, "checkpoint_dir is 3: give the path"),

@@ -1,0 +1,139 @@
+"""What is trained: something that takes a batch and can give and take back its state."""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offbeat.history import History, Record
+from offbeat.receipt import Receipt
+
+__all__ = ["Scheduler", "SchedulerStep", "Stepped", "Trainee"]
+
+SchedulerStep = str
+"""When a scheduler steps: after each "epoch" or each "step"."""
+
+
+class Scheduler(Protocol):
+    """A learning rate scheduler in the manner of torch's."""
+
+    def step(self) -> None:
+        """Set the next learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give where it is."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A batch that was trained on.
+
+    Attributes:
+        outputs: The model's.
+        targets: The batch's, on the device.
+        loss: Mean over the batch, detached and not yet waited for.
+        samples: In the batch.
+        steps: That it made: 0 where it was gathered, or skipped.
+        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
+    """
+
+    outputs: Any
+    targets: Any
+    loss: torch.Tensor
+    samples: int
+    steps: int = 1
+    is_skipped: bool = False
+
+
+class Trainee(ABC):
+    """What a `FaultTolerantTrainer` trains, batch by batch.
+
+    Where it is settled, it has no state but what `state_dict` gives.
+    """
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The model."""
+
+    @property
+    @abstractmethod
+    def optimizer_name(self) -> str:
+        """Its optimizer's class."""
+
+    @abstractmethod
+    def step(self, batch: object, epoch: int) -> Stepped:
+        """Train on a batch of a pass, which are counted from 0."""
+
+    @abstractmethod
+    def end_epoch(self, epoch: int) -> int:
+        """Do what belongs after a pass; tell how many steps that were."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state, a nest; "model" is the model's own. Tensors are not copied."""
+
+    @abstractmethod
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Word why a state does not fit; nothing if it does."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back a state that fits."""
+
+    # ------------------------------------------------------------------ most have nothing to say to these
+
+    def notes(self, state: dict[str, Any]) -> list[str]:
+        """Word which settings of a state that fits are others than those given here."""
+        del state
+        return []
+
+    def training(self) -> AbstractContextManager[object]:
+        """Train in here."""
+        return nullcontext()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way that a state would lack; asked where one is wanted."""
+        return True
+
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether what is under way ends with the next batches, whatever others do."""
+        return False
+
+    def settle(self) -> int:
+        """End what is under way, for the process is about to end; tell how many steps that were."""
+        return 0
+
+    def end(self) -> int:
+        """Do what belongs at the end of all passes; tell how many steps that were."""
+        return 0
+
+    def abandon(self) -> None:  # noqa: B027
+        """Forget what a batch that broke off has left."""
+
+    def version(self, steps: int) -> int:
+        """Give what a log line calls the model's version, after so many steps."""
+        return steps
+
+    def take_receipts(self) -> list[Receipt]:
+        """Give out what a server has answered since the last call."""
+        return []
+
+    def agree(self, value: object) -> bool:
+        """Tell in all who train together whether a value is the same in all of them."""
+        del value
+        return True
+
+    def logged(self, record: Record, numbers: dict[str, float]) -> None:  # noqa: B027
+        """Hear of a log line, and of its numbers by the names under which trackers keep them."""
+
+    def finished(self, history: History) -> None:  # noqa: B027
+        """Hear that all is done and saved."""
