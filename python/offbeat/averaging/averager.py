@@ -339,11 +339,6 @@ class AsyncModelAverager:
         return self._members.is_alone
 
     @property
-    def is_in_group(self) -> bool:
-        """Whether there are others in a process group, who wait for one another."""
-        return not self._members.is_alone and self._members.is_waited_for
-
-    @property
     def goes_by_loss(self) -> bool:
         """Whether `step` needs the batch's loss."""
         return self._metric == "loss_variance"

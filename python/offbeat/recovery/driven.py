@@ -13,7 +13,15 @@ from offbeat.receipt import Receipt
 from offbeat.recovery.averaged import Patience
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Stepped, Trainee
-from offbeat.recovery.values import WithMetadata, fill, of_classes, of_tensors, unlisted
+from offbeat.recovery.values import (
+    WithMetadata,
+    fill,
+    of_classes,
+    of_settings,
+    of_tensors,
+    settings_of,
+    unlisted,
+)
 from offbeat.trainer import AsyncTrainer
 from offbeat.trainer.driven import Driven
 
@@ -28,6 +36,8 @@ class Trained(Trainee):
         self._driven = driven
         self._loss_fn = loss_fn
         self._patience = Patience()
+        live = trainer.optimizer
+        self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
 
     @property
     def module(self) -> nn.Module:
@@ -115,6 +125,7 @@ class Trained(Trainee):
             "loss": of_loss(self._loss_fn),
             "trainer": own,
             "classes": self._classes(),
+            "settings": self._settings,
         }
 
     def differences(self, state: dict[str, Any]) -> list[str]:
@@ -124,6 +135,10 @@ class Trained(Trainee):
         found = of_tensors(unwrap(self.module).state_dict(), state["model"])
         found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
         return [*found, *self._trainer.differences(state["trainer"])]
+
+    def notes(self, state: dict[str, Any]) -> list[str]:
+        """Word with which settings the optimizer here began, where these are others."""
+        return of_settings(self._settings, state["settings"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits."""

@@ -13,7 +13,7 @@ from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
-from offbeat.recovery.values import fill, of_classes, of_tensors, unlisted
+from offbeat.recovery.values import fill, of_classes, of_settings, of_tensors, settings_of, unlisted
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Joined"]
@@ -44,6 +44,8 @@ class Joined(Trainee):
         self._scheduler: Scheduler | None = None
         self._per_step = False
         self._receipts: list[Receipt] = worker.prepare(optimizer)
+        live = worker.live_optimizer
+        self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
 
     def follow(self, scheduler: Scheduler | None, when: SchedulerStep) -> None:
         """Let a scheduler move the live optimizer's learning rate."""
@@ -132,6 +134,7 @@ class Joined(Trainee):
             "optimizer": None if live is None else live.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "classes": self._classes(),
+            "settings": self._settings,
             "run": self._worker.run_id,
         }
 
@@ -149,6 +152,10 @@ class Joined(Trainee):
                 f"or begin anew in another checkpoint_dir"
             )
         return found
+
+    def notes(self, state: dict[str, Any]) -> list[str]:
+        """Word with which settings the optimizer here began, where these are others."""
+        return of_settings(self._settings, state["settings"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what is the worker's own."""

@@ -15,6 +15,7 @@ from offbeat.recovery.values import (
     WithMetadata,
     fill,
     of_classes,
+    of_settings,
     of_tensors,
     settings_of,
     unlisted,
@@ -153,12 +154,7 @@ class Local(Trainee):
 
     def notes(self, state: dict[str, Any]) -> list[str]:
         """Word with which settings the optimizer began, where these are others."""
-        return [
-            f"the optimizer's {name} is {own[name]!r}, and the checkpoint's run began with {theirs[name]!r}"
-            for own, theirs in zip(self._settings, state["settings"], strict=True)
-            for name in own
-            if name in theirs and own[name] != theirs[name]
-        ]
+        return of_settings(self._settings, state["settings"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits, in place."""

@@ -91,6 +91,11 @@ class Subject(ABC):
         """Name this one of several that train together, whose orders of a dataset are to differ."""
         return ""
 
+    @property
+    def seed(self) -> int:
+        """Of the order of a dataset, where `train` is given none; 0 where `member` has it."""
+        return torch.initial_seed()
+
     def faults_of(self, *, strategy: str) -> list[str]:
         """Word which settings do not go with it."""
         del strategy
@@ -143,7 +148,7 @@ class _Averager(_Module):
         return f"/member {self._averager.rank}"
 
     def faults_of(self, *, strategy: str) -> list[str]:
-        return _of_several(strategy) if self._averager.is_in_group else []
+        return [] if self._averager.is_alone else _of_several(strategy)
 
 
 class _Worker(Subject):
@@ -159,7 +164,11 @@ class _Worker(Subject):
 
     @property
     def member(self) -> str:
-        return f"/run {self._worker.run_id} worker {self._worker.id}"
+        return f"/{self._worker.order}"
+
+    @property
+    def seed(self) -> int:
+        return 0
 
     def check(self, asked: Asked) -> None:
         faults = Faults()
@@ -198,6 +207,10 @@ class _Trainer(Subject):
     @property
     def member(self) -> str:
         return f"/{self._trainer.order}"
+
+    @property
+    def seed(self) -> int:
+        return 0
 
     def check(self, asked: Asked) -> None:
         faults = Faults()
@@ -288,7 +301,7 @@ def subject_of(given: object, *, device: object, reduction: object) -> Subject:
 def _of_several(strategy: str) -> list[str]:
     if strategy in ("latest", "none"):
         return []
-    text = "and members of a process group go on together, from their newest: take 'latest'"
+    text = "and members go on together, from their newest: take 'latest'"
     return [f"recovery_strategy is {strategy!r}, {text}"]
 
 

@@ -187,7 +187,8 @@ class FaultTolerantTrainer:
             scheduler_step: When it steps: after each "epoch", or each "step" that was not skipped.
             grad_scaler: Scales the loss, and skips steps with infinite gradients (`history.skipped`).
             batch_size: Samples in a batch of `dataset`. None: `local_batch_size` of what has one, else 32.
-            seed: Of the order of `dataset`. None: torch's own as the run began.
+            seed: Of the order of `dataset`. None: torch's own as the run began; an `AsyncWorker` and an
+                `AsyncTrainer` have orders of their own.
             metrics: What the history tells: "loss", "accuracy", callables of (outputs, targets).
             log_frequency: Steps between log lines.
             max_steps: Steps after which to stop, in all; None does not.
@@ -245,7 +246,7 @@ class FaultTolerantTrainer:
                 epochs=epochs,
                 max_steps=max_steps,
                 log_frequency=log_frequency,
-                seed=rest["seed"] if rest else torch.initial_seed() if seed is None else int(seed),
+                seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
                 member=rest["member"] if rest else subject.member if seed is None else "",
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,

@@ -10,6 +10,7 @@ __all__ = [
     "fill",
     "is_overlapping",
     "of_classes",
+    "of_settings",
     "of_tensors",
     "settings_of",
     "unlisted",
@@ -57,6 +58,16 @@ class WithMetadata(dict[str, Any]):
     def copy(self) -> "WithMetadata":
         """Copy it with them, as a module does that loads it."""
         return self.of(self, self._metadata)
+
+
+def of_settings(own: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
+    """Word with which settings an optimizer's groups began, where a checkpoint's were others."""
+    return [
+        f"the optimizer's {name} is {ours[name]!r}, and the checkpoint's run began with {then[name]!r}"
+        for ours, then in zip(own, theirs, strict=True)
+        for name in ours
+        if name in then and ours[name] != then[name]
+    ]
 
 
 def of_classes(own: dict[str, str | None], theirs: dict[str, str | None]) -> list[str]:

@@ -306,6 +306,9 @@ class AsyncTrainer:
                 run(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
             finally:
                 self._epochs_begun += history.epochs + (history.stopped != "epochs")
+        if not history.samples and history.stopped == "epochs":
+            what = "dataset" if dataloader is None else "dataloader"
+            process.warn(f"the trainer trained on nothing: the {what} gave no batch")
         return history
 
     fit = train

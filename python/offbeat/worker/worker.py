@@ -286,6 +286,12 @@ class AsyncWorker(process.Live):
         self._usable().drop()
 
     @property
+    def order(self) -> str:
+        """What its order of a dataset follows from, besides the epoch."""
+        seed = self._config.seed
+        return f"run {self.run_id} worker {self.id}" if seed is None else f"seed {seed}"
+
+    @property
     def num_gathered(self) -> int:
         """Batches gathered and not pushed."""
         return self._steps.batches
@@ -401,13 +407,12 @@ class AsyncWorker(process.Live):
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         refuse(faults)
-        seed = self._config.seed
         source = batches_of(
             dataset,
             dataloader,
             epochs=epochs,
             batch_size=self.local_batch_size,
-            order=f"run {self.run_id} worker {self.id}" if seed is None else f"seed {seed}",
+            order=self.order,
             pin_memory=self.device.type == "cuda",
         )
         measured = meters(metrics)

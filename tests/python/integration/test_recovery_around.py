@@ -210,18 +210,22 @@ def lived(averager, folder, rank, *, stop_at, every, epochs=4):
     return [value.copy() for value in arrays(trained)], steps, resumed, moments
 
 
-def in_a_group(rank, folder, method, stop_at, every):
-    averager = offbeat.AsyncModelAverager(model(rank), averaging_frequency=5, method=method, overlap=False)
-    with averager:
-        return lived(averager, folder, rank, stop_at=stop_at[rank], every=every[rank])
+def in_a_group(rank, folder, made, stop_at, every):
+    module = model(rank)
+    if made == "trainer":
+        member = offbeat.AsyncTrainer(module, strategy="slowmo", regular_sync_frequency=5, overlap=False)
+    else:
+        member = offbeat.AsyncModelAverager(module, averaging_frequency=5, method=made, overlap=False)
+    with member:
+        return lived(member, folder, rank, stop_at=stop_at[rank], every=every[rank])
 
 
-@pytest.mark.parametrize("method", ["average", "diloco"])
-def test_members_of_a_group_go_on_together_from_their_own_places(method, tmp_path):
+@pytest.mark.parametrize("made", ["average", "diloco", "trainer"])
+def test_members_of_a_group_go_on_together_from_their_own_places(made, tmp_path):
     """They were saved in different rounds: the first in the third, the second in the first."""
-    together(in_a_group, 2, tmp_path, method, [18, 17], [15, 7])
-    found = together(in_a_group, 2, tmp_path, method, [0, 0], [15, 7])
-    again = together(in_a_group, 2, tmp_path, method, [0, 0], [15, 7])
+    together(in_a_group, 2, tmp_path, made, [18, 17], [15, 7])
+    found = together(in_a_group, 2, tmp_path, made, [0, 0], [15, 7])
+    again = together(in_a_group, 2, tmp_path, made, [0, 0], [15, 7])
     for rank, (own, steps, resumed, moments) in enumerate(found):
         assert steps == 4 * (5 + rank)
         assert 0 < resumed < 18
@@ -269,6 +273,16 @@ def test_a_member_at_a_server_goes_on_with_its_place_and_the_mean_or_brings_its_
 
 
 # ---------------------------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, offbeat.AsyncTrainer, offbeat.AsyncModelAverager])
+def test_other_settings_than_the_checkpoint_s_are_warned_of(wrap, tmp_path, caplog):
+    data = TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    for lr in (0.1, 0.2):
+        trainer = FaultTolerantTrainer(wrap(model()), tmp_path)
+        trainer.train(dataset=data, epochs=2, max_steps=1, optimizer=optim.SGD(lr=lr), loss_fn=LOSS)
+    assert "the optimizer's lr is 0.2, and the checkpoint's run began with 0.1" in caplog.text
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_checkpoint_is_of_what_trained(tmp_path):

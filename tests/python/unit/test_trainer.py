@@ -156,6 +156,11 @@ def test_what_makes_a_scheduler_may_be_an_equal_one_at_each_call():
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25  # of 4 times 2 epochs
 
 
+def test_a_loader_that_gives_nothing_is_warned_of(caplog):
+    train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), data=[])
+    assert "the trainer trained on nothing: the dataloader gave no batch" in caplog.text
+
+
 def test_a_plateau_is_of_the_epochs_mean_metric():
     trained = model()
     live = torch.optim.SGD(trained.parameters(), lr=0.1)
