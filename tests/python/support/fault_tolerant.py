@@ -126,6 +126,37 @@ def work(folder, address, *, kill=(None, 0), out=None, is_live=False, update_fre
         Path(out).write_text(json.dumps(told), "utf-8")
 
 
+def meet(folder, address, *, kill=(None, 0), out=None):
+    """Train a member at a server to its end, or to where it is killed."""
+    module, killer = model(), Killer(*kill)
+
+    def loss_fn(outputs, targets):
+        killer("step")
+        return loss_of(outputs, targets)
+
+    Saver.save = waited(Saver.save)
+    with offbeat.AsyncModelAverager(
+        module, averaging_frequency=5, communication_backend="tcp", server_address=address, overlap=False
+    ) as averager:
+        began = digest([p.detach() for p in module.parameters()])
+        trainer = FaultTolerantTrainer(averager, folder, checkpoint_frequency=6)
+        history = trainer.train(
+            dataset=Noisy(),
+            batch_size=BATCH_SIZE,
+            epochs=2,
+            optimizer=offbeat.optim.Adam(lr=0.01),
+            loss_fn=loss_fn,
+        )
+        told = {
+            "began": began,
+            "counts": [history.steps, history.samples, history.epochs, history.stopped],
+            "resumed_from": str(trainer.resumed_from),
+            "moments": sorted({int(entry["step"]) for entry in trainer.optimizer.state.values()}),
+        }
+    if out is not None:
+        Path(out).write_text(json.dumps(told), "utf-8")
+
+
 def stateful():
     return {"dataloader": Stateful(DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True))}
 
