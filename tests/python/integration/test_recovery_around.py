@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import signal
 from contextlib import suppress
 
@@ -60,6 +61,43 @@ def test_sigterm_in_the_middle_of_a_window_loses_nothing_of_it(tmp_path):
     whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
     assert in_process(fault_tolerant.train, tmp_path / "kept", kill=("term", 31), **run) == 143
     assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+def in_rounds(module):
+    return offbeat.AsyncModelAverager(module, averaging_frequency=4, method="diloco", overlap=3)
+
+
+def trained_in_rounds(module):
+    return offbeat.AsyncTrainer(module, strategy="diloco", regular_sync_frequency=4, overlap=3)
+
+
+@pytest.mark.parametrize("wrap", [in_rounds, trained_in_rounds])
+def test_no_save_moves_a_bit_of_a_round_under_way(wrap, tmp_path):
+    """Not one at each step, nor one after SIGTERM in mid-round, with which another life goes on."""
+    data = TensorDataset(torch.randn(40, 6), torch.arange(40) % 5)
+    left = [0]
+
+    def loss_fn(outputs, targets):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return LOSS(outputs, targets)
+
+    def train(folder, every):
+        trainer = FaultTolerantTrainer(wrap(model()), tmp_path / folder, checkpoint_frequency=every)
+        trainer.train(
+            dataset=data, batch_size=8, epochs=3, optimizer=optim.Adam(lr=0.05), loss_fn=loss_fn, seed=1
+        )
+        return [value.copy() for value in arrays(trainer.model)]
+
+    rarely, often = train("rarely", 1000), train("often", 1)
+    assert len(directory.names(tmp_path / "often")) == 3
+    left[0] = 5  # a round began with the fourth, and ends with the seventh
+    with pytest.raises(SystemExit):
+        train("ended", 1000)
+    assert directory.names(tmp_path / "ended") == ["save-000001-step-7"]
+    for values in (often, train("ended", 1000)):
+        assert all((a == b).all() for a, b in zip(rarely, values, strict=True))
 
 
 # ---------------------------------------------------------------------------------------- a worker
