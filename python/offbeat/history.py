@@ -60,7 +60,7 @@ class History:
         stopped: Why it ended.
         optimizer: Which optimizer ran, and on which side.
         skipped: Batches of which nothing was made, for their scaled gradients were not finite
-            (`AsyncTrainer(amp="fp16")`).
+            (`AsyncTrainer(amp="fp16")`, and a `FaultTolerantTrainer`'s `grad_scaler`).
     """
 
     records: list[Record] = field(default_factory=list)

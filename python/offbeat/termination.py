@@ -54,7 +54,11 @@ class Terminated:
 def noting_sigterm() -> Iterator[Terminated]:
     """Take note of SIGTERM where work has places at which it can end; a second one ends the process at once.
 
-    Only on the main thread, and unless the signal has another handler: else nothing is noted.
+    One that came too late for these ends the process when the work is done. Only on the main thread, and
+    unless the signal has another handler: else nothing is noted.
+
+    Raises:
+        SystemExit: With code 143, where it came and the work ended as if it had not.
     """
     noted = Terminated()
 
@@ -71,4 +75,7 @@ def noting_sigterm() -> Iterator[Terminated]:
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is note:  # else it was taken since
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if noted.has_come:
+        raise SystemExit(TERMINATED)

@@ -244,7 +244,7 @@ class Arrivals(Served):
         """Wait for those who are started with this member, as long as nobody has arrived."""
         client = self._client
         assert client is not None  # noqa: S101  it has met
-        if self.size >= num_expected or client.status()["version"]:
+        if self.size >= num_expected or self.has_gone_on:
             return
         entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected)
         client.gather(entered.round)

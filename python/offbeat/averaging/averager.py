@@ -354,6 +354,37 @@ class AsyncModelAverager:
         return self._optimizer.live
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._rounds.is_under_way
+
+    @property
+    def has_joined_others(self) -> bool:
+        """Whether the model that this member began with is what others have made at a server."""
+        return self._members.has_gone_on
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there can be no others."""
+        return self._members.is_alone
+
+    @property
+    def goes_by_loss(self) -> bool:
+        """Whether `step` needs the batch's loss."""
+        return self._metric == "loss_variance"
+
+    def agree(self, value: object) -> bool:
+        """Tell in all members at once whether a value, as JSON can have it, is the same in all of them.
+
+        To be called by all members, where no round is under way. At a server nobody is asked: True.
+        """
+        return self._members.is_alike(value)
+
+    def give_up(self) -> None:
+        """Take no notice of what comes of the round under way: the others are gone, or this member goes."""
+        self._rounds.drop()
+
+    @property
     def last_averaging_iteration(self) -> int:
         """Iterations since this model was averaged last, or since the start."""
         return self.iterations - self._iterations_at_average
@@ -508,7 +539,24 @@ class AsyncModelAverager:
             "optimizer": None if live is None else live.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """See that a state fits this averager.
+
+        Args:
+            state: As `state_dict` gave it.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        faults = Faults()
+        faults.catch(lambda: self._rounds.check(state["rounds"]))
+        if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
+            faults.append("the state is of another averaging_policy: make the averager with the same")
+        refuse(faults)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
+    ) -> None:
         """Go on from a state, in a model that has its values back already. To be called by all members.
 
         With ``asynchronous=True`` it begins with the server's parameters of now, as one does that joins; what
@@ -517,6 +565,9 @@ class AsyncModelAverager:
         Args:
             state: As `state_dict` gave it.
             optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
+            strict: Refuse states of different rounds. False: where members were saved in different rounds, or
+                others at a server have gone on meanwhile, what `method` has kept begins anew, with a warning,
+                and all go on together from here.
 
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
@@ -527,14 +578,11 @@ class AsyncModelAverager:
                 "a round is under way, which would move the model that has just been loaded: load into an "
                 "averager that was just made, or call flush() before"
             )
-        faults = Faults()
-        faults.catch(lambda: self._rounds.check(state["rounds"]))
-        if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
-            faults.append("the state is of another averaging_policy: make the averager with the same")
-        refuse(faults)
+        self.check_state(state)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
-        self._rounds.load_state_dict(state["rounds"])
+        if strict or not self.has_joined_others:
+            self._rounds.load_state_dict(state["rounds"], strict=strict)
         if isinstance(self._timing.pace, Adaptive):
             every, seen, smooth = state["pace"]
             self._timing.pace = self._timing.pace.resumed(every=every, seen=tuple(seen), smooth=smooth)

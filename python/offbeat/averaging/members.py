@@ -112,12 +112,14 @@ class Members(Protocol):
         is_alone: There can be no others.
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
         meets_in_twos: A round may be one of twos.
+        has_gone_on: Others had made rounds before this member came, and it has begun with what they made.
     """
 
     size: int
     is_alone: bool
     is_waited_for: bool
     meets_in_twos: bool
+    has_gone_on: bool
 
     def partner(self, number: int) -> int | None:
         """Say whom this member meets in a round of twos; None: nobody."""
@@ -154,6 +156,7 @@ class Alone:
     is_alone = True
     is_waited_for = True
     meets_in_twos = True
+    has_gone_on = False
 
     def __init__(self) -> None:
         self._said: Said | None = None
@@ -225,6 +228,7 @@ class Group:
     is_alone = False
     is_waited_for = True
     meets_in_twos = True
+    has_gone_on = False
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat import process
 from offbeat.averaging.members import DIFFERENT, Heard, Members, Said, terms_of
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown
@@ -324,8 +325,17 @@ class Rounds:
             trained = [self._parameters[place] for place in fragment if state["are_trained"][place]]
             FragmentMemory.check(self.method, trained, kept)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def drop(self) -> None:
+        """Take no notice of what comes of the round under way."""
+        self._under_way = None
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a state that `check` has let pass.
+
+        Args:
+            state: As `state_dict` gave it.
+            strict: False: where members' states are of different rounds, all begin with rounds anew, and with
+                what the method keeps.
 
         Raises:
             StateError: If the members' states are not of the same round.
@@ -333,11 +343,18 @@ class Rounds:
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
         if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart]):
-            raise StateError(
-                "members load states of different rounds: each has to load its own, of one call of "
-                "state_dict "
-                "in all of them"
+            if strict:
+                raise StateError(
+                    "members load states of different rounds: each has to load its own, of one call of "
+                    "state_dict in all of them"
+                )
+            process.warn(
+                f"members were saved in different rounds, this one in round {state['number']}: what "
+                f"{self.method!r} has kept begins anew with the mean of the next"
             )
+            self._samples = [int(samples) for samples in state["samples"]]
+            self._lay_out(is_begun=False)
+            return
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._are_apart = are_apart

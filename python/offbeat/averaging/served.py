@@ -54,6 +54,7 @@ class Served:
 
     Attributes:
         size: Members in the newest round.
+        has_gone_on: The mean was others' when this member came.
     """
 
     is_alone = False
@@ -102,9 +103,11 @@ class Served:
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None
-        self._is_paused = self._is_closed = False
+        self._is_paused = self._is_closed = self.has_gone_on = False
         self._meet(BEGIN_S)
+        assert self._client is not None  # noqa: S101  it has met
         try:
+            self.has_gone_on = bool(self._client.status()["version"])
             self._begin_together(num_expected)
         except BaseException:
             self._drop(finished=False)
@@ -345,13 +348,12 @@ class Served:
         """
         client = self._client
         assert client is not None  # noqa: S101  it has met
-        status = client.status()
-        if (theirs := status["rounds"].get("terms", self._terms)) != self._terms:
+        if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
             raise StateError(
                 f"this member averages by {self._terms}, and those at the server by {theirs}: give all of "
                 f"them the same; where machines differ in speed, averaging_policy='time' suits all"
             )
-        if num_expected <= 1 or status["version"]:
+        if num_expected <= 1 or self.has_gone_on:
             return
         entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
         client.gather(entered.round)

@@ -8,7 +8,7 @@ from offbeat.history import History, Record
 from offbeat.local.progress import Progress
 from offbeat.metrics import Meter
 
-__all__ = ["LogLines", "stop_noted"]
+__all__ = ["LogLines", "stop_noted", "tracked"]
 
 
 class LogLines:
@@ -93,7 +93,7 @@ class LogLines:
         epoch = f"epoch {min(history.epochs + 1, self._epochs)}/{self._epochs}"
         told = ", ".join(part for part in (epoch, f"step {record.step}", where) if part)
         self._progress.log(f"{told}: {measured} ({rate:,.0f} samples/s{aside})", record, fates)
-        self._track(_tracked(record, rate), self._first_step + record.step)
+        self._track(tracked(record, rate), self._first_step + record.step)
         return record
 
     def note_time(self) -> None:
@@ -114,7 +114,7 @@ def stop_noted(history: History) -> Iterator[None]:
         raise
 
 
-def _tracked(record: Record, samples_per_s: float) -> dict[str, float]:
+def tracked(record: Record, samples_per_s: float) -> dict[str, float]:
     """Give a log line's numbers by the names under which trackers keep them."""
     ours: dict[str, float] = {
         "version": record.version,

@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.module import named_parameters
 from offbeat.optim import OptimizerSpec, as_spec
 
-__all__ = ["LocalOptimizer", "Named", "check_holds", "check_steps_alone"]
+__all__ = ["LocalOptimizer", "Named", "are_equal", "bring_back", "check_holds", "check_steps_alone"]
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -57,7 +58,7 @@ class LocalOptimizer:
                 )
             self._live = self._made(given)
             self._given = given
-        elif given is not None and given is not self._live and not _are_equal(given, self._given):
+        elif given is not None and given is not self._live and not are_equal(given, self._given):
             raise ConfigError(
                 f"optimizer is {_shown(given)}, and this model is trained with {_shown(self._given)}, whose "
                 f"state would be lost: give that one, or none; its learning rate is in its param_groups"
@@ -172,7 +173,8 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch("".join(parts), name, re.DOTALL) is not None
 
 
-def _are_equal(given: object, before: object) -> bool:
+def are_equal(given: object, before: object) -> bool:
+    """Whether two things that a user gave ask for the same; partials do so that hold the same arguments."""
     if isinstance(given, functools.partial) and isinstance(before, functools.partial):
         return (given.func, given.args, given.keywords) == (before.func, before.args, before.keywords)
     return type(given) is type(before) and bool(given == before)
@@ -185,3 +187,20 @@ def _shown(given: object) -> str:
         keywords = ", ".join(f"{name}={value!r}" for name, value in given.keywords.items())
         return f"functools.partial({getattr(given.func, '__name__', given.func)}, {keywords})"
     return given.__name__ if isinstance(given, type) else repr(given)
+
+
+def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state, in the dtypes that it had.
+
+    torch casts it to its parameter's, as float32 averages to bfloat16.
+    """
+    optimizer.load_state_dict(saved)
+    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entry in saved["state"].items():
+        if not isinstance(index, int) or not isinstance(entry, dict):
+            continue
+        held = optimizer.state[parameters[index]]
+        for name, value in entry.items():
+            now = held.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                held[name] = value.to(now.device)

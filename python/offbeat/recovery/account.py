@@ -1,5 +1,6 @@
 """What a run has to tell, and what of it a checkpoint holds: history, meters, and the newest losses."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,21 +63,27 @@ class Account:
             meter.update(done.outputs, done.targets, done.loss, done.samples)
         self._has_new = True
         self._recent.append(done.loss.reshape(()))
-        self.history.steps += 1
+        self.history.steps += done.steps
+        self.history.skipped += done.is_skipped
         self.history.samples += done.samples
         self.place = Place(self.place.epoch, self.place.batch + 1)
 
-    def end_epoch(self) -> None:
-        """Take the end of a pass down."""
+    def end_epoch(self, steps: int) -> None:
+        """Take the end of a pass down, and the steps that were made of what it left."""
+        self.history.steps += steps
         self.history.epochs += 1
         self.place = Place(self.place.epoch + 1, 0)
 
-    def log(self, seconds: float) -> Record:
+    def log(self, seconds: float, *, version: int, staleness: float | None) -> Record:
         """Make a log line."""
         metrics = {meter.name: meter.read() for meter in self._meters}
-        steps = self.history.steps
         record = Record(
-            step=steps, version=steps, samples=self.history.samples, seconds=seconds, metrics=metrics
+            step=self.history.steps,
+            version=version,
+            samples=self.history.samples,
+            seconds=seconds,
+            metrics=metrics,
+            staleness=staleness,
         )
         self.history.records.append(record)
         return record
@@ -102,6 +109,8 @@ class Account:
             "steps": history.steps,
             "samples": history.samples,
             "epochs": history.epochs,
+            "skipped": history.skipped,
+            "receipts": dict(history.receipts),
             "seconds": history.seconds,
             "place": (self.place.epoch, self.place.batch),
             "records": _columns(history.records),
@@ -117,7 +126,8 @@ class Account:
         """Go on from there; a metric that was not measured then begins here."""
         history = self.history
         history.steps, history.samples, history.epochs = state["steps"], state["samples"], state["epochs"]
-        history.seconds = state["seconds"]
+        history.seconds, history.skipped = state["seconds"], state["skipped"]
+        history.receipts = dict(state["receipts"])
         history.records = _records(state["records"])
         self.place = Place(*state["place"])
         for meter in self._meters:
@@ -145,6 +155,8 @@ def _columns(records: Sequence[Record]) -> dict[str, Any]:
     kinds = list({tuple(record.metrics): None for record in records})
     return {
         "step": torch.tensor([record.step for record in records], dtype=torch.int64),
+        "version": torch.tensor([record.version for record in records], dtype=torch.int64),
+        "staleness": torch.tensor([_or_nan(record.staleness) for record in records], dtype=torch.float64),
         "samples": torch.tensor([record.samples for record in records], dtype=torch.int64),
         "seconds": torch.tensor([record.seconds for record in records], dtype=torch.float64),
         "kinds": kinds,
@@ -153,16 +165,22 @@ def _columns(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def _or_nan(number: float | None) -> float:
+    return math.nan if number is None else number
+
+
 def _records(columns: dict[str, Any]) -> list[Record]:
     values = iter(columns["values"].tolist())
-    rows = zip(*(columns[name].tolist() for name in ("step", "samples", "seconds", "kind")), strict=True)
+    names = "step", "version", "samples", "seconds", "staleness", "kind"
+    rows = zip(*(columns[name].tolist() for name in names), strict=True)
     return [
         Record(
             step=step,
-            version=step,
+            version=version,
             samples=samples,
             seconds=seconds,
             metrics={name: next(values) for name in columns["kinds"][kind]},
+            staleness=None if math.isnan(staleness) else staleness,
         )
-        for step, samples, seconds, kind in rows
+        for step, version, samples, seconds, staleness, kind in rows
     ]

@@ -100,7 +100,7 @@ class Directory:
             ConfigError: If it is a server's.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            _make(self.path)
             lock = _Lock(self.path / LOCK)
         except CheckpointError:
             raise
@@ -114,7 +114,7 @@ class Directory:
                 )
             for name in _listed(self.path):
                 if name.startswith((BUILT, REMOVED)):
-                    shutil.rmtree(self.path / name)
+                    self._sweep(name)
             yield
         finally:
             lock.release()
@@ -197,6 +197,12 @@ class Directory:
             if NAME.fullmatch(name.removeprefix(DAMAGED)):
                 self.remove(name)
 
+    def _sweep(self, name: str) -> None:
+        try:
+            shutil.rmtree(self.path / name)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be removed: {error.strerror}") from error
+
     def set_aside(self, name: str) -> None:
         """Give a damaged checkpoint a name that no start looks at.
 
@@ -209,6 +215,14 @@ class Directory:
             raise CheckpointError(f"{self.path / name} cannot be set aside: {error.strerror}") from error
 
 
+def _make(path: Path) -> None:
+    """Make a directory and get its name to the disk, with those of all above it that were not there."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync(place.parent)
+
+
 class _Lock:
     """A lock that ends with this process, however it ends, and that a child does not hold on to."""
 
@@ -217,7 +231,9 @@ class _Lock:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            os.ftruncate(number, 0)
+            os.write(number, f"{os.getpid()}\n".encode())
+        except BlockingIOError as error:
             holder = os.read(number, 32).decode(errors="replace").strip()
             os.close(number)
             by = f" (process {holder})" if holder.isdecimal() else ""
@@ -225,8 +241,9 @@ class _Lock:
                 f"checkpoint_dir {path.parent} is in use by another trainer or server{by}: wait for it, or "
                 f"give another directory"
             ) from error
-        os.ftruncate(number, 0)
-        os.write(number, f"{os.getpid()}\n".encode())
+        except BaseException:
+            os.close(number)
+            raise
         self._number = number
         _close_in_children()
         _held.add(self)

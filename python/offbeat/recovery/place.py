@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offbeat import process
 from offbeat.errors import ConfigError
 from offbeat.local.batches import Epochs, Given, batches_of
 from offbeat.recovery import rng
+from offbeat.recovery.generators import Generators
 
 __all__ = ["Data", "Described", "Place", "data_of"]
 
@@ -106,6 +107,7 @@ def data_of(
     epochs: int,
     batch_size: int,
     seed: int,
+    member: str,
     device: torch.device,
     is_deterministic: bool = False,
     is_ended: Callable[[], bool] = lambda: False,
@@ -117,7 +119,8 @@ def data_of(
         dataloader: This or a dataset.
         epochs: How many passes.
         batch_size: Of a dataset.
-        seed: Likewise: its order follows from this and the number of the pass.
+        seed: Likewise: its order follows from this and the number of the pass,
+        member: and from this.
         device: Where is trained.
         is_deterministic: Whether a source that cannot give the same bits after a crash is warned of.
         is_ended: Whether the reading of batches that are not trained on is to end.
@@ -130,40 +133,50 @@ def data_of(
         dataloader,
         epochs=epochs,
         batch_size=batch_size,
-        order=f"recovery/{seed}",
+        order=f"recovery/{seed}{member}",
         pin_memory=device.type == "cuda",
     )
     if isinstance(source, Epochs) and not isinstance(dataset, IterableDataset):
         samples = len(cast(Sized, dataset))
-        return _Ordered(source, Described("dataset", samples, len(source), batch_size))
-    if _tells_its_place(dataloader):
-        if is_deterministic and getattr(dataloader, "num_workers", None):
-            process.warn(
-                f"deterministic=True, and what the workers of a {type(dataloader).__name__} draw at random "
-                f"is in no state of it: the order of samples will be the same after a crash, and the samples "
-                f"where they follow from their index; give num_workers=0, a plain DataLoader, or a dataset="
-            )
+        return _Ordered(
+            source, Described("dataset", samples, len(source), batch_size), Generators.of(dataset)
+        )
+    tells = _tells_its_place(dataloader)
+    if (
+        is_deterministic
+        and getattr(dataloader, "num_workers", None)
+        and (tells or _keeps_workers(dataloader))
+    ):
+        remedy = "a plain DataLoader" if tells else "persistent_workers=False"
+        process.warn(
+            f"deterministic=True, and what the workers of a {type(dataloader).__name__} draw at random "
+            f"is in no state of it: the order of samples will be the same after a crash, and the samples "
+            f"where they follow from their index; give num_workers=0, {remedy}, or a dataset="
+        )
+    if tells:
         return _Stateful(source, dataloader, _describe("stateful", source, dataloader))
     described = _describe("replayed", source, dataloader)
     if isinstance(source, Epochs):
         described = replace(described, batch_size=batch_size)
-    return _Replayed(source, dataloader, described, device, is_ended)
+    return _Replayed(source, dataset if dataloader is None else dataloader, described, device, is_ended)
 
 
 class _Ordered:
-    def __init__(self, source: Epochs, described: Described) -> None:
+    def __init__(self, source: Epochs, described: Described, generators: Generators) -> None:
         self.described = described
         self._source = source
+        self._generators = generators
 
     def begin(self, epoch: int) -> Iterator[Any]:
         return iter(self._source.epoch(epoch))
 
-    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401, ARG002  of Data
+    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
+        self._generators.set(state["generators"])
         restore()
         return iter(self._source.epoch(place.epoch, skipped=place.batch))
 
-    def state(self) -> None:
-        return None
+    def state(self) -> Any:  # noqa: ANN401  of Data
+        return {"generators": self._generators.states()}
 
 
 class _Stateful:
@@ -171,7 +184,7 @@ class _Stateful:
         self.described = described
         self._source = source
         self._loader = loader
-        self._generators = _Generators(loader)
+        self._generators = Generators.of(loader)
 
     def begin(self, epoch: int) -> Iterator[Any]:
         return iter(self._source.epoch(epoch))
@@ -209,21 +222,28 @@ class _Replayed:
     ) -> None:
         self.described = described
         self._source = source
-        self._generators = _Generators(loader)
+        self._loader = loader
+        self._generators = Generators.of(loader)
         self._device = device
         self._is_ended = is_ended
         self._began: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        self._began = {"global": rng.capture(self._device), "generators": self._generators.states()}
+        self._began = {
+            "global": rng.capture(self._device),
+            "generators": self._generators.states(),
+            "has_workers": _has_workers(self._loader),
+        }
         return iter(self._source.epoch(epoch))
 
     def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
         if not place.batch:
+            _begin_with_workers(self._loader, had=state["has_workers"])
             self._generators.set(state["generators"])
             restore()
             return self.begin(place.epoch)
         began = state["began"]
+        _begin_with_workers(self._loader, had=began["has_workers"])
         self._generators.set(began["generators"])
         rng.restore(began["global"], self._device)
         batches = self.begin(place.epoch)
@@ -232,7 +252,11 @@ class _Replayed:
         return batches
 
     def state(self) -> Any:  # noqa: ANN401  of Data
-        return {"began": self._began, "generators": self._generators.states()}
+        return {
+            "began": self._began,
+            "generators": self._generators.states(),
+            "has_workers": _has_workers(self._loader),
+        }
 
     def _drop(self, place: Place, batches: Iterator[Any]) -> None:
         process.warn(
@@ -256,6 +280,27 @@ def _tells_its_place(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def _keeps_workers(loader: object) -> bool:
+    return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+
+
+def _has_workers(loader: object) -> bool:
+    """Whether a loader has workers from a pass before, which it keeps."""
+    return _keeps_workers(loader) and getattr(loader, "_iterator", None) is not None
+
+
+def _begin_with_workers(loader: Any, *, had: bool) -> None:  # noqa: ANN401  any such
+    """Let a loader that keeps its workers have them, or not, as it had when a pass began.
+
+    A pass that starts them draws their seed from the generator that the order comes from, and one that finds
+    them there does not: so the order would be another one.
+    """
+    if had and not _has_workers(loader):
+        iter(loader)
+    elif not had and _has_workers(loader):
+        loader._iterator = None  # noqa: SLF001  torch has no other way
+
+
 def _describe(kind: Kind, source: Epochs | Given, loader: object) -> Described:
     samples = batches = None
     with suppress(TypeError):  # what nobody knows
@@ -264,25 +309,3 @@ def _describe(kind: Kind, source: Epochs | Given, loader: object) -> Described:
         samples = len(cast(Sized, getattr(loader, "dataset", None)))
     size = getattr(loader, "batch_size", None)
     return Described(kind, samples, batches, size if isinstance(size, int) else None)
-
-
-class _Generators:
-    """A loader's own random generators, each once."""
-
-    def __init__(self, loader: object) -> None:
-        batches = getattr(loader, "batch_sampler", None)
-        places = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-        found = [getattr(place, "generator", None) for place in places]
-        self._found = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-    def states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._found]
-
-    def set(self, states: list[torch.Tensor]) -> None:
-        if len(states) != len(self._found):
-            raise ConfigError(
-                f"the dataloader has {len(self._found)} random generators of its own, and the checkpoint's "
-                f"had {len(states)}: give the same dataloader"
-            )
-        for generator, state in zip(self._found, states, strict=True):
-            generator.set_state(state)

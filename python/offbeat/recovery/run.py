@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from offbeat.errors import ConfigError
 from offbeat.history import History
+from offbeat.local.log import tracked
 from offbeat.local.loss import wake
 from offbeat.process import announce
 from offbeat.recovery import rng
@@ -20,6 +22,7 @@ from offbeat.recovery.place import Data
 from offbeat.recovery.saver import Draft, Saver, parameters_of
 from offbeat.recovery.trainee import Trainee
 from offbeat.termination import TERMINATED, Terminated
+from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Plan", "Run", "taken_apart"]
 
@@ -33,6 +36,7 @@ class Plan:
         max_steps: Steps after which to stop, likewise; None for no limit.
         log_frequency: Steps between log lines.
         seed: Of the order of a dataset.
+        member: What else this order follows from, where several train together.
         num_threads: Of torch, where they are fixed.
         monitor: Name of what is monitored, if something is.
         device: Where is trained.
@@ -42,6 +46,7 @@ class Plan:
     max_steps: int | None
     log_frequency: int
     seed: int
+    member: str
     num_threads: int
     monitor: str | None
     device: torch.device
@@ -90,6 +95,7 @@ class Run:
         self._saver = saver
         self._terminated = terminated
         self._resumed = resumed
+        self._pushes = Pushes(account.history, owner="trainer")
         self._first_step = account.history.steps
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
@@ -103,34 +109,60 @@ class Run:
             SystemExit: With code 143 after SIGTERM, when that is saved.
         """
         wake(self._trainee.module)
-        history = self._account.history
         try:
-            while not self._plan.is_done(self._account):
-                if self._pass():
-                    self._trainee.end_epoch()
-                    self._account.end_epoch()
-            if history.steps > self._account.logged_step:
-                self._log()
-            self._plan.end(self._account)
-            self._save()
-            self._saver.wait()
+            with self._trainee.training():
+                self._train()
+        except BaseException:
+            self._trainee.abandon()
+            raise
         finally:
             self._note_time()
+
+    def _train(self) -> None:
+        trainee, account, history = self._trainee, self._account, self._account.history
+        self._hear()
+        while not (self._plan.is_done(account) or self._pushes.is_out_of_budget):
+            if self._pass():
+                steps = trainee.end_epoch(account.place.epoch)
+                account.end_epoch(steps)
+                self._hear()
+        history.steps += trainee.end()
+        self._hear()
+        if history.steps > account.logged_step:
+            self._log()
+        self._plan.end(account)
+        if self._pushes.is_out_of_budget:
+            history.stopped = "budget"
+        self._save()
+        self._saver.wait()
+        trainee.finished(history)
+
+    def _hear(self) -> None:
+        """Take down what a server has answered."""
+        self._pushes.note(self._trainee.take_receipts())
 
     def _pass(self) -> bool:
         """Train on one pass, or on the rest of one; tell whether it came to its end."""
         for batch in self._batches():
             self._check_terminated()  # also before the first step of a life
-            self._account.add(self._trainee.step(batch))
+            self._account.add(self._trainee.step(batch, self._account.place.epoch))
+            self._hear()
             history = self._account.history
             if history.steps - self._account.logged_step >= self._plan.log_frequency:
                 self._log()
-            if self._saver.is_wanted(history.steps):
+            if self._saver.is_wanted(history.steps) and self._trainee.is_settled:
                 self._save()
             self._check_terminated()
             if self._plan.max_steps is not None and history.steps >= self._plan.max_steps:
                 return False
+            if self._pushes.is_out_of_budget:
+                return False
         self._check_terminated()
+        if not self._account.place.batch:
+            raise ConfigError(
+                f"the data gave no batch in epoch {self._account.place.epoch + 1}, so that there is nothing "
+                f"to train on: look at its length, at drop_last, and whether it can be gone through again"
+            )
         return True
 
     def _batches(self) -> Iterator[Any]:
@@ -143,10 +175,12 @@ class Run:
         )
 
     def _check_terminated(self) -> None:
-        if not self._terminated.has_come:
+        if not self._terminated.has_come or self._trainee.is_about_to_settle:
             return
         self._account.history.stopped = "interrupted"
         if self._account.history.steps > self._first_step:  # else the checkpoint that there is says all
+            self._account.history.steps += self._trainee.settle()
+            self._hear()
             self._save()
             self._saver.wait()
         raise SystemExit(TERMINATED)
@@ -168,7 +202,7 @@ class Run:
             samples=history.samples,
             seconds=history.seconds,
             written_unix_s=0.0,
-            is_finished=plan.is_done(account),
+            is_finished=plan.is_done(account) or self._pushes.is_out_of_budget,
             is_good=judgement.is_within,
             loss=judgement.loss,
             band=judgement.band,
@@ -189,6 +223,7 @@ class Run:
             "described": self._data.described.to_plain(),
             "rng": rng.capture(self._plan.device),
             "seed": self._plan.seed,
+            "member": self._plan.member,
             "num_threads": self._plan.num_threads,
         }
 
@@ -197,14 +232,20 @@ class Run:
 
     def _log(self) -> None:
         self._note_time()
-        record = self._account.log(self._account.history.seconds)
+        fates = self._pushes.fates
+        staleness, told = fates.mean_staleness, fates.read()
+        version = self._trainee.version(self._account.history.steps)
+        record = self._account.log(self._account.history.seconds, version=version, staleness=staleness)
         now = time.monotonic()
         since, samples = self._logged
         rate = (record.samples - samples) / max(now - since, 1e-9)
         self._logged = now, record.samples
         measured = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         epoch = min(self._account.history.epochs + 1, self._plan.epochs)
-        announce(f"epoch {epoch}/{self._plan.epochs}, step {record.step}: {measured} ({rate:,.0f} samples/s)")
+        aside = f"; {told}" if told else ""
+        where = f"epoch {epoch}/{self._plan.epochs}, step {record.step}"
+        announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
+        self._trainee.logged(record, tracked(record, rate))
 
 
 def taken_apart(trainee: Trainee, rest: Callable[[], dict[str, Any]]) -> Parts:

@@ -10,6 +10,7 @@ import torch
 
 from offbeat import process
 from offbeat.frequency import Every
+from offbeat.module.table import unwrap
 from offbeat.recovery.directory import Directory
 from offbeat.recovery.files import Parts, write
 from offbeat.recovery.folder import write_synced
@@ -153,4 +154,4 @@ class Saver:
 
 def parameters_of(module: torch.nn.Module, tensors: Iterable[str]) -> frozenset[str]:
     """Name those tensors of a module's state that are its parameters."""
-    return frozenset(dict(module.named_parameters(remove_duplicate=False))) & frozenset(tensors)
+    return frozenset(dict(unwrap(module).named_parameters(remove_duplicate=False))) & frozenset(tensors)

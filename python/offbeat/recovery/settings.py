@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
 from offbeat.recovery.choice import STRATEGIES
+from offbeat.recovery.values import is_overlapping
 
 __all__ = [
     "check_scheduler",
@@ -24,6 +25,7 @@ __all__ = [
     "of_scaler",
     "scheduler_of",
     "strategy_of",
+    "words_of",
 ]
 
 
@@ -32,15 +34,20 @@ def of_model(model: object) -> list[str]:
     if not isinstance(model, nn.Module):
         return [
             (
-                f"model is of type {type(model).__name__}: give the nn.Module; this version trains modules "
-                f"in this process, and wraps no worker, averager or trainer"
+                f"model is of type {type(model).__name__}: give an nn.Module, or the AsyncWorker, "
+                f"AsyncModelAverager or AsyncTrainer of one"
             )
         ]
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         return ["model has parameters without a shape yet: run one batch through it first"]
     if not any(p.requires_grad for p in model.parameters()):
         return [f"model is a {type(model).__name__} without parameters to train"]
-    return []
+    return [
+        f"model has {name!r}, whose elements share their memory, so that no values can be brought back into "
+        f"it: give the module a clone() of it"
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and is_overlapping(tensor)
+    ]
 
 
 def strategy_of(given: object) -> tuple[str, Path | None]:
@@ -149,3 +156,8 @@ def scheduler_of(given: Any, optimizer: torch.optim.Optimizer) -> Any:  # noqa: 
         raise ConfigError(f"scheduler {given!r} made a {type(made).__name__}, which is no scheduler")
     check_scheduler(made)
     return made
+
+
+def words_of(optimizer: str) -> str:
+    """Say which optimizer runs, and where: a class's name is of one in this process."""
+    return f"{optimizer}, in this process" if optimizer.isidentifier() else optimizer

@@ -1,18 +1,17 @@
 """What is trained: something that takes a batch and can give and take back its state."""
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from offbeat import trained_by
-from offbeat.errors import StateError
-from offbeat.local.batches import count, moved, split
-from offbeat.local.loss import LossFunction, LossReduction, check_loss
-from offbeat.module.table import unwrap
+from offbeat.history import History, Record
+from offbeat.receipt import Receipt
 
-__all__ = ["Local", "Scheduler", "SchedulerStep", "Stepped", "Trainee"]
+__all__ = ["Scheduler", "SchedulerStep", "Stepped", "Trainee"]
 
 SchedulerStep = str
 """When a scheduler steps: after each "epoch" or each "step"."""
@@ -33,218 +32,108 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One step.
+    """A batch that was trained on.
 
     Attributes:
         outputs: The model's.
         targets: The batch's, on the device.
         loss: Mean over the batch, detached and not yet waited for.
         samples: In the batch.
+        steps: That it made: 0 where it was gathered, or skipped.
+        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
     """
 
     outputs: Any
     targets: Any
     loss: torch.Tensor
     samples: int
+    steps: int = 1
+    is_skipped: bool = False
 
 
-class Trainee(Protocol):
+class Trainee(ABC):
     """What a `FaultTolerantTrainer` trains, batch by batch.
 
-    Between two calls it has no state but what `state_dict` gives.
+    Where it is settled, it has no state but what `state_dict` gives.
     """
 
     @property
+    @abstractmethod
     def module(self) -> nn.Module:
         """The model."""
 
     @property
+    @abstractmethod
     def optimizer_name(self) -> str:
         """Its optimizer's class."""
 
-    def step(self, batch: object) -> Stepped:
-        """Train on a batch."""
+    @abstractmethod
+    def step(self, batch: object, epoch: int) -> Stepped:
+        """Train on a batch of a pass, which are counted from 0."""
 
-    def end_epoch(self) -> None:
-        """Do what belongs after a pass."""
+    @abstractmethod
+    def end_epoch(self, epoch: int) -> int:
+        """Do what belongs after a pass; tell how many steps that were."""
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Give the state, a nest; "model" is the model's own. Tensors are not copied."""
 
+    @abstractmethod
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Word why a state does not fit; nothing if it does."""
 
-    def notes(self, state: dict[str, Any]) -> list[str]:
-        """Word which settings of a state that fits are others than those given here."""
-
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits."""
 
-
-class Local:
-    """A module that is trained in this process."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction,
-        reduction: LossReduction,
-        device: torch.device,
-        scheduler: Scheduler | None,
-        scheduler_step: SchedulerStep,
-        scaler: "torch.amp.GradScaler | None",
-    ) -> None:
-        self._module = module
-        self._optimizer = optimizer
-        self._loss_fn = loss_fn
-        self._reduction = reduction
-        self._device = device
-        self._scheduler = scheduler
-        self._per_step = scheduler_step == "step"
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._settings = [_settings_of(group) for group in optimizer.param_groups]
-        optimizer.zero_grad()  # of what the user did before
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self._module
-
-    @property
-    def optimizer_name(self) -> str:
-        """Its optimizer's class."""
-        return type(self._optimizer).__name__
-
-    def step(self, batch: object) -> Stepped:
-        """Train on a batch.
-
-        Raises:
-            ConfigError: If the batch or the loss is not what can be trained on.
-            StateError: If no parameter gets a gradient.
-        """
-        inputs, targets = split(batch)
-        samples = count(inputs, targets)
-        inputs, targets = moved(inputs, self._device), moved(targets, self._device)
-        outputs = self._module(inputs)
-        loss = self._loss_fn(outputs, targets)
-        check_loss(loss, owner="FaultTolerantTrainer")
-        shown = loss.detach() / samples if self._reduction == "sum" else loss.detach()
-        trained_by.tell(self._module, loss=shown)
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        if all(p.grad is None for group in self._optimizer.param_groups for p in group["params"]):
-            raise StateError(
-                "no parameter has a gradient: the loss does not come from this model's parameters"
-            )
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        self._optimizer.zero_grad()
-        if self._scheduler is not None and self._per_step:
-            self._scheduler.step()
-        return Stepped(outputs, targets, shown, samples)
-
-    def end_epoch(self) -> None:
-        """Let a scheduler step that does so after each pass."""
-        if self._scheduler is not None and not self._per_step:
-            self._scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Give the state of the model, the optimizer, the scheduler and the GradScaler."""
-        state = unwrap(self._module).state_dict()
-        return {
-            "model": dict(state),
-            "metadata": dict(getattr(state, "_metadata", {})),
-            "optimizer": self._optimizer.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "classes": self._classes(),
-            "settings": self._settings,
-        }
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        """Word which tensors, classes or groups are others than a state's."""
-        found = _of_tensors(unwrap(self._module).state_dict(), state["model"])
-        for name, own in self._classes().items():
-            if own != (theirs := state["classes"][name]):
-                found.append(f"the {name} is {own or 'none'}, and the checkpoint's is {theirs or 'none'}")
-        own_groups = [len(group["params"]) for group in self._optimizer.param_groups]
-        groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-        if own_groups != groups:
-            found.append(
-                f"the optimizer's groups have {own_groups} parameters, and the checkpoint's {groups}"
-            )
-        return found
+    # ------------------------------------------------------------------ most have nothing to say to these
 
     def notes(self, state: dict[str, Any]) -> list[str]:
-        """Word with which settings the optimizer began, where these are others."""
-        return [
-            f"the optimizer's {name} is {own[name]!r}, and the checkpoint's run began with {theirs[name]!r}"
-            for own, theirs in zip(self._settings, state["settings"], strict=True)
-            for name in own
-            if name in theirs and own[name] != theirs[name]
-        ]
+        """Word which settings of a state that fits are others than those given here."""
+        del state
+        return []
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back a state that fits, in place."""
-        unwrap(self._module).load_state_dict(_WithMetadata.of(state["model"], state["metadata"]))
-        self._optimizer.load_state_dict(state["optimizer"])
-        _undo_casts(self._optimizer, state["optimizer"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state["scaler"])
+    def training(self) -> AbstractContextManager[object]:
+        """Train in here."""
+        return nullcontext()
 
-    def _classes(self) -> dict[str, str | None]:
-        parts = {"optimizer": self._optimizer, "scheduler": self._scheduler, "grad_scaler": self._scaler}
-        return {name: None if part is None else type(part).__name__ for name, part in parts.items()}
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way that a state would lack; asked where one is wanted."""
+        return True
 
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether what is under way ends with the next batches, whatever others do."""
+        return False
 
-class _WithMetadata(dict[str, Any]):
-    """A state with the versions of its modules' formats, as torch looks for them."""
+    def settle(self) -> int:
+        """End what is under way, for the process is about to end; tell how many steps that were."""
+        return 0
 
-    _metadata: dict[str, Any]
+    def end(self) -> int:
+        """Do what belongs at the end of all passes; tell how many steps that were."""
+        return 0
 
-    @classmethod
-    def of(cls, state: dict[str, Any], metadata: dict[str, Any]) -> "_WithMetadata":
-        made = cls(state)
-        made._metadata = metadata  # torch's own name for it
-        return made
+    def abandon(self) -> None:  # noqa: B027
+        """Forget what a batch that broke off has left."""
 
-    def copy(self) -> "_WithMetadata":
-        return self.of(self, self._metadata)
+    def version(self, steps: int) -> int:
+        """Give what a log line calls the model's version, after so many steps."""
+        return steps
 
+    def take_receipts(self) -> list[Receipt]:
+        """Give out what a server has answered since the last call."""
+        return []
 
-def _of_tensors(own: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Word how a checkpoint's tensors differ from a model's: which are missing, or of another shape."""
-    found = [f"the checkpoint has no {name!r}, which the model has" for name in own if name not in theirs]
-    found += [f"the checkpoint has a {name!r}, which the model has not" for name in theirs if name not in own]
-    for name, tensor in own.items():
-        other = theirs.get(name)
-        if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor):
-            ours, told = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (tensor, other))
-            if ours != told:
-                found.append(f"{name!r} is {ours}, and the checkpoint's is {told}")
-    return found
+    def agree(self, value: object) -> bool:
+        """Tell in all who train together whether a value is the same in all of them."""
+        del value
+        return True
 
+    def logged(self, record: Record, numbers: dict[str, float]) -> None:  # noqa: B027
+        """Hear of a log line, and of its numbers by the names under which trackers keep them."""
 
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Give a group's plain numbers as the run begins with them: a scheduler keeps the learning rate's."""
-    plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | tuple)}
-    return plain | {"lr": plain.get("initial_lr", plain.get("lr"))}
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Give state its dtype back: torch casts it to its parameter's, as float32 averages to bfloat16."""
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in saved["state"].items():
-        if not isinstance(index, int) or not isinstance(entry, dict):
-            continue
-        held = optimizer.state[parameters[index]]
-        for name, value in entry.items():
-            now = held.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                held[name] = value.to(now.device)
+    def finished(self, history: History) -> None:  # noqa: B027
+        """Hear that all is done and saved."""

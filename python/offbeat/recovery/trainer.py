@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ from offbeat.checkpoints import directory_of
 from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
 from offbeat.frequency import Every, frequency
 from offbeat.history import History
-from offbeat.local import LocalOptimizer
-from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.metrics import Metric
@@ -32,8 +30,14 @@ from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.run import Plan, Run, taken_apart
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
-from offbeat.recovery.trainee import Local, Scheduler, SchedulerStep
+from offbeat.recovery.subjects import Asked, Subject, subject_of
+from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
 from offbeat.termination import noting_sigterm
+
+if TYPE_CHECKING:
+    from offbeat.averaging import AsyncModelAverager
+    from offbeat.trainer import AsyncTrainer
+    from offbeat.worker import AsyncWorker
 
 __all__ = ["FaultTolerantTrainer"]
 
@@ -43,29 +47,42 @@ _log = logging.getLogger("offbeat")
 class FaultTolerantTrainer:
     """Trains a model so that the same command, after a crash, goes on where the last checkpoint was.
 
-    A checkpoint holds the model, the optimizer, the learning rate scheduler, the GradScaler, the random
-    states of Python, numpy, torch and the device, the place in the data and the history. It is a copy that is
-    taken between two steps and written behind the next ones; a reader finds it whole, which digests prove, or
-    not at all. Where the newest is damaged, the one before it is taken, with a warning.
+    A checkpoint holds the model, with the buffers that its `state_dict` leaves out, the optimizer, the
+    learning rate scheduler, the GradScaler, the random states of Python, numpy, torch and the device, and of
+    generators that are attributes of the dataset, the loader or its samplers, the place in the data and the
+    history. It is a copy that is taken between two steps and written behind the next ones; a reader finds it
+    whole, which digests prove, or not at all. Where the newest is damaged, the one before it is taken, with a
+    warning.
+
+    A module is trained here. Around an `AsyncTrainer` or an `AsyncModelAverager`, that trains, with all that
+    it keeps; alone, it goes on bit for bit as well. A save waits for the end of a round that is under way.
+    Others go on meanwhile, or were saved in another round: members of a process group, which are all started
+    again, then go on from their own places, and what `method` has kept begins anew; one that comes back to
+    members at a server takes over their mean, with its own optimizer, place and random states. Around an
+    `AsyncWorker` (or with ``strategy="parameter_server"``) the model is the server's, which goes on: what is
+    saved is the place in the data, the random states, the counts and a live optimizer. A worker that is
+    started again joins, pulls and goes on from that place; what it had pushed since the save is pushed again,
+    and the momentum that it kept for the server begins anew. All of these are closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
     process with exit code 143; a second one ends it at once.
 
     Args:
-        model: An `nn.Module`, brought to `device` and trained in place.
+        model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,
+            `AsyncModelAverager` or `AsyncTrainer` that trains one.
         checkpoint_dir: Where checkpoints are kept, for this run alone; `~` is one's home.
         checkpoint_frequency: What is between two: steps, or a time such as "30s". The end is saved as well.
         recovery_strategy: "latest" goes on from the newest; "best" from that with the best mean of what
             `monitor` names; "last_good" from the newest with finite parameters and a loss within its band;
             "none" begins anew, and refuses a directory in which something is; a path, from that checkpoint.
             Where the directory has none, the run begins.
-        device: Where to train.
+        device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before.
         mode: Whether its best is the "min" or the "max".
         overwrite: Let "none" remove the checkpoints that are there.
         deterministic: Inside `train`, let torch compute the same bits each time, on as many threads: a run
             that was killed ends with the bits of one that was not. An operation that cannot is refused.
-        loss_reduction: Whether `loss_fn` gives the "mean" over a batch or the "sum".
+        loss_reduction: Whether `loss_fn` gives the "mean" over a batch or the "sum"; of others it is theirs.
 
     Attributes:
         model: The module.
@@ -90,7 +107,7 @@ class FaultTolerantTrainer:
     @known_keywords
     def __init__(
         self,
-        model: nn.Module,
+        model: "nn.Module | AsyncWorker | AsyncModelAverager | AsyncTrainer",
         checkpoint_dir: str | os.PathLike[str],
         checkpoint_frequency: int | str = 1000,
         recovery_strategy: str | os.PathLike[str] = "latest",
@@ -102,13 +119,13 @@ class FaultTolerantTrainer:
         deterministic: bool = False,
         loss_reduction: LossReduction = "mean",
     ) -> None:
-        faults = Faults(settings.of_model(model))
+        faults = Faults()
+        subject = faults.catch(lambda: subject_of(model, device=device, reduction=loss_reduction))
         place = faults.catch(lambda: directory_of(checkpoint_dir))
         every = faults.catch(
             lambda: frequency(checkpoint_frequency, name="checkpoint_frequency", counted="steps")
         )
         strategy = faults.catch(lambda: settings.strategy_of(recovery_strategy))
-        where = faults.catch(lambda: usable_device(device))
         monitored = faults.catch(lambda: settings.monitor_of(monitor))
         faults += settings.of_choices(mode, loss_reduction, overwrite=overwrite, deterministic=deterministic)
         if recovery_strategy == "best" and monitor is None:
@@ -117,25 +134,24 @@ class FaultTolerantTrainer:
             )
         if overwrite is True and recovery_strategy != "none":
             faults.append("overwrite is True, which is for recovery_strategy='none' alone: leave it out")
+        if subject is not None and strategy is not None:
+            faults += subject.faults_of(strategy=strategy[0])
         refuse(faults)
-        assert place is not None  # noqa: S101  else there is a fault
+        assert subject is not None  # noqa: S101  else there is a fault
+        assert place is not None  # noqa: S101
         assert every is not None  # noqa: S101
         assert strategy is not None  # noqa: S101
-        assert where is not None  # noqa: S101
-        self.model = model.to(where)
-        trained_by.register(model, self)
-        self.device = where
+        if isinstance(model, nn.Module):  # else what trains it has told so itself
+            trained_by.register(model, self)
         self.history = History()
         self.resumed_from: Path | None = None
         self.passed_over: tuple[str, ...] = ()
+        self._subject: Subject = subject
         self._directory = Directory(Path(place))
         self._every: Every = every
         self._monitor = monitored
         self._strategy = Strategy(*strategy, None if monitored is None else monitored.name, mode, overwrite)
         self._is_deterministic = deterministic
-        self._reduction: LossReduction = loss_reduction
-        self._optimizer = LocalOptimizer(model)
-        self._scheduler: tuple[object, Scheduler | None] = None, None
         self._loss_fn: LossFunction | None = None
 
     @known_keywords
@@ -150,7 +166,7 @@ class FaultTolerantTrainer:
         scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         scheduler_step: SchedulerStep = "epoch",
         grad_scaler: "torch.amp.GradScaler | None" = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         seed: int | None = None,
         metrics: Metric | Iterable[Metric] = ("loss",),
         log_frequency: int = 100,
@@ -166,13 +182,14 @@ class FaultTolerantTrainer:
                 is trained.
             optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. Its
                 settings come from the checkpoint where there is one. None: that of the `train` before.
-            loss_fn: From (outputs, targets) to a scalar.
+            loss_fn: From (outputs, targets) to a scalar; of a module, buffers and parameters are saved, too.
             scheduler: A learning rate scheduler of torch's, or what makes one of the optimizer, such as
                 ``functools.partial(StepLR, step_size=10)``.
-            scheduler_step: When it steps: after each "epoch" or each "step".
-            grad_scaler: Scales the loss, and skips steps with infinite gradients.
-            batch_size: Samples in a batch of `dataset`.
-            seed: Of its order. None: torch's own as the run began.
+            scheduler_step: When it steps: after each "epoch", or each "step" that was not skipped.
+            grad_scaler: Scales the loss, and skips steps with infinite gradients (`history.skipped`).
+            batch_size: Samples in a batch of `dataset`. None: `local_batch_size` of what has one, else 32.
+            seed: Of the order of `dataset`. None: torch's own as the run began; an `AsyncWorker` and an
+                `AsyncTrainer` have orders of their own.
             metrics: What the history tells: "loss", "accuracy", callables of (outputs, targets).
             log_frequency: Steps between log lines.
             max_steps: Steps after which to stop, in all; None does not.
@@ -186,11 +203,13 @@ class FaultTolerantTrainer:
             UnsupportedTensorError: Naming state that no checkpoint can hold.
             CheckpointError: If the directory or its checkpoints cannot be used, or a save fails.
             StateError: With `deterministic`, naming an operation that has no such form.
-            SystemExit: With code 143, after SIGTERM.
+            SystemExit: With code 143, after SIGTERM; also where that came when all was done.
         """
-        faults = Faults(at_least_one(epochs=epochs, batch_size=batch_size, log_frequency=log_frequency))
-        faults += [] if max_steps is None else at_least_one(max_steps=max_steps)
-        faults += of_seed(seed)
+        limits = {"batch_size": batch_size, "max_steps": max_steps}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **given) + of_seed(seed))
+        if seed is not None and dataloader is not None:
+            faults.append(f"seed is {seed!r}, which is for dataset=: a dataloader has an order of its own")
         faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
         faults += settings.of_scaler(grad_scaler)
         if scheduler_step not in ("epoch", "step"):
@@ -200,38 +219,36 @@ class FaultTolerantTrainer:
         measured = faults.catch(lambda: settings.means_of(metrics, name="metrics"))
         is_several = type(epochs) is int and epochs > 1
         faults.catch(lambda: self._data(dataset, dataloader, epochs=2 if is_several else 1))
-        # A new one, so that a call that is refused leaves no optimizer behind.
-        chosen = LocalOptimizer(self.model) if self._optimizer.live is None else self._optimizer
-        live = faults.catch(lambda: chosen.use(optimizer))
-        refuse(faults)
-        assert measured is not None  # noqa: S101  else there is a fault
-        assert live is not None  # noqa: S101
-        if (warning := other_reduction(loss_fn, self._reduction, owner=type(self).__name__)) is not None:
-            process.warn(warning)
-        trainee = Local(
-            self.model,
-            optimizer=live,
+        subject = self._subject
+        asked = Asked(
+            epochs=epochs if is_several else 1,
+            optimizer=optimizer,
             loss_fn=loss_fn,
-            reduction=self._reduction,
-            device=self.device,
-            scheduler=self._scheduler_of(scheduler, live),
+            scheduler=scheduler,
             scheduler_step=scheduler_step,
             scaler=grad_scaler,
         )
-        self._optimizer, self._loss_fn = chosen, loss_fn
+        faults.catch(lambda: subject.check(asked))
+        refuse(faults)
+        assert measured is not None  # noqa: S101  else there is a fault
+        if (warning := other_reduction(loss_fn, subject.reduction, owner=type(self).__name__)) is not None:
+            process.warn(warning)
+        trainee = subject.trainee(asked)
+        self._loss_fn = loss_fn
         taken_apart(trainee, dict)  # what no checkpoint can hold is refused now, and not at the first save
         account = Account(measured, self._monitor)
-        account.history.optimizer = f"{trainee.optimizer_name}, in this process"
+        account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
             terminated = stack.enter_context(noting_sigterm())
-            found = find(self._directory, self._strategy)
+            found = self._found(trainee)
             rest = None if found is None else found.rest
             plan = Plan(
                 epochs=epochs,
                 max_steps=max_steps,
                 log_frequency=log_frequency,
-                seed=rest["seed"] if rest else torch.initial_seed() if seed is None else int(seed),
+                seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
+                member=rest["member"] if rest else subject.member if seed is None else "",
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,
                 device=self.device,
@@ -240,15 +257,23 @@ class FaultTolerantTrainer:
                 dataset,
                 dataloader,
                 epochs=epochs,
-                batch_size=batch_size,
+                batch_size=subject.batch_size if batch_size is None else batch_size,
                 seed=plan.seed,
+                member=plan.member,
                 is_deterministic=self._is_deterministic,
                 is_ended=lambda: terminated.has_come,
             )
             if found is not None:
                 go_on(found, self._directory, trainee=trainee, data=data, account=account, seed=seed)
+            elif self.history.steps:
+                process.warn(
+                    f"no checkpoint has the {self.history.steps} steps that this trainer made before: the "
+                    f"run begins anew, with the model and the optimizer as these have left them"
+                )
             self._note(found, account)
-            if plan.is_done(account):
+            is_done = plan.is_done(account)
+            # Others who are not done are to be met once more, at their end.
+            if trainee.agree(is_done) and is_done:
                 assert rest is not None  # noqa: S101  a run that begins has something to do
                 rng.restore(rest["rng"], self.device)  # for what comes after
                 _log.info("all is done already, in %s", self.resumed_from)
@@ -299,15 +324,36 @@ class FaultTolerantTrainer:
             batch_size=EVALUATED_TOGETHER,
             device=self.device,
             loss_fn=self._loss_fn,
-            reduction=self._reduction,
+            reduction=self._subject.reduction,
         )
 
     @property
+    def model(self) -> nn.Module:
+        """The module."""
+        return self._subject.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._subject.device
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The live optimizer; None before the first `train`."""
-        return self._optimizer.live
+        """The live optimizer; None before the first `train`, or where it runs on a server."""
+        return self._subject.optimizer
 
     # ------------------------------------------------------------------ inside
+
+    def _found(self, trainee: Trainee) -> Found | None:
+        """Find what to go on from; nothing where one of those who train together has nothing."""
+        found = find(self._directory, self._strategy)
+        if trainee.agree(found is not None):
+            return found
+        if found is not None:
+            process.warn(
+                f"another member has no checkpoint yet, so all begin anew: {found.path} is not gone on from"
+            )
+        return None
 
     def _data(
         self,
@@ -317,6 +363,7 @@ class FaultTolerantTrainer:
         epochs: int,
         batch_size: int = 1,
         seed: int = 0,
+        member: str = "",
         is_deterministic: bool = False,
         is_ended: Callable[[], bool] = lambda: False,
     ) -> Data:
@@ -326,18 +373,11 @@ class FaultTolerantTrainer:
             epochs=epochs,
             batch_size=batch_size,
             seed=seed,
+            member=member,
             device=self.device,
             is_deterministic=is_deterministic,
             is_ended=is_ended,
         )
-
-    def _scheduler_of(self, given: object, live: torch.optim.Optimizer) -> Scheduler | None:
-        """Make a scheduler once of what is given: a second one would begin anew."""
-        before, made = self._scheduler
-        if given is not before:
-            made = settings.scheduler_of(given, live) if given is not None else None
-            self._scheduler = given, made
-        return made
 
     def _saver(self, account: Account) -> Saver:
         strategy = self._strategy

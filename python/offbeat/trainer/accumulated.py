@@ -58,6 +58,16 @@ class Accumulated(Strategy):
         with self._counted():
             self._accumulator.flush(optimizer=self.workshop.live)
 
+    def state_dict(self) -> Any:  # noqa: ANN401  a nest
+        """Give the accumulator's, with what its window has gathered."""
+        own = self._accumulator.state_dict() | {"optimizer": None}
+        return {"updates": self._updates, "accumulator": own}
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
+        """Go on from there, also in the middle of a window."""
+        self._accumulator.load_state_dict(state["accumulator"])
+        self._updates = state["updates"]
+
     def follow(self, sync: Sync) -> None:
         """Begin windows of another length, in all members after the same update."""
         super().follow(sync)

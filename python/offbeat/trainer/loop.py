@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from offbeat.history import History
-from offbeat.local.batches import Epochs, Given, count, moved, split
+from offbeat.local.batches import Epochs, Given
 from offbeat.local.log import LogLines
 from offbeat.local.loss import wake
 from offbeat.local.progress import Progress
@@ -131,9 +131,8 @@ class _Loop:
 
     def _batch(self, strategy: Strategy, given: object, epoch: int) -> None:
         plan, workshop, history = self._plan, self._workshop, self._history
-        inputs, targets = split(given)
-        samples = count(inputs, targets)
-        batch = Batch(moved(inputs, workshop.device), moved(targets, workshop.device), samples)
+        batch = Batch.of(given, workshop.device)
+        samples = batch.samples
         workshop.numerics.norm = None
         made = strategy.batch(batch)
         self._measure(batch, made)

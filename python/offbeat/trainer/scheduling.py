@@ -9,10 +9,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat.checks import Faults, objects
 from offbeat.errors import ConfigError
+from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, meters
 from offbeat.naming import unknown
 
-__all__ = ["Given", "Interval", "Scheduling", "faults_of_scheduler", "scheduling_of"]
+__all__ = ["Given", "Interval", "Scheduling", "faults_of_scheduler", "scheduler_for", "scheduling_of"]
 
 Given: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 """A scheduler, or what makes one of the optimizer."""
@@ -90,7 +91,8 @@ def scheduling_of(
         interval: When it steps.
         metric: What it goes by.
         live: The optimizer; None where that is on a server.
-        before: What was given to the `train` before, and the scheduler that came of it: the same goes on.
+        before: What was given to the `train` before, and the scheduler that came of it: the same, or its
+            equal, goes on.
 
     Raises:
         ConfigError: If they do not fit one another.
@@ -106,10 +108,25 @@ def scheduling_of(
             "the optimizer runs on the server, and so does its learning rate: give ParameterServer "
             "lr_schedule= in place of scheduler=, or a live optimizer here"
         )
+    scheduler = scheduler_for(given, live, before)
+    _check_metric(scheduler, interval, metric)
+    return Scheduling(scheduler, interval, None if metric is None else _one_meter(metric))
+
+
+def scheduler_for(
+    given: Any,  # noqa: ANN401  looked at already
+    live: torch.optim.Optimizer,
+    before: tuple[object, LRScheduler] | None,
+) -> LRScheduler:
+    """Give the scheduler that is meant, or make it.
+
+    Raises:
+        ConfigError: If it is none, or of another optimizer.
+    """
     if isinstance(given, LRScheduler):
         scheduler = given
     else:
-        scheduler = before[1] if before is not None and before[0] is given else given(live)
+        scheduler = before[1] if before is not None and are_equal(given, before[0]) else given(live)
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(f"scheduler gave {scheduler!r}: it makes one of torch.optim.lr_scheduler")
     if scheduler.optimizer is not live:
@@ -118,8 +135,7 @@ def scheduling_of(
             f"trains this model: give a function that makes one, such as "
             f"functools.partial({type(scheduler).__name__}, ...)"
         )
-    _check_metric(scheduler, interval, metric)
-    return Scheduling(scheduler, interval, None if metric is None else _one_meter(metric))
+    return scheduler
 
 
 def _check_metric(scheduler: LRScheduler, interval: Interval, metric: Metric | None) -> None:

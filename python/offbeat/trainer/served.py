@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from offbeat.errors import StateError
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker import AsyncWorker
@@ -42,6 +43,7 @@ class Served(Strategy):
         self._worker_id = server.worker_id
         self._gathered = 0
         self._given: object = None
+        self._run: str | None = None  # which it has to be; None: any
         self.worker: AsyncWorker | None = None  # from `begin` on
 
     @property
@@ -116,6 +118,27 @@ class Served(Strategy):
             self.worker.close()
             self.worker = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether batches are gathered."""
+        return self._gathered > 0
+
+    def part(self) -> None:
+        """Push what is gathered."""
+        self.end_epoch()
+
+    def state_dict(self) -> Any:  # noqa: ANN401  a nest
+        """Give which worker of which run this is; all else is the server's."""
+        worker = self.worker
+        return {
+            "worker_id": self._worker_id if worker is None else worker.id,
+            "run": self._run if worker is None else worker.run_id,
+        }
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
+        """Take the worker's old place, with the model that the server has by then."""
+        self._worker_id, self._run = state["worker_id"], state["run"]
+
     def abandon(self) -> None:
         """Let go of a batch's gradients."""
         self.workshop.model.zero_grad()
@@ -139,3 +162,10 @@ class Served(Strategy):
             worker_id=self._worker_id,
         )
         self._given = given
+        if self._run not in (None, self.worker.run_id):
+            found = self.worker.run_id
+            self.close()
+            raise StateError(
+                f"the server's run is {found!r}, and the state's was {self._run!r}, whose model this server "
+                f"does not have: start it with the checkpoints of that run (checkpoint_dir=), or begin anew"
+            )

@@ -2,6 +2,9 @@
 
 import logging
 from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
@@ -32,11 +35,12 @@ class Stage:
         self._syncs = syncs
         self._server = server
         self._kind: Kind | None = None
+        self._epoch = 0
 
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
         kind, sync = kind_at(self.schedule, epoch), self._syncs.at(epoch)
-        strategy = self.strategy
+        strategy, self._epoch = self.strategy, epoch
         if strategy is None or kind != self._kind:
             if strategy is not None:
                 strategy.leave()
@@ -50,6 +54,35 @@ class Stage:
                 _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
         return strategy
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Give what is at work; None before the first batch."""
+        if self.strategy is None or self._kind is None:
+            return None
+        return {"kind": shown_kind(self._kind), "epoch": self._epoch, "work": self.strategy.state_dict()}
+
+    def differences(self, state: dict[str, Any] | None) -> list[str]:
+        """Word why a state does not fit."""
+        if state is None or (own := shown_kind(kind_at(self.schedule, state["epoch"]))) == state["kind"]:
+            return []
+        return [
+            f"in epoch {state['epoch']} the strategy is {own}, and the state's was {state['kind']}: give that"
+        ]
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Make what was at work, with what it had; it has not begun. The model stays as it is."""
+        self.close()
+        if state is None:
+            return
+        tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
+        values = [tensor.detach().clone() for tensor in tensors]
+        epoch = self._epoch = state["epoch"]
+        kind = self._kind = kind_at(self.schedule, epoch)
+        self.strategy = self._made(kind, self._syncs.at(epoch))  # members of a group begin with the first's
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        self.strategy.load_state_dict(state["work"])
 
     def close(self) -> None:
         """End whatever is at work; nobody is waited for."""

@@ -11,6 +11,7 @@ from offbeat import trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
+from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
 from offbeat.trainer.numerics import Numerics
@@ -28,6 +29,17 @@ class Batch:
     inputs: Any
     targets: Any
     samples: int
+
+    @classmethod
+    def of(cls, given: object, device: torch.device) -> "Batch":
+        """Bring a pair to the device.
+
+        Raises:
+            ConfigError: If it is none, or its samples cannot be counted.
+        """
+        inputs, targets = split(given)
+        samples = count(inputs, targets)
+        return cls(moved(inputs, device), moved(targets, device), samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +163,28 @@ class Strategy(ABC):
     def abandon(self) -> None:  # noqa: B027
         """Forget what a batch that broke off has left."""
 
+    # ------------------------------------------------------------------ state
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is, which a state would end, or batches are gathered, which it would lack."""
+        return False
+
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether it ends with the next batches, whatever others do."""
+        return False
+
+    def part(self) -> None:  # noqa: B027
+        """Be ready to be saved, for the process is about to end, and the others may not come any more."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401  a nest
+        """Give what it takes to go on, besides model and optimizer."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401, B027  as `state_dict` gave it
+        """Go on from there, before the first batch."""
+
 
 class Local(Strategy):
     """A plain loop, alone."""
@@ -204,6 +238,28 @@ class Averaged(Local):
     def settle(self) -> None:
         """Average what is left."""
         self.averager.flush()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is."""
+        return self.averager.is_under_way
+
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether a round is under way of this member alone."""
+        return self.averager.is_under_way and self.averager.is_alone
+
+    def part(self) -> None:
+        """Leave the round under way to the others."""
+        self.averager.give_up()
+
+    def state_dict(self) -> Any:  # noqa: ANN401  a nest
+        """Give the averager's."""
+        return self.averager.state_dict() | {"optimizer": None}
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
+        """Go on from there, also with members that were saved in other rounds."""
+        self.averager.load_state_dict(state, strict=False)
 
     def follow(self, sync: Sync) -> None:
         """Meet the others, so that all change before the same round, and agree there.

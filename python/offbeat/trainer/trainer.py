@@ -1,8 +1,9 @@
 """`AsyncTrainer`."""
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -14,7 +15,7 @@ from offbeat import process, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.checks import Faults, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
-from offbeat.history import History
+from offbeat.history import History, Record
 from offbeat.launchers import find
 from offbeat.local import LocalOptimizer
 from offbeat.local.arguments import faults_of_train
@@ -23,6 +24,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.local.optimizer import bring_back
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
@@ -32,12 +34,13 @@ from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
 from offbeat.trainer.callbacks import Callbacks, callbacks_of
+from offbeat.trainer.driven import Driven
 from offbeat.trainer.loop import TrainPlan, run
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.predict import predict
 from offbeat.trainer.recompute import parts_of, recomputed
 from offbeat.trainer.scheduling import Given as GivenScheduler
-from offbeat.trainer.scheduling import Interval, faults_of_scheduler, scheduling_of
+from offbeat.trainer.scheduling import Interval, faults_of_scheduler, scheduler_for, scheduling_of
 from offbeat.trainer.served import Server
 from offbeat.trainer.settings import Amp, Kind, Sync, Syncs
 from offbeat.trainer.stage import Stage
@@ -196,7 +199,7 @@ class AsyncTrainer:
         self._epochs_begun = 0
         self._history = History()
         self._scheduled: tuple[object, LRScheduler] | None = None
-        self._has_warned = False
+        self._has_warned = self._is_training = False
 
     # ------------------------------------------------------------------ training
 
@@ -232,7 +235,8 @@ class AsyncTrainer:
             metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or collections.
             log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
             scheduler: One of torch.optim.lr_scheduler, or what makes one of the optimizer:
-                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same.
+                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same, or
+                its equal.
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.
@@ -266,7 +270,7 @@ class AsyncTrainer:
                 dataloader,
                 epochs=epochs if type(epochs) is int else 1,
                 batch_size=self.local_batch_size,
-                order=self._order(),
+                order=self.order,
                 pin_memory=self.device.type == "cuda",
             )
         )
@@ -294,6 +298,7 @@ class AsyncTrainer:
         self._history = history = History(optimizer=self._words())
         shown = progress_for(asked=progress, total=plan.num_batches(), name="train", source="trainer")
         with stop_noted(history), ExitStack() as stack:
+            stack.enter_context(self._in_train())
             stack.enter_context(recomputed(self._twice))
             stack.enter_context(scheduling.steps(live))
             if live is not None:
@@ -304,6 +309,9 @@ class AsyncTrainer:
                 run(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
             finally:
                 self._epochs_begun += history.epochs + (history.stopped != "epochs")
+        if not history.samples and history.stopped == "epochs":
+            what = "dataset" if dataloader is None else "dataloader"
+            process.warn(f"the trainer trained on nothing: the {what} gave no batch")
         return history
 
     fit = train
@@ -396,6 +404,151 @@ class AsyncTrainer:
         """
         return predict(self.model, loaded(loader, self.local_batch_size), device=self.device)
 
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what it takes to go on, besides the model: a nest of plain values and tensors.
+
+        Of a round that is under way members ask one another as in `AsyncModelAverager.state_dict`: all call
+        this in the same place, and take the model's own state after it. Of ``"parameter_server"`` there is
+        the worker's name and the run's: the model, and an optimizer there, are the server's to keep.
+
+        Raises:
+            StateError: If members are set differently.
+            NonFiniteError: If no member's parameters are finite.
+            ConnectionLostError: If a member is lost.
+        """
+        stage, live = self._stage.state_dict(), self._optimizer.live
+        scheduled, scaler = self._scheduled, self._workshop.numerics.scaler
+        return {
+            "epochs": self._epochs_begun + (self._history.epochs if self._is_training else 0),
+            "steps": self._workshop.tally.steps,
+            "skipped": self._workshop.tally.skipped,
+            "stage": stage,
+            "optimizer": None if live is None else live.state_dict(),
+            "scheduler": None if scheduled is None else scheduled[1].state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "history": asdict(self._history),
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, optimizer: object = None, scheduler: GivenScheduler = None
+    ) -> None:
+        """Go on from a state, in a model that has its values back already. To be called by all members.
+
+        The next `train` begins with the first epoch that was not finished, with the strategy that was at
+        work, where it was.
+
+        Args:
+            state: As `state_dict` gave it, of a trainer that was made in the same way.
+            optimizer: As in `train`; needed where the state has an optimizer's, and there is none here.
+            scheduler: As in `train`, likewise.
+
+        Raises:
+            ConfigError: If the state does not fit, or there is no optimizer or scheduler for it; nothing is
+                changed then.
+        """
+        faults = Faults(self.differences(state))
+        workshop = self._workshop
+        chosen = LocalOptimizer(self.model) if self._optimizer.live is None else self._optimizer
+        live, scheduled = chosen.live, self._scheduled
+        if state["optimizer"] is not None:
+            live = faults.catch(lambda: chosen.use(optimizer))
+        if state["scheduler"] is not None and live is not None:
+            if scheduler is None and scheduled is None:
+                faults.append("the state has a scheduler's, and there is none here: give scheduler=")
+            elif scheduler is not None:
+                made = faults.catch(lambda: scheduler_for(scheduler, live, scheduled))
+                scheduled = scheduled if made is None else (scheduler, made)
+        refuse(faults)
+        self._optimizer, self._scheduled = chosen, scheduled
+        if live is not None:
+            workshop.live = live
+            workshop.given = live if workshop.given is None else workshop.given
+        self._stage.load_state_dict(state["stage"])
+        if live is not None and state["optimizer"] is not None:
+            bring_back(live, state["optimizer"])
+        if scheduled is not None and state["scheduler"] is not None:
+            scheduled[1].load_state_dict(state["scheduler"])
+        if workshop.numerics.scaler is not None:
+            workshop.numerics.scaler.load_state_dict(state["scaler"])
+        workshop.tally.steps, workshop.tally.skipped = state["steps"], state["skipped"]
+        self._epochs_begun = state["epochs"]
+        kept = dict(state["history"])
+        kept["records"] = [Record(**record) for record in kept["records"]]
+        self._history = History(**kept)
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """Word why a state does not fit this trainer; nothing if it does."""
+        found = self._stage.differences(state["stage"])
+        if (state["scaler"] is None) != (self.scaler is None):
+            found.append(
+                f"amp is {self._amp!r}, and the state is of one "
+                f"{'with' if self.scaler is None else 'without'} a loss scale: make the trainer with the same"
+            )
+        return found
+
+    def driven(
+        self,
+        *,
+        epochs: int,
+        optimizer: object,
+        loss_fn: LossFunction,
+        scheduler: GivenScheduler = None,
+        scheduler_interval: Interval = "epoch",
+    ) -> Driven:
+        """Get ready for a loop of another's, which hands over batches and keeps the account.
+
+        Raises:
+            ConfigError: If these cannot be used, as in `train`.
+        """
+        refuse(Faults(faults_of_scheduler(scheduler, scheduler_interval, None)))
+        live, is_here = self._use(optimizer, epochs)
+        scheduling = scheduling_of(
+            scheduler, scheduler_interval, None, live if is_here else None, self._scheduled
+        )
+        self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
+        self._workshop.loss_fn = loss_fn
+        return Driven(
+            self._workshop,
+            self._stage,
+            scheduling=scheduling,
+            callbacks=self._callbacks,
+            trackers=Fanout(self._trackers, "the trainer"),
+            twice=self._twice,
+            follow=self._follow,
+        )
+
+    def _follow(self, epochs: int) -> None:
+        self._epochs_begun = epochs
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """Whether losses are means over their batch, or sums."""
+        return self._workshop.reduction
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The members, as given."""
+        return self._workshop.process_group
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a strategy's members are a process group of torch's."""
+        return any(settings.needs_group(kind) for kind in self._stage.schedule.values())
+
+    @property
+    def strategies(self) -> dict[int, Kind]:
+        """Strategies by the epochs that they begin with."""
+        return dict(self._stage.schedule)
+
+    @property
+    def classes(self) -> dict[str, str | None]:
+        """The classes of what goes with the model, by name."""
+        made = None if self._scheduled is None else self._scheduled[1]
+        parts = {"optimizer": self.optimizer, "scheduler": made, "grad_scaler": self.scaler}
+        return {name: None if part is None else type(part).__name__ for name, part in parts.items()}
+
     # ------------------------------------------------------------------ an end
 
     def close(self) -> None:
@@ -420,6 +573,15 @@ class AsyncTrainer:
 
     # ------------------------------------------------------------------ inside
 
+    @contextmanager
+    def _in_train(self) -> Iterator[None]:
+        """Know that the newest history is of passes that `_epochs_begun` does not have yet."""
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._is_training = False
+
     def _faults_of(self, kinds: list[Kind]) -> list[str]:
         return settings.faults_of_kinds(
             kinds,
@@ -428,7 +590,9 @@ class AsyncTrainer:
             process_group=self._workshop.process_group,
         )
 
-    def _order(self) -> str:
+    @property
+    def order(self) -> str:
+        """What this member's order of a dataset follows from, besides the epoch."""
         if self._seed is not None:
             return f"seed {self._seed}"
         place = find(os.environ)

@@ -255,6 +255,73 @@ class AsyncWorker(process.Live):
         steps.flush()
         return steps.take_kept()
 
+    # ------------------------------------------------------------------ for whoever has the loop
+
+    @one_thread
+    def prepare(self, optimizer: object) -> list[Receipt]:
+        """Get ready for a loop of another's: with an optimizer, nothing gathered, and the newest model.
+
+        Args:
+            optimizer: As in `train`.
+
+        Returns:
+            Receipts that nobody was given yet.
+
+        Raises:
+            ConfigError: If there is no optimizer, or the run has another.
+        """
+        steps = self._usable()
+        self._link.binding.rescan()  # a live optimizer is measured by the module as it is now
+        if optimizer is not None and optimizer is not self._facade:  # which stands for the one there is
+            steps.use(optimizer)  # type: ignore[arg-type]  # which looks at it
+        steps.require_optimizer()
+        steps.flush()
+        self._link.pull()
+        self._link.binding.clear_gradients()
+        return steps.take_kept()
+
+    @one_thread
+    def drop(self) -> None:
+        """Forget the batches that were gathered and not pushed, and the gradients of one that broke off."""
+        self._link.binding.clear_gradients()
+        self._usable().drop()
+
+    @property
+    def order(self) -> str:
+        """What its order of a dataset follows from, besides the epoch."""
+        seed = self._config.seed
+        return f"run {self.run_id} worker {self.id}" if seed is None else f"seed {seed}"
+
+    @property
+    def num_gathered(self) -> int:
+        """Batches gathered and not pushed."""
+        return self._steps.batches
+
+    @property
+    def steps_made(self) -> int:
+        """Pushes, or with a live optimizer its steps, since this worker was made."""
+        return self._steps.num_added if self._steps.live is not None else self._steps.num_pushed
+
+    @property
+    def live_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that runs here; None where it runs on the server."""
+        return self._steps.live
+
+    @property
+    def optimizer_words(self) -> str:
+        """Which optimizer runs where, in words."""
+        return self._steps.words
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """Whether losses are means over their batch, or sums; chosen when the worker is made."""
+        return self._config.loss_reduction
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether its buffers are its own (``buffers="local"``)."""
+        return self._config.buffers == "local"
+
     # ------------------------------------------------------------------ left out
 
     def quarantine(self, worker_id: str | None = None) -> None:
@@ -341,13 +408,12 @@ class AsyncWorker(process.Live):
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         refuse(faults)
-        seed = self._config.seed
         source = batches_of(
             dataset,
             dataloader,
             epochs=epochs,
             batch_size=self.local_batch_size,
-            order=f"run {self.run_id} worker {self.id}" if seed is None else f"seed {seed}",
+            order=self.order,
             pin_memory=self.device.type == "cuda",
         )
         measured = meters(metrics)

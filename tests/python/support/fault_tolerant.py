@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import offbeat
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
 
@@ -72,6 +73,88 @@ class Killer:
 
 
 _EVENTS = {"step": ("step",), "save": ("save",), "term": ("step",)}
+
+
+def averaged(module):
+    return offbeat.AsyncModelAverager(module, averaging_frequency=7, method="diloco")
+
+
+def trained_in_turns(module):
+    return offbeat.AsyncTrainer(
+        module,
+        warm_up_epochs=1,
+        warm_up_sync_frequency=3,
+        regular_sync_frequency=5,
+        strategy={0: "bmuf", 1: "local", 2: "accumulate"},
+        max_grad_norm=0.5,
+    )
+
+
+def trained_in_half(module):
+    return offbeat.AsyncTrainer(module, amp="fp16")
+
+
+def work(folder, address, *, kill=(None, 0), out=None, is_live=False, update_frequency=1, **keywords):
+    """Train a worker's run to its end, or to where it is killed; add each batch's samples to a file."""
+    module, killer = model(), Killer(*kill)
+
+    def loss_fn(outputs, targets):
+        killer("step")
+        with Path(f"{folder}-seen").open("a", encoding="utf-8") as seen:
+            seen.write(json.dumps(targets.tolist()) + "\n")
+        return loss_of(outputs, targets)
+
+    Saver.save = waited(Saver.save)
+    with offbeat.AsyncWorker(address, module, BATCH_SIZE, update_frequency, worker_id="amy") as worker:
+        trainer = FaultTolerantTrainer(worker, folder, checkpoint_frequency=5)
+        live = torch.optim.Adam(worker.model.parameters(), lr=0.01)
+        history = trainer.train(
+            dataset=Noisy(),
+            optimizer=live if is_live else offbeat.optim.SGD(lr=0.05),
+            loss_fn=loss_fn,
+            **{"epochs": 3, "log_frequency": 1} | keywords,
+        )
+        moments = [int(entry["step"]) for entry in live.state.values()]
+        told = {
+            "counts": [history.steps, history.samples, history.epochs, history.stopped],
+            "records": [[r.step, r.version] for r in history.records],
+            "receipts": history.receipts,
+            "resumed_from": str(trainer.resumed_from),
+            "moments": moments,
+        }
+    if out is not None:
+        Path(out).write_text(json.dumps(told), "utf-8")
+
+
+def meet(folder, address, *, kill=(None, 0), out=None):
+    """Train a member at a server to its end, or to where it is killed."""
+    module, killer = model(), Killer(*kill)
+
+    def loss_fn(outputs, targets):
+        killer("step")
+        return loss_of(outputs, targets)
+
+    Saver.save = waited(Saver.save)
+    with offbeat.AsyncModelAverager(
+        module, averaging_frequency=5, communication_backend="tcp", server_address=address, overlap=False
+    ) as averager:
+        began = digest([p.detach() for p in module.parameters()])
+        trainer = FaultTolerantTrainer(averager, folder, checkpoint_frequency=6)
+        history = trainer.train(
+            dataset=Noisy(),
+            batch_size=BATCH_SIZE,
+            epochs=2,
+            optimizer=offbeat.optim.Adam(lr=0.01),
+            loss_fn=loss_fn,
+        )
+        told = {
+            "began": began,
+            "counts": [history.steps, history.samples, history.epochs, history.stopped],
+            "resumed_from": str(trainer.resumed_from),
+            "moments": sorted({int(entry["step"]) for entry in trainer.optimizer.state.values()}),
+        }
+    if out is not None:
+        Path(out).write_text(json.dumps(told), "utf-8")
 
 
 def stateful():
@@ -141,8 +224,21 @@ def waited(save):
     return save_and_wait
 
 
-def train(folder, *, kill=(None, 0), out=None, data=None, max_steps=NUM_STEPS, **keywords):
-    """Train a run to its end, or to where it is killed; write what came of it."""
+def train(
+    folder,
+    *,
+    kill=(None, 0),
+    out=None,
+    data=None,
+    max_steps=NUM_STEPS,
+    wrap=lambda module: module,
+    waits=False,
+    **keywords,
+):
+    """Train a run to its end, or to where it is killed; write what came of it.
+
+    `wrap` gives what trains; `waits`: let training wait for each save.
+    """
     # Else loaders would start their workers by another server, and torch's watch for a parent that was killed
     # would watch that.
     multiprocessing.set_start_method("fork", force=True)
@@ -167,10 +263,10 @@ def train(folder, *, kill=(None, 0), out=None, data=None, max_steps=NUM_STEPS, *
 
     for name in SAVING:
         setattr(os, name, watched(name))
-    if kill[0] == "save":
+    if waits or kill[0] == "save":
         Saver.save = waited(Saver.save)
     trainer = FaultTolerantTrainer(
-        module, folder, **{"checkpoint_frequency": 25, "deterministic": True} | keywords
+        wrap(module), folder, **{"checkpoint_frequency": 25, "deterministic": True} | keywords
     )
     history = trainer.train(
         **data,

@@ -290,7 +290,7 @@ def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"model": 3}, r"model is of type int: give the nn.Module; .* wraps no worker"),
+        ({"model": 3}, r"model is of type int: give an nn.Module, or the AsyncWorker"),
         ({"model": nn.ReLU()}, "model is a ReLU without parameters to train"),
         ({"model": nn.LazyLinear(3)}, "parameters without a shape yet"),
         ({"checkpoint_dir": 3}, "checkpoint_dir is 3: give the path"),
@@ -379,7 +379,10 @@ def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing
         ({"dataset": data(41)}, "the dataset has 41 samples, and had 40 when"),
         ({"batch_size": 4}, "the batch size is 4, and was 8 when"),
         ({"seed": 8}, "seed is 8, and was 7 when"),
-        ({"dataloader": DataLoader(data(), batch_size=8)}, "data is a dataloader= without .* was a dataset="),
+        (
+            {"dataloader": DataLoader(data(), batch_size=8), "seed": None},
+            "data is a dataloader= without .* was a dataset=",
+        ),
     ],
 )
 def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp_path):

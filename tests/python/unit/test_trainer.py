@@ -148,6 +148,19 @@ def test_a_live_scheduler_goes_on_from_one_train_to_the_next_and_so_does_what_ma
         assert same(ours, theirs)
 
 
+def test_what_makes_a_scheduler_may_be_an_equal_one_at_each_call():
+    trainer = offbeat.AsyncTrainer(model())
+    for _ in range(4):
+        scheduler = functools.partial(StepLR, step_size=3, gamma=0.5)
+        train(trainer, offbeat.optim.SGD(lr=1.0), scheduler=scheduler)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.25  # of 4 times 2 epochs
+
+
+def test_a_loader_that_gives_nothing_is_warned_of(caplog):
+    train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), data=[])
+    assert "the trainer trained on nothing: the dataloader gave no batch" in caplog.text
+
+
 def test_a_plateau_is_of_the_epochs_mean_metric():
     trained = model()
     live = torch.optim.SGD(trained.parameters(), lr=0.1)

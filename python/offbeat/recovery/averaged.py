@@ -1,0 +1,110 @@
+"""A module that an `AsyncModelAverager` averages with others', batch by batch."""
+
+from typing import Any
+
+from offbeat.averaging import AsyncModelAverager
+from offbeat.checks import Faults
+from offbeat.recovery.local import Local
+from offbeat.recovery.trainee import Stepped
+
+__all__ = ["Averaged", "Patience"]
+
+
+class Patience:
+    """How long a save is put off for a round that is under way: until one is not, or the next one is."""
+
+    def __init__(self) -> None:
+        self._since: int | None = None
+
+    def is_over(self, *, is_under_way: bool, number: int) -> bool:
+        """Whether to save now.
+
+        Args:
+            is_under_way: Whether a round is.
+            number: Of rounds that were ended.
+        """
+        if not is_under_way:
+            return True
+        if self._since is None:
+            self._since = number
+        return number > self._since
+
+
+class Averaged(Local):
+    """The loop of a module, and an averager that is told of each step of the optimizer.
+
+    A state is taken where no round is under way, so that saving does not make a round end earlier than it
+    would: else a run that is saved would have other bits than one that is not.
+    """
+
+    owner: str | None = None
+
+    def __init__(self, averager: AsyncModelAverager, **local: Any) -> None:  # noqa: ANN401  as `Local` has them
+        super().__init__(averager.model, **local)
+        self._averager = averager
+        self._patience = Patience()
+
+    def step(self, batch: object, epoch: int) -> Stepped:
+        """Make a step; average if it is time to. A step that is skipped is none for the averager either."""
+        done = super().step(batch, epoch)
+        if not done.is_skipped:
+            needs_loss = self._averager.goes_by_loss
+            loss = float(done.loss) if needs_loss else None
+            self._averager.step(done.samples, loss=loss, optimizer=self.optimizer)
+        return done
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no round is under way; where one always is, the second that was waited for is ended."""
+        averager = self._averager
+        return self._patience.is_over(is_under_way=averager.is_under_way, number=averager.averaging_round)
+
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether a round is under way of this member alone."""
+        return self._averager.is_under_way and self._averager.is_alone
+
+    def settle(self) -> int:
+        """Leave the round under way to the others: they may be told to end as well, and never come to it."""
+        self._averager.give_up()
+        return 0
+
+    def end(self) -> int:
+        """Average what is left, together with the others."""
+        self._averager.flush()
+        return 0
+
+    def version(self, steps: int) -> int:
+        """Rounds of averaging."""
+        del steps
+        return self._averager.averaging_round
+
+    def agree(self, value: object) -> bool:
+        """Ask the others, where they are a process group; at a server members are on their own."""
+        return self._averager.agree(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state of the loop and the averager's, which may move the model and so comes first."""
+        own = self._averager.state_dict() | {"optimizer": None}
+        self._patience = Patience()
+        return super().state_dict() | {"averager": own}
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Word what differs of the loop, or of the averager."""
+        if found := super().differences(state):
+            return found
+        faults = Faults()
+        faults.catch(lambda: self._averager.check_state(state["averager"]))
+        return faults
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back a state; the model's values are the others' mean, where that has gone on meanwhile."""
+        if self._averager.is_under_way:  # of a `train` in this process that broke off
+            self._averager.give_up()
+        if not self._averager.has_joined_others:
+            self.load_model(state)
+        self.load_rest(state)
+        self._averager.load_state_dict(state["averager"], strict=False)
+
+    def _classes(self) -> dict[str, str | None]:
+        return super()._classes() | {"wrapper": type(self._averager).__name__}

@@ -1,0 +1,153 @@
+"""An `AsyncTrainer`, batch by batch."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import distributed, nn
+
+from offbeat.history import History, Record
+from offbeat.local.group import group_of, is_alike
+from offbeat.local.loss import LossFunction
+from offbeat.module.table import unwrap
+from offbeat.receipt import Receipt
+from offbeat.recovery.averaged import Patience
+from offbeat.recovery.local import of_loss
+from offbeat.recovery.trainee import Stepped, Trainee
+from offbeat.recovery.values import (
+    WithMetadata,
+    fill,
+    of_classes,
+    of_settings,
+    of_tensors,
+    settings_of,
+    unlisted,
+)
+from offbeat.trainer import AsyncTrainer
+from offbeat.trainer.driven import Driven
+
+__all__ = ["Trained"]
+
+
+class Trained(Trainee):
+    """A trainer's loop. Its model is the server's while it trains against one."""
+
+    def __init__(self, trainer: AsyncTrainer, driven: Driven, loss_fn: LossFunction) -> None:
+        self._trainer = trainer
+        self._driven = driven
+        self._loss_fn = loss_fn
+        self._patience = Patience()
+        live = trainer.optimizer
+        self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self._trainer.model
+
+    @property
+    def optimizer_name(self) -> str:
+        """Its optimizer's class; of one on a server, words."""
+        live = self._trainer.optimizer
+        return "on the server" if live is None else type(live).__name__
+
+    def training(self) -> AbstractContextManager[object]:
+        """Train in here."""
+        return self._driven.training()
+
+    def step(self, batch: object, epoch: int) -> Stepped:
+        """Train on a batch as the trainer's strategy does."""
+        given, made, steps = self._driven.batch(batch, epoch)
+        mean = made.loss if self._trainer.loss_reduction == "mean" else made.loss / given.samples
+        return Stepped(made.outputs, given.targets, mean, given.samples, steps, made.is_skipped)
+
+    def end_epoch(self, epoch: int) -> int:
+        """Do what belongs after a pass."""
+        return self._driven.end_epoch(epoch)
+
+    def end(self) -> int:
+        """End together with the others."""
+        return self._driven.settle()
+
+    def settle(self) -> int:
+        """Be ready to be saved without the others."""
+        return self._driven.part()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no round is under way, nor batches gathered for a server."""
+        return self._patience.is_over(is_under_way=self._driven.is_under_way, number=self._driven.version)
+
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether a round is under way of this member alone."""
+        return self._driven.is_about_to_settle
+
+    def abandon(self) -> None:
+        """Forget what a batch that broke off has left."""
+        self._driven.abandon()
+
+    def version(self, steps: int) -> int:
+        """How often the model was brought together with the others'."""
+        del steps
+        return self._driven.version
+
+    def take_receipts(self) -> list[Receipt]:
+        """Give out what a server has answered."""
+        return self._driven.take_receipts()
+
+    def agree(self, value: object) -> bool:
+        """Ask the others, where they are a process group."""
+        if not self._trainer.needs_group:
+            return True
+        group = group_of(self._trainer.process_group)
+        if group is None or distributed.get_world_size(group) == 1:
+            return True
+        return is_alike(group, value, self._trainer.device)
+
+    def logged(self, record: Record, numbers: dict[str, float]) -> None:
+        """Let the trainer's trackers and callbacks hear of it."""
+        self._driven.logged(record, numbers)
+
+    def finished(self, history: History) -> None:
+        """Let the trainer's callbacks hear of it."""
+        self._driven.finished(history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the trainer's state, which may move the model and so comes first, and the model's."""
+        own = self._trainer.state_dict()
+        self._patience = Patience()
+        module = unwrap(self.module)
+        state = module.state_dict()
+        return {
+            "model": dict(state),
+            "metadata": dict(getattr(state, "_metadata", {})),
+            "beside": unlisted(module),
+            "loss": of_loss(self._loss_fn),
+            "trainer": own,
+            "classes": self._classes(),
+            "settings": self._settings,
+        }
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Word which tensors, classes or strategies are others."""
+        if found := of_classes(self._classes(), state["classes"]):
+            return found
+        found = of_tensors(unwrap(self.module).state_dict(), state["model"])
+        found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
+        return [*found, *self._trainer.differences(state["trainer"])]
+
+    def notes(self, state: dict[str, Any]) -> list[str]:
+        """Word with which settings the optimizer here began, where these are others."""
+        return of_settings(self._settings, state["settings"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back a state that fits."""
+        module = unwrap(self.module)
+        module.load_state_dict(WithMetadata.of(state["model"], state["metadata"]))
+        fill(module, state["beside"])
+        if isinstance(self._loss_fn, nn.Module):
+            fill(self._loss_fn, state["loss"])
+        self._trainer.load_state_dict(state["trainer"])
+
+    def _classes(self) -> dict[str, str | None]:
+        return {"wrapper": type(self._trainer).__name__} | self._trainer.classes

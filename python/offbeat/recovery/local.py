@@ -1,0 +1,190 @@
+"""A module that is trained in this process."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat import trained_by
+from offbeat.errors import StateError
+from offbeat.local.batches import count, moved, split
+from offbeat.local.loss import LossFunction, LossReduction, check_loss
+from offbeat.local.optimizer import bring_back
+from offbeat.module.table import unwrap
+from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
+from offbeat.recovery.values import (
+    WithMetadata,
+    fill,
+    of_classes,
+    of_settings,
+    of_tensors,
+    settings_of,
+    unlisted,
+)
+
+__all__ = ["Local", "of_loss"]
+
+
+class Local(Trainee):
+    """A loop of torch's own.
+
+    Attributes:
+        optimizer: The live one.
+    """
+
+    owner: str | None = "FaultTolerantTrainer"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFunction,
+        reduction: LossReduction,
+        device: torch.device,
+        scheduler: Scheduler | None,
+        scheduler_step: SchedulerStep,
+        scaler: "torch.amp.GradScaler | None",
+    ) -> None:
+        self._module = module
+        self.optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._reduction = reduction
+        self._device = device
+        self._scheduler = scheduler
+        self._per_step = scheduler_step == "step"
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._settings = [settings_of(group) for group in optimizer.param_groups]
+        optimizer.zero_grad()  # of what the user did before
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self._module
+
+    @property
+    def optimizer_name(self) -> str:
+        """Its optimizer's class."""
+        return type(self.optimizer).__name__
+
+    def step(self, batch: object, epoch: int) -> Stepped:
+        """Train on a batch.
+
+        Raises:
+            ConfigError: If the batch or the loss is not what can be trained on.
+            StateError: If no parameter gets a gradient.
+        """
+        del epoch
+        inputs, targets = split(batch)
+        samples = count(inputs, targets)
+        inputs, targets = moved(inputs, self._device), moved(targets, self._device)
+        outputs = self._module(inputs)
+        loss = self._loss_fn(outputs, targets)
+        check_loss(loss, owner=self.owner)
+        shown = loss.detach() / samples if self._reduction == "sum" else loss.detach()
+        self.heard(shown)
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        if all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):
+            raise StateError(
+                "no parameter has a gradient: the loss does not come from this model's parameters"
+            )
+        is_skipped = not self._make_step()
+        self.optimizer.zero_grad()
+        if self._scheduler is not None and self._per_step and not is_skipped:
+            self._scheduler.step()
+        return Stepped(outputs, targets, shown, samples, int(not is_skipped), is_skipped)
+
+    def heard(self, loss: torch.Tensor) -> None:
+        """Tell of a batch's loss, a mean over it, before its gradients are there."""
+        trained_by.tell(self._module, loss=loss)
+
+    def _make_step(self) -> bool:
+        """Let the optimizer step; tell whether it has, which a GradScaler decides and does not say."""
+        if self._scaler is None:
+            self.optimizer.step()
+            return True
+        steps: list[bool] = []
+        hook = self.optimizer.register_step_post_hook(lambda *_: steps.append(True))
+        try:
+            self._scaler.step(self.optimizer)
+        finally:
+            hook.remove()
+        self._scaler.update()
+        return bool(steps)
+
+    def end_epoch(self, epoch: int) -> int:
+        """Let a scheduler step that does so after each pass."""
+        del epoch
+        if self._scheduler is not None and not self._per_step:
+            self._scheduler.step()
+        return 0
+
+    def abandon(self) -> None:
+        """Drop a batch's gradients."""
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state of the model, the optimizer, the scheduler and the GradScaler."""
+        state = unwrap(self._module).state_dict()
+        return {
+            "model": dict(state),
+            "metadata": dict(getattr(state, "_metadata", {})),
+            "beside": unlisted(unwrap(self._module)),
+            "loss": of_loss(self._loss_fn),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "classes": self._classes(),
+            "settings": self._settings,
+        }
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Word which tensors, classes or groups are others than a state's."""
+        found = of_tensors(unwrap(self._module).state_dict(), state["model"])
+        found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
+        found += of_classes(self._classes(), state["classes"])
+        if found:
+            return found
+        own_groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+        if own_groups != groups:
+            found.append(
+                f"the optimizer's groups have {own_groups} parameters, and the checkpoint's {groups}"
+            )
+        return found
+
+    def notes(self, state: dict[str, Any]) -> list[str]:
+        """Word with which settings the optimizer began, where these are others."""
+        return of_settings(self._settings, state["settings"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back a state that fits, in place."""
+        self.load_model(state)
+        self.load_rest(state)
+
+    def load_model(self, state: dict[str, Any]) -> None:
+        """Take back the model's values."""
+        unwrap(self._module).load_state_dict(WithMetadata.of(state["model"], state["metadata"]))
+
+    def load_rest(self, state: dict[str, Any]) -> None:
+        """Take back all else."""
+        fill(unwrap(self._module), state["beside"])
+        if isinstance(self._loss_fn, nn.Module):
+            fill(self._loss_fn, state["loss"])
+        bring_back(self.optimizer, state["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _classes(self) -> dict[str, str | None]:
+        """Name the classes that have to be the same."""
+        parts = {"optimizer": self.optimizer, "scheduler": self._scheduler, "grad_scaler": self._scaler}
+        return {name: None if part is None else type(part).__name__ for name, part in parts.items()}
+
+
+def of_loss(loss_fn: LossFunction) -> dict[str, Any]:
+    """Give the parameters and buffers of a loss that is a module."""
+    if not isinstance(loss_fn, nn.Module):
+        return {}
+    return dict(loss_fn.named_parameters()) | dict(loss_fn.named_buffers())

@@ -1,0 +1,313 @@
+"""What a `FaultTolerantTrainer` may be given to train: a module, or one of the family that trains one."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import distributed, nn
+
+from offbeat.averaging import AsyncModelAverager
+from offbeat.checks import Faults, refuse
+from offbeat.local import LocalOptimizer
+from offbeat.local.device import usable_device
+from offbeat.local.group import group_of
+from offbeat.local.loss import LossFunction, LossReduction
+from offbeat.local.optimizer import are_equal
+from offbeat.recovery import settings
+from offbeat.recovery.averaged import Averaged
+from offbeat.recovery.driven import Trained
+from offbeat.recovery.joined import Joined
+from offbeat.recovery.local import Local
+from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
+from offbeat.trainer import AsyncTrainer
+from offbeat.worker import AsyncWorker
+
+__all__ = ["Asked", "Subject", "subject_of"]
+
+BATCH_SIZE = 32
+"""Samples, where nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What `train` was asked for, of what is trained.
+
+    Attributes:
+        epochs: In all.
+        optimizer: As given.
+        loss_fn: From (outputs, targets) to a scalar.
+        scheduler: As given.
+        scheduler_step: When it steps.
+        scaler: As given.
+    """
+
+    epochs: int
+    optimizer: object
+    loss_fn: LossFunction
+    scheduler: object
+    scheduler_step: SchedulerStep
+    scaler: "torch.amp.GradScaler | None"
+
+
+class Subject(ABC):
+    """What is trained, for all calls of `train`.
+
+    Attributes:
+        module: The model.
+        device: Where it is.
+        reduction: What losses are.
+        batch_size: Of a dataset, where `train` is not told.
+    """
+
+    module: nn.Module
+    device: torch.device
+    reduction: LossReduction
+    batch_size = BATCH_SIZE
+
+    @abstractmethod
+    def check(self, asked: Asked) -> None:
+        """See that it can be trained as asked, before anything is changed.
+
+        Raises:
+            ConfigError: If it cannot.
+        """
+
+    @abstractmethod
+    def trainee(self, asked: Asked) -> Trainee:
+        """Begin.
+
+        Raises:
+            ConfigError: If it cannot be trained as asked.
+        """
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The live optimizer, if there is one."""
+
+    @property
+    def member(self) -> str:
+        """Name this one of several that train together, whose orders of a dataset are to differ."""
+        return ""
+
+    @property
+    def seed(self) -> int:
+        """Of the order of a dataset, where `train` is given none; 0 where `member` has it."""
+        return torch.initial_seed()
+
+    def faults_of(self, *, strategy: str) -> list[str]:
+        """Word which settings do not go with it."""
+        del strategy
+        return []
+
+
+class _Module(Subject):
+    def __init__(self, module: nn.Module, device: torch.device, reduction: LossReduction) -> None:
+        self.module = module.to(device)
+        self.device, self.reduction = device, reduction
+        self._optimizer = LocalOptimizer(module)
+        self._scheduler = _Scheduler()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer.live
+
+    def check(self, asked: Asked) -> None:
+        # A new one, so that a call that is refused leaves no optimizer behind.
+        (LocalOptimizer(self.module) if self.optimizer is None else self._optimizer).use(asked.optimizer)
+
+    def trainee(self, asked: Asked) -> Trainee:
+        return Local(self.module, **self._of_loop(asked))
+
+    def _of_loop(self, asked: Asked) -> dict[str, Any]:
+        live = self._optimizer.use(asked.optimizer)
+        return {
+            "optimizer": live,
+            "loss_fn": asked.loss_fn,
+            "reduction": self.reduction,
+            "device": self.device,
+            "scheduler": self._scheduler.of(asked.scheduler, live),
+            "scheduler_step": asked.scheduler_step,
+            "scaler": asked.scaler,
+        }
+
+
+class _Averager(_Module):
+    def __init__(self, averager: AsyncModelAverager) -> None:
+        self.module, self.device, self.reduction = averager.model, averager.device, "mean"
+        self._averager = averager
+        self._optimizer = averager._optimizer  # noqa: SLF001  whose state is the averager's, too
+        self._scheduler = _Scheduler()
+
+    def trainee(self, asked: Asked) -> Trainee:
+        return Averaged(self._averager, **self._of_loop(asked))
+
+    @property
+    def member(self) -> str:
+        return f"/member {self._averager.rank}"
+
+    def faults_of(self, *, strategy: str) -> list[str]:
+        return [] if self._averager.is_alone else _of_several(strategy)
+
+
+class _Worker(Subject):
+    def __init__(self, worker: AsyncWorker) -> None:
+        self.module, self.device, self.batch_size = worker.model, worker.device, worker.local_batch_size
+        self.reduction = worker.loss_reduction
+        self._worker = worker
+        self._scheduler = _Scheduler()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._worker.live_optimizer
+
+    @property
+    def member(self) -> str:
+        return f"/{self._worker.order}"
+
+    @property
+    def seed(self) -> int:
+        return 0
+
+    def check(self, asked: Asked) -> None:
+        faults = Faults()
+        if asked.scaler is not None:
+            faults.append("grad_scaler is given, and an AsyncWorker trains here without one: leave it out")
+        live = asked.optimizer if asked.optimizer is not None else self.optimizer
+        if asked.scheduler is not None and not isinstance(live, torch.optim.Optimizer):
+            faults.append(
+                "scheduler is given, and the optimizer runs on the server, as its learning rate does: give "
+                "ParameterServer lr_schedule=, or a live optimizer here"
+            )
+        refuse(faults)
+
+    def trainee(self, asked: Asked) -> Trainee:
+        made = Joined(
+            self._worker, optimizer=asked.optimizer, loss_fn=asked.loss_fn, reduction=self.reduction
+        )
+        if self.optimizer is not None:
+            made.follow(self._scheduler.of(asked.scheduler, self.optimizer), asked.scheduler_step)
+        return made
+
+    def faults_of(self, *, strategy: str) -> list[str]:
+        return _of_the_server(strategy)
+
+
+class _Trainer(Subject):
+    def __init__(self, trainer: AsyncTrainer) -> None:
+        self.module, self.device, self.batch_size = trainer.model, trainer.device, trainer.local_batch_size
+        self.reduction = trainer.loss_reduction
+        self._trainer = trainer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._trainer.optimizer
+
+    @property
+    def member(self) -> str:
+        return f"/{self._trainer.order}"
+
+    @property
+    def seed(self) -> int:
+        return 0
+
+    def check(self, asked: Asked) -> None:
+        faults = Faults()
+        if asked.scaler is not None:
+            faults.append(
+                'grad_scaler is given, and an AsyncTrainer has its own: make it with amp="fp16" instead'
+            )
+        refuse(faults)
+
+    def trainee(self, asked: Asked) -> Trainee:
+        driven = self._trainer.driven(
+            epochs=asked.epochs,
+            optimizer=asked.optimizer,
+            loss_fn=asked.loss_fn,
+            scheduler=cast(Any, asked.scheduler),
+            scheduler_interval=cast(Any, asked.scheduler_step),
+        )
+        return Trained(self._trainer, driven, asked.loss_fn)
+
+    def faults_of(self, *, strategy: str) -> list[str]:
+        kinds = self._trainer.strategies.values()
+        faults = _of_the_server(strategy) if "parameter_server" in kinds else []
+        group = group_of(self._trainer.process_group) if self._trainer.needs_group else None
+        if group is None or distributed.get_world_size(group) == 1:
+            return faults
+        if "accumulate" in kinds:
+            faults.append(
+                'the AsyncTrainer\'s strategy is "accumulate", whose updates are the same in all members, '
+                "which are saved at different ones: give strategy='average', or process_group=False"
+            )
+        return faults or _of_several(strategy)
+
+
+class _Scheduler:
+    """A learning rate scheduler, made once of what is given: a second one would begin anew."""
+
+    def __init__(self) -> None:
+        self._given: object = None
+        self._made: Scheduler | None = None
+
+    def of(self, given: object, live: torch.optim.Optimizer) -> Scheduler | None:
+        if not are_equal(given, self._given):
+            self._made = settings.scheduler_of(given, live) if given is not None else None
+            self._given = given
+        return self._made
+
+
+def subject_of(given: object, *, device: object, reduction: object) -> Subject:
+    """Take what is to be trained.
+
+    Args:
+        given: A module, or one of the family.
+        device: As given; of a module alone.
+        reduction: Likewise.
+
+    Raises:
+        ConfigError: If it cannot be trained here, or has another device or reduction.
+    """
+    subject: Subject | None = None
+    match given:
+        case AsyncModelAverager():
+            subject = _Averager(given)
+        case AsyncWorker():
+            subject = _Worker(given)
+        case AsyncTrainer():
+            subject = _Trainer(given)
+        case _:
+            pass
+    if subject is not None:
+        faults = Faults()
+        where = faults.catch(lambda: usable_device(cast(Any, device)))
+        name = type(given).__name__
+        if where is not None and where != subject.device and where.type != "cpu":
+            faults.append(f"device is {where}, and the {name}'s is {subject.device}: leave it out")
+        if reduction not in ("mean", subject.reduction):
+            faults.append(
+                f"loss_reduction is {reduction!r}, and the {name}'s is {subject.reduction!r}: leave it out"
+            )
+        refuse(faults)
+        return subject
+    faults = Faults(settings.of_model(given))
+    where = faults.catch(lambda: usable_device(cast(Any, device)))
+    refuse(faults)
+    assert where is not None  # noqa: S101  else there is a fault
+    return _Module(cast(nn.Module, given), where, cast(LossReduction, reduction))
+
+
+def _of_several(strategy: str) -> list[str]:
+    if strategy in ("latest", "none"):
+        return []
+    text = "and members go on together, from their newest: take 'latest'"
+    return [f"recovery_strategy is {strategy!r}, {text}"]
+
+
+def _of_the_server(strategy: str) -> list[str]:
+    if strategy in ("latest", "none"):
+        return []
+    text = "and the model is the server's, which goes on from where it is"
+    remedy = "take 'latest' here, and server.rollback() for an older model"
+    return [f"recovery_strategy is {strategy!r}, {text}: {remedy}"]

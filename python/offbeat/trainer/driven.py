@@ -1,0 +1,125 @@
+"""A trainer whose loop is another's, who hands it batches and keeps the account."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from offbeat.history import History, Record
+from offbeat.receipt import Receipt
+from offbeat.tracking.fanout import Fanout
+from offbeat.trainer.callbacks import Callbacks, Step
+from offbeat.trainer.recompute import recomputed
+from offbeat.trainer.scheduling import Scheduling
+from offbeat.trainer.stage import Stage
+from offbeat.trainer.strategies import Batch, Made, Workshop
+
+__all__ = ["Driven"]
+
+
+class Driven:
+    """What an `AsyncTrainer` does with each batch, pass and end; callbacks and trackers hear of it."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        stage: Stage,
+        *,
+        scheduling: Scheduling,
+        callbacks: Callbacks,
+        trackers: Fanout,
+        twice: Sequence[nn.Module],
+        follow: Callable[[int], None],
+    ) -> None:
+        """`follow` is told how many passes are finished."""
+        self._workshop = workshop
+        self._stage = stage
+        self._scheduling = scheduling
+        self._callbacks = callbacks
+        self._trackers = trackers
+        self._twice = twice
+        self._follow = follow
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Hand over batches in here."""
+        live, stage = self._workshop.live, self._stage
+        with ExitStack() as stack:
+            stack.enter_context(recomputed(self._twice))
+            stack.enter_context(self._scheduling.steps(live))
+            if live is not None:
+                stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
+            if stage.strategy is not None:
+                stage.strategy.begin()
+            yield
+
+    def batch(self, given: object, epoch: int) -> tuple[Batch, Made, int]:
+        """Train on a batch of an epoch; gives it, what came of it, and how many steps that were."""
+        workshop = self._workshop
+        self._follow(epoch)
+        strategy = self._stage.at(epoch)
+        before = workshop.tally.steps
+        batch = Batch.of(given, workshop.device)
+        workshop.numerics.norm = None
+        made = strategy.batch(batch)
+        if self._callbacks.has("on_step"):
+            norm = workshop.numerics.norm
+            step = Step(workshop.tally.steps, epoch, batch.samples, made.loss, norm, made.is_skipped)
+            self._callbacks.tell("on_step", step)
+        return batch, made, workshop.tally.steps - before
+
+    def end_epoch(self, epoch: int) -> int:
+        """Do what belongs after a pass; gives how many steps that were."""
+        before = self._workshop.tally.steps
+        self._stage.at(epoch).end_epoch()
+        self._follow(epoch + 1)
+        self._scheduling.end_epoch()
+        self._callbacks.tell("on_epoch_end", epoch)
+        return self._workshop.tally.steps - before
+
+    def settle(self) -> int:
+        """End together with the others; gives how many steps that were."""
+        before = self._workshop.tally.steps
+        if self._stage.strategy is not None:
+            self._stage.strategy.settle()
+        return self._workshop.tally.steps - before
+
+    def part(self) -> int:
+        """Be ready to be saved without the others; gives how many steps that were."""
+        before = self._workshop.tally.steps
+        if self._stage.strategy is not None:
+            self._stage.strategy.part()
+        return self._workshop.tally.steps - before
+
+    def abandon(self) -> None:
+        """Forget what a batch that broke off has left."""
+        if self._stage.strategy is not None:
+            self._stage.strategy.abandon()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is, or batches are gathered."""
+        return self._stage.strategy is not None and self._stage.strategy.is_under_way
+
+    @property
+    def is_about_to_settle(self) -> bool:
+        """Whether what is under way ends with the next batches, whatever others do."""
+        return self._stage.strategy is not None and self._stage.strategy.is_about_to_settle
+
+    @property
+    def version(self) -> int:
+        """How often the model was brought together with the others'."""
+        return 0 if self._stage.strategy is None else self._stage.strategy.version
+
+    def take_receipts(self) -> list[Receipt]:
+        """Give out what a server has answered since the last call."""
+        return self._workshop.tally.take_receipts()
+
+    def logged(self, record: Record, numbers: dict[str, float]) -> None:
+        """Tell callbacks and trackers of a log line."""
+        self._trackers.log(numbers, record.step)
+        self._callbacks.tell("on_log", record)
+
+    def finished(self, history: History) -> None:
+        """Tell callbacks that all is done."""
+        self._callbacks.tell("on_train_end", history)

@@ -1,0 +1,328 @@
+"""What a crash must not lose: state that no `state_dict` lists, orders that others draw, and a signal."""
+
+import errno
+import fcntl
+import functools
+import math
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
+
+from offbeat import optim
+from offbeat.errors import CheckpointError, ConfigError
+from offbeat.recovery import directory as directory_module
+from offbeat.recovery import saver as saver_module
+from offbeat.recovery.directory import Directory, names
+from offbeat.recovery.trainer import FaultTolerantTrainer
+from offbeat.termination import noting_sigterm
+
+LOSS = nn.CrossEntropyLoss()
+SAMPLES = 40
+"""In batches of 8: a pass has five."""
+
+
+class Numbered(Dataset):
+    """Each sample's target is its number."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / SAMPLES), torch.tensor(index)
+
+
+class Noisy(Numbered):
+    """Samples that draw from generators of the dataset's own."""
+
+    def __init__(self):
+        self.plain, self.legacy = random.Random(1), np.random.RandomState(2)  # noqa: S311  no secret
+        self.new, self.torch = np.random.default_rng(3), torch.Generator().manual_seed(4)
+
+    def __getitem__(self, index):
+        noise = self.plain.random() + self.legacy.rand() + self.new.random()
+        noise += torch.rand((), generator=self.torch).item()
+        return torch.full((4,), index / SAMPLES) + noise, torch.tensor(index)
+
+
+class Shuffled(Sampler):
+    """Draws each pass's order from a generator of its own."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        order = list(range(SAMPLES))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+def in_order_of(generator):
+    return {"dataloader": DataLoader(Numbered(), batch_size=8, sampler=Shuffled(generator))}
+
+
+class Counting(nn.Module):
+    """Counts its batches where no `state_dict` tells of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        self.seen += 1
+        self.table = torch.cat([self.table, self.seen.reshape(1)])  # which grows
+        return self.line(inputs) * (1 + self.seen / 10 + self.table.mean())
+
+
+class Centred(nn.Module):
+    """A loss that keeps count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, outputs, targets):
+        self.seen += 1
+        return LOSS(outputs, targets % 3) * (1 + self.seen / 10)
+
+
+def plain_loss(outputs, targets):
+    return LOSS(outputs, targets % 3)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def life(folder, *, model=net, loss=None, max_steps=None, data=None):
+    """Live once, with everything made anew; give which samples were seen, in order, and the values."""
+    torch.manual_seed(0)
+    module, loss_fn, seen = model(), plain_loss if loss is None else loss(), []
+
+    def order(outputs, targets):
+        seen.extend(targets.tolist())
+        return 0.0
+
+    given = {"dataset": Numbered(), "batch_size": 8} if data is None else data()
+    FaultTolerantTrainer(module, folder, checkpoint_frequency=1000).train(
+        **given, epochs=4, max_steps=max_steps, optimizer=optim.Adam(lr=0.01), loss_fn=loss_fn, metrics=order
+    )
+    return seen, [p.detach().clone() for p in module.parameters()]
+
+
+def assert_goes_on(tmp_path, *, stop_at=13, **run):
+    """A run of two lives, the second in mid-epoch, is one of one life to the bit."""
+    whole, expected = life(tmp_path / "whole", **run)
+    first, _ = life(tmp_path / "kept", max_steps=stop_at, **run)
+    second, values = life(tmp_path / "kept", **run)
+    assert len(first) == 8 * stop_at
+    assert first + second == whole
+    assert all(a.equal(b) for a, b in zip(values, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "run", [{"model": Counting}, {"loss": Centred}], ids=["buffers that are no part of it", "the loss's own"]
+)
+def test_state_that_the_model_s_state_dict_lacks_is_not_lost(run, tmp_path):
+    assert_goes_on(tmp_path, **run)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: {"dataset": Noisy(), "batch_size": 8},
+        lambda: {"dataset": Subset(Noisy(), range(SAMPLES)), "batch_size": 8},
+        lambda: {"dataloader": DataLoader(Noisy(), batch_size=8)},
+        lambda: in_order_of(random.Random(5)),  # noqa: S311
+        lambda: in_order_of(np.random.default_rng(5)),
+    ],
+    ids=["a dataset", "a part of a dataset", "a dataset in a loader", "a sampler's of Python", "of numpy"],
+)
+def test_generators_of_the_data_s_own_go_on_where_they_were(data, tmp_path):
+    assert_goes_on(tmp_path, data=data)
+
+
+def test_other_generators_than_the_checkpoint_s_are_refused(tmp_path):
+    life(tmp_path, max_steps=3, data=lambda: {"dataset": Noisy(), "batch_size": 8})
+    with pytest.raises(ConfigError, match="has 0 random generators of its own, and the checkpoint's had 4"):
+        life(tmp_path)
+
+
+@pytest.mark.parametrize("stop_at", [3, 10, 13], ids=["the first pass", "between two", "a later one"])
+def test_a_loader_that_keeps_its_workers_gives_the_same_order_after_a_crash(stop_at, tmp_path):
+    def data():
+        loader = DataLoader(Numbered(), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True)
+        return {"dataloader": loader}
+
+    assert_goes_on(tmp_path, stop_at=stop_at, data=data)
+
+
+def test_a_wrapped_model_s_parameters_are_looked_at_as_its_own_are():
+    wrapped = torch.compile(net(), backend="eager")
+    named = frozenset(dict(net().named_parameters()))
+    assert saver_module.parameters_of(wrapped, net().state_dict()) == named
+
+
+def test_a_tensor_that_nothing_can_be_brought_back_into_is_refused(tmp_path):
+    module = net()
+    module.register_buffer("expanded", torch.zeros(1).expand(4))
+    with pytest.raises(ConfigError, match=r"model has 'expanded', whose elements share their memory"):
+        FaultTolerantTrainer(module, tmp_path)
+
+
+def test_a_step_that_is_skipped_is_none_and_moves_no_scheduler(tmp_path):
+    """The scale is that of a plain loop's first finite gradients, and each halving before it was a skip."""
+    module = net()
+    live, scaler = (
+        torch.optim.SGD(module.parameters(), lr=1.0),
+        torch.amp.GradScaler("cpu", init_scale=2.0**127),
+    )
+    made = FaultTolerantTrainer(module, tmp_path)
+    history = made.train(
+        dataset=TensorDataset(torch.full((SAMPLES, 4), 1e3), torch.zeros(SAMPLES, dtype=torch.long)),
+        batch_size=8,
+        epochs=2,
+        optimizer=live,
+        scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+        scheduler_step="step",
+        grad_scaler=scaler,
+        loss_fn=LOSS,
+    )
+    skipped = round(127 - math.log2(scaler.get_scale()))
+    assert skipped > 0
+    assert (history.steps, history.skipped, history.samples) == (10 - skipped, skipped, 2 * SAMPLES)
+    assert live.param_groups[0]["lr"] == 0.5 ** (10 - skipped)
+    again = FaultTolerantTrainer(net(), tmp_path).train(
+        dataset=TensorDataset(torch.full((SAMPLES, 4), 1e3), torch.zeros(SAMPLES, dtype=torch.long)),
+        batch_size=8,
+        epochs=2,
+        optimizer=optim.SGD(lr=1.0),
+        scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+        scheduler_step="step",
+        grad_scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127),
+        loss_fn=LOSS,
+    )
+    assert again.skipped == skipped
+
+
+@pytest.mark.parametrize(
+    "data", [DataLoader(Numbered(), batch_size=64, drop_last=True), iter([])], ids=["too short", "used up"]
+)
+def test_a_pass_without_a_batch_is_an_error_and_no_end(data, tmp_path):
+    trainer = FaultTolerantTrainer(net(), tmp_path)
+    with pytest.raises(ConfigError, match="gave no batch in epoch 1"):
+        trainer.train(dataloader=data, optimizer=optim.SGD(lr=0.1), loss_fn=plain_loss)
+    assert names(tmp_path) == []
+
+
+def test_a_seed_beside_a_dataloader_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="seed is 3, which is for dataset="):
+        FaultTolerantTrainer(net(), tmp_path).train(
+            dataloader=DataLoader(Numbered()), optimizer=optim.SGD(lr=0.1), loss_fn=plain_loss, seed=3
+        )
+
+
+def test_steps_that_no_checkpoint_has_are_warned_of(tmp_path, caplog):
+    left = [4]
+
+    def loss_fn(outputs, targets):
+        left[0] -= 1
+        if left[0] == 0:
+            raise ZeroDivisionError
+        return plain_loss(outputs, targets)
+
+    trainer = FaultTolerantTrainer(net(), tmp_path)
+    run = {"dataset": Numbered(), "batch_size": 8, "optimizer": optim.SGD(lr=0.1), "loss_fn": loss_fn}
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(**run)
+    trainer.train(**run)
+    assert "no checkpoint has the 3 steps that this trainer made before" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------- signals
+
+
+def test_sigterm_that_comes_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
+    write = saver_module.write
+
+    def write_and_be_told(folder, parts):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return write(folder, parts)
+
+    monkeypatch.setattr(saver_module, "write", write_and_be_told)
+    trainer = FaultTolerantTrainer(net(), tmp_path)
+    run = {"dataset": Numbered(), "batch_size": 8, "optimizer": optim.SGD(lr=0.1), "loss_fn": plain_loss}
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(**run)
+    assert caught.value.code == 143
+    assert trainer.history.stopped == "epochs"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert trainer.train(**run).stopped == "epochs"  # it was all saved
+
+
+def test_a_handler_that_was_set_meanwhile_stays():
+    def theirs(*_):
+        pass
+
+    try:
+        with noting_sigterm():
+            signal.signal(signal.SIGTERM, theirs)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# ---------------------------------------------------------------------------------------- the directory
+
+
+def test_a_lock_that_the_disk_cannot_give_is_told_as_that(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with (
+        pytest.raises(CheckpointError, match="cannot be used: No locks available"),
+        Directory(tmp_path).locked(),
+    ):
+        pass
+
+
+def test_a_lock_whose_holder_cannot_be_written_down_is_let_go_of(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"), Directory(tmp_path).locked():
+            pass
+    with Directory(tmp_path).locked():  # in this process, too
+        assert (tmp_path / "lock").read_text("utf-8") == f"{os.getpid()}\n"
+
+
+def test_the_names_of_new_directories_get_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(directory_module, "sync", synced.append)
+    for _ in range(2):
+        with Directory(tmp_path / "one" / "two").locked():
+            pass
+    assert sorted(synced) == [tmp_path, tmp_path / "one"]
+
+
+def test_what_cannot_be_swept_away_is_an_error_of_the_directory(tmp_path):
+    (tmp_path / ".saving-000001").write_text("no folder", "utf-8")
+    with (
+        pytest.raises(CheckpointError, match=r"\.saving-000001 cannot be removed"),
+        Directory(tmp_path).locked(),
+    ):
+        pass
