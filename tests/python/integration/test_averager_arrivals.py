@@ -254,6 +254,20 @@ def test_what_is_learnt_while_the_server_is_away_is_brought_when_it_is_there_aga
             ours.close()
 
 
+def test_what_was_measured_from_another_life_of_the_server_is_brought_all_the_same(server):
+    one, straight = Trainee(), Trainee()
+    with at(server.address, one.model, method=DiLoCo(lr=1.0, momentum=0.0)) as ours:
+        one.train(ours, 2 * EVERY)
+        server.load_state_dict(server.state_dict())  # a term of its own, in which nobody has read
+        one.train(ours, EVERY)
+        assert server.status()["rejected"] == {"server_rolled_back": 1}
+        assert ours.receipt.applied
+        assert ours.averaging_round == 3
+    for _ in range(3 * EVERY):
+        straight.step()
+    assert close(arrays(one.model), arrays(straight.model), within=1e-5)
+
+
 def unreachable_after_its_second_push(number):
     return [plan(LostReply(push=2)), CALM][number] if number < 2 else plan(Cut(Bytes(0)))
 
