@@ -60,6 +60,7 @@ CASES = (
     Case("diloco", 1.0),
     Case("slowmo", 2.0),
     Case("bmuf", 1.0),
+    Case("gossip", 4.0, {"communication_backend": "gloo"}),
 )
 
 
