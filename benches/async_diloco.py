@@ -3,7 +3,7 @@
     PYTHONPATH=python python benches/async_diloco.py [--seeds 3] [--lrs 0.25 0.5 1.0] [--quick]
 
 Four worker processes train a small MLP on Fashion-MNIST, in shards of 40, 30, 20 and 10 % of its pictures,
-and meet at an Offbeat server every 50 iterations. Each is held to a number of milliseconds per iteration,
+and meet at an Offbeat server every 20 iterations. Each is held to a number of milliseconds per iteration,
 by sleep, as if it had a machine of its own; the one with the largest shard to five times as many. What is
 compared is the time from the first iteration to the first outer parameters that reach 86 % on the test
 pictures: synchronous DiLoCo against the same call with `asynchronous=True`, each at the best of the same
@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind at each rate")
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="outer learning rates")
-    parser.add_argument("--every", type=int, default=50, help="iterations from outer step to outer step")
+    parser.add_argument("--every", type=int, default=20, help="iterations from outer step to outer step")
     parser.add_argument("--iteration-ms", type=float, default=8.0, help="of a worker that is not slow")
     parser.add_argument("--target", type=float, default=0.86, help="test accuracy")
     parser.add_argument("--longest", type=float, default=180.0, help="seconds after which a run is given up")

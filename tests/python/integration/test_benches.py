@@ -13,12 +13,12 @@ BENCHES = Path(__file__).parents[3] / "benches"
 ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run_bench(script, *arguments):
+def run_bench(script, *arguments, timeout_s=50):
     return subprocess.run(
         [sys.executable, str(BENCHES / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=timeout_s,
         check=False,
         stdin=subprocess.DEVNULL,
         env=ENVIRONMENT,
@@ -40,8 +40,10 @@ def test_a_system_under_load_gives_one_line(system):
         assert line["applied"] == line["samples"] + 2 * 3  # and the warm-ups
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)  # five processes import torch
 def test_diloco_with_a_slow_worker_is_timed_both_ways():
-    done = run_bench("async_diloco.py", "--quick")
+    done = run_bench("async_diloco.py", "--quick", timeout_s=180)
     assert done.returncode == 0, done.stderr
     runs = [line for line in done.stdout.splitlines() if "iterations/s by worker" in line]
     assert len(runs) == 2
