@@ -92,7 +92,7 @@ def test_a_time_for_a_frequency_changes_nothing_but_where_it_goes_on(uninterrupt
 def broken_off(tmp_path_factory):
     """A run of three checkpoints that was killed."""
     folder = tmp_path_factory.mktemp("broken_off") / "kept"
-    killed(folder, ("step", 90))
+    killed(folder, ("step", 90), waits=True)
     assert len(directory.names(folder)) == 3
     return folder
 
