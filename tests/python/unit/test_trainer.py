@@ -549,6 +549,28 @@ def test_predict_puts_nests_together_and_says_what_it_cannot():
 # ------------------------------------------------------------------------------------------ refusals
 
 
+def test_a_hook_that_is_mistyped_is_refused_with_the_nearest_though_others_are_right():
+    class Mistyped:
+        on_click = print  # nobody's hook
+        on_steps = 3  # no method
+
+        def on_step(self, trainer, step):
+            pass
+
+        def on_epochs_end(self, trainer, epoch):
+            pass
+
+        def onTrainEnd(self, trainer, history):  # noqa: N802  as others would write it
+            pass
+
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncTrainer(model(), callbacks=[Mistyped()])
+    known = "Known: on_step, on_log, on_epoch_end, on_train_end"
+    assert f"unknown hook 'on_epochs_end'; did you mean 'on_epoch_end'? {known}" in str(refused.value)
+    assert f"unknown hook 'onTrainEnd'; did you mean 'on_train_end'? {known}" in str(refused.value)
+    assert str(refused.value).count("unknown hook") == 2
+
+
 def test_all_that_is_wrong_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
         offbeat.AsyncTrainer(
