@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import distributed, nn
@@ -347,6 +347,23 @@ class AsyncGradientAccumulator:
         if self._members.size > 1:
             self._end_together()
         self._was_update = self.updates > num_before
+
+    def close(self) -> None:
+        """Take part no more, and give back the members' own process group; the model stays usable.
+
+        What is gathered, or under way, is made no update of: `flush` comes first, in all members. May be
+        called twice. Alone, and with a worker, which its owner closes, nothing is held.
+        """
+        self._members.close()
+        self._is_under_way, self._due = False, None  # its sum is nobody's now
+
+    def __enter__(self) -> Self:
+        """Use the accumulator in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
 
     # ------------------------------------------------------------------ state
 

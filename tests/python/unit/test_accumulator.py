@@ -491,3 +491,12 @@ def test_accumulation_steps_with_a_size_that_is_another_are_told_of_likewise(cap
     feed(ours, *[6] * 4)
     assert (ours.updates, ours.effective_batch_size) == (1, 24)
     assert "an update is of 4 of them, so of 24 samples: give base_batch_size=6, or" in caplog.text
+
+
+def test_alone_nothing_is_held_that_a_with_block_would_close():
+    with offbeat.AsyncGradientAccumulator(model(), 2) as ours:
+        feed(ours, 8)
+    ours.close()
+    assert ours.updates == 0, "that is flush's"
+    feed(ours, 8)
+    assert ours.updates == 1
