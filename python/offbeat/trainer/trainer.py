@@ -235,9 +235,9 @@ class AsyncTrainer:
             loss_fn: From (outputs, targets) to a scalar.
             metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or collections.
             log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
-            scheduler: One of torch.optim.lr_scheduler, or what makes one of the optimizer:
-                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same, or
-                its equal.
+            scheduler: One of torch.optim.lr_scheduler, or a function, not a class, that makes one of the
+                optimizer: ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives
+                the same, or its equal.
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.
