@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import distributed, nn
@@ -15,6 +15,7 @@ from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
 from offbeat.accumulator.pushes import PushedUpdates, worker_faults
 from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
+from offbeat.accumulator.sizes import Sizes
 from offbeat.accumulator.state import check_state, total_of_state, total_state
 from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
@@ -76,7 +77,8 @@ class AsyncGradientAccumulator:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
             `device` and trained in place. None: the worker's.
         accumulation_steps: Micro-batches per update and member.
-        base_batch_size: Samples in a micro-batch.
+        base_batch_size: Samples in a micro-batch. Where they are of another size (the last of an epoch may be
+            shorter), that is warned of once: an update is of so many micro-batches, whatever is in them.
         target_batch_size: Samples in an update, of all members, rounded up to whole micro-batches; with
             `base_batch_size`, in place of `accumulation_steps`.
         overlap: Reduce behind the next window's work. Without others there is nothing to reduce.
@@ -168,7 +170,8 @@ class AsyncGradientAccumulator:
         self.device = where
         self.updates = self.skipped_updates = 0
         self._most = steps_of(*sizes, size)
-        self._base_batch_size = base_batch_size
+        self._sizes = Sizes(base_batch_size)
+        self._target_batch_size = target_batch_size
         self._reduction: LossReduction = loss_reduction
         self._normalizer = normalizer
         self._named = each_once(model)
@@ -266,6 +269,8 @@ class AsyncGradientAccumulator:
             trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
         self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
+        if self._sizes.see(samples):
+            self._warn_of_size(samples)
         self._samples_since_end += samples
         if self._meter is not None:
             self._meter.work(began_s)
@@ -310,10 +315,12 @@ class AsyncGradientAccumulator:
     def effective_batch_size(self) -> int:
         """Samples in an update, of all members.
 
-        By `base_batch_size` where that was given; else those of the newest update, 0 before the first.
+        Where `base_batch_size` was given, those of a whole window as it is at present: by that size, or,
+        where micro-batches turned out to be of another, by the mean of this member's in its newest window.
+        Else those of the newest update, 0 before the first.
         """
-        if self._base_batch_size is not None:
-            return self._base_batch_size * self.accumulation_steps * self._members.size
+        if self._sizes.usual is not None:
+            return round(self._sizes.usual * self.accumulation_steps * self._members.size)
         return self._samples
 
     def flush(self, *, optimizer: object = None) -> None:
@@ -341,6 +348,23 @@ class AsyncGradientAccumulator:
             self._end_together()
         self._was_update = self.updates > num_before
 
+    def close(self) -> None:
+        """Take part no more, and give back the members' own process group; the model stays usable.
+
+        What is gathered, or under way, is made no update of: `flush` comes first, in all members. May be
+        called twice. Alone, and with a worker, which its owner closes, nothing is held.
+        """
+        self._members.close()
+        self._is_under_way, self._due = False, None  # its sum is nobody's now
+
+    def __enter__(self) -> Self:
+        """Use the accumulator in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
@@ -363,6 +387,7 @@ class AsyncGradientAccumulator:
             "was_update": self._was_update,
             "samples": self._samples,
             "samples_since_end": self._samples_since_end,
+            "sizes": self._sizes.state_dict(),
             "size": self._members.size,
             "losses": self._losses_are(),
             "agreed": self._members.agreed(),
@@ -417,6 +442,7 @@ class AsyncGradientAccumulator:
         self.updates, self.skipped_updates = state["updates"], state["skipped_updates"]
         self._was_update = state["was_update"]
         self._samples, self._samples_since_end = state["samples"], state["samples_since_end"]
+        self._sizes.load_state_dict(state["sizes"])
 
     # ------------------------------------------------------------------ inside
 
@@ -425,7 +451,9 @@ class AsyncGradientAccumulator:
         return [self._reduction, self._normalizer is not None]
 
     def _end_window(self) -> None:
+        batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
+        self._sizes.end_window(own.samples, batches)
         if own.counts != 0 and all(gradient is None for gradient in own.gradients):
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
@@ -497,3 +525,16 @@ class AsyncGradientAccumulator:
         if warning is not None and not self._has_warned:
             self._has_warned = True
             process.warn(warning)
+
+    def _warn_of_size(self, samples: int) -> None:
+        told, target, num_members = self._sizes.told, self._target_batch_size, self._members.size
+        of_members = f" of {num_members} members" if num_members > 1 else ""
+        remedy = f"load batches of {told}"
+        if target is None or samples <= target:
+            remedy = f"give base_batch_size={samples}, or {remedy}"
+        asked = "" if target is None else f", where target_batch_size is {target}"
+        process.warn(
+            f"base_batch_size is {told}, and micro-batches are of {samples} samples: an update is of "
+            f"{self.accumulation_steps} of them{of_members}, so of {self.effective_batch_size} "
+            f"samples{asked}: {remedy}"
+        )

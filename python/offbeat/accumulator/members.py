@@ -86,6 +86,9 @@ class Members(Protocol):
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Make the buffers of all members alike, of which this one's have seen so many samples."""
 
+    def close(self) -> None:
+        """Take part no more."""
+
 
 class Alone:
     """Nobody else."""
@@ -125,6 +128,9 @@ class Alone:
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Leave them."""
+
+    def close(self) -> None:
+        """Nobody has to be told."""
 
 
 class Group:
@@ -246,6 +252,10 @@ class Group:
                     share = buffer.contiguous()
                     distributed.broadcast(share, group=self._sums.group, group_src=0)
                 buffer.copy_(share)
+
+    def close(self) -> None:
+        """Destroy the group of one's own."""
+        self._sums.close()
 
     def _are_trained(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._named]

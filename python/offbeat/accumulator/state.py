@@ -19,6 +19,7 @@ KEYS = (
     "was_update",
     "samples",
     "samples_since_end",
+    "sizes",
     "size",
     "losses",
     "agreed",

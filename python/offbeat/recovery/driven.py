@@ -137,8 +137,8 @@ class Trained(Trainee):
         return [*found, *self._trainer.differences(state["trainer"])]
 
     def notes(self, state: dict[str, Any]) -> list[str]:
-        """Word with which settings the optimizer here began, where these are others."""
-        return of_settings(self._settings, state["settings"])
+        """Word which settings given here are not the run's."""
+        return of_settings(self._settings, state["settings"], state["trainer"]["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits."""
@@ -148,6 +148,7 @@ class Trained(Trainee):
         if isinstance(self._loss_fn, nn.Module):
             fill(self._loss_fn, state["loss"])
         self._trainer.load_state_dict(state["trainer"])
+        self._settings = state["settings"]  # what the run began with, whatever was given here
 
     def _classes(self) -> dict[str, str | None]:
         return {"wrapper": type(self._trainer).__name__} | self._trainer.classes

@@ -154,8 +154,8 @@ class Joined(Trainee):
         return found
 
     def notes(self, state: dict[str, Any]) -> list[str]:
-        """Word with which settings the optimizer here began, where these are others."""
-        return of_settings(self._settings, state["settings"])
+        """Word which settings given here are not the run's."""
+        return of_settings(self._settings, state["settings"], state["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what is the worker's own."""
@@ -165,6 +165,7 @@ class Joined(Trainee):
         live = self._live
         if live is not None:
             bring_back(live, state["optimizer"])
+        self._settings = state["settings"]  # what the run began with, whatever was given here
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
 

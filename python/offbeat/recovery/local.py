@@ -154,8 +154,8 @@ class Local(Trainee):
         return found
 
     def notes(self, state: dict[str, Any]) -> list[str]:
-        """Word with which settings the optimizer began, where these are others."""
-        return of_settings(self._settings, state["settings"])
+        """Word which settings given here are not the run's."""
+        return of_settings(self._settings, state["settings"], state["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits, in place."""
@@ -172,6 +172,7 @@ class Local(Trainee):
         if isinstance(self._loss_fn, nn.Module):
             fill(self._loss_fn, state["loss"])
         bring_back(self.optimizer, state["optimizer"])
+        self._settings = state["settings"]  # what the run began with, whatever was given here
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if self._scaler is not None:

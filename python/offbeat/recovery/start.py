@@ -17,6 +17,13 @@ from offbeat.recovery.trainee import Trainee
 
 __all__ = ["Found", "Strategy", "find", "go_on"]
 
+OTHER_SETTINGS = (
+    "To change a setting in a run that goes on, give a live optimizer and let a hook of it set that in its "
+    "param_groups before each step (register_step_pre_hook); to begin anew with it, take "
+    "recovery_strategy='none', overwrite=True"
+)
+"""What to do about settings that the run does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -160,8 +167,8 @@ def go_on(
             f"{found.path} is of other data: {'; '.join(others)}: give the same, or begin anew in another "
             f"checkpoint_dir"
         )
-    for note in trainee.notes(state):
-        process.warn(f"{note}: the checkpoint's is taken, {found.path}")
+    if notes := trainee.notes(state):
+        process.warn(f"{'; '.join(notes)}: what the checkpoint has is taken, {found.path}. {OTHER_SETTINGS}")
     trainee.load_state_dict(state)
     account.load_state_dict(found.rest["account"])
     for name in found.damaged:

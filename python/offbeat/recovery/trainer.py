@@ -181,7 +181,9 @@ class FaultTolerantTrainer:
             epochs: Passes over the data in all, those before a crash among them: where they are done, nothing
                 is trained.
             optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. Its
-                settings come from the checkpoint where there is one. None: that of the `train` before.
+                settings come from the checkpoint where there is one, and others are warned of at each start:
+                in a run that goes on they are changed by a hook of a live one (`register_step_pre_hook`).
+                None: that of the `train` before.
             loss_fn: From (outputs, targets) to a scalar; of a module, buffers and parameters are saved, too.
             scheduler: A learning rate scheduler of torch's, or what makes one of the optimizer, such as
                 ``functools.partial(StepLR, step_size=10)``.

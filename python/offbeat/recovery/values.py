@@ -60,13 +60,22 @@ class WithMetadata(dict[str, Any]):
         return self.of(self, self._metadata)
 
 
-def of_settings(own: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
-    """Word with which settings an optimizer's groups began, where a checkpoint's were others."""
+def of_settings(
+    own: list[dict[str, Any]], theirs: list[dict[str, Any]], optimizer: dict[str, Any] | None
+) -> list[str]:
+    """Word which settings of an optimizer's groups are neither what a run began with nor what it has now.
+
+    Args:
+        own: Of the groups as given, by `settings_of`.
+        theirs: As the checkpoint's run began.
+        optimizer: Its state in the checkpoint, whose settings come into effect; None where there is none.
+    """
+    now = theirs if optimizer is None else [settings_of(group) for group in optimizer["param_groups"]]
     return [
         f"the optimizer's {name} is {ours[name]!r}, and the checkpoint's run began with {then[name]!r}"
-        for ours, then in zip(own, theirs, strict=True)
+        for ours, then, held in zip(own, theirs, now, strict=True)
         for name in ours
-        if name in then and ours[name] != then[name]
+        if name in then and ours[name] not in (then[name], held.get(name))
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from offbeat import process
 from offbeat.accumulator import AsyncGradientAccumulator
 from offbeat.local.group import group_of
 from offbeat.trainer.settings import Sync
@@ -27,12 +28,18 @@ class Accumulated(Strategy):
         super().__init__(workshop, sync)
         _forget_what_differs(workshop)
         self._updates = 0  # of accumulators before this one
+        self._in_epoch: int | None = 0  # batches; None where nobody knows
+        self._has_warned = False
         self._accumulator = self._made()
 
     @property
     def version(self) -> int:
         """Updates."""
         return self._updates + self._accumulator.updates
+
+    def begin(self) -> None:
+        """Begin with a pass, unless a state was of the middle of one."""
+        self._in_epoch = None if self._in_epoch is None else 0
 
     def batch(self, batch: Batch) -> Made:
         """Add a batch; make an update if it is time to."""
@@ -50,8 +57,20 @@ class Accumulated(Strategy):
             self._accumulator.train_step(
                 inputs=batch.inputs, targets=batch.targets, optimizer=workshop.live, loss_fn=loss_fn
             )
+        self._in_epoch = None if self._in_epoch is None else self._in_epoch + 1
         outputs, loss = seen[-1]
         return Made(outputs, loss.detach())
+
+    def end_epoch(self) -> None:
+        """Warn, once, if a pass is not even one window."""
+        batches, self._in_epoch = self._in_epoch, 0
+        if batches and batches < self.sync.every and not self._has_warned:
+            self._has_warned = True
+            process.warn(
+                f'an epoch is of {batches} batches, and strategy "accumulate" makes an update of every '
+                f"{self.sync.every} of a member's: fewer than one in an epoch. Give a smaller "
+                f"regular_sync_frequency (warm_up_sync_frequency in the warm-up), which is batches per update"
+            )
 
     def settle(self) -> None:
         """Make the updates that are due."""
@@ -67,6 +86,7 @@ class Accumulated(Strategy):
         """Go on from there, also in the middle of a window."""
         self._accumulator.load_state_dict(state["accumulator"])
         self._updates = state["updates"]
+        self._in_epoch = None
 
     def follow(self, sync: Sync) -> None:
         """Begin windows of another length, in all members after the same update."""

@@ -8,6 +8,7 @@ import torch
 
 from offbeat.checks import objects, refuse
 from offbeat.history import History, Record
+from offbeat.naming import nearest, unknown
 
 if TYPE_CHECKING:
     from offbeat.trainer.trainer import AsyncTrainer
@@ -79,14 +80,29 @@ def callbacks_of(given: object) -> list[Any]:
     """Make a list of what a user gave as `callbacks`.
 
     Raises:
-        ConfigError: Naming each that is none.
+        ConfigError: Naming each that is none, and each method that is named nearly as a hook is, which nobody
+            would call.
     """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
     faults = []
     for one in several:
         if wrong := objects(callbacks=one):
             faults += wrong
+        elif mistyped := _mistyped(one):
+            faults += [f"callbacks has {one!r:.100}: {unknown('hook', name, METHODS)}" for name in mistyped]
         elif not any(callable(getattr(one, name, None)) for name in METHODS):
             faults.append(f"callbacks has {one!r:.100}: give objects with any of {', '.join(METHODS)}")
     refuse(faults)
     return several
+
+
+def _mistyped(one: object) -> list[str]:
+    """Give the names of methods that look like hooks, and are none."""
+    return [
+        name
+        for name in dir(one)
+        if name.lower().startswith("on")
+        and name not in METHODS
+        and nearest(name, METHODS) is not None
+        and callable(getattr(one, name, None))
+    ]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
-from offbeat import trained_by
+from offbeat import process, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
@@ -222,6 +222,12 @@ class Averaged(Local):
             process_group=workshop.process_group,
             device=workshop.device,
         )
+        if self.averager.world_size == 1 and workshop.process_group is not False:
+            process.announce(
+                f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
+                f"by offbeat launch --workers 4, each with offbeat.init_distributed('gloo'), or take "
+                f'strategy="local"'
+            )
 
     @property
     def version(self) -> int:

@@ -83,6 +83,7 @@ class AsyncTrainer:
         device: Where to train.
         callbacks: Objects with any of ``on_step(trainer, step)``, ``on_log(trainer, record)``,
             ``on_epoch_end(trainer, epoch)`` and ``on_train_end(trainer, history)``. Their errors are raised.
+            A method with nearly such a name, as ``on_epochs_end``, is refused.
         max_grad_norm: Gradients are clipped to this total norm before each step of the optimizer; with one on
             a server, before each batch's are gathered. None: not at all.
         amp: ``"none"``; ``"bf16"``: autocast; ``"fp16"``: autocast, and a `torch.amp.GradScaler`: a batch
@@ -234,9 +235,9 @@ class AsyncTrainer:
             loss_fn: From (outputs, targets) to a scalar.
             metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or collections.
             log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
-            scheduler: One of torch.optim.lr_scheduler, or what makes one of the optimizer:
-                ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives the same, or
-                its equal.
+            scheduler: One of torch.optim.lr_scheduler, or a function, not a class, that makes one of the
+                optimizer: ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives
+                the same, or its equal.
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.

@@ -8,11 +8,11 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
 from support.group import together
 from support.waiting import wait_for
 
@@ -416,3 +416,29 @@ def going_no_further(rank, said):
 def test_a_member_that_goes_no_further_is_waited_for_as_long_as_the_groups_timeout_says(tmp_path):
     told, _ = together(going_no_further, 2, tmp_path / "said")
     assert "of all members could not be put together, for one is gone or was waited for too long" in told
+
+
+def closes(rank):
+    groups = []
+    for is_flushed in (True, False):
+        with offbeat.AsyncGradientAccumulator(model(), 1) as ours:
+            inputs, targets = micro_batch(rank, 0, 0)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+            if is_flushed:
+                ours.flush()
+            groups.append(len(distributed.distributed_c10d._world.pg_map))
+        ours.close()  # a second time
+        groups.append(len(distributed.distributed_c10d._world.pg_map))
+    for call in (
+        ours.flush,
+        lambda: ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS),
+    ):
+        with pytest.raises(ClosedError, match="it was closed, and takes part no more: make a new one"):
+            call()
+    return groups, ours.updates
+
+
+def test_a_closed_one_has_given_back_its_group_and_takes_part_no_more():
+    for (inside, after, again, last), updates in together(closes, 2):
+        assert (inside, after, again, last) == (after + 1, after, after + 1, after)
+        assert updates == 0, "a sum that was broken off is of nobody"

@@ -422,3 +422,81 @@ def test_a_compiled_model_is_trained_as_what_is_inside(is_in_place):
     in_two(ours, inputs, targets)
     assert ours.updates == 1
     assert close(inside.parameters(), large_batches([(inputs, targets)], nn.CrossEntropyLoss(), momentum))
+
+
+def feed(ours, *sizes):
+    """Train on batches of these sizes."""
+    for number, size in enumerate(sizes):
+        inputs, targets = data(size, number)
+        ours.train_step(
+            inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=nn.CrossEntropyLoss()
+        )
+
+
+def sized(base, target=128, **keywords):
+    return offbeat.AsyncGradientAccumulator(
+        model(), base_batch_size=base, target_batch_size=target, **keywords
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "size", "in_update", "remedy"),
+    [
+        (16, 32, 256, "give base_batch_size=32, or load batches of 16"),
+        (64, 32, 64, "give base_batch_size=32, or load batches of 64"),
+        (64, 200, 400, "load batches of 64"),
+    ],
+)
+def test_micro_batches_of_another_size_than_was_said_are_warned_of_once(
+    base, size, in_update, remedy, caplog
+):
+    ours = sized(base)
+    assert ours.effective_batch_size == 128
+    num = 128 // base
+    sizes = [size] * num
+    feed(ours, *sizes)
+    assert (ours.updates, ours.effective_batch_size) == (1, in_update)
+    feed(ours, *sizes)
+    assert (ours.updates, ours.effective_batch_size) == (2, in_update)
+    told = (
+        f"base_batch_size is {base}, and micro-batches are of {size} samples: an update is of {num} of them, "
+        f"so of {in_update} samples, where target_batch_size is 128: {remedy}"
+    )
+    assert [record.getMessage() for record in caplog.records] == [told]
+    other = sized(base)
+    other.load_state_dict(ours.state_dict(), optimizer=optim.SGD(lr=0.1))
+    assert other.effective_batch_size == in_update
+
+
+def test_the_last_batch_of_an_epoch_may_be_shorter(caplog):
+    ours = sized(16, 64)
+    feed(ours, 16, 16, 5, 16, 16, 5)
+    assert (ours.updates, ours.effective_batch_size, caplog.text) == (1, 64, "")
+    feed(ours, 9)  # two short ones together are not the ends of two epochs
+    assert "base_batch_size is 16, and micro-batches are of 9 samples" in caplog.text
+
+
+def test_of_unequal_micro_batches_the_newest_window_counts(caplog):
+    ours = sized(16, 64)
+    feed(ours, 20, 30, 40, 10)
+    assert (ours.updates, ours.effective_batch_size) == (1, 100)
+    feed(ours, 32, 32)
+    ours.flush()
+    assert (ours.updates, ours.effective_batch_size) == (2, 128), "of a whole window"
+    assert len(caplog.records) == 1
+
+
+def test_accumulation_steps_with_a_size_that_is_another_are_told_of_likewise(caplog):
+    ours = offbeat.AsyncGradientAccumulator(model(), 4, base_batch_size=8)
+    feed(ours, *[6] * 4)
+    assert (ours.updates, ours.effective_batch_size) == (1, 24)
+    assert "an update is of 4 of them, so of 24 samples: give base_batch_size=6, or" in caplog.text
+
+
+def test_alone_nothing_is_held_that_a_with_block_would_close():
+    with offbeat.AsyncGradientAccumulator(model(), 2) as ours:
+        feed(ours, 8)
+    ours.close()
+    assert ours.updates == 0, "that is flush's"
+    feed(ours, 8)
+    assert ours.updates == 1

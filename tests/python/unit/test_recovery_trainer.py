@@ -212,6 +212,48 @@ def test_other_settings_than_the_checkpoint_s_are_warned_of_and_the_checkpoint_s
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01
 
 
+def test_each_start_with_another_rate_than_the_run_began_with_is_warned_of_and_no_other(tmp_path, caplog):
+    step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    for number, scheduler in enumerate((None, step_lr)):
+        warned = []
+        for epochs, lr in enumerate((0.05, 0.5, 0.5, 0.05), 1):
+            caplog.clear()
+            trainer = made(tmp_path / str(number))
+            run(trainer, epochs=epochs, optimizer=optim.SGD(lr=lr), scheduler=scheduler)
+            group = trainer.optimizer.param_groups[0]
+            assert group.get("initial_lr", group["lr"]) == 0.05
+            warned.append(
+                "the optimizer's lr is 0.5, and the checkpoint's run began with 0.05" in caplog.text
+            )
+            assert warned[-1] == ("register_step_pre_hook" in caplog.text) == ("began with" in caplog.text)
+        assert warned == [False, True, True, False]
+
+
+def test_a_hook_changes_a_rate_in_a_run_that_goes_on_as_that_warning_says(tmp_path, caplog):
+    batches = list(DataLoader(data(), batch_size=8))
+    whole = net()
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(3):
+        theirs.param_groups[0]["lr"] = 0.5 if epoch else 0.05
+        for inputs, targets in batches:
+            theirs.zero_grad()
+            LOSS(whole(inputs), targets).backward()
+            theirs.step()
+
+    def faster(optimizer, *_):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    for epochs in (1, 2, 3):
+        trainer = made(tmp_path)
+        lr = 0.5 if epochs == 3 else 0.05  # in effect since the second life
+        live = torch.optim.SGD(trainer.model.parameters(), lr=lr, momentum=0.9)
+        if epochs == 2:
+            live.register_step_pre_hook(faster)
+        run(trainer, dataloader=batches, batch_size=None, epochs=epochs, optimizer=live)
+    assert equal(values(trainer.model), values(whole))
+    assert "began with" not in caplog.text
+
+
 # ---------------------------------------------------------------------------------------- strategies
 
 

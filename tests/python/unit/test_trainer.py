@@ -275,6 +275,33 @@ def test_accumulating_is_the_accumulator_by_hand():
     assert trainer.history.steps == 5 + 5
 
 
+@pytest.mark.parametrize(("every", "warned"), [(9, 0), (10, 1)])
+def test_an_epoch_of_less_than_one_update_is_warned_of_once(every, warned, caplog):
+    def breaks():
+        yield DATA[0]
+        raise ZeroDivisionError
+
+    trainer = offbeat.AsyncTrainer(model(), regular_sync_frequency=every, strategy="accumulate")
+    with pytest.raises(ZeroDivisionError):  # a batch that is no part of the next epoch
+        train(trainer, optim.SGD(lr=0.1), data=breaks(), epochs=1)
+    train(trainer, optim.SGD(lr=0.1))
+    other = offbeat.AsyncTrainer(model(), regular_sync_frequency=every, strategy="accumulate")
+    other.load_state_dict(trainer.state_dict(), optimizer=optim.SGD(lr=0.1))
+    train(other, optim.SGD(lr=0.1), epochs=1)  # which may be the rest of one
+    told = 'an epoch is of 9 batches, and strategy "accumulate" makes an update of every 10 of a member\'s'
+    assert caplog.text.count("an epoch is of") == caplog.text.count(told) == warned
+
+
+@pytest.mark.parametrize(
+    ("keywords", "is_told"),
+    [({"strategy": "average"}, True), ({"strategy": "average", "process_group": False}, False), ({}, False)],
+)
+def test_who_averages_with_nobody_is_told_so(keywords, is_told, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    train(offbeat.AsyncTrainer(model(), **keywords), optim.SGD(lr=0.1))
+    assert caplog.text.count("averages with nobody: this process trains alone") == is_told
+
+
 # ------------------------------------------------------------------------------------------ strategies
 
 
@@ -547,6 +574,28 @@ def test_predict_puts_nests_together_and_says_what_it_cannot():
 
 
 # ------------------------------------------------------------------------------------------ refusals
+
+
+def test_a_hook_that_is_mistyped_is_refused_with_the_nearest_though_others_are_right():
+    class Mistyped:
+        on_click = print  # nobody's hook
+        on_steps = 3  # no method
+
+        def on_step(self, trainer, step):
+            pass
+
+        def on_epochs_end(self, trainer, epoch):
+            pass
+
+        def onTrainEnd(self, trainer, history):  # noqa: N802  as others would write it
+            pass
+
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncTrainer(model(), callbacks=[Mistyped()])
+    known = "Known: on_step, on_log, on_epoch_end, on_train_end"
+    assert f"unknown hook 'on_epochs_end'; did you mean 'on_epoch_end'? {known}" in str(refused.value)
+    assert f"unknown hook 'onTrainEnd'; did you mean 'on_train_end'? {known}" in str(refused.value)
+    assert str(refused.value).count("unknown hook") == 2
 
 
 def test_all_that_is_wrong_is_told_at_once():
