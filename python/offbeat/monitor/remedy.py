@@ -59,6 +59,10 @@ class Remedy(ABC):
     def acts_on(self, thing: object) -> bool:
         """Tell whether it can act on an object."""
 
+    def may_act_on(self, thing: object) -> bool:
+        """Tell whether it can act on an object, or on what that will have or make when it trains."""
+        return self.acts_on(thing)
+
     def found(self) -> list[object]:
         """Give what it can act on now.
 

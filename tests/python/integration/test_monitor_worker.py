@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
 from offbeat.errors import ConfigError
+from offbeat.local.lr_scale import factor_of
 from support.small_net import backward, net, normed, same, values
 from support.waiting import wait_for
 
@@ -190,6 +191,20 @@ def test_who_has_the_learning_rate_is_who_reduces_it(serve, join, live):
     assert rates() == pytest.approx([rate / 2 for rate in whole])
     monitor.close()
     assert rates() == pytest.approx(whole)
+
+
+def test_a_worker_that_has_no_optimizer_yet_is_asked_for_it_when_it_is_time_to(serve, join):
+    server = serve(net())
+    run = {"dataset": data(), "loss_fn": nn.CrossEntropyLoss()}
+    for _ in range(2):  # the second one joins where another's runs on a worker already
+        worker = join(server, net(), local_batch_size=6)
+        assert worker.awaits_optimizer
+        with AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr", warm_up=2) as monitor:
+            live = torch.optim.SGD(worker.model.parameters(), lr=0.4)
+            worker.train(**run, optimizer=live)
+            assert not worker.awaits_optimizer
+            assert monitor.observe(99, loss=1e9)[0].result == "learning rates are multiplied by 0.5"
+            assert factor_of(live) == 0.5
 
 
 def test_a_worker_whose_optimizer_runs_on_the_server_cannot_reduce_its_rate(serve, join):

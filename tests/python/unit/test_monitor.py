@@ -499,7 +499,8 @@ def test_a_remedy_with_nothing_to_act_on_is_refused_and_what_would_do_is_named(s
         AsyncTrainingMonitor(remediation_strategy=["alert", strategy])
     assert repr(strategy) in str(error.value)
     if strategy not in ("clip", "reject"):
-        with pytest.raises(ConfigError, match=needs):
+        assert "give it as acts_on=, or the model=" in str(error.value)
+        with pytest.raises(ConfigError, match=rf"{needs}.*before the monitor, or give .* as acts_on="):
             AsyncTrainingMonitor(net(), remediation_strategy=strategy)
 
 
