@@ -9,7 +9,7 @@ from offbeat.monitor.tuning import ReduceLr, SyncOften, TightenStaleness
 __all__ = ["NEEDS", "REMEDIES", "make"]
 
 _MAKERS: dict[str, Callable[[Find, float], Remedy]] = {
-    "alert": lambda *_: OnGradients("told", "nothing was done"),
+    "alert": lambda *_: OnGradients("told", "nothing was done", drops=False),
     "clip": lambda *_: OnGradients(
         "gradients above their range are scaled down to it", "gradients are left as they are"
     ),

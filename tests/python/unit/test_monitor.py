@@ -181,6 +181,26 @@ def test_rungs_are_taken_in_order_and_let_go_of_in_reverse():
     assert averager.averaging_frequency == 16
 
 
+@pytest.mark.parametrize("unusable", [math.nan, math.inf])
+def test_what_is_not_finite_goes_on_up_the_ladder_at_its_next_occurrence(unusable):
+    live, keeper = torch.optim.SGD(net().parameters(), lr=0.5), Keeps()
+    ladder = ["alert", "reduce_lr", "rollback"]
+    monitor = warmed(remediation_strategy=ladder, acts_on=[live, keeper], patience=5)
+    found = [monitor.observe(step, loss=unusable)[0].action for step in range(10, 17)]
+    assert found == ["alert", "reduce_lr", *["rollback"] * 5]
+    assert keeper.calls == [None]  # what is taken again has its patience
+    monitor.observe(17, loss=unusable)
+    assert keeper.calls == [None, None]
+    assert factor_of(live) == 0.5
+
+
+def test_what_is_not_finite_has_patience_with_a_remedy_that_keeps_it_out():
+    keeper = Keeps()
+    monitor = warmed(net(), remediation_strategy=["reject", "alert", "rollback"], acts_on=keeper, patience=3)
+    found = [monitor.observe(step, loss=math.nan)[0].action for step in range(10, 18)]
+    assert found == [*["reject"] * 3, *["alert"] * 3, *["rollback"] * 2]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
