@@ -85,6 +85,10 @@ class Course:
         while self._in_effect:
             self._release()
 
+    def has_seen(self, metric: str) -> bool:
+        """Tell whether a metric has had a value."""
+        return any(series.num_seen for name, series in self._series.items() if name == metric)
+
     def report(self) -> MonitorReport:
         """Tell what was seen and done so far."""
         return MonitorReport(

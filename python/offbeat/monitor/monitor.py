@@ -32,6 +32,10 @@ DROPPING = frozenset({"clip", "reject", "rollback", "pause"})
 """Remedies that may drop gradients."""
 
 
+SILENT_STEPS = 100
+"""After as many of the model's a metric that has had no value is told of: most likely nobody measures it."""
+
+
 class AsyncTrainingMonitor:
     """Watches a run, tells when it leaves the range that its own past lets expect, and acts on it.
 
@@ -300,6 +304,8 @@ class AsyncTrainingMonitor:
             self._num_steps += 1
             self._is_suspect = self._is_outdated = False
         self._tell(alerts)
+        if self._num_steps == SILENT_STEPS:
+            self._warn_of_silence()
         return is_used
 
     # ------------------------------------------------------------------ inside
@@ -348,6 +354,18 @@ class AsyncTrainingMonitor:
                 callback,
                 process.cause_of(error),
                 exc_info=True,
+            )
+
+    def _warn_of_silence(self) -> None:
+        """Say which metrics nobody has measured so far: their alerts would be waited for in vain."""
+        silent = [metric for metric in self._metrics if not self._course.has_seen(metric)]
+        if silent:
+            names = dict.fromkeys("loss" if metric == "loss_variance" else metric for metric in silent)
+            observed = ", ".join(f"{name}=…" for name in names)
+            process.warn(
+                f"the model has made {SILENT_STEPS} steps, and nobody has measured {', '.join(silent)}: in a "
+                f"loop of your own call monitor.observe(step, {observed}) between backward() and the "
+                f"optimizer's step(), or leave it out of divergence_metrics"
             )
 
     def _wants(self, metric: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat import plain_json
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StateError
 from offbeat.monitor.alert import Alert, Release
 
 if TYPE_CHECKING:
@@ -89,9 +89,16 @@ class MonitorReport:
         """Draw each metric with its range, alerts and remedies into a file, whose name says its format.
 
         Raises:
+            StateError: If no metric has had a value yet.
             ConfigError: If matplotlib is not installed, or has no such format.
             OSError: If the file cannot be written.
         """
+        drawn = {metric: series for metric, series in self.series.items() if series.steps}
+        if not drawn:
+            raise StateError(
+                "this report has nothing to draw: no metric has had a value yet; train its model, or "
+                "call observe()"
+            )
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -100,7 +107,6 @@ class MonitorReport:
                 "plot() needs matplotlib, which is not installed here: pip install matplotlib, or take the "
                 "numbers from to_json()"
             ) from error
-        drawn = {metric: series for metric, series in self.series.items() if series.steps} or {"": Series()}
         figure = Figure(figsize=(9, 2.6 * len(drawn)), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, (metric, series) in zip(
@@ -124,5 +130,4 @@ class MonitorReport:
             axes.axvline(release.step, linestyle=":", color="tab:green", linewidth=0.8)
         axes.set_xlabel("step")
         axes.set_ylabel(metric)
-        if series.steps:
-            axes.legend(loc="upper right", fontsize="small")
+        axes.legend(loc="upper right", fontsize="small")

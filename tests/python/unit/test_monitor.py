@@ -134,9 +134,31 @@ def test_a_report_does_not_change_any_more():
     assert (report.alerts, report.series["loss"].num_seen) == ((), 10)
 
 
-def test_a_picture_of_nothing_is_one_too(tmp_path):
-    AsyncTrainingMonitor().report().plot(tmp_path / "none.png")
-    assert (tmp_path / "none.png").stat().st_size > 0
+def test_there_is_no_picture_of_nothing(tmp_path):
+    with pytest.raises(StateError, match="nothing to draw"):
+        AsyncTrainingMonitor().report().plot(tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_a_metric_that_nobody_measures_is_told_of_once(caplog):
+    def trained(num_steps, metrics, observed=()):
+        caplog.clear()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with AsyncTrainingMonitor(model, metrics) as monitor:
+            for step in range(num_steps):
+                model(torch.ones(2, 4)).sum().backward()
+                monitor.observe(step, **dict.fromkeys(observed, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+        return [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
+
+    metrics = ["loss", "loss_variance", "gradient_norm", "update_ratio", "parameter_variance"]
+    assert trained(99, metrics) == []
+    (said,) = trained(201, metrics)
+    assert "nobody has measured loss, loss_variance, parameter_variance:" in said
+    assert "monitor.observe(step, loss=…, parameter_variance=…)" in said
+    assert trained(101, metrics, ("loss", "parameter_variance")) == []
 
 
 @pytest.mark.parametrize("length", [10, MOST_POINTS + 1, 10 * MOST_POINTS])
