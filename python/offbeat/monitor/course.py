@@ -31,6 +31,7 @@ class Course:
         num_dropped: Gradients that were not used.
         num_clipped: Gradients that were scaled down.
         num_taken: How often each remedy was taken, by name.
+        num_went_back: How often parameters went back to what they were before.
     """
 
     def __init__(self, settings: Settings, ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -42,7 +43,7 @@ class Course:
             threshold: The share by which a value may exceed the upper edge.
             warm_up: Values before there is a range.
         """
-        self.num_dropped = self.num_clipped = 0
+        self.num_dropped = self.num_clipped = self.num_went_back = 0
         self.num_taken: Counter[str] = Counter()
         self._settings = settings
         self._make_judge = partial(Judge, settings.metrics, ladder, threshold=threshold, warm_up=warm_up)
@@ -84,6 +85,10 @@ class Course:
         while self._in_effect:
             self._release()
 
+    def has_seen(self, metric: str) -> bool:
+        """Tell whether a metric has had a value."""
+        return any(series.num_seen for name, series in self._series.items() if name == metric)
+
     def report(self) -> MonitorReport:
         """Tell what was seen and done so far."""
         return MonitorReport(
@@ -101,7 +106,7 @@ class Course:
         if not self._in_effect:
             self._begin()
         ours = self._left_out(worker)
-        rung = self._climb(worker, ours) if excess.is_first else None
+        rung = self._climb(worker, ours, is_finite=excess.is_finite) if excess.is_first else None
         if rung is None:
             effect = self._in_effect[-1] if ours is None else ours
             action, result = effect.name, f"in effect since step {effect.step}"
@@ -117,7 +122,7 @@ class Course:
             process.warn(str(alert))
         return alert
 
-    def _climb(self, worker: str | None, ours: "_InEffect | None") -> int | None:
+    def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
         """Give the rung to take for a worker's alert, if it is time to take one.
 
         Who is left out is measured, and does no harm: another remedy would be for nothing. Of the others each
@@ -134,7 +139,13 @@ class Course:
             and self._in_effect[-1].taken.left_out is not None
             and 2 * (num_out + 1) < self._judge.num_workers
         )
-        return self._judge.climb(is_elsewhere=is_elsewhere)
+        is_urgent = not is_finite and not self._keeps_out_non_finite()
+        return self._judge.climb(is_elsewhere=is_elsewhere, is_urgent=is_urgent)
+
+    def _keeps_out_non_finite(self) -> bool:
+        """Tell whether a remedy that is in effect does something about what is not finite."""
+        remedies = dict(zip(self._settings.names, self._settings.remedies, strict=True))
+        return any(remedies[effect.name].keeps_out_non_finite for effect in self._in_effect)
 
     def _left_out(self, worker: str | None) -> "_InEffect | None":
         """Give what has left a worker out, if something has."""
@@ -159,6 +170,7 @@ class Course:
         finally:  # the ladder has it as taken, be it by Ctrl-C that it ended
             self._in_effect.append(_InEffect(name, self._step, taken))
             self.num_taken[name] += 1
+            self.num_went_back += taken.goes_back
         return name, taken.result
 
     def _release(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, noted
+from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted
 
 __all__ = ["Excess", "Judge"]
 
@@ -34,6 +34,11 @@ class Excess:
     value: float
     expected: tuple[float, float]
     is_first: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it, or what it counts, is."""
+        return self.metric != "non_finite" and is_usable(self.value)
 
 
 @dataclass(slots=True)
@@ -102,17 +107,20 @@ class Judge:
         """How many workers were observed by their names."""
         return len(self._steps) - (None in self._steps)
 
-    def climb(self, *, is_elsewhere: bool = False) -> int | None:
+    def climb(self, *, is_elsewhere: bool = False, is_urgent: bool = False) -> int | None:
         """Take the step's alert into account; give the rung to take, if it is time.
 
-        `is_elsewhere`: as `after_alert` has it.
+        `is_elsewhere` and `is_urgent`: as `after_alert` has them; what is taken again has its patience.
         """
+        is_urgent = is_urgent and has_more(self.standing.taken, self._ladder)
         self._strikes[self._worker] += 1
-        if self._strikes[self._worker] <= self.standing.strikes and not is_elsewhere:
+        if self._strikes[self._worker] <= self.standing.strikes and not (is_elsewhere or is_urgent):
             self.wait()
             return None
         self._quiet.clear()
-        self.standing, rung = after_alert(self.standing, self._ladder, is_elsewhere=is_elsewhere)
+        self.standing, rung = after_alert(
+            self.standing, self._ladder, is_elsewhere=is_elsewhere, is_urgent=is_urgent
+        )
         if rung is not None:
             self._strikes.clear()
         return rung

@@ -5,7 +5,7 @@ Pure values: `after_alert` and `after_quiet` give another state, and what to do.
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Ladder", "Standing", "after_alert", "after_quiet", "noted"]
+__all__ = ["Ladder", "Standing", "after_alert", "after_quiet", "has_more", "noted"]
 
 MOST_DOUBLINGS = 6
 """Of the quiet time: 64 times as long at most."""
@@ -49,7 +49,7 @@ class Standing:
 
 
 def after_alert(
-    standing: Standing, ladder: Ladder, *, is_elsewhere: bool = False
+    standing: Standing, ladder: Ladder, *, is_elsewhere: bool = False, is_urgent: bool = False
 ) -> tuple[Standing, int | None]:
     """Take a step with an alert into account.
 
@@ -60,13 +60,14 @@ def after_alert(
         ladder: The remedies.
         is_elsewhere: The newest rung does nothing for where this alert comes from, and would: it is taken
             again, there.
+        is_urgent: Nothing that was taken can help against it: the next rung is taken at once.
 
     Returns:
         The new standing, and the rung to take now; None where there is none to take.
     """
     strikes = standing.strikes + 1
     waiting = replace(standing, strikes=strikes, quiet=0)
-    if standing.taken and strikes < ladder.patience and not is_elsewhere:
+    if standing.taken and strikes < ladder.patience and not (is_elsewhere or is_urgent):
         return waiting, None
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
     if rung is None:
@@ -98,6 +99,11 @@ def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | Non
 def _next(taken: tuple[int, ...], ladder: Ladder) -> int | None:
     if not taken:
         return 0
-    if taken[-1] + 1 < ladder.num_rungs:
+    if has_more(taken, ladder):
         return taken[-1] + 1
     return taken[-1] if taken.count(taken[-1]) < ladder.repeats else None
+
+
+def has_more(taken: tuple[int, ...], ladder: Ladder) -> bool:
+    """Tell whether there is a rung that was not taken yet."""
+    return not taken or taken[-1] + 1 < ladder.num_rungs

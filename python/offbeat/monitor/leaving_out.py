@@ -17,7 +17,7 @@ MOST_TRIES = 3
 class Quarantine(Remedy):
     """Leaves out the worker whose metric it was."""
 
-    repeats = 1
+    keeps_out_non_finite = True
 
     def take(self, worker: str | None) -> Taken:
         """Leave it out, until this is taken back."""
@@ -43,17 +43,19 @@ class Quarantine(Remedy):
 
 
 class Rollback(Remedy):
-    """Goes back to what was kept last before the alert; each time it is repeated one further."""
+    """Goes back to what was kept last before the alert; repeated, each time one further and never forward."""
 
     repeats = 3
+    keeps_out_non_finite = True
 
     def __init__(self, find: Find) -> None:
         super().__init__(find)
         self._before: dict[int, int] = {}  # by object: what is older than this is good
+        self._gone_to: dict[int, int] = {}  # by object: where it went since the alert, if it did
 
     def begin(self) -> None:
         """Note the versions: what is newer may have come about by what the alert is about."""
-        self._before.clear()
+        self._gone_to.clear()
         self._before = {id(thing): thing.status()["version"] + 1 for thing in self._servers()}
 
     def take(self, worker: str | None) -> Taken:
@@ -63,25 +65,42 @@ class Rollback(Remedy):
         servers = self._servers()
         for server in servers:
             version = self._roll_back(server)
-            self._before[id(server)] = version
+            self._before[id(server)] = self._gone_to[id(server)] = version
             told.append(f"version {version}")
         others = [thing for thing in self.found() if thing not in servers]
         told += [str(cast(RollsBack, thing).rollback()) for thing in others]
-        return Taken(f"went back to {', '.join(told)}", lambda: "what was gone back to stays")
+        return Taken(f"went back to {', '.join(told)}", lambda: "what was gone back to stays", goes_back=True)
 
     def _roll_back(self, server: Any) -> int:  # noqa: ANN401  a server
         """Go back as far as it takes; one that makes room for a newer checkpoint meanwhile is asked again."""
         for _ in range(MOST_TRIES):
             kept = _kept_by(server)
-            older = [v for v in kept if v < self._before.get(id(server), v + 1)]
-            # Where none is old enough any more, the newest would be of what is to be gone back from.
-            chosen = max(older) if older else min(kept, default=None)
+            chosen = self._chosen(server, kept)
             try:
                 return cast(int, server.rollback(chosen))
             except CheckpointError:
                 if chosen is None or chosen in _kept_by(server):
                     raise
         raise ConfigError("each checkpoint that was chosen was removed before it could be gone back to")
+
+    def _chosen(self, server: object, kept: list[int]) -> int | None:
+        """Choose among what is kept; None where nothing is.
+
+        Raises:
+            ConfigError: If all of it is newer than what was gone back to already.
+        """
+        before, gone_to = self._before.get(id(server)), self._gone_to.get(id(server))
+        older = [version for version in kept if before is None or version < before]
+        if older:
+            return max(older)
+        if gone_to is None:  # nothing is left of before the alert: the oldest is the nearest to it
+            return min(kept, default=None)
+        if gone_to in kept:
+            return gone_to
+        raise ConfigError(
+            f"no checkpoint is left that is as old as version {gone_to}, to which it went back before"
+            + (f": kept are {', '.join(map(str, sorted(kept)))}" if kept else "")
+        )
 
     def acts_on(self, thing: object) -> bool:
         """It needs what can do so."""

@@ -28,8 +28,12 @@ _log = logging.getLogger("offbeat")
 MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
 """Metrics and remedies that need to know the gradients' norm."""
 
-DROPPING = frozenset({"clip", "reject", "pause"})
+DROPPING = frozenset({"clip", "reject", "rollback", "pause"})
 """Remedies that may drop gradients."""
+
+
+SILENT_STEPS = 100
+"""After as many of the model's a metric that has had no value is told of: most likely nobody measures it."""
 
 
 class AsyncTrainingMonitor:
@@ -56,7 +60,8 @@ class AsyncTrainingMonitor:
             observed), "non_finite" (elements of the gradient).
         alert_threshold: The share by which a value may exceed the upper edge: 0.5 is half as much again.
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
-            when `patience` steps with an alert have come in spite of it, the next one is taken. What does
+            when `patience` steps with an alert have come in spite of it, the next one is taken; of what is
+            NaN or infinite at its next occurrence, where nothing taken keeps that out. What does
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
@@ -65,7 +70,8 @@ class AsyncTrainingMonitor:
             live optimizer's while it steps, beside any scheduler; a server's for all workers. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
-            the newest checkpoint before the alert, and when taken again to the one before. "pause" lets the
+            the newest checkpoint before the alert, and when taken again to the one before, never forward; the
+            step's gradient, which is of what was gone back from, is dropped. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
         callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. An `Exception` of
@@ -134,7 +140,7 @@ class AsyncTrainingMonitor:
         self._lock = threading.RLock()
         self._num_steps = 0
         self._ahead = 0  # what the caller's count is more than that of the optimizer's steps
-        self._was_paused = False  # since the gradients on the model were computed
+        self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
         self._resumed = threading.Event()
         self._resumed.set()
@@ -211,7 +217,7 @@ class AsyncTrainingMonitor:
         with self._lock:
             self._ahead = step - self._num_steps
             alerts = self._take({name: v for name, v in readings.items() if v is not None}, worker)
-        self._was_paused |= self._tell(alerts)
+        self._is_outdated |= self._tell(alerts)
         return alerts
 
     def resume(self) -> None:
@@ -268,7 +274,7 @@ class AsyncTrainingMonitor:
         if numbers:
             with self._lock:
                 alerts = self._take(numbers, None)
-            self._was_paused |= self._tell(alerts)
+            self._is_outdated |= self._tell(alerts)
 
     def _judge_step(self, optimizer: "torch.optim.Optimizer | None") -> bool:
         """Judge the gradients on the model; tell whether they are to be used."""
@@ -293,11 +299,13 @@ class AsyncTrainingMonitor:
             is_used &= not (is_clipping and reading.num_non_finite > 0)
             if is_used and is_clipping and most < reading.norm:
                 self._course.num_clipped += gradients.clip(most, optimizer)
-            is_used &= not (self.is_paused or self._was_paused)
+            is_used &= not (self.is_paused or self._is_outdated)
             self._course.num_dropped += not is_used
             self._num_steps += 1
-            self._is_suspect = self._was_paused = False
+            self._is_suspect = self._is_outdated = False
         self._tell(alerts)
+        if self._num_steps == SILENT_STEPS:
+            self._warn_of_silence()
         return is_used
 
     # ------------------------------------------------------------------ inside
@@ -305,10 +313,13 @@ class AsyncTrainingMonitor:
     def _take(self, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
         """Judge readings of the step under way, and act on what is out of range."""
         step = self._num_steps + self._ahead
-        num_pauses = self._course.num_taken["pause"]
+        num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
         alerts = self._course.take(step, readings, worker)
         if self._course.num_taken["pause"] > num_pauses:
             self._resumed.clear()
+        # An update of a group is the same in all its members: none of them drops its own.
+        is_alone = self._attachment is not None and not self._attachment.are_gathered()
+        self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
         return alerts
 
@@ -343,6 +354,18 @@ class AsyncTrainingMonitor:
                 callback,
                 process.cause_of(error),
                 exc_info=True,
+            )
+
+    def _warn_of_silence(self) -> None:
+        """Say which metrics nobody has measured so far: their alerts would be waited for in vain."""
+        silent = [metric for metric in self._metrics if not self._course.has_seen(metric)]
+        if silent:
+            names = dict.fromkeys("loss" if metric == "loss_variance" else metric for metric in silent)
+            observed = ", ".join(f"{name}=…" for name in names)
+            process.warn(
+                f"the model has made {SILENT_STEPS} steps, and nobody has measured {', '.join(silent)}: in a "
+                f"loop of your own call monitor.observe(step, {observed}) between backward() and the "
+                f"optimizer's step(), or leave it out of divergence_metrics"
             )
 
     def _wants(self, metric: str) -> bool:

@@ -9,7 +9,7 @@ from offbeat.monitor.tuning import ReduceLr, SyncOften, TightenStaleness
 __all__ = ["NEEDS", "REMEDIES", "make"]
 
 _MAKERS: dict[str, Callable[[Find, float], Remedy]] = {
-    "alert": lambda *_: OnGradients("told", "nothing was done"),
+    "alert": lambda *_: OnGradients("told", "nothing was done", drops=False),
     "clip": lambda *_: OnGradients(
         "gradients above their range are scaled down to it", "gradients are left as they are"
     ),
@@ -31,7 +31,8 @@ NEEDS = {
     "clip": "model=, whose gradients it scales",
     "reject": "model=, whose gradients it drops",
     "increase_sync_frequency": "something with an averaging_frequency or a sync_frequency that can be set, "
-    "as an AsyncModelAverager of this model has; an AsyncWorker's update_frequency is chosen when it is made",
+    "as an AsyncModelAverager of this model has, or an AsyncTrainer that averages; an AsyncWorker's "
+    "update_frequency is chosen when it is made",
     "tighten_staleness": "something with a max_staleness that can be set; a ParameterServer's is chosen when "
     "it is made",
     "reduce_lr": "a live torch optimizer, what trains this model with one, or the ParameterServer itself, in "

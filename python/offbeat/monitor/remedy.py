@@ -22,11 +22,13 @@ class Taken(NamedTuple):
         result: What came of it, in words.
         undo: Takes it back, and says what came of that.
         left_out: The worker that takes no part any more, where it is that.
+        goes_back: Whether the parameters are what they were before, and gradients of now are of others.
     """
 
     result: str
     undo: Callable[[], str]
     left_out: str | None = None
+    goes_back: bool = False
 
 
 class Remedy(ABC):
@@ -34,9 +36,12 @@ class Remedy(ABC):
 
     Attributes:
         repeats: How often it may be taken while an alert persists.
+        keeps_out_non_finite: It does something about a gradient that is NaN or infinite. In spite of another
+            remedy such a one comes again, or ends the run, so that waiting for more of them is for nothing.
     """
 
     repeats = 1
+    keeps_out_non_finite = False
 
     def __init__(self, find: Find) -> None:
         self._find = find
@@ -59,6 +64,10 @@ class Remedy(ABC):
     def acts_on(self, thing: object) -> bool:
         """Tell whether it can act on an object."""
 
+    def may_act_on(self, thing: object) -> bool:
+        """Tell whether it can act on an object, or on what that will have or make when it trains."""
+        return self.acts_on(thing)
+
     def found(self) -> list[object]:
         """Give what it can act on now.
 
@@ -74,9 +83,9 @@ class Remedy(ABC):
 class OnGradients(Remedy):
     """What the monitor does itself where it judges: "alert", "clip", "reject" and "pause"."""
 
-    def __init__(self, taken: str, undone: str, *, repeats: int = 1) -> None:
+    def __init__(self, taken: str, undone: str, *, repeats: int = 1, drops: bool = True) -> None:
         super().__init__(list)
-        self.repeats = repeats
+        self.repeats, self.keeps_out_non_finite = repeats, drops
         self._taken, self._undone = taken, undone
 
     def take(self, worker: str | None) -> Taken:

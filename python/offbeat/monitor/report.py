@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat import plain_json
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StateError
 from offbeat.monitor.alert import Alert, Release
+from offbeat.plots import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +60,7 @@ class Series:
             self.stride *= 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MonitorReport:
     """What a monitor saw and did so far.
 
@@ -81,6 +82,15 @@ class MonitorReport:
     in_effect: tuple[str, ...]
     series: dict[str, Series]
 
+    def __repr__(self) -> str:
+        """Count what there is: all of it, which `to_json` gives, is thousands of numbers."""
+        counts = ", ".join(f"{metric} {count}" for metric, count in self.num_alerts.items())
+        seen = ", ".join(f"{metric} {series.num_seen}" for metric, series in self.series.items())
+        return (
+            f"<MonitorReport: alerts: {counts or 'none'}; in effect: "
+            f"{', '.join(self.in_effect) or 'nothing'}; gradients dropped: {self.num_dropped}, clipped: {self.num_clipped}; values: {seen}>"
+        )
+
     def to_json(self, *, indent: int | None = None) -> str:
         """Give it all as JSON text. JSON knows finite numbers only: what is NaN or infinite is null."""
         return plain_json.dumps(asdict(self), indent=indent)
@@ -89,9 +99,16 @@ class MonitorReport:
         """Draw each metric with its range, alerts and remedies into a file, whose name says its format.
 
         Raises:
+            StateError: If no metric has had a value yet.
             ConfigError: If matplotlib is not installed, or has no such format.
             OSError: If the file cannot be written.
         """
+        drawn = {metric: series for metric, series in self.series.items() if series.steps}
+        if not drawn:
+            raise StateError(
+                "this report has nothing to draw: no metric has had a value yet; train its model, or "
+                "call observe()"
+            )
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -100,17 +117,13 @@ class MonitorReport:
                 "plot() needs matplotlib, which is not installed here: pip install matplotlib, or take the "
                 "numbers from to_json()"
             ) from error
-        drawn = {metric: series for metric, series in self.series.items() if series.steps} or {"": Series()}
         figure = Figure(figsize=(9, 2.6 * len(drawn)), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, (metric, series) in zip(
             figure.subplots(len(drawn), squeeze=False)[:, 0], drawn.items(), strict=True
         ):
             self._draw(axes, metric, series)
-        try:
-            figure.savefig(path)
-        except ValueError as error:
-            raise ConfigError(f"{os.fspath(path)!r} cannot be drawn to: {error}") from error
+        save(figure, path)
 
     def _draw(self, axes: "Axes", metric: str, series: Series) -> None:
         is_ranged = [high != float("inf") for high in series.high]
@@ -124,5 +137,4 @@ class MonitorReport:
             axes.axvline(release.step, linestyle=":", color="tab:green", linewidth=0.8)
         axes.set_xlabel("step")
         axes.set_ylabel(metric)
-        if series.steps:
-            axes.legend(loc="upper right", fontsize="small")
+        axes.legend(loc="upper right", fontsize="small")

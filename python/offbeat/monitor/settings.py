@@ -136,21 +136,35 @@ def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:
     found = find()
     faults = []
     for name, remedy in made.items():
-        has = model is not None if name in ON_GRADIENTS else any(remedy.acts_on(thing) for thing in found)
+        has = model is not None if name in ON_GRADIENTS else any(remedy.may_act_on(thing) for thing in found)
         if name in NEEDS and not has:
             there = f" ({', '.join(type(thing).__name__ for thing in found)} will not do)" if found else ""
             faults.append(
                 f"remediation_strategy has {name!r}, which has nothing to act on{there}: it needs "
-                f"{NEEDS[name]}"
+                f"{NEEDS[name]}{_where_from(given, name, found)}"
             )
     faults += [
         f"acts_on has a {type(thing).__name__}, and none of the remedies ({', '.join(names)}) acts on one: "
         f"leave it out"
         for thing in things
-        if not any(remedy.acts_on(thing) for remedy in made.values())
+        if not any(remedy.may_act_on(thing) for remedy in made.values())
     ]
     refuse(faults)
     return tuple(made[name] for name in names)
+
+
+def _where_from(given: Given, name: str, found: Sequence[object]) -> str:
+    """Say how a remedy comes by what it needs."""
+    if name in ON_GRADIENTS or given.acts_on is not None:
+        return ""
+    if given.model is None:
+        return "; give it as acts_on=, or the model=, by which what trains it is found"
+    if found:
+        return "; give it as acts_on="
+    return (
+        "; nothing has said yet that it trains this model: make the trainer, averager, accumulator or worker "
+        "before the monitor, or give what the remedy is to act on as acts_on="
+    )
 
 
 def _names(keyword: str, given: object, kind: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -65,6 +65,10 @@ class SyncOften(_SetsAttributes):
         """It needs what says so by its attributes."""
         return can_set(thing, "averaging_frequency") or can_set(thing, "sync_frequency")
 
+    def may_act_on(self, thing: object) -> bool:
+        """A trainer makes its averager when that one's turn comes; it registers itself then."""
+        return self.acts_on(thing) or bool(getattr(thing, "averages_models", False))
+
     def _attribute_of(self, thing: object) -> str:
         return "averaging_frequency" if can_set(thing, "averaging_frequency") else "sync_frequency"
 
@@ -128,6 +132,10 @@ class ReduceLr(Remedy):
         if isinstance(thing, ServesLearningRate) or _live(thing) is not None:
             return True
         return hasattr(thing, "optimizer") and cast(HoldsOptimizer, thing).optimizer is None
+
+    def may_act_on(self, thing: object) -> bool:
+        """A worker hears of its optimizer in the first `train`; until then it may be one that runs here."""
+        return self.acts_on(thing) or bool(getattr(thing, "awaits_optimizer", False))
 
 
 class _Change(Protocol):

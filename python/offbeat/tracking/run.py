@@ -6,11 +6,13 @@ own. Who was lost and came back between two looks was there all the time, as far
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.checks import refuse
 from offbeat.history import History
+from offbeat.naming import unknown
 from offbeat.plots import Span, draw_curves, draw_membership, draw_metrics_by_version, picture
 from offbeat.tracking.registry import PRESENT, Status
 
@@ -107,10 +109,12 @@ class Run:
             The picture, a `matplotlib.figure.Figure`.
 
         Raises:
-            ConfigError: If matplotlib is not installed, or has no such format.
+            ConfigError: If `histories` are not by names of workers that were seen, or none of them has the
+                metric; or if matplotlib is not installed, or has no such format.
             OSError: If the picture cannot be written.
         """
         spans = self.spans()
+        refuse(_faults_of(histories, metric, {span.worker: None for span in spans}))
         rows = len({span.worker for span in spans})
         heights = [*([1.5] if histories else []), 1, 1, max(0.6, min(6.0, rows / ROWS_IN_A_PANEL))]
         with picture(heights, title=f"run {self.run_id}", path=path, what="Run.plot") as drawn:
@@ -153,6 +157,32 @@ class Run:
         else:
             self._last[incarnation] = len(self._spans)
             self._spans.append(span)
+
+
+def _faults_of(histories: object, metric: object, workers: Collection[str]) -> list[str]:
+    """Tell why histories cannot be drawn. One may be empty, and where no worker was seen, any may be."""
+    if histories is None:
+        return []
+    if not isinstance(histories, Mapping):
+        return [f"histories is a {type(histories).__name__}: give {{worker.id: history}}"]
+    faults = [
+        f"histories[{name!r}] is a {type(history).__name__}: give what that worker's train() returned"
+        for name, history in histories.items()
+        if not isinstance(history, History)
+    ]
+    faults += [
+        unknown("worker in histories", name, workers) for name in histories if workers and name not in workers
+    ]
+    known = dict.fromkeys(
+        name
+        for history in histories.values()
+        if isinstance(history, History)
+        for record in history.records
+        for name in record.metrics
+    )
+    if known and metric not in known:
+        faults.append(unknown("metric", metric, known))
+    return faults
 
 
 def _moment(status: Status, seconds: float) -> Moment:

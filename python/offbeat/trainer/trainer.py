@@ -340,6 +340,11 @@ class AsyncTrainer:
         self._stage.schedule = schedule
 
     @property
+    def averages_models(self) -> bool:
+        """Whether a strategy of its averages models: its averager is made when its turn comes."""
+        return any(isinstance(kind, Method) for kind in self._stage.schedule.values())
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer; None before the first `train`, or where it runs on a server."""
         return self._optimizer.live

@@ -102,6 +102,12 @@ class Steps:
         return contribution.optimizer if isinstance(contribution, LiveOptimizer) else None
 
     @property
+    def awaits_optimizer(self) -> bool:
+        """Whether nobody has said yet that it is to run on the server, and none runs here."""
+        run = json.loads(self._link.session.run)
+        return self.live is None and (run["optimizer"] is None or run["contribution"] == "delta")
+
+    @property
     def kind(self) -> Kind:
         """What pushes carry."""
         return self._contribution.kind

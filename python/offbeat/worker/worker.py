@@ -308,6 +308,11 @@ class AsyncWorker(process.Live):
         return self._steps.live
 
     @property
+    def awaits_optimizer(self) -> bool:
+        """Whether its optimizer may still come to be one that runs here: none does, nor on the server."""
+        return self._steps.awaits_optimizer
+
+    @property
     def optimizer_words(self) -> str:
         """Which optimizer runs where, in words."""
         return self._steps.words

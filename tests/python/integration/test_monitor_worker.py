@@ -10,6 +10,8 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
 from offbeat.errors import ConfigError
+from offbeat.local.lr_scale import factor_of
+from offbeat.monitor.leaving_out import Rollback
 from support.small_net import backward, net, normed, same, values
 from support.waiting import wait_for
 
@@ -192,6 +194,20 @@ def test_who_has_the_learning_rate_is_who_reduces_it(serve, join, live):
     assert rates() == pytest.approx(whole)
 
 
+def test_a_worker_that_has_no_optimizer_yet_is_asked_for_it_when_it_is_time_to(serve, join):
+    server = serve(net())
+    run = {"dataset": data(), "loss_fn": nn.CrossEntropyLoss()}
+    for _ in range(2):  # the second one joins where another's runs on a worker already
+        worker = join(server, net(), local_batch_size=6)
+        assert worker.awaits_optimizer
+        with AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr", warm_up=2) as monitor:
+            live = torch.optim.SGD(worker.model.parameters(), lr=0.4)
+            worker.train(**run, optimizer=live)
+            assert not worker.awaits_optimizer
+            assert monitor.observe(99, loss=1e9)[0].result == "learning rates are multiplied by 0.5"
+            assert factor_of(live) == 0.5
+
+
 def test_a_worker_whose_optimizer_runs_on_the_server_cannot_reduce_its_rate(serve, join):
     worker = join(serve(net(), optimizer=SGD), net())
     with pytest.raises(ConfigError, match="or the ParameterServer itself"):
@@ -224,8 +240,61 @@ def test_a_rollback_goes_to_before_the_alert_and_then_further_back(serve, join, 
     assert monitor.observe(5, loss=9.0)[0].result == "went back to version 4"
     assert server.status()["term"] == 2
     assert monitor.observe(6, loss=9.0)[0].result == "went back to version 0"
-    # None is older, and the newest is what is to be gone back from. That of version 0 makes room for it.
-    assert monitor.observe(7, loss=9.0)[0].result in ("went back to version 0", "went back to version 4")
+    # None is older, and what was kept since is of what is to be gone back from.
+    assert monitor.observe(7, loss=9.0)[0].result.partition(":")[0] in (
+        "went back to version 0",
+        "could not be done",
+    )
+
+
+def test_a_rollback_is_never_forward(monkeypatch):
+    kept, went = [97, 126, 130], []
+
+    class Server:
+        keeps_checkpoints = True
+
+        def status(self):
+            return {"version": 128}
+
+        def set_lr(self, lr, group=None):
+            raise NotImplementedError
+
+        def rollback(self, version=None):
+            went.append(version)
+            return version
+
+    monkeypatch.setattr("offbeat.monitor.leaving_out._kept_by", lambda server: list(kept))
+    server = Server()
+    remedy = Rollback(lambda: [server])
+    remedy.begin()
+    remedy.take(None)
+    remedy.take(None)
+    remedy.take(None)
+    assert went == [126, 97, 97]  # where none is older, once more to the same
+    kept[:] = [126, 130, 140]
+    with pytest.raises(ConfigError, match=r"as old as version 97, .*: kept are 126, 130, 140"):
+        remedy.take(None)
+    remedy.begin()  # of another alert, at which all that is kept is newer: the oldest is nearest to it
+    kept[:] = [130, 140]
+    remedy.take(None)
+    assert went == [126, 97, 97, 130]
+
+
+def test_a_run_whose_loss_is_infinite_goes_back_and_on_in_the_same_train(serve, join, tmp_path):
+    server = serve(net(), optimizer=SGD, checkpoint_dir=tmp_path)
+    worker = join(server, net(), local_batch_size=6)
+    losses = []
+
+    def loss_fn(outputs, targets):
+        losses.append(nn.functional.cross_entropy(outputs, targets))
+        return losses[-1] * (math.inf if len(losses) == 4 else 1.0)
+
+    monitor = AsyncTrainingMonitor(worker.model, remediation_strategy="rollback", acts_on=server)
+    history = worker.train(dataset=data(), loss_fn=loss_fn)
+    assert (history.steps, history.receipts) == (9, {"applied": 9})
+    assert monitor.report().alerts[0].result == "went back to version 0"
+    assert server.status()["term"] == 2
+    assert all(bool(value.isfinite().all()) for value in server.state_dict().values())
 
 
 def test_a_closed_worker_trains_its_model_no_more(serve):

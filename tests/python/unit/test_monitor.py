@@ -134,9 +134,46 @@ def test_a_report_does_not_change_any_more():
     assert (report.alerts, report.series["loss"].num_seen) == ((), 10)
 
 
-def test_a_picture_of_nothing_is_one_too(tmp_path):
-    AsyncTrainingMonitor().report().plot(tmp_path / "none.png")
-    assert (tmp_path / "none.png").stat().st_size > 0
+def test_before_the_warm_up_a_finite_number_is_expected_and_a_report_is_told_in_a_line():
+    monitor = AsyncTrainingMonitor()
+    for step in range(50):
+        (alert,) = monitor.observe(step, loss=math.inf)
+    assert str(alert) == "step 49: loss is inf, expected a finite number; alert: in effect since step 0"
+    assert (
+        str(monitor.report())
+        == repr(monitor.report())
+        == (
+            "<MonitorReport: alerts: loss 50; in effect: alert; gradients dropped: 0, clipped: 0; "
+            "values: loss 50>"
+        )
+    )
+
+
+def test_there_is_no_picture_of_nothing(tmp_path):
+    with pytest.raises(StateError, match="nothing to draw"):
+        AsyncTrainingMonitor().report().plot(tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_a_metric_that_nobody_measures_is_told_of_once(caplog):
+    def trained(num_steps, metrics, observed=()):
+        caplog.clear()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with AsyncTrainingMonitor(model, metrics) as monitor:
+            for step in range(num_steps):
+                model(torch.ones(2, 4)).sum().backward()
+                monitor.observe(step, **dict.fromkeys(observed, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+        return [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
+
+    metrics = ["loss", "loss_variance", "gradient_norm", "update_ratio", "parameter_variance"]
+    assert trained(99, metrics) == []
+    (said,) = trained(201, metrics)
+    assert "nobody has measured loss, loss_variance, parameter_variance:" in said
+    assert "monitor.observe(step, loss=…, parameter_variance=…)" in said
+    assert trained(101, metrics, ("loss", "parameter_variance")) == []
 
 
 @pytest.mark.parametrize("length", [10, MOST_POINTS + 1, 10 * MOST_POINTS])
@@ -179,6 +216,26 @@ def test_rungs_are_taken_in_order_and_let_go_of_in_reverse():
         "alert",
     ]
     assert averager.averaging_frequency == 16
+
+
+@pytest.mark.parametrize("unusable", [math.nan, math.inf])
+def test_what_is_not_finite_goes_on_up_the_ladder_at_its_next_occurrence(unusable):
+    live, keeper = torch.optim.SGD(net().parameters(), lr=0.5), Keeps()
+    ladder = ["alert", "reduce_lr", "rollback"]
+    monitor = warmed(remediation_strategy=ladder, acts_on=[live, keeper], patience=5)
+    found = [monitor.observe(step, loss=unusable)[0].action for step in range(10, 17)]
+    assert found == ["alert", "reduce_lr", *["rollback"] * 5]
+    assert keeper.calls == [None]  # what is taken again has its patience
+    monitor.observe(17, loss=unusable)
+    assert keeper.calls == [None, None]
+    assert factor_of(live) == 0.5
+
+
+def test_what_is_not_finite_has_patience_with_a_remedy_that_keeps_it_out():
+    keeper = Keeps()
+    monitor = warmed(net(), remediation_strategy=["reject", "alert", "rollback"], acts_on=keeper, patience=3)
+    found = [monitor.observe(step, loss=math.nan)[0].action for step in range(10, 18)]
+    assert found == [*["reject"] * 3, *["alert"] * 3, *["rollback"] * 2]
 
 
 @pytest.mark.parametrize(
@@ -499,7 +556,8 @@ def test_a_remedy_with_nothing_to_act_on_is_refused_and_what_would_do_is_named(s
         AsyncTrainingMonitor(remediation_strategy=["alert", strategy])
     assert repr(strategy) in str(error.value)
     if strategy not in ("clip", "reject"):
-        with pytest.raises(ConfigError, match=needs):
+        assert "give it as acts_on=, or the model=" in str(error.value)
+        with pytest.raises(ConfigError, match=rf"{needs}.*before the monitor, or give .* as acts_on="):
             AsyncTrainingMonitor(net(), remediation_strategy=strategy)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
+from offbeat.errors import ConfigError
 from offbeat.local.lr_scale import factor_of
 from support.small_net import net
 
@@ -74,6 +75,38 @@ def test_a_trainer_is_found_by_its_model_and_its_rate_is_reduced_once(kind, tmp_
             monitor.observe(step, loss=loss)
         assert factor_of(trainer.optimizer) == 0.5
     assert factor_of(trainer.optimizer) == 1.0
+
+
+def test_a_monitor_made_before_the_first_train_reduces_the_rate_of_the_optimizer_that_came_with_it(tmp_path):
+    for kind in ("local", "average", "fault_tolerant"):
+        model = net()
+        trainer, train = trained(kind, model, tmp_path / kind)
+        with AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", warm_up=2) as monitor:
+            train(nn.CrossEntropyLoss())
+            monitor.observe(99, loss=1e9)
+            assert factor_of(trainer.optimizer) == 0.5
+
+
+def test_a_trainer_that_will_average_is_asked_for_its_averager_when_it_is_time_to():
+    model = net()
+    trainer = offbeat.AsyncTrainer(model, strategy={0: "local", 1: "average"}, regular_sync_frequency=4)
+    with AsyncTrainingMonitor(model, remediation_strategy="increase_sync_frequency", warm_up=2) as monitor:
+        run = {"dataloader": BATCHES, "loss_fn": nn.CrossEntropyLoss(), "progress": False}
+        trainer.train(**run, optimizer=optim.SGD(lr=0.1))
+        (early,) = monitor.observe(20, loss=1e9)
+        assert "could not be done: there is nothing" in early.result
+        monitor.reset()
+        trainer.train(**run)
+        (alert,) = monitor.observe(30, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 2 instead of 4"
+
+
+def test_a_trainer_that_averages_nothing_will_not_do():
+    model = net()
+    trainer = offbeat.AsyncTrainer(model)
+    with pytest.raises(ConfigError, match=r"AsyncTrainer will not do.*; give it as acts_on="):
+        AsyncTrainingMonitor(model, remediation_strategy="increase_sync_frequency")
+    assert not trainer.averages_models
 
 
 def test_an_optimizer_that_two_objects_have_is_scaled_once():

@@ -141,11 +141,31 @@ def history(name="loss"):
 
 def test_with_histories_it_has_their_losses_over_the_model_s_version():
     run = Run()
-    run.observe(status([worker("amy", 1)]), 0.0)
+    run.observe(status([worker("amy", 1), worker("bob", 2)]), 0.0)
     figure = run.plot(histories={"amy": history(), "bob": history("accuracy")})
     assert len(figure.axes) == 4
     assert curves(figure.axes[0]) == [([10, 20, 30], [2.0, 1.5, 1.0])]
     assert figure.axes[0].get_ylabel() == "loss"
+
+
+def test_histories_that_would_draw_nothing_are_refused_all_at_once(tmp_path):
+    run, path = Run(), tmp_path / "run.png"
+    run.observe(status([worker("amy", 1), worker("bob", 2)]), 0.0)
+    for keywords, said in [
+        ({"histories": {"amy": history("accuracy")}, "metric": "acuracy"}, "did you mean 'accuracy'"),
+        (
+            {"histories": {"amyy": history()}},
+            "worker in histories 'amyy'; did you mean 'amy'.*Known: amy",
+        ),
+        ({"histories": history()}, "histories is a History: give {worker.id: history}"),
+        ({"histories": {"amy": 3}}, r"histories\['amy'\] is a int: give what"),
+        ({"histories": {"nosuch": history()}, "metric": "nosuch"}, "worker.*'nosuch'.*metric 'nosuch'"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            run.plot(path, **keywords)
+    assert not path.exists()
+    run.plot(path, histories={"amy": History()})  # of a train that failed before its first log line
+    assert path.exists()
 
 
 def test_whatever_workers_are_called_a_picture_has_their_names(tmp_path):
@@ -164,6 +184,15 @@ def test_a_format_that_there_is_not_is_an_error_that_names_the_file(tmp_path):
     for thing in (Run(), history()):
         with pytest.raises(ConfigError, match=r"run\.what' cannot be drawn to"):
             thing.plot(tmp_path / "run.what")
+
+
+def test_a_picture_s_folder_is_made(tmp_path):
+    monitor = offbeat.AsyncTrainingMonitor()
+    monitor.observe(0, loss=1.0)
+    for number, thing in enumerate([Run(), history(), monitor.report()]):
+        path = tmp_path / str(number) / "new" / "a.png"
+        thing.plot(path)
+        assert path.read_bytes().startswith(PNG)
 
 
 def test_a_run_that_was_not_seen_has_an_empty_picture():
