@@ -104,8 +104,8 @@ class AsyncModelAverager:
             which makes a run repeatable; False: where it began, as synchronous training does.
         process_group: The members, in place of torch's default group; False: alone, whatever there is.
         server_address: The server's "HOST:PORT", with ``"tcp"``, as `offbeat server` says it. None:
-            ``OFFBEAT_SERVER``; else one that rank 0 starts at ``MASTER_ADDR`` and ``MASTER_PORT``, which ends
-            with it.
+            ``OFFBEAT_SERVER``; else one that rank 0 starts, and that ends with it, at ``MASTER_ADDR`` and
+            ``MASTER_PORT``, or at a free port there under torchrun, which listens at that one itself.
         token: The server's. None: ``OFFBEAT_TOKEN``, or none.
         asynchronous: With ``"diloco"`` and ``"tcp"``: nobody waits for anybody. A member that has done its
             iterations brings its way to the server, which takes the outer step for each that arrives
