@@ -29,6 +29,7 @@ from offbeat.averaging.settings import (
     server_faults,
 )
 from offbeat.averaging.timing import Asked, Timing
+from offbeat.averaging.unshared import Unshared
 from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
@@ -210,6 +211,7 @@ class AsyncModelAverager:
         self._samples = 0
         self._iterations_at_begin = self._iterations_at_average = 0
         self._began_s = time.monotonic()
+        self._unshared = Unshared(self.rank)
         trained_by.register(model, self)
         _log.info("%r", self)
 
@@ -285,12 +287,19 @@ class AsyncModelAverager:
             self._optimizer.use(optimizer)
         self.iterations += 1
         self._samples += samples
+        if not self._members.is_alone:
+            num_fragments = self._rounds.num_fragments
+            self._unshared.count(self.iterations, num_members=self.world_size, num_fragments=num_fragments)
         if self._metric == "loss_variance" and loss is not None:
             self._losses.append(float(loss))
         if self._rounds.is_under_way and self._is_to_end():
             self._finish()
-        if self._is_due() and (self._members.is_waited_for or not self._rounds.is_under_way):
+        if not self._is_due():
+            return
+        if self._members.is_waited_for or not self._rounds.is_under_way:
             self._average()
+        else:
+            self._unshared.look_behind(self._times(), self.iterations - self._iterations_at_begin)
 
     def flush(self) -> None:
         """End together: average what is left, and leave the same model in all members.
@@ -321,12 +330,14 @@ class AsyncModelAverager:
                 self._rounds.begin(self._progress(is_at_work=False), meets_all=True)
                 self._finish()
             self._rounds.end_alike()
+        self._unshared.end(self.iterations)
 
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.
 
         May be called twice. Not to be called while other members have more to do: `flush` comes first.
         """
+        self._unshared.leave()
         self._members.close()
         server, self._server = self._server, None
         if server is not None:
@@ -382,6 +393,7 @@ class AsyncModelAverager:
 
     def give_up(self) -> None:
         """Take no notice of what comes of the round under way: the others are gone, or this member goes."""
+        self._unshared.leave()
         self._rounds.drop()
 
     @property
@@ -523,6 +535,7 @@ class AsyncModelAverager:
         """
         if self._rounds.is_under_way:
             self._finish()
+        self._unshared.leave()  # it is to go on from here
         live = self._optimizer.live
         pace = self._timing.pace
         return {
@@ -592,6 +605,7 @@ class AsyncModelAverager:
         self._iterations_at_average = self.iterations - state["since_average"]
         self._began_s = time.monotonic() - state["seconds"]
         self._losses, self._drift = list(state["losses"]), state["drift"]
+        self._unshared.end(self.iterations)
         if isinstance(self._members, Arrivals):
             self._members.go_out_anew()
 
@@ -624,6 +638,12 @@ class AsyncModelAverager:
             number=self._rounds.number,
         )
 
+    def _times(self) -> float:
+        """Tell how many times as long as from average to average it is since the last round began."""
+        pace = self._timing.pace
+        passed = self.iterations - self._iterations_at_begin
+        return (time.monotonic() - self._began_s if isinstance(pace, Seconds) else passed) / pace.every
+
     def _is_to_end(self) -> bool:
         overlap = self._timing.overlap
         if isinstance(overlap, bool):
@@ -648,8 +668,14 @@ class AsyncModelAverager:
             self._finish()
 
     def _finish(self) -> Outcome:
-        before = self.method
-        outcome = self._rounds.finish(self.iterations)
+        before, fragment = self.method, (self._rounds.number - 1) % self._rounds.num_fragments
+        try:
+            outcome = self._rounds.finish(self.iterations)
+        except Exception:
+            self._unshared.leave()  # who averages is told now
+            raise
+        if outcome.is_averaged and not self._rounds.are_apart:
+            self._unshared.end_round(fragment, self._iterations_at_begin)
         if outcome.num_at_work:
             if outcome.is_averaged:
                 self._count(outcome.drift)
