@@ -37,6 +37,7 @@ from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
+from offbeat.local.optimizer import faults_of_state
 from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.metrics import Metric
 from offbeat.naming import known_keywords
@@ -591,7 +592,11 @@ class AsyncModelAverager:
                 "a round is under way, which would move the model that has just been loaded: load into an "
                 "averager that was just made, or call flush() before"
             )
-        self.check_state(state)
+        faults = Faults()
+        faults.catch(lambda: self.check_state(state))
+        if state["optimizer"] is not None:
+            faults += faults_of_state(self._optimizer.live, optimizer)
+        refuse(faults)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
         if strict or not self.has_joined_others:
