@@ -291,6 +291,7 @@ class AsyncModelAverager:
         if not self._members.is_alone:
             num_fragments = self._rounds.num_fragments
             self._unshared.count(self.iterations, num_members=self.world_size, num_fragments=num_fragments)
+            self._members.note_progress(self.iterations)
         if self._metric == "loss_variance" and loss is not None:
             self._losses.append(float(loss))
         if self._rounds.is_under_way and self._is_to_end():

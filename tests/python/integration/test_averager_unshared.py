@@ -10,6 +10,7 @@ import torch
 import offbeat
 from offbeat.averaging.unshared import _warn_of_forgotten
 from support.averaging import model, step, warned
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
 
@@ -92,6 +93,25 @@ def test_a_round_that_takes_ten_times_the_frequency_is_told_once(two):
         train(two[0], 30)
     assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
     assert "member 0 has done 20 iterations since its round began, 10 times averaging_frequency" in told[0]
+
+
+def test_a_member_that_trains_and_seldom_averages_is_not_taken_for_stalled():
+    with offbeat.ParameterServer(transaction="model") as server:
+        ours = offbeat.AsyncModelAverager(
+            model(), 1, 0, averaging_frequency=1_000_000, server_address=server.address
+        )
+        (of_ours,) = [worker["id"] for worker in server.status()["workers"]]
+        idle = offbeat.AsyncModelAverager(model(), 1, 0, server_address=server.address)
+
+        def states():
+            ours.step(1)
+            found = {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+            return found.pop(of_ours), *found.values()
+
+        wait_for(lambda: states()[1] == "stalled", timeout_s=30)
+        assert states() == ("joined", "stalled"), "after 10 s: the one that does nothing, alone"
+        idle.close()
+        ours.close()
 
 
 ENDS = """
