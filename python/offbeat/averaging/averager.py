@@ -95,7 +95,8 @@ class AsyncModelAverager:
         communication_backend: ``"tcp"``: members meet at an Offbeat server, and may come, go and die without
             stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
             process group, the default one, which is made if there is none. None: ``"tcp"`` with
-            `server_address`, else the group that there is; without one, this process alone.
+            `server_address`, else the group that there is. Where there is none, a process by itself is alone;
+            one of several, as torchrun and `offbeat launch` start them, is refused.
         device: Where to train.
         method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
             ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``. With ``"gossip"`` members

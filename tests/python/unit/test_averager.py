@@ -618,3 +618,13 @@ def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():
     assert [alert.action for alert in monitor.report().alerts][:1] == ["increase_sync_frequency"]
     train(ours, 40, optim.SGD(lr=0.01), first=33)
     assert ours.averaging_frequency == 8
+
+
+def test_one_of_several_without_a_group_is_refused_unless_it_is_to_be_alone(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=r"this is process 1 of 2, .* call offbeat\.init_distributed\('gloo'\)"
+    ):
+        offbeat.AsyncModelAverager(model())
+    assert offbeat.AsyncModelAverager(model(), process_group=False).is_alone
