@@ -394,6 +394,22 @@ class Client(process.Live):
         status: dict[str, Any] = json.loads(self._open().status())
         return status
 
+    def set_progress(self, steps: int) -> None:
+        """Tell the server, with the next heartbeat, that this worker gets on; nothing is sent here.
+
+        A worker that neither says so nor makes a call for 10 s is shown as stalled, and the server warns of
+        it. Calls tell it by themselves; this is for whoever works long between two of them.
+
+        Args:
+            steps: A whole number, 0 or more, that grows while the worker gets on, such as steps of training.
+
+        Raises:
+            ConfigError: If it is none.
+        """
+        if not is_count(steps, least=0):
+            raise ConfigError(f"steps is {steps!r}: give a whole number, 0 or more")
+        self._open().set_progress(steps)
+
     def close(self, *, finished: bool = True) -> None:
         """Say goodbye and close; closing twice is fine.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from offbeat.checks import is_count, refuse
 from offbeat.errors import ConfigError
 
-__all__ = ["MASTER_PORT", "Place", "find", "meeting_place", "overlooked"]
+__all__ = ["MASTER_PORT", "Place", "find", "has_agents_store", "meeting_place", "overlooked"]
 
 MASTER_PORT = 29500
 """Where processes meet that are told a host and no port: torchrun's own default."""
@@ -139,6 +139,12 @@ def meeting_place(environ: Mapping[str, str], place: Place) -> tuple[str | None,
             step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
             port = SLURM_PORTS[(job + step) % len(SLURM_PORTS)]
     return host or None, MASTER_PORT if port is None else port
+
+
+def has_agents_store(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher itself listens at ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun's agent."""
+    is_there = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
+    return is_there and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def overlooked(environ: Mapping[str, str], place: Place) -> str | None:

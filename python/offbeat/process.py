@@ -15,10 +15,11 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
-__all__ = ["Live", "announce", "cause_of", "failure_in", "register", "release", "warn"]
+__all__ = ["Live", "announce", "at_end", "cause_of", "failure_in", "register", "release", "warn"]
 
 LOGGER = logging.getLogger("offbeat")
 MAX_CAUSE_CHARS = 1000
@@ -43,6 +44,7 @@ class Live:
 
 _lock = threading.Lock()
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
+_at_end: list[Callable[[BaseException | None], None]] = []
 _pump: threading.Thread | None = None
 _hooked = False
 _hooked_into_multiprocessing = False
@@ -50,18 +52,33 @@ _hooked_into_multiprocessing = False
 
 def register(thing: Live) -> None:
     """From now on look after an object that has been opened."""
-    global _pump, _hooked  # noqa: PLW0603  there is one process
+    global _pump  # noqa: PLW0603  there is one process
     with _lock:
-        if not _hooked:
-            _hooked = True
-            os.register_at_fork(after_in_child=_after_fork)
-            atexit.register(_say_goodbye)
+        _hook()
         _live.add(thing)
         if _pump is None:
             _pump = threading.Thread(target=_run_pump, name="offbeat-log")
             _pump.start()
     _follow_level()  # a thread that was there before looks only now and then
     _hook_multiprocessing()
+
+
+def at_end(call: Callable[[BaseException | None], None]) -> None:
+    """Have a function called as the process ends, once, with the exception by which it does, perhaps."""
+    if call in _at_end:
+        return
+    with _lock:
+        _hook()
+        _at_end.append(call)
+    _hook_multiprocessing()
+
+
+def _hook() -> None:
+    global _hooked  # noqa: PLW0603  there is one process
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_after_fork)
+        atexit.register(_say_goodbye)
 
 
 def release(thing: Live) -> None:
@@ -127,6 +144,8 @@ def _log_waiting(timeout_s: float) -> None:
 def _say_goodbye() -> None:
     failure = _failure()
     interrupt: BaseException | None = None
+    for call in _at_end:
+        call(failure)
     for thing in list(_live):
         # Another thread may be in a call of it, say, or a second Ctrl-C come: the others are to be heard.
         try:
@@ -182,6 +201,7 @@ def _after_fork() -> None:
     global _lock, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
     from offbeat import _offbeat
 
+    _at_end.clear()  # what it is about is the parent's
     _offbeat.forget_after_fork()
     _lock, _live, _pump = threading.Lock(), weakref.WeakSet(), None
     _hooked_into_multiprocessing = False  # the child's finalizers begin empty

@@ -26,6 +26,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
+from offbeat.local.optimizer import faults_of_state
 from offbeat.local.parameters import check_same, each_once
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
@@ -415,7 +416,9 @@ class AsyncGradientAccumulator:
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
         live = None
         if state["optimizer"] is not None:
-            live = faults.catch(lambda: self._updates.use(optimizer))
+            wrong = faults_of_state(self._updates.optimizer, optimizer)
+            faults += wrong
+            live = None if wrong else faults.catch(lambda: self._updates.use(optimizer))
         parts = {
             "meter": ("adaptive_accumulation", self._meter is not None),
             "grad_scaler": ("grad_scaler", self._scaler.is_there),

@@ -29,6 +29,7 @@ from offbeat.averaging.settings import (
     server_faults,
 )
 from offbeat.averaging.timing import Asked, Timing
+from offbeat.averaging.unshared import Unshared
 from offbeat.checks import Faults, is_count, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
@@ -36,6 +37,7 @@ from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
+from offbeat.local.optimizer import faults_of_state
 from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.metrics import Metric
 from offbeat.naming import known_keywords
@@ -93,7 +95,8 @@ class AsyncModelAverager:
         communication_backend: ``"tcp"``: members meet at an Offbeat server, and may come, go and die without
             stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
             process group, the default one, which is made if there is none. None: ``"tcp"`` with
-            `server_address`, else the group that there is; without one, this process alone.
+            `server_address`, else the group that there is. Where there is none, a process by itself is alone;
+            one of several, as torchrun and `offbeat launch` start them, is refused.
         device: Where to train.
         method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
             ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``. With ``"gossip"`` members
@@ -104,8 +107,8 @@ class AsyncModelAverager:
             which makes a run repeatable; False: where it began, as synchronous training does.
         process_group: The members, in place of torch's default group; False: alone, whatever there is.
         server_address: The server's "HOST:PORT", with ``"tcp"``, as `offbeat server` says it. None:
-            ``OFFBEAT_SERVER``; else one that rank 0 starts at ``MASTER_ADDR`` and ``MASTER_PORT``, which ends
-            with it.
+            ``OFFBEAT_SERVER``; else one that rank 0 starts, and that ends with it, at ``MASTER_ADDR`` and
+            ``MASTER_PORT``, or at a free port there under torchrun, which listens at that one itself.
         token: The server's. None: ``OFFBEAT_TOKEN``, or none.
         asynchronous: With ``"diloco"`` and ``"tcp"``: nobody waits for anybody. A member that has done its
             iterations brings its way to the server, which takes the outer step for each that arrives
@@ -210,6 +213,7 @@ class AsyncModelAverager:
         self._samples = 0
         self._iterations_at_begin = self._iterations_at_average = 0
         self._began_s = time.monotonic()
+        self._unshared = Unshared(self.rank)
         trained_by.register(model, self)
         _log.info("%r", self)
 
@@ -285,12 +289,20 @@ class AsyncModelAverager:
             self._optimizer.use(optimizer)
         self.iterations += 1
         self._samples += samples
+        if not self._members.is_alone:
+            num_fragments = self._rounds.num_fragments
+            self._unshared.count(self.iterations, num_members=self.world_size, num_fragments=num_fragments)
+            self._members.note_progress(self.iterations)
         if self._metric == "loss_variance" and loss is not None:
             self._losses.append(float(loss))
         if self._rounds.is_under_way and self._is_to_end():
             self._finish()
-        if self._is_due() and (self._members.is_waited_for or not self._rounds.is_under_way):
+        if not self._is_due():
+            return
+        if self._members.is_waited_for or not self._rounds.is_under_way:
             self._average()
+        else:
+            self._unshared.look_behind(self._times(), self.iterations - self._iterations_at_begin)
 
     def flush(self) -> None:
         """End together: average what is left, and leave the same model in all members.
@@ -321,12 +333,14 @@ class AsyncModelAverager:
                 self._rounds.begin(self._progress(is_at_work=False), meets_all=True)
                 self._finish()
             self._rounds.end_alike()
+        self._unshared.end(self.iterations)
 
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.
 
         May be called twice. Not to be called while other members have more to do: `flush` comes first.
         """
+        self._unshared.leave()
         self._members.close()
         server, self._server = self._server, None
         if server is not None:
@@ -382,6 +396,7 @@ class AsyncModelAverager:
 
     def give_up(self) -> None:
         """Take no notice of what comes of the round under way: the others are gone, or this member goes."""
+        self._unshared.leave()
         self._rounds.drop()
 
     @property
@@ -523,6 +538,7 @@ class AsyncModelAverager:
         """
         if self._rounds.is_under_way:
             self._finish()
+        self._unshared.leave()  # it is to go on from here
         live = self._optimizer.live
         pace = self._timing.pace
         return {
@@ -578,7 +594,11 @@ class AsyncModelAverager:
                 "a round is under way, which would move the model that has just been loaded: load into an "
                 "averager that was just made, or call flush() before"
             )
-        self.check_state(state)
+        faults = Faults()
+        faults.catch(lambda: self.check_state(state))
+        if state["optimizer"] is not None:
+            faults += faults_of_state(self._optimizer.live, optimizer)
+        refuse(faults)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
         if strict or not self.has_joined_others:
@@ -592,6 +612,7 @@ class AsyncModelAverager:
         self._iterations_at_average = self.iterations - state["since_average"]
         self._began_s = time.monotonic() - state["seconds"]
         self._losses, self._drift = list(state["losses"]), state["drift"]
+        self._unshared.end(self.iterations)
         if isinstance(self._members, Arrivals):
             self._members.go_out_anew()
 
@@ -624,6 +645,12 @@ class AsyncModelAverager:
             number=self._rounds.number,
         )
 
+    def _times(self) -> float:
+        """Tell how many times as long as from average to average it is since the last round began."""
+        pace = self._timing.pace
+        passed = self.iterations - self._iterations_at_begin
+        return (time.monotonic() - self._began_s if isinstance(pace, Seconds) else passed) / pace.every
+
     def _is_to_end(self) -> bool:
         overlap = self._timing.overlap
         if isinstance(overlap, bool):
@@ -648,8 +675,14 @@ class AsyncModelAverager:
             self._finish()
 
     def _finish(self) -> Outcome:
-        before = self.method
-        outcome = self._rounds.finish(self.iterations)
+        before, fragment = self.method, (self._rounds.number - 1) % self._rounds.num_fragments
+        try:
+            outcome = self._rounds.finish(self.iterations)
+        except Exception:
+            self._unshared.leave()  # who averages is told now
+            raise
+        if outcome.is_averaged and not self._rounds.are_apart:
+            self._unshared.end_round(fragment, self._iterations_at_begin)
         if outcome.num_at_work:
             if outcome.is_averaged:
                 self._count(outcome.drift)

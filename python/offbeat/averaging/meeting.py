@@ -14,13 +14,14 @@ from offbeat.averaging.members import Alone, Group, Members, terms_of
 from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import Pace, Seconds
 from offbeat.averaging.served import Served
+from offbeat.averaging.server_place import reached, server_place
 from offbeat.averaging.settings import BACKENDS, server_faults
 from offbeat.averaging.statistics import Statistics
 from offbeat.checks import Faults, strings
 from offbeat.client import Client
 from offbeat.distributed import init_distributed
 from offbeat.errors import ConfigError, StateError
-from offbeat.launchers import find, meeting_place
+from offbeat.launchers import find
 from offbeat.local.group import group_of
 from offbeat.naming import unknown
 from offbeat.server import ParameterServer
@@ -88,7 +89,7 @@ class Meeting:
             if self.group is not None:
                 faults.append("process_group given, and members meet at a server: leave one of them out")
             faults += [] if method is None else server_faults(method)
-            faults.catch(lambda: _server_place(self.address, self.rank, self.world_size))
+            faults.catch(lambda: server_place(self.address, self.rank, self.world_size))
         else:
             if self.is_asynchronous:
                 faults.append(
@@ -133,15 +134,14 @@ class Meeting:
         return Joined(members, distributed.get_rank(group))
 
     def _at_a_server(self, model: nn.Module, named: Named, method: Method, terms: str) -> Joined:
-        place = _server_place(self.address, self.rank, self.world_size)
-        server = _started(place.address, self.token) if place.is_ours else None
-
+        place = server_place(self.address, self.rank, self.world_size)
+        server, address = reached(place, self.token)
         own_name: str | None = None
 
         def connect(tries_s: float) -> Client:
             nonlocal own_name
             client = Client(
-                place.address,
+                address,
                 own_name if self.is_asynchronous else None,
                 token=self.token,
                 connect_timeout_s=tries_s,
@@ -164,54 +164,6 @@ class Meeting:
                 server.stop()
             raise
         return Joined(members, place.rank, server)
-
-
-@dataclass(frozen=True, slots=True)
-class _ServerPlace:
-    """Where members meet that have a server.
-
-    Attributes:
-        address: "HOST:PORT".
-        rank: Which member this is, as far as anybody says.
-        world_size: How many there are at first; likewise.
-        is_ours: This process is to start the server there.
-    """
-
-    address: str
-    rank: int
-    world_size: int
-    is_ours: bool
-
-
-def _server_place(given: str | None, rank: int | None, world_size: int | None) -> _ServerPlace:
-    """Find the server: the one given, that of ``OFFBEAT_SERVER``, or one that rank 0 starts.
-
-    The last is at ``MASTER_ADDR`` and ``MASTER_PORT``, or where the launcher says.
-
-    Raises:
-        ConfigError: If nobody says where it is.
-    """
-    place = find(os.environ, rank=rank, world_size=world_size)
-    if address := given or os.environ.get("OFFBEAT_SERVER"):
-        return _ServerPlace(address, place.rank, place.world_size, is_ours=False)
-    host, port = meeting_place(os.environ, place)
-    if host is None:
-        raise ConfigError(
-            "communication_backend is 'tcp', and there is no server: give server_address='HOST:PORT' of an "
-            "`offbeat server`, or set OFFBEAT_SERVER; or set MASTER_ADDR and MASTER_PORT, where rank "
-            "0 starts one"
-        )
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return _ServerPlace(address, place.rank, place.world_size, is_ours=place.rank == 0)
-
-
-def _started(address: str, token: str | None) -> ParameterServer:
-    host, _, port = address.rpartition(":")
-    server = ParameterServer(
-        host=host.strip("[]"), port=int(port), token=token, transaction="model", linger_s=0.5
-    )
-    server.start()
-    return server
 
 
 def _group(

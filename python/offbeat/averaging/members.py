@@ -145,6 +145,9 @@ class Members(Protocol):
     def resume(self, state: Sequence[Sequence[float]]) -> None:
         """Go on from what `state` gave."""
 
+    def note_progress(self, iterations: int) -> None:
+        """Take note that this member has trained so far."""
+
     def close(self) -> None:
         """Take part no more."""
 
@@ -202,6 +205,9 @@ class Alone:
 
     def resume(self, state: Sequence[Sequence[float]]) -> None:
         """From nothing."""
+
+    def note_progress(self, iterations: int) -> None:
+        """Nobody asks."""
 
     def close(self) -> None:
         """Nobody has to be told."""
@@ -328,6 +334,9 @@ class Group:
         """Know it when it is time to."""
         if state or self._twos is not None:
             self._in_twos().later.resume(state)
+
+    def note_progress(self, iterations: int) -> None:
+        """Nobody asks."""
 
     def close(self) -> None:
         """Destroy the groups of one's own."""

@@ -178,6 +178,14 @@ class Served:
     def resume(self, state: Sequence[Sequence[float]]) -> None:
         """From nothing."""
 
+    def note_progress(self, iterations: int) -> None:
+        """Tell the server that this member trains, however seldom it averages.
+
+        Not in a round, whose thread has the client; its calls tell that themselves as they end.
+        """
+        if self._client is not None and self.is_there():
+            self._client.set_progress(iterations)
+
     def close(self) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
         self._is_closed = True

@@ -14,7 +14,15 @@ from offbeat.errors import ConfigError
 from offbeat.module import named_parameters
 from offbeat.optim import OptimizerSpec, as_spec
 
-__all__ = ["LocalOptimizer", "Named", "are_equal", "bring_back", "check_holds", "check_steps_alone"]
+__all__ = [
+    "LocalOptimizer",
+    "Named",
+    "are_equal",
+    "bring_back",
+    "check_holds",
+    "check_steps_alone",
+    "faults_of_state",
+]
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -76,6 +84,22 @@ class LocalOptimizer:
             check_steps_alone(made)
             return made
         return _of_spec(as_spec(given), self._module)
+
+
+def faults_of_state(live: torch.optim.Optimizer | None, given: object) -> list[str]:
+    """Tell what is missing where a state has an optimizer's, and is loaded.
+
+    Args:
+        live: The optimizer that there is.
+        given: What the user gave for one.
+    """
+    if live is not None or given is not None:
+        return []
+    text = (
+        "there is no optimizer here, and the state has one's: give load_state_dict(state, optimizer=...), "
+        "such as offbeat.optim.SGD(lr=...), or a live one, of the kind that the state was saved with"
+    )
+    return [text]
 
 
 def check_holds(optimizer: torch.optim.Optimizer, parameters: Named, *, called: str) -> set[int]:

@@ -24,7 +24,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
-from offbeat.local.optimizer import bring_back
+from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
@@ -459,7 +459,9 @@ class AsyncTrainer:
         chosen = LocalOptimizer(self.model) if self._optimizer.live is None else self._optimizer
         live, scheduled = chosen.live, self._scheduled
         if state["optimizer"] is not None:
-            live = faults.catch(lambda: chosen.use(optimizer))
+            wrong = faults_of_state(chosen.live, optimizer)
+            faults += wrong
+            live = None if wrong else faults.catch(lambda: chosen.use(optimizer))
         if state["scheduler"] is not None and live is not None:
             if scheduler is None and scheduled is None:
                 faults.append("the state has a scheduler's, and there is none here: give scheduler=")

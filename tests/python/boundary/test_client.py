@@ -650,3 +650,11 @@ def test_two_threads_in_one_client_are_told_so(host):
         for thread in threads:
             thread.join(20)
         assert client.pull()["w"].tolist() == model()["w"].tolist()
+
+
+def test_progress_that_is_no_number_is_refused(server):
+    with offbeat.Client(server.address) as client:
+        client.set_progress(0)
+        for wrong in (-1, 1.5, "3", None):
+            with pytest.raises(ConfigError, match=r"steps is .*: give a whole number, 0 or more"):
+                client.set_progress(wrong)

@@ -3,16 +3,19 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 import offbeat
 from offbeat import averaging
-from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
+from offbeat.errors import ConfigError, ConnectError, ModelMismatchError, UnsupportedTensorError
 from support.averaging import METHODS, SPEC, Alone, arrays, batch, close, model, step, warned
 from support.group import together
 from support.ports import free_port
@@ -160,6 +163,59 @@ def test_the_first_member_starts_a_server_where_there_is_none():
     (first, rounds), (second, _) = together(with_its_own_server, 2, free_port())
     assert rounds >= 2
     assert all(map(np.array_equal, first, second))
+
+
+UNDER_TORCHRUN = """
+import torch
+import offbeat
+from torch import nn
+
+torch.set_num_threads(1)
+for times in range(2):  # the second has a server of its own
+    torch.manual_seed(times)
+    trained = nn.Linear(4, 2)
+    with offbeat.AsyncModelAverager(trained, averaging_frequency=5, communication_backend="tcp") as ours:
+        live = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(10):
+            live.zero_grad()
+            trained(torch.ones(3, 4) + ours.rank).square().mean().backward()
+            live.step()
+            ours.step(3)
+        ours.flush()
+        text = f"{ours.rank} of {ours.world_size}, {times}: {trained.weight.detach().sum().item()!r}\\n"
+        print(text, end="", flush=True)
+"""
+
+
+def test_under_torchrun_which_listens_at_the_master_port_the_first_member_starts_a_server(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(UNDER_TORCHRUN)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    said = dict(line.split(": ") for line in ended.stdout.splitlines())
+    for times in range(2):
+        assert said[f"0 of 2, {times}"] == said[f"1 of 2, {times}"]
+
+
+def test_a_first_member_that_does_not_say_where_its_server_is_is_told_by_the_others(monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.server_place.TOLD_WITHIN_S", 0.3)
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConnectError, match=r"process 1 of 2 was not told within 0\.3 s where rank 0's server"
+    ):
+        offbeat.AsyncModelAverager(model(), 2, 1, communication_backend="tcp")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(
+        ConnectError, match=r"the launcher's store, .* cannot be reached at .*; give server_address"
+    ):
+        offbeat.AsyncModelAverager(model(), 2, 1, communication_backend="tcp")
 
 
 def test_batch_norms_statistics_are_in_the_mean(server):

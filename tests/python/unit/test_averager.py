@@ -236,6 +236,23 @@ def test_a_state_of_another_method_or_model_is_refused_and_changes_nothing():
         narrow.load_state_dict(state)
 
 
+def test_a_state_with_an_optimizers_says_where_to_give_one_and_changes_nothing():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=False)
+    train(ours, 3, optim.SGD(lr=0.1, momentum=0.9))
+    state = ours.state_dict()
+    other = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=False)
+    with pytest.raises(
+        ConfigError, match=r"the state has one's: give load_state_dict\(state, optimizer=\.\.\.\)"
+    ):
+        other.load_state_dict(state)
+    assert (other.iterations, other.optimizer) == (0, None)
+    with pytest.raises(ConfigError, match=r"the state is of method .*; there is no optimizer here"):
+        offbeat.AsyncModelAverager(model(), method="diloco").load_state_dict(state)
+    other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
+    assert other.iterations == 3
+    assert len(other.optimizer.state) == len(ours.optimizer.state) > 0
+
+
 def test_the_method_can_change_in_mid_run():
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=False)
     train(ours, 2, optim.SGD(lr=0.1))
@@ -601,3 +618,13 @@ def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():
     assert [alert.action for alert in monitor.report().alerts][:1] == ["increase_sync_frequency"]
     train(ours, 40, optim.SGD(lr=0.01), first=33)
     assert ours.averaging_frequency == 8
+
+
+def test_one_of_several_without_a_group_is_refused_unless_it_is_to_be_alone(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=r"this is process 1 of 2, .* call offbeat\.init_distributed\('gloo'\)"
+    ):
+        offbeat.AsyncModelAverager(model())
+    assert offbeat.AsyncModelAverager(model(), process_group=False).is_alone

@@ -132,3 +132,11 @@ def test_what_is_half_said_or_no_number_is_refused_with_its_name_and_value(envir
     with pytest.raises(ConfigError) as caught:
         launchers.find(environ, **given)
     assert what in str(caught.value)
+
+
+def test_whether_the_launcher_listens_where_the_processes_meet():
+    agents = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert launchers.has_agents_store(agents)
+    assert not launchers.has_agents_store(TORCHRUN)
+    assert not launchers.has_agents_store(agents | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert not launchers.has_agents_store({"TORCHELASTIC_USE_AGENT_STORE": "True"}), "nobody says where"

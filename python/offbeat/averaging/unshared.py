@@ -1,0 +1,87 @@
+"""What a member has learnt and not brought to the others: it may fall behind, or be forgotten at the end."""
+
+import os
+
+from offbeat import process
+
+__all__ = ["FAR", "Unshared"]
+
+FAR = 10
+"""Times the averaging frequency that a round may take before the member is told."""
+
+_open: "set[Unshared]" = set()
+"""Of averagers, also of those that nobody holds any more: a script's end is often a function's."""
+
+
+class Unshared:
+    """The iterations of a member since what it has of the others' was made.
+
+    Where the process ends well and some are left, that `flush` was not called is warned of. What has ended
+    otherwise has said so: by an exception, `close`, or a state that was saved to go on from.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """`rank`: of the member, to say who it is."""
+        self._rank = rank
+        self._pid = os.getpid()
+        self._iterations = self._shared = 0
+        self._begun: dict[
+            int, int
+        ] = {}  # of each fragment's last round that ended, after how many iterations
+        self._num_fragments = self._num_members = 1
+        self._has_told = False
+
+    def count(self, iterations: int, *, num_members: int, num_fragments: int) -> None:
+        """Take note of an iteration."""
+        self._iterations, self._num_members, self._num_fragments = iterations, num_members, num_fragments
+        _open.add(self)
+        process.at_end(_warn_of_forgotten)
+
+    def end_round(self, fragment: int, begun: int) -> None:
+        """Take note that a round has brought a fragment together, as it was after so many iterations."""
+        self._begun[fragment] = begun
+
+    def end(self, iterations: int) -> None:
+        """Take note that everything is the same in all members."""
+        self._iterations = self._shared = iterations
+        self._begun.clear()
+        self.leave()
+
+    def leave(self) -> None:
+        """Take note that what is left is accounted for; until the next iteration."""
+        _open.discard(self)
+
+    def look_behind(self, times: float, iterations: int) -> None:
+        """Warn once of a round that takes very long.
+
+        Args:
+            times: How many times the averaging frequency has passed since it began.
+            iterations: That have passed since then.
+        """
+        if times < FAR or self._has_told:
+            return
+        self._has_told = True
+        process.warn(
+            f"averaging is far behind: member {self._rank} has done {iterations} iterations since its round "
+            f"began, {FAR} times averaging_frequency, and it has not ended: other members, or the server, "
+            f"are slower than this one's training; average less often (averaging_frequency=), where members "
+            f"differ in speed by time (averaging_policy='time'), or wait for each round (overlap=False)"
+        )
+
+    @property
+    def _num(self) -> int:
+        oldest = min(self._begun.get(number, self._shared) for number in range(self._num_fragments))
+        return self._iterations - oldest
+
+    def _warn_of_forgotten(self) -> None:
+        if self._pid == os.getpid() and self._num_members > 1 and self._num:
+            process.warn(
+                f"{self._num} iteration(s) since the last average are in the model of member {self._rank} "
+                f"alone, and the process ends: members' models differ; call flush() in every member when its "
+                f"data is at its end, or close() where that is meant"
+            )
+
+
+def _warn_of_forgotten(failure: BaseException | None) -> None:
+    for unshared in list(_open) if failure is None else ():
+        unshared._warn_of_forgotten()  # noqa: SLF001  of this module

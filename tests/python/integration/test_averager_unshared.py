@@ -1,0 +1,146 @@
+"""A member is told of what it has not brought to the others, and of nothing else."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.averaging.unshared import _warn_of_forgotten
+from support.averaging import model, step, warned
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
+
+
+@pytest.fixture
+def two():
+    """Give two members, in one process, that average every 2 iterations."""
+    with offbeat.ParameterServer(transaction="model") as server, ThreadPoolExecutor(2) as threads:
+
+        def make(rank):
+            return offbeat.AsyncModelAverager(
+                model(), 2, rank, averaging_frequency=2, server_address=server.address
+            )
+
+        members = list(threads.map(make, range(2)))
+        yield members
+        list(threads.map(lambda ours: ours.close(), members))
+
+
+def train(ours, iterations):
+    live = ours.optimizer or torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    for number in range(iterations):
+        ours.step(step(ours.model, live, ours.rank, number), optimizer=live)
+
+
+def at_the_end(failure=None):
+    with warned() as told:
+        _warn_of_forgotten(failure)
+    return told
+
+
+def together(members, call):
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(call, members))
+
+
+def test_what_was_not_brought_together_is_told_at_the_end_with_the_number_of_iterations(two):
+    assert at_the_end() == []
+    train(two[0], 1)
+    assert [text.partition(" are in the model of member 0 alone")[0] for text in at_the_end()] == [
+        "1 iteration(s) since the last average"
+    ]
+    assert "call flush() in every member" in at_the_end()[0]
+    assert at_the_end(ValueError()) == [], "whoever ends by an exception is told that"
+    together(two, lambda ours: train(ours, 3))
+    assert len(at_the_end()) == 2
+    together(two, lambda ours: ours.flush())
+    assert at_the_end() == []
+
+
+@pytest.mark.parametrize("does", ["close", "state_dict", "give_up"])
+def test_what_is_closed_saved_or_given_up_is_not_forgotten(two, does):
+    train(two[0], 1)
+    assert len(at_the_end()) == 1
+    getattr(two[0], does)()
+    assert at_the_end() == []
+
+
+def test_a_state_that_was_loaded_is_nothing_new(two):
+    train(two[0], 1)
+    state, live = two[0].state_dict(), torch.optim.SGD(two[1].model.parameters(), lr=0.1)
+    two[1].load_state_dict(state, optimizer=live)
+    assert at_the_end() == []
+    train(two[1], 1)
+    assert at_the_end()[0].startswith("1 iteration(s) since the last average are in the model of member 1 ")
+
+
+def test_one_alone_has_nobody_to_bring_it_to():
+    with offbeat.ParameterServer(transaction="model") as server:
+        ours = offbeat.AsyncModelAverager(model(), 1, 0, server_address=server.address)
+        train(ours, 3)
+        assert at_the_end() == []
+        ours.close()
+
+
+def test_a_round_that_takes_ten_times_the_frequency_is_told_once(two):
+    with warned() as told:
+        train(two[0], 2 + 10 * 2 - 1)
+        assert told == [], "a round waits for the other, and training goes on"
+        train(two[0], 30)
+    assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
+    assert "member 0 has done 20 iterations since its round began, 10 times averaging_frequency" in told[0]
+
+
+def test_a_member_that_trains_and_seldom_averages_is_not_taken_for_stalled():
+    with offbeat.ParameterServer(transaction="model") as server:
+        ours = offbeat.AsyncModelAverager(
+            model(), 1, 0, averaging_frequency=1_000_000, server_address=server.address
+        )
+        (of_ours,) = [worker["id"] for worker in server.status()["workers"]]
+        idle = offbeat.AsyncModelAverager(model(), 1, 0, server_address=server.address)
+
+        def states():
+            ours.step(1)
+            found = {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+            return found.pop(of_ours), *found.values()
+
+        wait_for(lambda: states()[1] == "stalled", timeout_s=30)
+        assert states() == ("joined", "stalled"), "after 10 s: the one that does nothing, alone"
+        idle.close()
+        ours.close()
+
+
+ENDS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import offbeat
+
+def main(server):
+    address = server.address
+    make = lambda rank: offbeat.AsyncModelAverager(torch.nn.Linear(2, 2), 2, rank, server_address=address)
+    with ThreadPoolExecutor(2) as threads:
+        members = list(threads.map(make, range(2)))
+    for _ in range(3):
+        members[1].step(1)
+    if "raise" in sys.argv:
+        raise ValueError("of the user's")
+
+with offbeat.ParameterServer(transaction="model") as server:
+    main(server)
+"""
+
+
+@pytest.mark.parametrize("how", ["well", "raise"])
+def test_a_process_that_ends_well_tells_what_was_forgotten_also_of_what_a_function_has_held(how):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, how], capture_output=True, text=True, timeout=60, check=False
+    )
+    text = (
+        "offbeat: 3 iteration(s) since the last average are in the model of member 1 alone, and the process"
+    )
+    assert (ended.returncode, text in ended.stderr) == {"well": (0, True), "raise": (1, False)}[how]
