@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import ConfigError
@@ -23,6 +24,7 @@ __all__ = [
     "draw_metrics",
     "draw_metrics_by_version",
     "picture",
+    "save",
 ]
 
 WIDTH_IN = 8.0
@@ -91,10 +93,21 @@ def picture(
         figure.suptitle(_as_it_is(title))
         yield Picture(figure, list(axes[:, 0]))
         if path is not None:
-            try:
-                figure.savefig(path, dpi=DPI)
-            except ValueError as error:  # a format that there is not
-                raise ConfigError(f"{os.fspath(path)!r} cannot be drawn to: {error}") from error
+            save(figure, path, dpi=DPI)
+
+
+def save(figure: "Figure", path: str | os.PathLike[str], *, dpi: float | None = None) -> None:
+    """Write a picture into a file, whose name says its format; a folder that is not there is made.
+
+    Raises:
+        ConfigError: If there is no such format.
+        OSError: If it cannot be written.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(path, dpi=dpi or "figure")
+    except ValueError as error:  # a format that there is not
+        raise ConfigError(f"{os.fspath(path)!r} cannot be drawn to: {error}") from error
 
 
 def draw_metrics(panels: "Sequence[Axes]", history: "History", names: Sequence[str]) -> None:

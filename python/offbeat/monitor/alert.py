@@ -1,5 +1,6 @@
 """What a monitor tells: an alert with what was done about it, and that a remedy was let go of."""
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Alert", "Release"]
@@ -29,10 +30,12 @@ class Alert:
 
     def __str__(self) -> str:
         low, high = self.expected
+        # NaN and infinity are alerts also as long as there is no range.
+        expected = "a finite number" if math.isinf(high) else f"between {low:.4g} and {high:.4g}"
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         return (
-            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected between {low:.4g} and "
-            f"{high:.4g}; {self.action}: {self.result}"
+            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected {expected}; "
+            f"{self.action}: {self.result}"
         )
 
 

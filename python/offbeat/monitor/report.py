@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from offbeat import plain_json
 from offbeat.errors import ConfigError, StateError
 from offbeat.monitor.alert import Alert, Release
+from offbeat.plots import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +60,7 @@ class Series:
             self.stride *= 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MonitorReport:
     """What a monitor saw and did so far.
 
@@ -80,6 +81,16 @@ class MonitorReport:
     num_clipped: int
     in_effect: tuple[str, ...]
     series: dict[str, Series]
+
+    def __repr__(self) -> str:
+        """Count what there is: all of it, which `to_json` gives, is thousands of numbers."""
+        counts = ", ".join(f"{metric} {count}" for metric, count in self.num_alerts.items())
+        seen = ", ".join(f"{metric} {series.num_seen}" for metric, series in self.series.items())
+        return (
+            f"<MonitorReport: alerts: {counts or 'none'}; in effect: "
+            f"{', '.join(self.in_effect) or 'nothing'}; gradients dropped: {self.num_dropped}, "
+            f"clipped: {self.num_clipped}; values: {seen}>"
+        )
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Give it all as JSON text. JSON knows finite numbers only: what is NaN or infinite is null."""
@@ -113,10 +124,7 @@ class MonitorReport:
             figure.subplots(len(drawn), squeeze=False)[:, 0], drawn.items(), strict=True
         ):
             self._draw(axes, metric, series)
-        try:
-            figure.savefig(path)
-        except ValueError as error:
-            raise ConfigError(f"{os.fspath(path)!r} cannot be drawn to: {error}") from error
+        save(figure, path)
 
     def _draw(self, axes: "Axes", metric: str, series: Series) -> None:
         is_ranged = [high != float("inf") for high in series.high]

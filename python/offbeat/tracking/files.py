@@ -62,6 +62,7 @@ class _File(ABC):
         self._path = Path(path)
         self._turn = threading.Lock()  # a lock of the file's is the process's, not a thread's
         self._is_torn = False  # a line may have been left half written, as on a full disk
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered and for appending: each call is one write, also where several processes share a file.
         self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
         try:
@@ -156,11 +157,11 @@ class JSONL(_File):
     What is NaN or infinite is null, since JSON has no word for it.
 
     Args:
-        path: The file; one that is there is gone on with.
+        path: The file; one that is there is gone on with. Its folder is made where it is not there.
 
     Raises:
         ConfigError: If the file holds something else.
-        OSError: If it cannot be opened, as where its folder is missing.
+        OSError: If it cannot be opened, or its folder not be made.
 
     Example:
         >>> with offbeat.tracking.JSONL("run.jsonl") as log:
@@ -191,11 +192,11 @@ class CSV(_File):
     writes them, `nan` and `inf` among them, so that `float()` gives the same bits back.
 
     Args:
-        path: The file; one that is there is gone on with.
+        path: The file; one that is there is gone on with. Its folder is made where it is not there.
 
     Raises:
         ConfigError: If the file holds something else.
-        OSError: If it cannot be opened, as where its folder is missing.
+        OSError: If it cannot be opened, or its folder not be made.
     """
 
     _head = b"step,time_unix_s,name,value\n"

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -177,6 +178,13 @@ def test_version_is_the_packages(capsys):
     import offbeat
 
     assert run(capsys, "--version") == (0, f"offbeat {offbeat.__version__}\n", "")
+
+
+def test_python_m_offbeat_is_the_command_line():
+    asked = [sys.executable, "-m", "offbeat", "statsu"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "unknown command 'statsu'; did you mean 'status'?" in done.stderr
 
 
 def test_help_lists_every_command(capsys):

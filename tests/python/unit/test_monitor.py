@@ -134,6 +134,21 @@ def test_a_report_does_not_change_any_more():
     assert (report.alerts, report.series["loss"].num_seen) == ((), 10)
 
 
+def test_before_the_warm_up_a_finite_number_is_expected_and_a_report_is_told_in_a_line():
+    monitor = AsyncTrainingMonitor()
+    for step in range(50):
+        (alert,) = monitor.observe(step, loss=math.inf)
+    assert str(alert) == "step 49: loss is inf, expected a finite number; alert: in effect since step 0"
+    assert (
+        str(monitor.report())
+        == repr(monitor.report())
+        == (
+            "<MonitorReport: alerts: loss 50; in effect: alert; gradients dropped: 0, clipped: 0; "
+            "values: loss 50>"
+        )
+    )
+
+
 def test_there_is_no_picture_of_nothing(tmp_path):
     with pytest.raises(StateError, match="nothing to draw"):
         AsyncTrainingMonitor().report().plot(tmp_path / "none.png")

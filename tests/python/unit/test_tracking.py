@@ -79,6 +79,14 @@ def test_a_csv_file_is_read_back_to_the_bit_whatever_names_come_later(tmp_path_f
 
 
 @pytest.mark.parametrize("cls", FILES)
+def test_a_file_s_folder_is_made(tmp_path, cls):
+    path = tmp_path / "no" / "such" / "a.log"
+    with cls(path) as log:
+        log.log({"a": 1.0}, 3)
+    assert b"a" in path.read_bytes()
+
+
+@pytest.mark.parametrize("cls", FILES)
 def test_a_file_that_is_there_is_gone_on_with(tmp_path, cls):
     path = tmp_path / "run"
     for step in (1, 2):

@@ -186,6 +186,15 @@ def test_a_format_that_there_is_not_is_an_error_that_names_the_file(tmp_path):
             thing.plot(tmp_path / "run.what")
 
 
+def test_a_picture_s_folder_is_made(tmp_path):
+    monitor = offbeat.AsyncTrainingMonitor()
+    monitor.observe(0, loss=1.0)
+    for number, thing in enumerate([Run(), history(), monitor.report()]):
+        path = tmp_path / str(number) / "new" / "a.png"
+        thing.plot(path)
+        assert path.read_bytes().startswith(PNG)
+
+
 def test_a_run_that_was_not_seen_has_an_empty_picture():
     assert len(Run().plot().axes) == 3
 
