@@ -86,10 +86,10 @@ class MonitorReport:
         """Count what there is: all of it, which `to_json` gives, is thousands of numbers."""
         counts = ", ".join(f"{metric} {count}" for metric, count in self.num_alerts.items())
         seen = ", ".join(f"{metric} {series.num_seen}" for metric, series in self.series.items())
-        effects = ", ".join(self.in_effect) or "nothing"
         return (
-            f"<MonitorReport: alerts: {counts or 'none'}; in effect: {effects}; gradients dropped: "
-            f"{self.num_dropped}, clipped: {self.num_clipped}; values: {seen}>"
+            f"<MonitorReport: alerts: {counts or 'none'}; in effect: "
+            f"{', '.join(self.in_effect) or 'nothing'}; gradients dropped: {self.num_dropped}, "
+            f"clipped: {self.num_clipped}; values: {seen}>"
         )
 
     def to_json(self, *, indent: int | None = None) -> str:
