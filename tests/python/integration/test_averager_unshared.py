@@ -8,11 +8,18 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.averaging import unshared
 from offbeat.averaging.unshared import _warn_of_forgotten
 from support.averaging import model, step, warned
 from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests(monkeypatch):
+    """Forget what members of tests before have left."""
+    monkeypatch.setattr(unshared, "_open", set())
 
 
 @pytest.fixture
