@@ -53,7 +53,7 @@ chaos: develop ## Break networks, workers, servers and disks in every way that i
 		cargo test $(LOCKED) --package offbeat-net --test chaos -- --nocapture
 	@OFFBEAT_SEEDS=$${OFFBEAT_SEEDS:-20000} $(STAGE) "simulated runs by seeds" \
 		cargo test $(LOCKED) --package offbeat-core --test simulation -- --nocapture
-	@$(STAGE) "faults of networks, processes and disks" $(PY) -m pytest tests/python/chaos --every-fault -raP $(ARGS)
+	@$(STAGE) "faults of networks, processes and disks" $(PY) -m pytest tests/python/chaos tests/python/integration/test_recovery.py --every-fault -raP $(ARGS)
 
 lint: $(STAMPS)/tools ## Formats, lints, types and layers; builds no wheel
 	@$(STAGE) "Rust format" cargo fmt --all --check

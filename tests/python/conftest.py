@@ -1,9 +1,11 @@
 """What every test runs under: one thread per library, no settings from the shell, bounded random search."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 
 import hypothesis
@@ -32,6 +34,23 @@ def pytest_addoption(parser):
     group.addoption(
         "--fault-seed", type=int, default=0, metavar="N", help="which of them are tried without that"
     )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the cases of `sampled` tests that are not chosen; one that is asked for by name is run."""
+    if config.getoption("--every-fault") or any("::" in argument for argument in config.args):
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    numbers = random.Random(config.getoption("--fault-seed"))  # noqa: S311  nobody is to guess it
+    left_out = set()
+    for (_, number), found in cases.items():
+        chosen = numbers.sample(found, min(number, len(found)))
+        left_out |= {item.nodeid for item in found} - {item.nodeid for item in chosen}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 RunPython = Callable[..., str]

@@ -21,6 +21,7 @@ from support.ports import free_port
 from support.waiting import wait_for
 
 pytestmark = [
+    pytest.mark.sampled(0),
     pytest.mark.slow,
     pytest.mark.timeout(1200),
 ]

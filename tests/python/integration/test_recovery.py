@@ -42,6 +42,7 @@ def test_the_run_has_what_may_differ(uninterrupted):
     assert len({row[3] for row in uninterrupted["records"]}) > 0.9 * NUM_STEPS
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kill", KILL_POINTS, ids=lambda kill: f"{kill[0]}{kill[1]}")
 def test_a_run_that_is_killed_anywhere_ends_with_the_same_bits(kill, uninterrupted, tmp_path):
     folder = tmp_path / "kept"
@@ -49,6 +50,7 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_bits(kill, uninterrupt
     assert finished(folder, tmp_path / "result.json") == uninterrupted
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_twenty_times_ends_with_the_same_bits(uninterrupted, tmp_path):
@@ -70,6 +72,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
 def test_any_source_of_batches_goes_on_where_it_was(data, tmp_path):
     run = {"data": data, "checkpoint_frequency": 10, "max_steps": 50}  # of 12 batches a pass
