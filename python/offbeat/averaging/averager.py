@@ -104,7 +104,8 @@ class AsyncModelAverager:
             them meet in `flush`. With ``"tcp"`` it is refused.
         overlap: When a round ends: True: after the iteration in which the others' models have come, and
             before the next round begins; a number: so many iterations after it began, waiting if need be,
-            which makes a run repeatable; False: where it began, as synchronous training does.
+            which makes a run in a process group repeatable (a server adds in the order of arrival); False:
+            where it began, as synchronous training does.
         process_group: The members, in place of torch's default group; False: alone, whatever there is.
         server_address: The server's "HOST:PORT", with ``"tcp"``, as `offbeat server` says it. None:
             ``OFFBEAT_SERVER``; else one that rank 0 starts, and that ends with it, at ``MASTER_ADDR`` and
