@@ -1,5 +1,6 @@
 """What every test runs under: one thread per library, no settings from the shell, bounded random search."""
 
+import functools
 import os
 import random
 import signal
@@ -36,21 +37,35 @@ def pytest_addoption(parser):
     )
 
 
+def chosen(config, items, number):
+    """So many of a list, in its order, by `--fault-seed`; all of them with `--every-fault`."""
+    if config.getoption("--every-fault"):
+        return items
+    numbers = random.Random(config.getoption("--fault-seed"))  # noqa: S311  nobody is to guess it
+    return [items[place] for place in sorted(numbers.sample(range(len(items)), min(number, len(items))))]
+
+
+@pytest.fixture
+def some_of(request):
+    """Choose so many of what one test goes through: `some_of(items, number)`."""
+    return functools.partial(chosen, request.config)
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out the cases of `sampled` tests that are not chosen; one that is asked for by name is run."""
-    if config.getoption("--every-fault") or any("::" in argument for argument in config.args):
+    if any("::" in argument for argument in config.args):
         return
     cases = defaultdict(list)
     for item in items:
         if (marker := item.get_closest_marker("sampled")) is not None:
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
-    numbers = random.Random(config.getoption("--fault-seed"))  # noqa: S311  nobody is to guess it
-    left_out = set()
-    for (_, number), found in cases.items():
-        chosen = numbers.sample(found, min(number, len(found)))
-        left_out |= {item.nodeid for item in found} - {item.nodeid for item in chosen}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    left_out = {
+        item
+        for (_, number), found in cases.items()
+        for item in {*found}.difference(chosen(config, found, number))
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 RunPython = Callable[..., str]
