@@ -1,5 +1,6 @@
 """`offbeat server --checkpoint-dir`: the same command goes on, whatever ended the one before."""
 
+import json
 import signal
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import offbeat
+from offbeat._offbeat import fetch_status
 from support.command import command
 from support.waiting import wait_for
 
@@ -107,3 +109,31 @@ def test_after_a_restart_nobody_is_waited_for_longer_than_was_said_and_who_is_mi
     if has_one_finished:
         missing = "the work is done without a worker that was lost worker=there"
     assert missing in server.said
+
+
+def test_what_was_done_is_kept_when_all_have_gone_though_no_checkpoint_was_due(tmp_path):
+    model, kept, saved = tmp_path / "model.safetensors", tmp_path / "kept", tmp_path / "saved.safetensors"
+    save_file(ZEROS, model)
+    arguments = [
+        "--model",
+        str(model),
+        "--optimizer",
+        "SGD(lr=1.0)",
+        "--checkpoint-dir",
+        str(kept),
+        "--port",
+        "0",
+    ]
+    with command("server", *arguments, "--keep-running") as server:
+        address = server.line("OFFBEAT_SERVER=").split("OFFBEAT_SERVER=")[1].split()[0]
+        with offbeat.Client(address) as client:
+            client.pull()
+            assert [client.push(ONES).version for _ in range(3)] == [1, 2, 3]
+            assert client.status()["checkpoints"]["version"] == 0  # a thousand are between two
+        wait_for(lambda: json.loads(fetch_status(address, None, 10.0))["checkpoints"]["version"] == 3)
+        server.signal(signal.SIGKILL)
+        server.ends()
+    ended = ["--save", str(saved), "--linger", "0.1", "--rejoin-grace", "0.1"]
+    with command("server", *arguments, *ended) as server:
+        assert server.ends() == 0, server.said  # and not 8: its work was done
+    assert (load_file(saved)["w"] == -3).all()

@@ -87,7 +87,7 @@ impl Cut {
         let fragments = 0..store.layout.fragments.len();
         let reader; // let go of after the registry's lock
         let registry = store.registry();
-        let (run, comings_and_goings) = (registry.run.clone(), registry.comings_and_goings);
+        let (run, attendance) = (registry.run.clone(), registry.attendance());
         let mut book = match store.transaction() {
             Transaction::Fragment => {
                 let book = registry.book(self.line);
@@ -105,12 +105,7 @@ impl Cut {
         if roots.iter().any(|root| root.term != book.term) {
             return None;
         }
-        book.note_reached(&store.layout, &roots).then_some(StoreState {
-            book,
-            comings_and_goings,
-            run,
-            roots,
-        })
+        book.note_reached(&store.layout, &roots).then_some(StoreState { book, attendance, run, roots })
     }
 }
 

@@ -43,7 +43,7 @@ pub use model::{ModelRole, StagedFragment};
 pub use push::{Admission, OpenPush, PushHead, PushRecord};
 pub use reader::{Reader, Turn};
 pub use receipt::{Fate, Receipt};
-pub use registry::{Full, MAX_WORKERS};
+pub use registry::{Attendance, Full, MAX_WORKERS};
 pub use rejoin::{Claim, NoWayBack, Rejoin, Standing, Unsettled};
 pub use resume::{Life, ResumeError, ResumedFragment, StoreState};
 pub use root::Root;
@@ -187,10 +187,10 @@ impl Store {
         self.registry().term
     }
 
-    /// How often somebody came, went or was given up; see [`StoreState::comings_and_goings`].
+    /// Who is there.
     #[must_use]
-    pub fn comings_and_goings(&self) -> u64 {
-        self.registry().comings_and_goings
+    pub fn attendance(&self) -> Attendance {
+        self.registry().attendance()
     }
 
     /// Updates ticketed.

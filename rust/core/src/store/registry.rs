@@ -50,6 +50,17 @@ pub(super) enum Ruling {
     Settled(Receipt),
 }
 
+/// Who is there, as far as a checkpoint has to tell it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attendance {
+    /// How often somebody came, went or was given up in this life.
+    pub comings_and_goings: u64,
+    /// How many of these were for good: the work was done, or its end was told.
+    pub goodbyes: u64,
+    /// Whether a worker has a place that it was not found away from.
+    pub is_anybody_here: bool,
+}
+
 pub(super) struct Registry {
     pub(super) term: u64,
     pub(super) version: u64,
@@ -61,8 +72,9 @@ pub(super) struct Registry {
     /// Updates of which workers had been told, and which the checkpoint that was gone on from did not have.
     pub(super) lost_updates: u64,
     pub(super) slots: Vec<Option<Slot>>,
-    /// How often somebody came, went or was given up in this life.
+    /// In this life, as [`Attendance`] has them.
     pub(super) comings_and_goings: u64,
+    pub(super) goodbyes: u64,
     pub(super) max_workers: usize,
     /// The newest incarnation that has a slot or had one, or was issued in a life before.
     pub(super) last_incarnation: u32,
@@ -85,6 +97,7 @@ impl Registry {
             lost_updates: 0,
             slots: Vec::new(),
             comings_and_goings: 0,
+            goodbyes: 0,
             max_workers: max_workers.min(MAX_WORKERS),
             last_incarnation: 0,
             last_forgotten: 0,
@@ -184,6 +197,15 @@ impl Registry {
         if let Some(slot) = self.slot(key) {
             slot.whereabouts = to;
             self.comings_and_goings += 1;
+            self.goodbyes += u64::from(matches!(to, Whereabouts::Left | Whereabouts::Finished));
+        }
+    }
+
+    pub(super) fn attendance(&self) -> Attendance {
+        Attendance {
+            comings_and_goings: self.comings_and_goings,
+            goodbyes: self.goodbyes,
+            is_anybody_here: self.slots.iter().flatten().any(|slot| slot.whereabouts == Whereabouts::Here),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::block::{Block, Pool};
 use super::book::{Book, BookError};
-use super::registry::Registry;
+use super::registry::{Attendance, Registry};
 use super::root::{OptimizerState, Root};
 use super::ticket::Run;
 use super::{Store, StoreConfig};
@@ -14,8 +14,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct StoreState {
     pub book: Book,
-    /// [`Store::comings_and_goings`] when the book was written.
-    pub comings_and_goings: u64,
+    /// [`Store::attendance`] when the book was written.
+    pub attendance: Attendance,
     /// What the book's run is resolved to.
     pub run: Option<Arc<Run>>,
     /// By fragment.

@@ -7,7 +7,7 @@ use super::membership::Standing;
 use crate::checkpoint::{Directory, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
-use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
+use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
 use offbeat_core::table::TensorTable;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Before what the workers have agreed on anew is worth a checkpoint of its own: it may change once a second.
+/// Before what the workers have agreed on anew, or that one has gone for good, is worth a checkpoint of its own: it may
+/// change once a second.
 const CHANGED: Duration = Duration::from_secs(10);
+/// From checkpoint to checkpoint where nobody is there: whoever has gone is not to find his work undone.
+const DESERTED: Duration = Duration::from_secs(1);
 
 /// The checkpoints of a running server.
 pub(super) struct Checkpoints {
@@ -43,14 +46,20 @@ pub(super) struct News {
 #[derive(Clone, Debug)]
 struct Written {
     path: PathBuf,
-    term: u64,
-    version: u64,
+    what: What,
     /// Whether nothing was under way.
     whole: bool,
-    agreed: Agreed,
-    comings_and_goings: u64,
     at: Instant,
     took: Duration,
+}
+
+/// What a checkpoint has of the model and of the run, as far as another one may be due for it.
+#[derive(Clone, Debug, PartialEq)]
+struct What {
+    term: u64,
+    version: u64,
+    agreed: Agreed,
+    attendance: Attendance,
 }
 
 /// As the status shows it.
@@ -218,27 +227,23 @@ impl Checkpoints {
             directory: self.path.display().to_string(),
             every: self.every.to_string(),
             path: last.map(|last| last.path.display().to_string()),
-            version: last.map(|last| last.version),
+            version: last.map(|last| last.what.version),
             age_s: last.map(|last| now.saturating_duration_since(last.at).as_secs_f64()),
             write_s: last.map(|last| last.took.as_secs_f64()),
             failed,
         }
     }
 
-    /// Whether it is time for the next one: also when the workers have agreed on something else, which is rare.
-    pub(super) fn is_due(&self, store: &Store, agreed: &Agreed, is_last: bool) -> bool {
+    /// Whether it is time for the next one.
+    pub(super) fn is_due(&self, store: &Store, agreed: Agreed, is_last: bool) -> bool {
         let news = lock(&self.news);
         let Some(last) = &news.last else { return true };
         let (term, version) = (store.term(), store.version());
-        let is_new = (term, version) != (last.term, last.version);
-        match self.every {
-            _ if is_last && (is_new || !last.whole) => true,
-            // Who has said goodbye is not to be waited for in the next life.
-            _ if is_last => *agreed != last.agreed || store.comings_and_goings() != last.comings_and_goings,
-            _ if term != last.term => true,
-            _ if *agreed != last.agreed && last.at.elapsed() >= CHANGED => true,
-            Every::Versions(number) => version.saturating_sub(last.version) >= number,
-            Every::Time(time) => is_new && last.at.elapsed() >= time,
+        let now = What { term, version, agreed, attendance: store.attendance() };
+        if is_last {
+            !last.whole || differs(&now, &last.what)
+        } else {
+            is_due(self.every, &now, &last.what, last.at.elapsed())
         }
     }
 
@@ -246,7 +251,7 @@ impl Checkpoints {
     pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, is_last: bool) -> bool {
         let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
-        let (agreed, comings_and_goings) = (run.agreed.clone(), state.comings_and_goings);
+        let what = What { term, version, agreed: run.agreed.clone(), attendance: state.attendance };
         let saved = match lock(&self.directory).as_mut() {
             None => return true, // the server has stopped, and this was written before
             Some(directory) => directory.save(store, state, run),
@@ -260,7 +265,7 @@ impl Checkpoints {
                     took = ?Duration::from_millis(u64::try_from(took.as_millis()).unwrap_or(u64::MAX)),
                     "a checkpoint is written"
                 );
-                let last = Some(Written { path, term, version, whole, agreed, comings_and_goings, at, took });
+                let last = Some(Written { path, what, whole, at, took });
                 *lock(&self.news) = News { last, failed: None };
                 true
             }
@@ -288,7 +293,79 @@ impl Checkpoints {
     }
 }
 
+/// Whether one has something that the other has not.
+fn differs(now: &What, last: &What) -> bool {
+    let parts = |what: &What| (what.term, what.version, what.attendance.comings_and_goings);
+    parts(now) != parts(last) || now.agreed != last.agreed
+}
+
+/// Whether a checkpoint is due in mid-run, so long after the last one. Besides those that were asked for: at once when all
+/// values were replaced; soon when workers have agreed on something else, or one has gone for good, whom the next life is
+/// not to wait for; and when nobody is there, so that what was done is kept although nothing more comes.
+fn is_due(every: Every, now: &What, last: &What, elapsed: Duration) -> bool {
+    let has_changed = now.agreed != last.agreed || now.attendance.goodbyes != last.attendance.goodbyes;
+    let is_deserted = !now.attendance.is_anybody_here && differs(now, last);
+    now.term != last.term
+        || has_changed && elapsed >= CHANGED
+        || is_deserted && elapsed >= DESERTED
+        || match every {
+            Every::Versions(number) => now.version.saturating_sub(last.version) >= number,
+            Every::Time(time) => now.version != last.version && elapsed >= time,
+        }
+}
+
 fn is_whole(state: &StoreState) -> bool {
     let mut answers = state.book.workers.iter().flat_map(|page| &page.recent);
     !answers.any(|(_, answer)| matches!(answer, Answer::Unfinished(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const RARELY: Every = Every::Versions(1000);
+
+    fn what() -> What {
+        let attendance = Attendance { comings_and_goings: 4, goodbyes: 1, is_anybody_here: true };
+        What { term: 2, version: 500, agreed: Agreed::default(), attendance }
+    }
+
+    fn pushed(number: u64) -> What {
+        What { version: what().version + number, ..what() }
+    }
+
+    #[test]
+    fn it_is_due_as_often_as_was_asked_for() {
+        assert!(!is_due(RARELY, &pushed(999), &what(), 100 * SECOND));
+        assert!(is_due(RARELY, &pushed(1000), &what(), Duration::ZERO));
+        assert!(!is_due(Every::Time(30 * SECOND), &pushed(1), &what(), 29 * SECOND));
+        assert!(is_due(Every::Time(30 * SECOND), &pushed(1), &what(), 30 * SECOND));
+        assert!(!is_due(Every::Time(30 * SECOND), &what(), &what(), 100 * SECOND), "nothing is new");
+        assert!(is_due(RARELY, &What { term: 3, ..what() }, &what(), Duration::ZERO));
+    }
+
+    #[test]
+    fn where_nobody_is_there_all_that_is_new_is_kept() {
+        let deserted =
+            |now: What| What { attendance: Attendance { is_anybody_here: false, ..now.attendance }, ..now };
+        for every in [RARELY, Every::Time(30 * SECOND)] {
+            assert!(!is_due(every, &pushed(1), &what(), 20 * SECOND), "somebody is there");
+            assert!(is_due(every, &deserted(pushed(1)), &what(), SECOND));
+            assert!(!is_due(every, &deserted(pushed(1)), &what(), SECOND / 2));
+            assert!(!is_due(every, &deserted(what()), &what(), 100 * SECOND), "nothing is new");
+            let went = Attendance { comings_and_goings: 5, ..what().attendance };
+            assert!(is_due(every, &deserted(What { attendance: went, ..what() }), &what(), SECOND));
+        }
+    }
+
+    #[test]
+    fn a_goodbye_is_kept_soon_and_a_coming_with_the_next() {
+        let came = Attendance { comings_and_goings: 5, ..what().attendance };
+        let went = Attendance { comings_and_goings: 5, goodbyes: 2, ..what().attendance };
+        assert!(is_due(RARELY, &What { attendance: went, ..what() }, &what(), CHANGED));
+        assert!(!is_due(RARELY, &What { attendance: went, ..what() }, &what(), CHANGED / 2));
+        assert!(!is_due(RARELY, &What { attendance: came, ..what() }, &what(), 100 * SECOND));
+        assert!(differs(&What { attendance: came, ..what() }, &what()), "the last one has it");
+    }
 }

@@ -54,7 +54,7 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
         let is_time = is_last || Instant::now() >= not_before;
         let is_due = |model: &&Arc<Model>| {
             let agreed = shared.agreement().agreed();
-            checkpoints.is_due(&model.store, &agreed, is_last)
+            checkpoints.is_due(&model.store, agreed, is_last)
         };
         if let Some(model) = shared.model.get().filter(|_| is_time).filter(is_due) {
             if is_last {
