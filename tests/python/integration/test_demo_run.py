@@ -16,7 +16,7 @@ from offbeat.errors import StateError
 from support.command import command
 
 # Most of the time is torch being imported by five processes.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(150)]
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")

@@ -32,7 +32,7 @@ from support.fault_plan import Blackhole, Bytes, Hold, inside, plan
 from support.fault_proxy import FaultProxy
 
 # Each run starts a process with torch, and the server takes ten seconds to give a silent peer up.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(240)]
 
 DEADLINE_S = 60
 PACE_S = 0.1
