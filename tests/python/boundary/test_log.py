@@ -1,6 +1,7 @@
 """What the server has to say, in `logging` where that is set up, and never lost at the end."""
 
 import logging
+import socket
 
 import numpy as np
 import pytest
@@ -41,6 +42,34 @@ def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(ca
     (said,) = refused()
     assert "peer=127.0.0.1:" in said
     assert "token" in said.split("error=")[1]
+
+
+def test_a_flood_hides_no_wrong_token_and_is_counted_where_the_server_stops_in_it(caplog):
+    flood, told, word, wrong = 27, 20, "right, and long enough", "wrong"
+
+    def refused(of=""):
+        said = [r.getMessage() for r in list(caplog.records)]
+        return [text for text in said if "a connection did not get in" in text and of in text]
+
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, token=word, host="127.0.0.1") as server,
+    ):
+        host, _, port = server.address.rpartition(":")
+        for _ in range(flood):
+            with socket.create_connection((host, int(port)), timeout=20) as scan:
+                scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                scan.settimeout(20)
+                assert scan.recv(1) == b""  # it is refused before the next one comes
+        wait_for(lambda: len(refused("GET")) == told)
+        with pytest.raises(offbeat.errors.AuthenticationError):
+            offbeat.Client(server.address, token=wrong)
+        wait_for(lambda: refused("token"))
+        assert not [r for r in caplog.records if "more connections" in r.getMessage()]
+    assert ["are counted" in text for text in refused("GET")] == [False] * (told - 1) + [True]
+    (more,) = [r.getMessage() for r in caplog.records if "more connections did not get in" in r.getMessage()]
+    assert f"connections={flood - told} " in more
+    assert "not what a worker says" in more
 
 
 def test_waiting_for_nobody_is_announced(caplog, run_python):
