@@ -86,7 +86,11 @@ def test_waiting_for_nobody_is_announced(caplog, run_python):
         )
         assert server.wait_for_workers(2)
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    (lost,) = [i for i, text in enumerate(said) if "1 lost: waiting up to 5 s for them" in text]
+    (lost,) = [
+        i
+        for i, text in enumerate(said)
+        if "1 lost: waiting up to 5 s for them, then 0.3 s for anybody" in text
+    ]
     (gone,) = [
         i
         for i, text in enumerate(said)
