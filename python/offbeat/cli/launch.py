@@ -201,7 +201,14 @@ def _workers(
         for local_rank in range(arguments.workers)
     ]
     command = [sys.executable, str(arguments.script), *arguments.arguments]
-    return Processes(command, variables, signals, background, first_rank=arguments.first_rank)
+    return Processes(
+        command,
+        variables,
+        signals,
+        background,
+        first_rank=arguments.first_rank,
+        shows_interrupts=arguments.debug,
+    )
 
 
 def _finish_output(workers: Processes, background: Background) -> ExitCode:
