@@ -200,6 +200,26 @@ def test_the_traceback_of_an_interrupt_that_is_not_launchs_is_shown(script):
     assert "[0] KeyboardInterrupt" in launch.said
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_workers_end_with_a_launch_that_is_killed(script, tmp_path):
+    ended = tmp_path / "ended"
+    os.mkfifo(ended)
+    train = script(
+        """
+        import signal, sys, threading
+        file = open(sys.argv[1], "w")
+        signal.signal(signal.SIGTERM, lambda *_: (file.write("SIGTERM"), sys.exit()))
+        print("ready", sys.argv[0])
+        threading.Event().wait()
+        """
+    )
+    with command("launch", "--workers", "1", train, str(ended)) as launch, ended.open() as told:
+        assert launch.line("ready").split()[-1] == str(train)
+        launch.signal(signal.SIGKILL)
+        assert launch.ends() == -signal.SIGKILL
+        assert told.read() == "SIGTERM"
+
+
 CLEANING_UP = """
     import sys, threading
     try:
