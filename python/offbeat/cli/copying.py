@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TextIO
 
+from offbeat.cli.interrupts import Sieve
 from offbeat.cli.say import descriptor, write_all
 
 __all__ = ["READER_S", "Copy", "Output"]
@@ -136,13 +137,22 @@ class Copy(threading.Thread):
         output: To write to.
         prefix: What each line begins with.
         has_bar: Whether a bar is shown as it moves; else as it is when its line ends.
+        is_interrupted: Whether a traceback of KeyboardInterrupt says nothing new, and is left out.
 
     Attributes:
         last_line: The process's own last line that said something.
         is_done: Set when all is copied that the process itself wrote.
     """
 
-    def __init__(self, descriptor: int, output: Output, prefix: bytes, *, has_bar: bool = True) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        output: Output,
+        prefix: bytes,
+        *,
+        has_bar: bool = True,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(daemon=True)
         self.last_line = ""
         self.is_done = threading.Event()
@@ -150,6 +160,7 @@ class Copy(threading.Thread):
         self._output = output
         self._prefix = prefix
         self._has_bar = has_bar
+        self._sieve = Sieve(is_interrupted)
         self._state: bytes | None = None  # of a line that has begun
         self._is_bar_unshown = False
         self._hears, self._tells = os.pipe()
@@ -227,11 +238,17 @@ class Copy(threading.Thread):
         self._is_bar_unshown = False
         if rest:
             self._write(bytes(rest) + b"\n")
+        for line in self._sieve.rest():
+            self._pass_on(line)
 
     def _write(self, line: bytes) -> None:
         said = CONTROL.sub(b"", line).strip()
         if said and not self.is_done.is_set():
             self.last_line = said.decode(errors="replace")
+        for passed in self._sieve.pass_on(line):
+            self._pass_on(passed)
+
+    def _pass_on(self, line: bytes) -> None:
         if not self._has_bar:
             line = self._at_its_end(line)
         elif not line.endswith(b"\n"):  # a carriage return follows it: it is a bar, whatever it began with

@@ -35,6 +35,18 @@ __all__ = ["add_arguments", "environment", "run", "usable_cores"]
 
 TOKEN_BYTES = 16
 
+ENDING_WITH_US = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGTERM = 1, 15
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM)
+if os.getppid() == int(sys.argv[1]):  # else it has ended before that
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes a program that the system sends SIGTERM when what has started it has ended, however that was.
+
+In a process of its own, since what runs between fork and exec may take no lock that a thread of ours has.
+"""
+
 
 def add_arguments(parser: Parser) -> None:
     """Say what the command takes."""
@@ -201,7 +213,16 @@ def _workers(
         for local_rank in range(arguments.workers)
     ]
     command = [sys.executable, str(arguments.script), *arguments.arguments]
-    return Processes(command, variables, signals, background, first_rank=arguments.first_rank)
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", ENDING_WITH_US, str(os.getpid()), *command]
+    return Processes(
+        command,
+        variables,
+        signals,
+        background,
+        first_rank=arguments.first_rank,
+        shows_interrupts=arguments.debug,
+    )
 
 
 def _finish_output(workers: Processes, background: Background) -> ExitCode:

@@ -54,7 +54,11 @@ class Ended:
 
 
 class Processes:
-    """Runs one command several times; used as a context manager, at whose end none of them is left."""
+    """Runs one command several times; used as a context manager, at whose end none of them is left.
+
+    They are ended by SIGINT. The tracebacks that Python prints of that are not copied, unless
+    `shows_interrupts`: of several processes they would hide what each says of its end.
+    """
 
     def __init__(
         self,
@@ -64,11 +68,13 @@ class Processes:
         background: Background,
         *,
         first_rank: int = 0,
+        shows_interrupts: bool = False,
     ) -> None:
         self._command = command
         self._environments = environments
         self._signals = signals
         self._first_rank = first_rank
+        self._shows_interrupts = shows_interrupts
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_ending = False
         self._at_last = contextlib.ExitStack()
@@ -150,7 +156,13 @@ class Processes:
         prefix = f"[{rank:{self._width}}] ".encode()
         is_first = index == 0  # there is one line at the bottom, and in a file none
         copies = [
-            Copy(number, output, prefix, has_bar=is_first and output.is_terminal)
+            Copy(
+                number,
+                output,
+                prefix,
+                has_bar=is_first and output.is_terminal,
+                is_interrupted=lambda: self._is_ending and not self._shows_interrupts,
+            )
             for number, output in ((out, self._out), (errors, self._err))
         ]
         try:

@@ -132,7 +132,7 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
             try:
                 with signals.raised():
                     with suppress(OSError):  # workers come, whether or not anybody reads how
-                        print(_welcome(server, has_token=bool(token), made_up=made_up), end="", flush=True)
+                        print(_welcome(server, token=token, made_up=made_up), end="", flush=True)
                     if arguments.keep_running:
                         while not forever.wait(LOOK_S):
                             pass
@@ -148,7 +148,8 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
     return code
 
 
-def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -> str:
+def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None) -> str:
+    has_token, in_environment = bool(token), token == os.environ.get("OFFBEAT_TOKEN")
     address = server.address
     lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
     if is_local(address):
@@ -161,4 +162,5 @@ def _welcome(server: ParameterServer, *, has_token: bool, made_up: str | None) -
     if server.metrics_address is not None:
         lines.append(f"Metrics are at http://{server.metrics_address}/metrics.")
     # With its end, in one piece: the log writes to the same terminal.
-    return "\n".join([*lines, join_lines(address, token=made_up, has_token=has_token), ""])
+    joining = join_lines(address, token=made_up, has_token=has_token, in_environment=in_environment)
+    return "\n".join([*lines, joining, ""])

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("offbeat")
+
+GIVEN = "<the secret given as --token>"
+"""In the place of a token that is not shown and that no variable holds."""
 
 OPTIMIZERS: Mapping[str, type[optim.OptimizerSpec]] = {
     cls.__name__: cls
@@ -282,19 +286,23 @@ def not_saved(place: model_file.Place | None, why: str, background: Background) 
     return ExitCode.NOT_SAVED
 
 
-def join_lines(address: str, *, token: str | None, has_token: bool) -> str:
+def join_lines(address: str, *, token: str | None, has_token: bool, in_environment: bool) -> str:
     """Word how a worker joins, for a shell and for Python, each as a line to copy.
 
     Args:
         address: The server's, as other machines reach it.
         token: The token, if it may be shown, which is where we made it up.
         has_token: Whether there is one at all.
+        in_environment: Whether this process's OFFBEAT_TOKEN is the token, so that a shell here knows it, too.
     """
     shell = f"OFFBEAT_SERVER={address} "
     python = f'offbeat.AsyncWorker("{address}", model=model'
-    if has_token:
-        shell += f"OFFBEAT_TOKEN={token or '$OFFBEAT_TOKEN'} "
-        python += f', token="{token}"' if token else ', token=os.environ["OFFBEAT_TOKEN"]'
+    if has_token and in_environment:
+        shell += "OFFBEAT_TOKEN=$OFFBEAT_TOKEN "
+        python += ', token=os.environ["OFFBEAT_TOKEN"]'
+    elif has_token:
+        shell += f"OFFBEAT_TOKEN={shlex.quote(token or GIVEN)} "
+        python += f', token="{token or GIVEN}"'
     shell += "python your_script.py"
     return f"A worker joins from a shell with\n    {shell}\nor in Python with\n    {python})"
 

@@ -1,6 +1,7 @@
 """What the server has to say, in `logging` where that is set up, and never lost at the end."""
 
 import logging
+import socket
 
 import numpy as np
 import pytest
@@ -43,6 +44,34 @@ def test_a_token_that_is_not_the_servers_is_named_in_its_log_with_the_address(ca
     assert "token" in said.split("error=")[1]
 
 
+def test_a_flood_hides_no_wrong_token_and_is_counted_where_the_server_stops_in_it(caplog):
+    flood, told, word, wrong = 27, 20, "right, and long enough", "wrong"
+
+    def refused(of=""):
+        said = [r.getMessage() for r in list(caplog.records)]
+        return [text for text in said if "a connection did not get in" in text and of in text]
+
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, token=word, host="127.0.0.1") as server,
+    ):
+        host, _, port = server.address.rpartition(":")
+        for _ in range(flood):
+            with socket.create_connection((host, int(port)), timeout=20) as scan:
+                scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                scan.settimeout(20)
+                assert scan.recv(1) == b""  # it is refused before the next one comes
+        wait_for(lambda: len(refused("GET")) == told)
+        with pytest.raises(offbeat.errors.AuthenticationError):
+            offbeat.Client(server.address, token=wrong)
+        wait_for(lambda: refused("token"))
+        assert not [r for r in caplog.records if "more connections" in r.getMessage()]
+    assert ["are counted" in text for text in refused("GET")] == [False] * (told - 1) + [True]
+    (more,) = [r.getMessage() for r in caplog.records if "more connections did not get in" in r.getMessage()]
+    assert f"connections={flood - told} " in more
+    assert "not what a worker says" in more
+
+
 def test_waiting_for_nobody_is_announced(caplog, run_python):
     with (
         caplog.at_level(logging.INFO, logger="offbeat"),
@@ -57,7 +86,11 @@ def test_waiting_for_nobody_is_announced(caplog, run_python):
         )
         assert server.wait_for_workers(2)
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    (lost,) = [i for i, text in enumerate(said) if "1 lost: waiting up to 5 s for them" in text]
+    (lost,) = [
+        i
+        for i, text in enumerate(said)
+        if "1 lost: waiting up to 5 s for them, then 0.3 s for anybody" in text
+    ]
     (gone,) = [
         i
         for i, text in enumerate(said)

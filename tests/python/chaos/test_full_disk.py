@@ -91,6 +91,20 @@ def test_a_server_tries_again_by_itself(kept, disk):
     assert kept.resumed(place) == NEW
 
 
+def test_a_start_on_a_full_disk_says_that_room_is_all_it_needs(kept, disk):
+    place = disk / "kept"
+    with kept.about_to_go_on_with(place) as server:
+        before, ballast = whole(place), Ballast(disk)
+        server.process.stdin.write("\n")
+        server.process.stdin.flush()
+        assert server.ends() == 11, server.said
+    assert FULL in server.said
+    assert "the checkpoints there are untouched: make room, and start again" in server.said
+    assert whole(place) == before
+    ballast.go()
+    assert kept.resumed(place) == OLD
+
+
 def test_a_last_checkpoint_that_does_not_fit_is_exit_code_11_and_the_one_before_is_there(kept, disk):
     place = disk / "kept"
     with kept.gone_on_with(place) as server:

@@ -717,6 +717,18 @@ def test_a_token_that_was_given_is_not_shown_and_the_address_is_one_that_others_
             assert client.pull().keys() == ZEROS.keys()
 
 
+@pytest.mark.parametrize("environment", [None, "another", WORD])
+def test_a_token_of_the_command_line_is_not_shown_nor_is_a_variable_that_does_not_hold_it(model, environment):
+    variable = {} if environment is None else {"OFFBEAT_TOKEN": environment}
+    with serving("--model", str(model), "--host", "127.0.0.1", "--token", WORD, **variable) as server:
+        variables, python = joining(server)
+    given = "<the secret given as --token>"
+    said = ("$OFFBEAT_TOKEN", 'os.environ["OFFBEAT_TOKEN"]') if environment == WORD else (given, f'"{given}"')
+    assert variables["OFFBEAT_TOKEN"] == said[0]
+    assert python.endswith(f", token={said[1]})")
+    assert WORD not in server.said
+
+
 def test_without_a_file_the_first_worker_brings_the_model_and_the_run_ends_with_its_samples(tmp_path):
     saved = tmp_path / "trained.safetensors"
     with serving("--save", str(saved), "--max-samples", "8", "--lr-schedule", "linear") as server:

@@ -151,6 +151,75 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
     assert "Traceback" not in launch.said
 
 
+INTERRUPTED = """
+    import threading, offbeat
+    with offbeat.Client(worker_id="w") as client:
+        print("ready")
+        threading.Event().wait()
+    """
+"""A worker that does nothing about Ctrl-C, and says goodbye by its `with`."""
+
+
+@pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["plain", "debug"])
+def test_ctrl_c_shows_no_traceback_of_a_worker_unless_it_is_asked_for(script, debug):
+    with command("launch", *debug, "--workers", "1", script(INTERRUPTED)) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGINT)
+        assert launch.ends() == 130
+    assert ("Traceback" in launch.said) == bool(debug), launch.said
+    assert ("[0] KeyboardInterrupt" in launch.said) == bool(debug), launch.said
+    assert "worker=w incarnation=1 cause=could not begin: KeyboardInterrupt" in launch.said  # its goodbye
+    assert "stopped by SIGINT" in launch.said
+
+
+def test_what_else_goes_wrong_as_a_worker_is_interrupted_is_shown_whole(script):
+    train = script(
+        """
+        import threading
+        try:
+            print("ready")
+            threading.Event().wait()
+        finally:
+            raise ValueError("while cleaning up")
+        """
+    )
+    with command("launch", "--workers", "1", train) as launch:
+        launch.line("ready")
+        launch.signal(signal.SIGINT)
+        assert launch.ends() == 130
+    said = "".join(launch.err)
+    assert said.count("[0] Traceback") == 2, said
+    assert said.index("[0] KeyboardInterrupt") < said.index("[0] ValueError: while cleaning up")
+
+
+def test_the_traceback_of_an_interrupt_that_is_not_launchs_is_shown(script):
+    train = script("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    with command("launch", "--workers", "1", train) as launch:
+        assert launch.ends() == 130
+    assert "[0] Traceback" in launch.said
+    assert "[0] KeyboardInterrupt" in launch.said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_workers_end_with_a_launch_that_is_killed(script, tmp_path):
+    ended = tmp_path / "ended"
+    os.mkfifo(ended)
+    train = script(
+        """
+        import signal, sys, threading
+        file = open(sys.argv[1], "w")
+        signal.signal(signal.SIGTERM, lambda *_: (file.write("SIGTERM"), sys.exit()))
+        print("ready", sys.argv[0])
+        threading.Event().wait()
+        """
+    )
+    with command("launch", "--workers", "1", train, str(ended)) as launch, ended.open() as told:
+        assert launch.line("ready").split()[-1] == str(train)
+        launch.signal(signal.SIGKILL)
+        assert launch.ends() == -signal.SIGKILL
+        assert told.read() == "SIGTERM"
+
+
 CLEANING_UP = """
     import sys, threading
     try:

@@ -18,6 +18,7 @@ import pytest
 from offbeat.cli import copying
 from offbeat.cli.background import MOST_WAITING, Background, LogHandler
 from offbeat.cli.copying import LONGEST_LINE_BYTES, READER_S, Copy, Output
+from offbeat.cli.interrupts import Sieve
 from offbeat.cli.launch import environment, exit_code, usable_cores
 from offbeat.cli.processes import UNKNOWN, Processes
 from offbeat.cli.say import write_all
@@ -35,6 +36,40 @@ def copied(*chunks: bytes, rank: bytes = b"[0] ") -> tuple[bytes, str]:
     os.close(theirs)
     copy.join(20)
     return stream.getvalue(), copy.last_line
+
+
+TRACE = [b"Traceback (most recent call last):\n", b'  File "a.py", line 1\n', b"    f()\n", b"    ~^^\n"]
+INTERRUPT = [*TRACE, b"KeyboardInterrupt\n"]
+FAILURE = [*TRACE, b"ValueError: x\n"]
+HANDLING = [b"\n", b"During handling of the above exception, another exception occurred:\n", b"\n"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        ([b"before\n", *INTERRUPT, b"after\n"], [b"before\n", b"after\n"]),
+        ([*INTERRUPT, *HANDLING, *INTERRUPT], []),
+        ([*INTERRUPT, *INTERRUPT], []),
+        ([*INTERRUPT, b"\n", b"after\n"], [b"\n", b"after\n"]),
+        ([*INTERRUPT, *HANDLING], HANDLING),
+        ([*INTERRUPT, *HANDLING, *FAILURE], None),
+        ([*FAILURE, *HANDLING, *INTERRUPT], None),
+        (FAILURE, None),
+        (TRACE, None),
+        ([*TRACE, b"another process\n", b"KeyboardInterrupt\n"], None),
+        ([b"KeyboardInterrupt\n"], None),
+        ([b"\x1b[1m" + line for line in INTERRUPT], []),
+    ],
+)
+def test_tracebacks_of_an_interrupt_are_left_out_and_nothing_else(lines, left):
+    sieve = Sieve(lambda: True)
+    passed = [one for line in lines for one in sieve.pass_on(line)] + sieve.rest()
+    assert passed == (lines if left is None else left)
+
+
+def test_a_traceback_is_held_back_only_where_it_may_be_left_out():
+    sieve = Sieve(lambda: False)
+    assert [sieve.pass_on(line) for line in INTERRUPT] == [[line] for line in INTERRUPT]
 
 
 def test_two_outputs_on_one_terminal_have_one_bar():

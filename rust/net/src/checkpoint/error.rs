@@ -49,6 +49,20 @@ impl DirectoryError {
         move |cause| Self::Io { doing, path: path.to_owned(), cause }
     }
 
+    /// The same where no checkpoint has been touched yet: with the remedy for a full disk.
+    pub(crate) fn before_any_change(self) -> Self {
+        match self {
+            Self::Io { doing, path, cause }
+                if matches!(cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
+            {
+                let told =
+                    format!("{cause}; the checkpoints there are untouched: make room, and start again");
+                Self::Io { doing, path, cause: io::Error::new(cause.kind(), told) }
+            }
+            other => other,
+        }
+    }
+
     pub(super) fn checkpoint(path: &Path) -> impl FnOnce(CheckpointError) -> Self {
         move |cause| Self::Checkpoint { path: path.to_owned(), cause }
     }

@@ -4,7 +4,7 @@
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
 use super::membership::Standing;
-use crate::checkpoint::{Directory, Watch};
+use crate::checkpoint::{Directory, DirectoryError, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
@@ -161,7 +161,7 @@ impl Checkpoints {
     pub(super) fn begin(&self) -> Result<u32, ServerError> {
         let mut directory = lock(&self.directory);
         let directory = directory.as_mut().ok_or(ServerError::Stopped)?;
-        let last = directory.begin_life(self.life)?;
+        let last = directory.begin_life(self.life).map_err(DirectoryError::before_any_change)?;
         if self.resume == Resume::Never {
             directory.set_all_aside()?;
         }

@@ -43,9 +43,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         spread(&shared, &connections, &watches, &mut balance);
         shared.give_up_the_idle(|data| idle(&connections, &watches, data, now), now);
         let untold = shared.strangers().untold(now);
-        if let Some(connections) = untold {
-            tracing::warn!(connections, "more connections did not get in");
-        }
+        untold.tell();
         let mut members = shared.members();
         let Ticked { lost, stalled, forgotten } = members.tick(config.lease, config.rejoin_grace, now);
         if let Some(model) = shared.model.get() {

@@ -8,6 +8,7 @@ use super::end::End;
 use super::membership::Attached;
 use super::poll;
 use super::shared::{Meter, Shared, is_true};
+use super::strangers::{Cause, Telling};
 use crate::fork::ClosedInChildren;
 use crate::frame::{FrameError, FrameReader, Socket};
 use crate::handshake::{self, frame_refusal, refuse};
@@ -83,17 +84,26 @@ async fn open(shared: Arc<Shared>, data: Arc<[Handle]>, socket: Socket, mut plac
         biased;
         proved = timeout(shared.config.handshake_timeout, handshake) => match proved {
             Ok(Ok(purpose)) => Ok(purpose),
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(_) => Err("it did not prove itself in time".to_owned()),
+            Ok(Err(error)) => Err((Cause::of(&error), error.to_string())),
+            Err(_) => Err((Cause::Unproved, "it did not prove itself in time".to_owned())),
         },
-        () = place.wanted() => Err("it had not proved itself when another needed its place".to_owned()),
+        () = place.wanted() => {
+            Err((Cause::Unproved, "it had not proved itself when another needed its place".to_owned()))
+        }
     };
     let purpose = match proved {
         Ok(purpose) => purpose,
-        Err(error) => {
+        Err((cause, error)) => {
             drop(socket); // before its place is given to another
-            if shared.strangers().tells(Instant::now()) {
-                tracing::warn!(%peer, error, "a connection did not get in");
+            let telling = shared.strangers().came(cause, Instant::now());
+            match telling {
+                Telling::Told => tracing::warn!(%peer, error, "a connection did not get in"),
+                Telling::Last => tracing::warn!(
+                    %peer,
+                    error,
+                    "a connection did not get in; more of its kind are counted, and told in a minute at the latest"
+                ),
+                Telling::Counted => {}
             }
             return;
         }

@@ -59,6 +59,8 @@ pub(super) fn start(
                     () = clock::tick(Arc::clone(&shared)) => {}
                     () = dismissed => {}
                 }
+                let rest = shared.strangers().rest();
+                rest.tell();
             });
         }
     })

@@ -101,9 +101,14 @@ fn announce(pause: Pause) {
             "all workers have gone: the wait is over in {} s unless one comes",
             linger.as_secs_f64()
         ),
-        Pause::Grace { num_lost, grace } => tracing::info!(
+        Pause::Grace { num_lost, grace, linger: Duration::ZERO } => tracing::info!(
             "nobody is there, {num_lost} lost: waiting up to {} s for them",
             grace.as_secs_f64()
+        ),
+        Pause::Grace { num_lost, grace, linger } => tracing::info!(
+            "nobody is there, {num_lost} lost: waiting up to {} s for them, then {} s for anybody",
+            grace.as_secs_f64(),
+            linger.as_secs_f64()
         ),
     }
 }

@@ -20,8 +20,8 @@ pub(in crate::server) enum Pause {
     None,
     /// That nobody comes any more.
     Linger { linger: Duration },
-    /// That lost ones come back, the last of them within that of its loss.
-    Grace { num_lost: usize, grace: Duration },
+    /// That lost ones come back, the last of them within that of its loss; then, for so long, that anybody comes.
+    Grace { num_lost: usize, grace: Duration, linger: Duration },
 }
 
 /// Bounds for [`Members::outcome`].
@@ -57,13 +57,9 @@ impl Members {
         if over {
             return Outcome::Done;
         }
-        let all_lost = self.bygone.num_lost == self.bygone.num
-            && self.by_id.values().all(|m| m.state == State::Lost)
-            && !self.by_id.values().all(|m| m.was_away);
         // That of the lost has passed, or they would be there: the sum is a time.
         let gone = |m: &Member| if m.state == State::Lost { m.since + patience.grace(m) } else { m.since };
-        // Where all are lost, their grace was the wait for one that comes in their place.
-        let alone = if all_lost {
+        let alone = if self.are_all_lost() {
             self.last_withdrawn
         } else {
             self.by_id.values().map(gone).chain(self.last_withdrawn).max()
@@ -85,10 +81,22 @@ impl Members {
         }
         let missed = |m: &&Member| m.state == State::Lost && now.duration_since(m.since) < patience.grace(m);
         let graces = || self.by_id.values().filter(missed).map(|m| patience.grace(m));
+        let linger = self.linger(patience);
         match graces().max() {
-            None => Pause::Linger { linger: self.linger(patience) },
-            Some(grace) => Pause::Grace { num_lost: graces().count(), grace },
+            None => Pause::Linger { linger },
+            Some(grace) => {
+                let linger = if self.are_all_lost() { Duration::ZERO } else { linger };
+                Pause::Grace { num_lost: graces().count(), grace, linger }
+            }
         }
+    }
+
+    /// Whether all are lost, and somebody is whom it is waited for: then their grace is the wait for one that comes in
+    /// their place, too.
+    fn are_all_lost(&self) -> bool {
+        self.bygone.num_lost == self.bygone.num
+            && self.by_id.values().all(|m| m.state == State::Lost)
+            && !self.by_id.values().all(|m| m.was_away)
     }
 
     /// How long nobody must be there. Who is to come after a restart takes longer than the next of those that come and go.

@@ -239,9 +239,42 @@ async fn what_is_waited_for_when_nobody_is_there_is_known() {
     assert_eq!(members.pause(3, PATIENCE, start), Pause::None, "a third one is waited for");
     assert_eq!(
         members.pause(2, PATIENCE, start + seconds(59)),
-        Pause::Grace { num_lost: 1, grace: PATIENCE.rejoin_grace }
+        Pause::Grace { num_lost: 1, grace: PATIENCE.rejoin_grace, linger: PATIENCE.linger }
     );
     assert_eq!(members.pause(2, PATIENCE, start + seconds(60)), LINGER);
+}
+
+#[tokio::test]
+async fn the_wait_that_is_announced_is_the_one_that_is_waited() {
+    for (others_finished, graces) in [(true, 1), (false, 1), (true, 5), (false, 5)] {
+        let start = Instant::now();
+        let mut members = if graces == 1 {
+            let mut members = Members::new(FIRST);
+            let (lost, other) = (join(&mut members, "a", start), join(&mut members, "b", start));
+            members.lost(lost, "killed", start);
+            if others_finished {
+                members.goodbye(other, &Parting::Finished, start);
+            } else {
+                members.lost(other, "killed", start);
+            }
+            members
+        } else {
+            let mut members = Members::new(Life { term: 2, last_incarnation: 9 });
+            let other = if others_finished { Standing::Finished } else { Standing::There };
+            members.expect("a", key(1), Standing::There, start);
+            members.expect("b", key(2), other, start);
+            members
+        };
+        let Pause::Grace { grace, linger, .. } = members.pause(1, PATIENCE, start) else {
+            panic!("nobody is there, and one is lost")
+        };
+        assert_eq!(grace, PATIENCE.rejoin_grace * graces);
+        assert_eq!(linger.is_zero(), !others_finished);
+        members.tick(LEASE, PATIENCE.rejoin_grace, start + grace);
+        let outcome_in = |wait: Duration| members.outcome(1, PATIENCE, false, start + wait);
+        assert_eq!(outcome_in((grace + linger).saturating_sub(Duration::from_millis(1))), Outcome::Waiting);
+        assert_ne!(outcome_in(grace + linger), Outcome::Waiting);
+    }
 }
 
 #[tokio::test]
@@ -673,7 +706,8 @@ async fn after_a_restart_those_of_the_life_before_are_waited_for_longer() {
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(59)), Outcome::Waiting);
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(60)), Outcome::Done);
     members.expect("a", key(2), Standing::There, start);
-    assert_eq!(all_gone(&members, 299), Pause::Grace { num_lost: 1, grace });
+    let linger = PATIENCE.rejoin_grace; // as announced: a newcomer still needs longer
+    assert_eq!(all_gone(&members, 299), Pause::Grace { num_lost: 1, grace, linger });
     assert_eq!(members.outcome(1, PATIENCE, false, start + seconds(299)), Outcome::Waiting);
     let over = start + grace + PATIENCE.rejoin_grace;
     assert_eq!(members.outcome(1, PATIENCE, false, over), Outcome::Done);
