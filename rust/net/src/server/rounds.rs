@@ -213,6 +213,14 @@ impl Rounds {
         }
     }
 
+    /// The server stood still for so long: that time is taken out of every grace, and of what a push took.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        let entered = self.open.values_mut().map(|(_, since)| since);
+        for since in entered.chain(self.closed.values_mut().map(|closed| &mut closed.since)) {
+            *since = (*since + standstill).min(now);
+        }
+    }
+
     /// A look at the clock.
     pub(super) fn tick(&mut self, now: Instant) {
         self.close_if_due(now);

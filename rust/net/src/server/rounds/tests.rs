@@ -103,6 +103,30 @@ fn who_is_slow_is_in_the_next_round_once_the_grace_has_passed() {
 }
 
 #[test]
+fn a_standstill_of_the_server_is_taken_out_of_the_grace_and_of_what_a_push_took() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], start);
+    rounds.enters(1, within(5), start);
+    rounds.enters(2, work(1.0), start + seconds(3));
+    rounds.excuse(seconds(60), start + seconds(62));
+    assert_eq!(rounds.deadline(), Some(start + seconds(65)), "it had 3 of 5 left");
+    rounds.tick(start + seconds(64));
+    assert_eq!(rounds.enters(3, work(1.0), start + seconds(64)).unwrap().members, 3);
+    rounds.excuse(seconds(60), start + seconds(125));
+    rounds.gather(1, 2, start + seconds(129));
+    assert_eq!(rounds.overdue(seconds(1)), [(2, seconds(50)), (3, seconds(50))], "it took 5");
+}
+
+#[test]
+fn who_enters_after_a_standstill_and_before_it_is_seen_has_the_whole_grace() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2], start);
+    rounds.enters(1, within(5), start + seconds(60));
+    rounds.excuse(seconds(60), start + seconds(61));
+    assert_eq!(rounds.deadline(), Some(start + seconds(66)), "from now on, and from nothing later");
+}
+
+#[test]
 fn a_round_is_over_when_all_have_gathered_and_that_can_be_asked_again() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
