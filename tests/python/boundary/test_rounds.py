@@ -296,3 +296,5 @@ def test_what_cannot_be_terms_is_refused_naming_all_of_it(join):
     assert all(text in str(refused.value) for text in ("at_least is 0", "terms is 1", "wish is 2"))
     with pytest.raises(ConfigError, match="terms has 1025 bytes: give 1024 at most"):
         join().enter(1, terms="x" * 1025)
+    with pytest.raises(ConfigError, match=r'wish is "a\\nWARNING": give words without control characters'):
+        join().enter(1, wish="a\nWARNING")

@@ -374,4 +374,6 @@ fn who_takes_part_by_other_terms_is_told_both_and_stays_connected() {
     assert_eq!((waits.members, entered.members), (2, 2));
     let long = b.client.enter(&by(&"x".repeat(1025)), &never).unwrap_err();
     assert!(matches!(&long, ClientError::BadInput { message } if message.contains("1025 bytes: give 1024")));
+    let forged = b.client.enter(&by("a\nWARNING server: all is lost"), &never).unwrap_err();
+    assert!(matches!(&forged, ClientError::BadInput { message } if message.contains("\"a\\nWARNING")));
 }
