@@ -359,7 +359,7 @@ class Client(process.Live):
         """Say that this client's push in a round has ended, and wait until every member's has.
 
         Who is lost or leaves is not waited for, nor for long who does nothing. A round that the server does
-        not know, since it was started again, is over.
+        not know, since it was started again, is over, and nothing is told of shares that may be missing.
 
         Args:
             round: The number of the round that was entered.

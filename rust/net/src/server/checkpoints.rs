@@ -10,6 +10,7 @@ use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Life, Store, StoreConfig, StoreState, WorkerKey};
 use offbeat_core::table::TensorTable;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,6 +50,7 @@ struct Written {
     whole: bool,
     agreed: Agreed,
     comings_and_goings: u64,
+    roster: BTreeSet<u32>,
     at: Instant,
     took: Duration,
 }
@@ -82,6 +84,8 @@ pub(super) struct Resumed {
     pub(super) store: Arc<Store>,
     /// Who was in the run, and how it was last known to stand.
     pub(super) workers: Vec<(String, WorkerKey, Standing)>,
+    /// Of those that were there, by incarnation: for whom others waited in rounds.
+    pub(super) roster: BTreeSet<u32>,
 }
 
 /// Takes a directory, and what there is to go on from.
@@ -98,8 +102,9 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
             let (path, run) = (checkpoint.path.clone(), checkpoint.manifest.run.clone());
             let workers = book.workers.iter().map(standing).collect();
+            let roster = roster(&book.workers);
             let store = checkpoint.restore(config.store(), life, &Watch::none())?;
-            Ok((life, Resumed { path, run, store, workers }))
+            Ok((life, Resumed { path, run, store, workers, roster }))
         })?,
     };
     let (life, resumed) = match found {
@@ -136,6 +141,11 @@ fn standing(page: &WorkerPage) -> (String, WorkerKey, Standing) {
         (false, _, false) => Standing::Left,
     };
     (page.worker_id.clone(), WorkerKey { slot: page.slot, incarnation: page.incarnation }, standing)
+}
+
+fn roster(pages: &[WorkerPage]) -> BTreeSet<u32> {
+    let is_in = |page: &&WorkerPage| page.in_rounds && page.present && !page.away;
+    pages.iter().filter(is_in).map(|page| page.incarnation).collect()
 }
 
 /// Nothing is left half changed by a panic: what is on the disk is whole whenever it has its name.
@@ -226,15 +236,25 @@ impl Checkpoints {
     }
 
     /// Whether it is time for the next one: also when the workers have agreed on something else, which is rare.
-    pub(super) fn is_due(&self, store: &Store, agreed: &Agreed, is_last: bool) -> bool {
+    pub(super) fn is_due(
+        &self,
+        store: &Store,
+        agreed: &Agreed,
+        roster: &BTreeSet<u32>,
+        is_last: bool,
+    ) -> bool {
         let news = lock(&self.news);
         let Some(last) = &news.last else { return true };
         let (term, version) = (store.term(), store.version());
         let is_new = (term, version) != (last.term, last.version);
         match self.every {
             _ if is_last && (is_new || !last.whole) => true,
-            // Who has said goodbye is not to be waited for in the next life.
-            _ if is_last => *agreed != last.agreed || store.comings_and_goings() != last.comings_and_goings,
+            // Who has said goodbye is not to be waited for in the next life; who has entered rounds is.
+            _ if is_last => {
+                *agreed != last.agreed
+                    || *roster != last.roster
+                    || store.comings_and_goings() != last.comings_and_goings
+            }
             _ if term != last.term => true,
             _ if *agreed != last.agreed && last.at.elapsed() >= CHANGED => true,
             Every::Versions(number) => version.saturating_sub(last.version) >= number,
@@ -247,6 +267,7 @@ impl Checkpoints {
         let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let (agreed, comings_and_goings) = (run.agreed.clone(), state.comings_and_goings);
+        let roster = roster(&state.book.workers);
         let saved = match lock(&self.directory).as_mut() {
             None => return true, // the server has stopped, and this was written before
             Some(directory) => directory.save(store, state, run),
@@ -260,7 +281,9 @@ impl Checkpoints {
                     took = ?Duration::from_millis(u64::try_from(took.as_millis()).unwrap_or(u64::MAX)),
                     "a checkpoint is written"
                 );
-                let last = Some(Written { path, term, version, whole, agreed, comings_and_goings, at, took });
+                let last =
+                    Written { path, term, version, whole, agreed, comings_and_goings, roster, at, took };
+                let last = Some(last);
                 *lock(&self.news) = News { last, failed: None };
                 true
             }

@@ -48,6 +48,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         }
         let mut members = shared.members();
         let Ticked { lost, stalled, forgotten } = members.tick(config.lease, config.rejoin_grace, now);
+        let have_gone = !lost.is_empty() || !forgotten.is_empty();
         if let Some(model) = shared.model.get() {
             // Under the members' lock: one that comes back meanwhile comes after it.
             lost.iter().filter_map(|(.., key, _)| *key).for_each(|key| model.store.lost(key));
@@ -70,7 +71,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         for Forgotten { connections, .. } in forgotten {
             connections.close(RefusalCode::Timeout, "the worker was not heard of for too long", None);
         }
-        if !lost.is_empty() {
+        if have_gone {
             shared.notify();
         }
     }

@@ -104,7 +104,7 @@ impl Closed {
 /// All rounds of a server.
 #[derive(Debug, Default)]
 pub(super) struct Rounds {
-    /// Who has ever entered, and is there: by incarnation.
+    /// Who has ever entered, and is there, or was in the life before and is expected: by incarnation.
     roster: BTreeSet<u32>,
     /// Who has entered the round that is open, and when.
     open: BTreeMap<u32, (Entry, Instant)>,
@@ -119,6 +119,16 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
+    /// Of a life before: those that were there, who are waited for until they are [lost](Self::lose).
+    pub(super) fn expect(&mut self, roster: BTreeSet<u32>) {
+        self.roster = roster;
+    }
+
+    /// Who is waited for.
+    pub(super) const fn roster(&self) -> &BTreeSet<u32> {
+        &self.roster
+    }
+
     /// A worker has something to give. Its part, once the round has closed; before that `None`, and what it says now
     /// takes the place of what it has said. Who has not gathered is given the part that it has.
     ///
@@ -157,7 +167,7 @@ impl Rounds {
     }
 
     /// A worker's push has ended, however it did. How many shares were missing, once all of the round's have; before that
-    /// `None`. A round that is not known, as of a server's life before, is over: nobody is left to wait for.
+    /// `None`. A round that is not known, as of a server's life before, is over, and how many were is not known: 0.
     pub(super) fn gather(&mut self, incarnation: u32, round: u64, now: Instant) -> Option<u64> {
         let Some(closed) = self.closed.get_mut(&round) else {
             return Some(

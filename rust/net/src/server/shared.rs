@@ -18,7 +18,7 @@ use offbeat_core::wire::message::{
     Attempt, Event, FINISHED_BUDGET, FINISHED_STOPPED, FIRST_TERM, Parting, RefusalCode, Refused, RunConfig,
 };
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -152,7 +152,7 @@ impl Shared {
         let mut rounds = lock(&self.rounds);
         // Whom a server that stops sends away is not missed in a round: nobody is left who could go on with it.
         if rounds.has_members() && !self.is_stopping() {
-            let there = members.heard_ones();
+            let there = members.awaited();
             let now = self.judged(&members, Instant::now());
             rounds.keep(|incarnation| there.contains(&incarnation), now);
         }
@@ -261,6 +261,14 @@ impl Shared {
         }
     }
 
+    /// For whom others are to wait in rounds if another life goes on from here: who is told that all is over does not come.
+    pub(super) fn roster(&self) -> BTreeSet<u32> {
+        if self.is_stopping() && self.ending() == Ending::Finished {
+            return BTreeSet::new();
+        }
+        lock(&self.rounds).roster().clone()
+    }
+
     pub(super) fn rounds_status(&self) -> RoundsStatus {
         lock(&self.rounds).status()
     }
@@ -336,7 +344,7 @@ impl Shared {
 
     /// Goes on from a checkpoint, with what has been agreed on then.
     pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
-        let Resumed { path, run, store, workers } = resumed;
+        let Resumed { path, run, store, workers, roster } = resumed;
         let (term, version) = (store.term(), store.version());
         let mut agreement = self.agreement();
         agreement.resume(run.agreed)?;
@@ -347,6 +355,7 @@ impl Shared {
         for (id, key, state) in workers {
             self.members().expect(&id, key, state, Instant::now());
         }
+        lock(&self.rounds).expect(roster);
         let path = path.display();
         if self.config.checkpoints.as_ref().is_some_and(|kept| kept.resume == Resume::Must) {
             tracing::info!(checkpoint = %path, version, term, "the server goes on from a checkpoint");

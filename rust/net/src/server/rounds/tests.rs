@@ -218,6 +218,18 @@ fn only_those_who_are_there_are_kept() {
 }
 
 #[test]
+fn who_was_there_in_the_life_before_is_waited_for_until_it_comes_or_is_given_up() {
+    let (mut rounds, now) = (Rounds::default(), Instant::now());
+    rounds.expect([1, 2, 3].into());
+    let ends = || Entry { at_work: false, ..work(0.0) };
+    assert_eq!(rounds.enters(1, ends(), now), None, "the others train, as far as anybody knows");
+    rounds.keep(|member| member <= 2, now);
+    assert_eq!(rounds.enters(1, ends(), now), None, "one of them has not been given up");
+    assert_eq!(rounds.enters(2, work(1.0), now).map(|p| (p.round, p.members, p.at_work)), Some((1, 2, 1)));
+    assert_eq!(rounds.enters(1, ends(), now).map(|p| p.at_work), Some(1), "so that it is not the end");
+}
+
+#[test]
 fn no_more_is_remembered_of_rounds_than_their_last() {
     let (mut rounds, now) = (Rounds::default(), Instant::now());
     for round in 1..=2 * MOST_REMEMBERED as u64 {
