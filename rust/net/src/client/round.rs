@@ -42,7 +42,8 @@ pub struct Entered {
     pub members: u32,
     /// How many of these go on after it.
     pub at_work: u32,
-    /// Whether all who take part were in it and wished for the same, which holds from now on.
+    /// Whether what it wished for holds from now on: all who take part were in the round and wished for the same, or it
+    /// had come into force while this worker was away, whose share is 0 then.
     pub agreed: bool,
 }
 

@@ -292,6 +292,50 @@ fn terms_change_after_a_round_in_which_all_who_are_there_wished_for_it() {
 }
 
 #[test]
+fn who_was_away_when_what_it_wishes_for_came_into_force_has_it_from_a_round_to_which_it_gives_nothing() {
+    let now = Instant::now();
+    let both_mean = || {
+        let mut rounds = Rounds::default();
+        rounds.enters(1, by("mean", None), now);
+        assert_eq!(rounds.enters(2, by("mean", None), now), None);
+        rounds.gathers(1, 1);
+        rounds.enters(1, by("mean", None), now);
+        rounds.gathers(1, 2);
+        rounds.gathers(2, 2);
+        rounds
+    };
+    let changes = || by("mean", Some("median"));
+    // It was away when the others agreed, or has lost the answer that said so with its connection.
+    for was_in in [false, true] {
+        let mut rounds = both_mean();
+        if was_in {
+            assert_eq!(rounds.enters(2, changes(), now), None);
+        } else {
+            rounds.lose(2, now);
+        }
+        let part = rounds.enters(1, changes(), now).unwrap();
+        assert_eq!((part.members, part.agreed), (1 + u32::from(was_in), true));
+        rounds.lose(2, now);
+        assert_eq!(rounds.gathers(1, 3), Some(u64::from(was_in)));
+        assert_eq!(rounds.enter(2, by("mean", Some("mode")), now), Err(OtherTerms("median".into())));
+        assert_eq!(rounds.enters(2, changes(), now), None, "the other one is at work");
+        let part = |share| Part { round: 4, share, members: 2, at_work: 2, agreed: true };
+        assert_eq!(rounds.enters(1, by("median", None), now), Some(part(1.0)));
+        assert_eq!(rounds.enters(2, changes(), now), Some(part(0.0)));
+        rounds.gathers(1, 4);
+        rounds.gathers(2, 4);
+        // Where the others go on to wish for something else, it has what it wished for all the same.
+        assert_eq!(rounds.enters(1, by("median", Some("mode")), now), None);
+        assert_eq!(rounds.enters(2, changes(), now).map(|p| (p.share, p.agreed)), Some((0.0, true)));
+        assert_eq!(
+            rounds.enters(1, by("median", None), now).map(|p| (p.share, p.agreed)),
+            Some((1.0, false))
+        );
+        assert_eq!(rounds.terms.as_deref(), Some("median"));
+    }
+}
+
+#[test]
 fn a_round_waits_for_as_many_as_are_asked_for_unless_the_grace_has_passed() {
     let start = Instant::now();
     let three = || Entry { at_least: 3, ..within(5) };
