@@ -333,8 +333,8 @@ class Client(process.Live):
                 the longest that a member gives counts. None: it does not say; where nobody does, as long as
                 it takes.
             at_least: Members that the round is to have, this client among them, unless the grace has passed.
-            terms: By what this client takes part, in words of up to 1024 bytes, which have to be the same in
-                all members. None: it does not say.
+            terms: By what this client takes part, in words of up to 1024 bytes without control characters,
+                which have to be the same in all members. None: it does not say.
             wish: By what it would from the next round on; `Entered.agreed` tells when all do. None: by the
                 same.
 
@@ -359,7 +359,7 @@ class Client(process.Live):
         """Say that this client's push in a round has ended, and wait until every member's has.
 
         Who is lost or leaves is not waited for, nor for long who does nothing. A round that the server does
-        not know, since it was started again, is over.
+        not know, since it was started again, is over, and nothing is told of shares that may be missing.
 
         Args:
             round: The number of the round that was entered.

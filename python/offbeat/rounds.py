@@ -14,7 +14,8 @@ class Entered(NamedTuple):
             all members add up to 1; where nobody has any samples, all are 0.
         members: How many are in the round.
         at_work: How many of these go on after it.
-        agreed: Whether all who take part were in it and wished for the same, which holds from now on.
+        agreed: Whether what this client wished for holds from now on: all who take part were in the round and
+            wished for the same, or it had come into force while this client was away, whose share is 0 then.
     """
 
     round: int

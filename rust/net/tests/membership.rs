@@ -623,13 +623,34 @@ fn what_can_be_no_samples_is_refused_by_the_server_too() {
 
 #[test]
 fn terms_that_are_too_long_are_refused_by_the_server_too() {
+    let refused = refused_terms("x".repeat(MOST_TERMS_BYTES + 1));
+    assert!(refused.contains("1024 bytes") && refused.len() < 300, "{refused}");
+}
+
+#[test]
+fn terms_that_could_forge_a_line_of_a_log_or_a_status_are_refused_and_shown_escaped() {
+    for forged in ["a mean\u{1b}[2J", "a mean\r\nWARNING server: all is lost", "\u{9b}2J"] {
+        let refused = refused_terms(forged.to_owned());
+        assert!(
+            refused.contains(&format!("{forged:?}")) && !refused.contains(char::is_control),
+            "{refused:?}"
+        );
+    }
+}
+
+/// What a worker is told that enters by these, or would from the next round on.
+fn refused_terms(words: String) -> String {
     let server = start(config());
-    let (mut raw, _) = Raw::joined(&server, "a");
-    let terms = Some("x".repeat(MOST_TERMS_BYTES + 1));
-    let (at_least, grace_ms) = (None, None);
-    raw.call(1, &Call::Enter { samples: 1.0, at_work: true, grace_ms, at_least, terms, wish: None });
-    let refused = raw.refused();
-    assert_eq!(refused.code, RefusalCode::Malformed);
-    assert!(refused.message.contains("1024 bytes"), "{refused}");
+    let refused = [(Some(words.clone()), None), (None, Some(words))].map(|(terms, wish)| {
+        let (mut raw, _) = Raw::joined(&server, "a");
+        let (at_least, grace_ms) = (None, None);
+        raw.call(1, &Call::Enter { samples: 1.0, at_work: true, grace_ms, at_least, terms, wish });
+        let refused = raw.refused();
+        assert_eq!(refused.code, RefusalCode::Malformed);
+        refused.message
+    });
     assert_eq!(status(&server)["rounds"]["closed"], 0);
+    let [terms, wish] = refused;
+    assert_eq!(terms, wish);
+    terms
 }

@@ -1,8 +1,10 @@
 """Rounds of `offbeat.Client`: what each has made on its own is put together, by whoever is there."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -17,6 +19,7 @@ from support.waiting import AT_ONCE_S, wait_for
 
 MODEL = {"w": np.zeros(70_000, np.float32), "b": np.zeros(3, np.float32)}
 TIMEOUT_S = 40
+GRACE_S = 2
 
 WAITING = """
 import sys, offbeat
@@ -176,6 +179,18 @@ def test_who_comes_late_is_in_the_next_round_and_who_is_slow_holds_nobody_up_bey
     assert waits.result(AT_ONCE_S).members == 1
 
 
+def test_a_standstill_of_the_server_is_taken_out_of_a_rounds_grace(host, server, join, threads):
+    clients = [join(), join()]
+    acquaint(threads, clients)
+    waits = threads.submit(clients[0].enter, 1, grace_s=GRACE_S)
+    until_entered(server, 1)
+    os.kill(host.process.pid, signal.SIGSTOP)
+    threading.Event().wait(2 * GRACE_S)  # which is what is tested
+    os.kill(host.process.pid, signal.SIGCONT)
+    server.status()  # whatever was due by its clock has been done
+    assert clients[1].enter(1).members == waits.result(TIMEOUT_S).members == 2
+
+
 def test_an_answer_is_given_again_and_a_round_that_is_not_known_is_over(join):
     client = join()
     entered = client.enter(3)
@@ -281,3 +296,5 @@ def test_what_cannot_be_terms_is_refused_naming_all_of_it(join):
     assert all(text in str(refused.value) for text in ("at_least is 0", "terms is 1", "wish is 2"))
     with pytest.raises(ConfigError, match="terms has 1025 bytes: give 1024 at most"):
         join().enter(1, terms="x" * 1025)
+    with pytest.raises(ConfigError, match=r'wish is "a\\nWARNING": give words without control characters'):
+        join().enter(1, wish="a\nWARNING")

@@ -9,6 +9,7 @@ import offbeat
 from offbeat.averaging import Average, DiLoCo
 from offbeat.errors import ClosedError, StateError
 from support.averaging import LOSS, model, step, warned
+from support.fault_proxy import FaultProxy
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(100)
@@ -180,6 +181,28 @@ def test_members_change_method_and_frequency_in_the_same_round(server):
     assert all(
         torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
     )
+
+
+def test_one_that_is_away_when_all_change_method_follows_them(server):
+    with FaultProxy(server.address) as proxy:
+        stays, away = Member(server), Member(proxy)
+        acquainted(server, stays, away)
+        stays.averager.method = away.averager.method = "diloco"
+        proxy.cut()
+        wait_for(lambda: any(worker["state"] == "lost" for worker in server.status()["workers"]))
+        stays.train()
+        assert stays.averager.method == DiLoCo(), "all who are there wished for it"
+        for method in (DiLoCo(), DiLoCo()):
+            entering = away.behind()
+            until_entered(server, 1)
+            stays.train()
+            entering.join(AT_ONCE_S)
+            assert not entering.is_alive()
+            assert away.averager.method == method
+        assert server.status()["rounds"]["missing"] == 0
+        assert away.averager.world_size == 2
+        stays.averager.close()
+        away.averager.close()
 
 
 def test_a_round_s_mean_is_within_a_millionth_of_the_exact_one(server):

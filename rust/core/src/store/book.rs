@@ -46,6 +46,10 @@ pub struct RunPage {
 }
 
 /// A worker as the registry remembers it.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each came with a later build, and books without it are read"
+)]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerPage {
     pub slot: u32,
@@ -64,6 +68,9 @@ pub struct WorkerPage {
     /// Whether it departed with its work done.
     #[serde(default)]
     pub finished: bool,
+    /// Whether others waited for it in rounds: the server's to say, not the registry's.
+    #[serde(default)]
+    pub in_rounds: bool,
     /// The last of them, oldest first, by sequence number.
     pub recent: Vec<(u64, Answer)>,
     pub tally: Tally,

@@ -103,6 +103,7 @@ impl Registry {
             present: !matches!(slot.whereabouts, Whereabouts::Left | Whereabouts::Finished),
             away: slot.whereabouts == Whereabouts::Away,
             finished: slot.whereabouts == Whereabouts::Finished,
+            in_rounds: false,
             recent,
             tally: slot.tally.clone(),
         }

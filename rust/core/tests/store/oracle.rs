@@ -60,10 +60,13 @@ fn rule() -> impl Strategy<Value = (Rule, Rule)> {
         maximize: false,
         decoupled_weight_decay: true,
     };
+    let delayed = |delay, activation| Rule::DelayedNesterov { momentum: 0.9, delay, activation };
     prop::sample::select(vec![
         (sgd(0.0, false), sgd(0.0, false)),
         (sgd(0.9, true), sgd(0.0, false)),
         (adam(false), adam(true)),
+        (delayed(2, 0.25), delayed(3, 0.0)),
+        (delayed(3, 0.1), adam(true)),
         (Rule::Add, Rule::Add),
     ])
 }

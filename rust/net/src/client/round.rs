@@ -4,7 +4,7 @@
 use super::config::Interrupt;
 use super::error::ClientError;
 use super::session::Inner;
-use offbeat_core::wire::message::{Call, MOST_TERMS_BYTES, Reply};
+use offbeat_core::wire::message::{Call, MOST_TERMS_BYTES, Reply, is_printable};
 use std::time::Duration;
 
 /// With what a worker enters a round.
@@ -42,7 +42,8 @@ pub struct Entered {
     pub members: u32,
     /// How many of these go on after it.
     pub at_work: u32,
-    /// Whether all who take part were in it and wished for the same, which holds from now on.
+    /// Whether what it wished for holds from now on: all who take part were in the round and wished for the same, or it
+    /// had come into force while this worker was away, whose share is 0 then.
     pub agreed: bool,
 }
 
@@ -63,10 +64,15 @@ impl Inner {
             return Err(ClientError::bad_input(message));
         }
         for (name, words) in [("terms", &terms), ("wish", &wish)] {
-            if let Some(bytes) = words.as_ref().map(String::len).filter(|bytes| *bytes > MOST_TERMS_BYTES) {
-                let message = format!("{name} has {bytes} bytes: give {MOST_TERMS_BYTES} at most");
-                return Err(ClientError::bad_input(message));
-            }
+            let Some(words) = words.as_ref().filter(|words| !is_printable(words, MOST_TERMS_BYTES)) else {
+                continue;
+            };
+            let bytes = words.len();
+            return Err(ClientError::bad_input(if bytes > MOST_TERMS_BYTES {
+                format!("{name} has {bytes} bytes: give {MOST_TERMS_BYTES} at most")
+            } else {
+                format!("{name} is {words:?}: give words without control characters")
+            }));
         }
         let grace_ms = grace.map(|grace| u64::try_from(grace.as_millis()).unwrap_or(u64::MAX));
         let call = Call::Enter { samples, at_work, grace_ms, at_least, terms, wish };

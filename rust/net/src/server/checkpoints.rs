@@ -10,6 +10,7 @@ use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
 use offbeat_core::table::TensorTable;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -60,6 +61,8 @@ struct What {
     version: u64,
     agreed: Agreed,
     attendance: Attendance,
+    /// For whom others are to wait in rounds if another life goes on from here.
+    roster: BTreeSet<u32>,
 }
 
 /// As the status shows it.
@@ -91,6 +94,8 @@ pub(super) struct Resumed {
     pub(super) store: Arc<Store>,
     /// Who was in the run, and how it was last known to stand.
     pub(super) workers: Vec<(String, WorkerKey, Standing)>,
+    /// Of those that were there, by incarnation: for whom others waited in rounds.
+    pub(super) roster: BTreeSet<u32>,
 }
 
 /// Takes a directory, and what there is to go on from.
@@ -107,8 +112,9 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
             let (path, run) = (checkpoint.path.clone(), checkpoint.manifest.run.clone());
             let workers = book.workers.iter().map(standing).collect();
+            let roster = roster(&book.workers);
             let store = checkpoint.restore(config.store(), life, &Watch::none())?;
-            Ok((life, Resumed { path, run, store, workers }))
+            Ok((life, Resumed { path, run, store, workers, roster }))
         })?,
     };
     let (life, resumed) = match found {
@@ -145,6 +151,11 @@ fn standing(page: &WorkerPage) -> (String, WorkerKey, Standing) {
         (false, _, false) => Standing::Left,
     };
     (page.worker_id.clone(), WorkerKey { slot: page.slot, incarnation: page.incarnation }, standing)
+}
+
+fn roster(pages: &[WorkerPage]) -> BTreeSet<u32> {
+    let is_in = |page: &&WorkerPage| page.in_rounds && page.present && !page.away;
+    pages.iter().filter(is_in).map(|page| page.incarnation).collect()
 }
 
 /// Nothing is left half changed by a panic: what is on the disk is whole whenever it has its name.
@@ -235,11 +246,11 @@ impl Checkpoints {
     }
 
     /// Whether it is time for the next one.
-    pub(super) fn is_due(&self, store: &Store, agreed: Agreed, is_last: bool) -> bool {
+    pub(super) fn is_due(&self, store: &Store, agreed: Agreed, roster: BTreeSet<u32>, is_last: bool) -> bool {
         let news = lock(&self.news);
         let Some(last) = &news.last else { return true };
         let (term, version) = (store.term(), store.version());
-        let now = What { term, version, agreed, attendance: store.attendance() };
+        let now = What { term, version, agreed, attendance: store.attendance(), roster };
         if is_last {
             !last.whole || differs(&now, &last.what)
         } else {
@@ -251,7 +262,8 @@ impl Checkpoints {
     pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, is_last: bool) -> bool {
         let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
-        let what = What { term, version, agreed: run.agreed.clone(), attendance: state.attendance };
+        let (agreed, roster) = (run.agreed.clone(), roster(&state.book.workers));
+        let what = What { term, version, agreed, attendance: state.attendance, roster };
         let saved = match lock(&self.directory).as_mut() {
             None => return true, // the server has stopped, and this was written before
             Some(directory) => directory.save(store, state, run),
@@ -296,7 +308,7 @@ impl Checkpoints {
 /// Whether one has something that the other has not.
 fn differs(now: &What, last: &What) -> bool {
     let parts = |what: &What| (what.term, what.version, what.attendance.comings_and_goings);
-    parts(now) != parts(last) || now.agreed != last.agreed
+    parts(now) != parts(last) || now.agreed != last.agreed || now.roster != last.roster
 }
 
 /// Whether a checkpoint is due in mid-run, so long after the last one. Besides those that were asked for: at once when all
@@ -328,7 +340,7 @@ mod tests {
 
     fn what() -> What {
         let attendance = Attendance { comings_and_goings: 4, goodbyes: 1, is_anybody_here: true };
-        What { term: 2, version: 500, agreed: Agreed::default(), attendance }
+        What { term: 2, version: 500, agreed: Agreed::default(), attendance, roster: BTreeSet::from([7]) }
     }
 
     fn pushed(number: u64) -> What {
@@ -367,5 +379,9 @@ mod tests {
         assert!(!is_due(RARELY, &What { attendance: went, ..what() }, &what(), CHANGED / 2));
         assert!(!is_due(RARELY, &What { attendance: came, ..what() }, &what(), 100 * SECOND));
         assert!(differs(&What { attendance: came, ..what() }, &what()), "the last one has it");
+        assert!(
+            differs(&What { roster: BTreeSet::new(), ..what() }, &what()),
+            "and who is waited for in rounds"
+        );
     }
 }

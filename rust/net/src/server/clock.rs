@@ -2,6 +2,7 @@
 //! should, how busy each data thread is.
 
 use super::balance::{Balance, Served};
+use super::config::ServerConfig;
 use super::connection::{Answer, Connection, Watch};
 use super::membership::{Forgotten, Ticked};
 use super::shared::Shared;
@@ -22,8 +23,7 @@ const LOOKS_MISSED: u32 = LOOKS / 2;
 /// Looks at the clock until the server stops.
 pub(super) async fn tick(shared: Arc<Shared>) {
     let config = &shared.config;
-    let shortest = config.lease.min(config.progress_timeout) / LOOKS;
-    let period = shortest.clamp(Duration::from_millis(1), MAX_TICK);
+    let period = period(config);
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut watches: HashMap<u64, Watch> = HashMap::new();
@@ -36,7 +36,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         looked = now;
         if !standstill.is_zero() {
             tracing::warn!(seconds = standstill.as_secs_f64(), "the server itself stood still");
-            shared.members().excuse(standstill, now);
+            shared.excuse(standstill, now);
         }
         let connections = shared.connections();
         watch(&shared, &connections, &mut watches, standstill, now);
@@ -46,6 +46,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         untold.tell();
         let mut members = shared.members();
         let Ticked { lost, stalled, forgotten } = members.tick(config.lease, config.rejoin_grace, now);
+        let have_gone = !lost.is_empty() || !forgotten.is_empty();
         if let Some(model) = shared.model.get() {
             // Under the members' lock: one that comes back meanwhile comes after it.
             lost.iter().filter_map(|(.., key, _)| *key).for_each(|key| model.store.lost(key));
@@ -58,6 +59,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
             }
         }
         drop(members);
+        shared.close_late_round(now);
         for (worker, incarnation, _, cause) in &lost {
             tracing::warn!(worker, incarnation, cause, "a worker is lost");
         }
@@ -67,10 +69,21 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         for Forgotten { connections, .. } in forgotten {
             connections.close(RefusalCode::Timeout, "the worker was not heard of for too long", None);
         }
-        if !lost.is_empty() {
+        if have_gone {
             shared.notify();
         }
     }
+}
+
+/// Between two looks.
+fn period(config: &ServerConfig) -> Duration {
+    let shortest = config.lease.min(config.progress_timeout) / LOOKS;
+    shortest.clamp(Duration::from_millis(1), MAX_TICK)
+}
+
+/// Whether the clock was last looked at too long ago, so that the next look will find a standstill.
+pub(super) fn has_stood_still(config: &ServerConfig, looked: Instant, now: Instant) -> bool {
+    !standstill(looked, now, period(config)).is_zero()
 }
 
 /// How long nothing was looked at, where that was too long, else no time: the process was stopped, its machine moved.
@@ -155,11 +168,26 @@ fn spread(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::{Client, ClientConfig};
+    use crate::client::{Client, ClientConfig, Entered, Entry};
     use crate::frame::Socket;
     use crate::server::{Server, ServerConfig};
+    use std::net::SocketAddr;
     use std::net::{TcpListener, TcpStream};
     use std::sync::mpsc;
+    use std::thread;
+
+    fn client(address: SocketAddr, name: &str) -> Client {
+        let config = ClientConfig {
+            address: address.to_string(),
+            worker_id: Some(name.to_owned()),
+            token: None,
+            run_id: None,
+            in_flight: 1,
+            connect_timeout: Duration::from_secs(20),
+            patience: None,
+        };
+        Client::connect(config, None, &|| false).unwrap()
+    }
 
     #[test]
     fn a_look_that_is_much_too_late_is_a_standstill() {
@@ -174,16 +202,7 @@ mod tests {
     fn a_standstill_of_the_server_is_nobodys_silence() {
         let lease = Duration::from_secs(2);
         let server = Server::start(ServerConfig { lease, ..ServerConfig::default() }).unwrap();
-        let config = ClientConfig {
-            address: server.address().to_string(),
-            worker_id: Some("heard".into()),
-            token: None,
-            run_id: None,
-            in_flight: 1,
-            connect_timeout: Duration::from_secs(20),
-            patience: None,
-        };
-        let _client = Client::connect(config, None, &|| false).unwrap();
+        let _client = client(server.address(), "heard");
         let (halted, over) = mpsc::channel();
         server.control.spawn(async move {
             // Blocks the thread, as SIGSTOP would.
@@ -209,5 +228,51 @@ mod tests {
         }
         let lost: Vec<_> = found.departures().map(|departure| departure.worker.as_str()).collect();
         assert_eq!(lost, ["silent"]);
+    }
+
+    #[test]
+    fn a_standstill_of_the_server_is_nobodys_grace_though_a_round_is_entered_before_it_is_seen() {
+        let grace = Duration::from_secs(1);
+        let server =
+            Server::start(ServerConfig { lease: Duration::from_secs(2), ..ServerConfig::default() }).unwrap();
+        let mut clients = ["a", "b", "c"].map(|name| client(server.address(), name));
+        let rounds = || server.shared.rounds_status();
+        let until = |is_so: &dyn Fn() -> bool| {
+            let end = Instant::now() + Duration::from_secs(20);
+            while !is_so() {
+                assert!(Instant::now() < end, "it never came true");
+                thread::yield_now();
+            }
+        };
+        let enter =
+            |client: &mut Client, entry: Entry| -> Entered { client.enter(&entry, &|| false).unwrap() };
+        let within = |grace| Entry { grace: Some(grace), ..Entry::of(1.0) };
+        thread::scope(|scope| {
+            for client in &mut clients {
+                scope.spawn(|| {
+                    let together = Entry { at_least: Some(3), ..Entry::of(0.0) };
+                    let entered = enter(client, together);
+                    client.gather(entered.round, &|| false).unwrap();
+                });
+            }
+        });
+        let [a, b, c] = &mut clients;
+        thread::scope(|scope| {
+            let first = scope.spawn(|| enter(a, within(grace)));
+            until(&|| rounds().open_entrants == 1);
+            let (go_on, halted) = mpsc::channel::<()>();
+            server.control.spawn(async move {
+                halted.recv().ok(); // blocks the thread, as SIGSTOP would: there is no look at the clock
+            });
+            // The grace passes, and as much as is a standstill.
+            until(&|| server.shared.members().looked().is_some_and(|looked| looked.elapsed() > grace * 3));
+            let second = scope.spawn(|| enter(b, Entry::of(1.0)));
+            until(&|| rounds().open_entrants == 2 || rounds().closed > 1);
+            go_on.send(()).unwrap();
+            let last = enter(c, within(Duration::ZERO));
+            let members =
+                [first.join().unwrap(), second.join().unwrap(), last].map(|entered| entered.members);
+            assert_eq!(members, [3; 3]);
+        });
     }
 }

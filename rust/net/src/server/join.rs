@@ -10,7 +10,7 @@ use super::shared::Shared;
 use crate::frame::FrameReader;
 use crate::handshake;
 use offbeat_core::wire::header::MAX_TABLE_BYTES;
-use offbeat_core::wire::message::{Join, RefusalCode, Refused, cut};
+use offbeat_core::wire::message::{Join, RefusalCode, Refused, cut, is_printable};
 use offbeat_core::wire::{Header, Kind, decode};
 use std::sync::Arc;
 use std::time::Instant;
@@ -123,7 +123,7 @@ fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
         return refuse(RefusalCode::RunId, message);
     }
     if let Some(id) = &join.worker_id
-        && (id.is_empty() || id.len() > MAX_ID_BYTES || id.chars().any(char::is_control))
+        && (id.is_empty() || !is_printable(id, MAX_ID_BYTES))
     {
         let id = cut(id, MAX_ID_BYTES);
         return refuse(
@@ -131,7 +131,7 @@ fn check_join(shared: &Shared, join: &Join) -> Result<(), Refused> {
             format!("worker_id {id:?} is not 1 to {MAX_ID_BYTES} bytes of printable text"),
         );
     }
-    if join.host.len() > MAX_ID_BYTES || join.host.chars().any(char::is_control) {
+    if !is_printable(&join.host, MAX_ID_BYTES) {
         let host = cut(&join.host, MAX_ID_BYTES);
         let message = format!("host {host:?} is not at most {MAX_ID_BYTES} bytes of printable text");
         return refuse(RefusalCode::Malformed, message);

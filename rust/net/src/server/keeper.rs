@@ -54,7 +54,7 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
         let is_time = is_last || Instant::now() >= not_before;
         let is_due = |model: &&Arc<Model>| {
             let agreed = shared.agreement().agreed();
-            checkpoints.is_due(&model.store, agreed, is_last)
+            checkpoints.is_due(&model.store, agreed, shared.roster(), is_last)
         };
         if let Some(model) = shared.model.get().filter(|_| is_time).filter(is_due) {
             if is_last {
@@ -101,10 +101,14 @@ fn unless_it_panics(save: impl FnOnce() -> bool) -> Result<bool, String> {
 /// The store's state and the run's, which belong together: who changes the run holds its lock until the store obeys.
 fn now(shared: &Shared, model: &Model) -> (StoreState, RunRecord) {
     let _whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-    let (state, agreed) = cut::take_by(&model.store, shared.config.cut_deadline, |cut| {
+    let (mut state, agreed) = cut::take_by(&model.store, shared.config.cut_deadline, |cut| {
         let agreement = shared.agreement();
         cut.take().map(|state| (state, agreement.agreed()))
     });
+    let roster = shared.roster();
+    for page in &mut state.book.workers {
+        page.in_rounds = roster.contains(&page.incarnation);
+    }
     let (run_id, port, blueprint) = (shared.run_id.clone(), shared.address.port(), model.blueprint.clone());
     (state, RunRecord { run_id, port, blueprint, agreed })
 }

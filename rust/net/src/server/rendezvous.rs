@@ -6,10 +6,13 @@ use super::rounds::{Entry, OtherTerms, Part};
 use super::session::Session;
 use super::shared::Shared;
 use offbeat_core::wire::Header;
-use offbeat_core::wire::message::{MOST_TERMS_BYTES, RefusalCode, Refused, Reply};
+use offbeat_core::wire::message::{MOST_TERMS_BYTES, RefusalCode, Refused, Reply, cut, is_printable};
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::time::timeout_at;
+
+/// Of terms that cannot be shown as they are.
+const MOST_SHOWN_BYTES: usize = 128;
 
 impl Session {
     /// Waits until its round closes.
@@ -20,8 +23,12 @@ impl Session {
                 format!("a round was entered with {samples} samples: a finite number is due, 0 or more");
             return Err(End::refused(header, RefusalCode::Malformed, message));
         }
-        if [&entry.terms, &entry.wish].into_iter().flatten().any(|words| words.len() > MOST_TERMS_BYTES) {
-            let message = format!("a round was entered by terms of more than {MOST_TERMS_BYTES} bytes");
+        let mut words = [&entry.terms, &entry.wish].into_iter().flatten();
+        if let Some(words) = words.find(|words| !is_printable(words, MOST_TERMS_BYTES)) {
+            let message = format!(
+                "a round was entered by {:?}, which is not at most {MOST_TERMS_BYTES} bytes of printable text",
+                cut(words, MOST_SHOWN_BYTES)
+            );
             return Err(End::refused(header, RefusalCode::Malformed, message));
         }
         let shared = &self.shared;

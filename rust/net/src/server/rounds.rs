@@ -11,7 +11,8 @@
 //! and does nothing for many times as long as others took ([`Rounds::overdue`]).
 //!
 //! Workers may say by what *terms* they take part: the first on the roster says what it is by, and who says another is
-//! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same.
+//! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same. Who was
+//! away when those came into force that it wishes for has them from the next round that it is in, to which it gives nothing.
 //!
 //! Both questions may be asked again, as often as one likes, and are answered the same: replies get lost, and a session
 //! asks again whenever something has changed.
@@ -59,7 +60,7 @@ pub(super) struct Part {
     pub(super) members: u32,
     /// How many of these go on.
     pub(super) at_work: u32,
-    /// Whether the whole roster was in it, and wished for the same.
+    /// Whether the whole roster was in it, and wished for the same; or what it wished for was in force already.
     pub(super) agreed: bool,
 }
 
@@ -104,7 +105,7 @@ impl Closed {
 /// All rounds of a server.
 #[derive(Debug, Default)]
 pub(super) struct Rounds {
-    /// Who has ever entered, and is there: by incarnation.
+    /// Who has ever entered, and is there, or was in the life before and is expected: by incarnation.
     roster: BTreeSet<u32>,
     /// Who has entered the round that is open, and when.
     open: BTreeMap<u32, (Entry, Instant)>,
@@ -119,6 +120,16 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
+    /// Of a life before: those that were there, who are waited for until they are [lost](Self::lose).
+    pub(super) fn expect(&mut self, roster: BTreeSet<u32>) {
+        self.roster = roster;
+    }
+
+    /// Who is waited for.
+    pub(super) const fn roster(&self) -> &BTreeSet<u32> {
+        &self.roster
+    }
+
     /// A worker has something to give. Its part, once the round has closed; before that `None`, and what it says now
     /// takes the place of what it has said. Who has not gathered is given the part that it has.
     ///
@@ -127,7 +138,7 @@ impl Rounds {
     pub(super) fn enter(
         &mut self,
         incarnation: u32,
-        entry: Entry,
+        mut entry: Entry,
         now: Instant,
     ) -> Result<Option<Part>, OtherTerms> {
         if let Some(part) = self.part(incarnation) {
@@ -135,8 +146,11 @@ impl Rounds {
             return Ok(Some(part));
         }
         if let Err(other) = self.meet_terms(incarnation, &entry) {
-            self.lose(incarnation, now);
-            return Err(other);
+            if entry.wish.as_ref() != Some(&other.0) {
+                self.lose(incarnation, now);
+                return Err(other);
+            }
+            entry.samples = 0.0; // what it has made, it has made by other terms
         }
         self.roster.insert(incarnation);
         let since = self.open.get(&incarnation).map_or(now, |(_, since)| *since);
@@ -157,7 +171,7 @@ impl Rounds {
     }
 
     /// A worker's push has ended, however it did. How many shares were missing, once all of the round's have; before that
-    /// `None`. A round that is not known, as of a server's life before, is over: nobody is left to wait for.
+    /// `None`. A round that is not known, as of a server's life before, is over, and how many were is not known: 0.
     pub(super) fn gather(&mut self, incarnation: u32, round: u64, now: Instant) -> Option<u64> {
         let Some(closed) = self.closed.get_mut(&round) else {
             return Some(
@@ -210,6 +224,14 @@ impl Rounds {
             self.roster.iter().copied().filter(|&incarnation| !is_there(incarnation)).collect();
         for incarnation in gone {
             self.lose(incarnation, now);
+        }
+    }
+
+    /// The server stood still for so long: that time is taken out of every grace, and of what a push took.
+    pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
+        let entered = self.open.values_mut().map(|(_, since)| since);
+        for since in entered.chain(self.closed.values_mut().map(|closed| &mut closed.since)) {
+            *since = (*since + standstill).min(now);
         }
     }
 
@@ -278,6 +300,7 @@ impl Rounds {
 
     fn close(&mut self, now: Instant) {
         self.num_closed += 1;
+        let before = self.terms.clone();
         let wish = self.wishes().next().cloned();
         let agreed = self.has_all() && self.wishes().all(|one| Some(one) == wish.as_ref());
         if agreed && wish.is_some() {
@@ -294,6 +317,8 @@ impl Rounds {
         let share = |samples: f64| if sum > 0.0 { part(samples) / sum } else { 0.0 };
         let round = self.num_closed;
         let entrants = open.into_iter().map(|(incarnation, (entry, _))| {
+            // By other terms nobody is in it but who wished for those that are in force.
+            let agreed = agreed || entry.terms.is_some() && entry.terms != before;
             let part = Part { round, share: share(entry.samples), members, at_work, agreed };
             (incarnation, (part, Stage::Due))
         });

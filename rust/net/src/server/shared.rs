@@ -2,6 +2,7 @@
 //! agreement, members, rounds, then the store's own.
 
 use super::checkpoints::{Checkpoints, Resumed};
+use super::clock;
 use super::config::{Ending, Resume, ServerConfig};
 use super::connection::Connection;
 use super::error::ServerError;
@@ -17,7 +18,7 @@ use offbeat_core::wire::message::{
     Attempt, Event, FINISHED_BUDGET, FINISHED_STOPPED, FIRST_TERM, Parting, RefusalCode, Refused, RunConfig,
 };
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -151,8 +152,9 @@ impl Shared {
         let mut rounds = lock(&self.rounds);
         // Whom a server that stops sends away is not missed in a round: nobody is left who could go on with it.
         if rounds.has_members() && !self.is_stopping() {
-            let there = members.heard_ones();
-            rounds.keep(|incarnation| there.contains(&incarnation), Instant::now());
+            let there = members.awaited();
+            let now = self.judged(&members, Instant::now());
+            rounds.keep(|incarnation| there.contains(&incarnation), now);
         }
         drop((members, rounds));
         self.round_has_changed();
@@ -169,24 +171,29 @@ impl Shared {
 
     /// A worker enters a round, or asks whether it has closed. One that is not there enters when it is back.
     pub(super) fn enter_round(&self, incarnation: u32, entry: Entry) -> Option<Result<Part, OtherTerms>> {
-        self.with_rounds(incarnation, |rounds| rounds.enter(incarnation, entry, Instant::now()).transpose())
+        self.with_rounds(incarnation, |rounds, now| rounds.enter(incarnation, entry, now).transpose())
     }
 
     /// A worker's push has ended, or it asks whether its round is over: with how many shares missing.
     pub(super) fn gather_round(&self, incarnation: u32, round: u64) -> Option<u64> {
-        self.with_rounds(incarnation, |rounds| rounds.gather(incarnation, round, Instant::now()))
+        self.with_rounds(incarnation, |rounds, now| rounds.gather(incarnation, round, now))
     }
 
     /// Does something for a worker that is there, unless the server stops; tells those who wait if that has changed
     /// something for them.
-    fn with_rounds<T>(&self, incarnation: u32, act: impl FnOnce(&mut Rounds) -> Option<T>) -> Option<T> {
+    fn with_rounds<T>(
+        &self,
+        incarnation: u32,
+        act: impl FnOnce(&mut Rounds, Instant) -> Option<T>,
+    ) -> Option<T> {
         let members = self.members(); // held, so that who is lost now is taken off after it came on
         if !members.is_heard(incarnation) || self.is_stopping() {
             return None;
         }
+        let now = self.judged(&members, Instant::now());
         let mut rounds = lock(&self.rounds);
         let before = rounds.milestones();
-        let answer = act(&mut rounds);
+        let answer = act(&mut rounds, now);
         let has_changed = before != rounds.milestones();
         drop((members, rounds));
         if has_changed {
@@ -195,17 +202,34 @@ impl Shared {
         answer
     }
 
-    /// Closes the open round if its grace has passed. Else, when it will have.
+    /// Closes the open round if its grace has passed. Else, when it will have; `None`, too, where that is for the next
+    /// look at the clock to find.
     pub(super) fn close_late_round(&self, now: Instant) -> Option<Instant> {
+        let members = self.members();
         let mut rounds = lock(&self.rounds);
         let before = rounds.milestones();
-        rounds.tick(now);
+        rounds.tick(self.judged(&members, now));
         let (has_changed, deadline) = (before != rounds.milestones(), rounds.deadline());
-        drop(rounds);
+        drop((members, rounds));
         if has_changed {
             self.round_has_changed();
         }
-        deadline
+        deadline.filter(|deadline| *deadline > now)
+    }
+
+    /// By when to judge a round: now, unless the clock was not looked at for too long. Who wakes from a standstill before
+    /// that look would take the standstill for grace that has passed.
+    fn judged(&self, members: &Members, now: Instant) -> Instant {
+        members.looked().filter(|looked| clock::has_stood_still(&self.config, *looked, now)).unwrap_or(now)
+    }
+
+    /// The server stood still for so long, which counts for nobody.
+    pub(super) fn excuse(&self, standstill: Duration, now: Instant) {
+        let mut members = self.members();
+        members.excuse(standstill, now);
+        lock(&self.rounds).excuse(standstill, now);
+        drop(members);
+        self.round_has_changed();
     }
 
     /// Goes on without those for whose push others wait, and who do nothing though they are heard. `idle`: for how long
@@ -235,6 +259,14 @@ impl Shared {
         if !given_up.is_empty() {
             self.round_has_changed();
         }
+    }
+
+    /// For whom others are to wait in rounds if another life goes on from here: who is told that all is over does not come.
+    pub(super) fn roster(&self) -> BTreeSet<u32> {
+        if self.is_stopping() && self.ending() == Ending::Finished {
+            return BTreeSet::new();
+        }
+        lock(&self.rounds).roster().clone()
     }
 
     pub(super) fn rounds_status(&self) -> RoundsStatus {
@@ -312,7 +344,7 @@ impl Shared {
 
     /// Goes on from a checkpoint, with what has been agreed on then.
     pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
-        let Resumed { path, run, store, workers } = resumed;
+        let Resumed { path, run, store, workers, roster } = resumed;
         let (term, version) = (store.term(), store.version());
         let mut agreement = self.agreement();
         agreement.resume(run.agreed)?;
@@ -323,6 +355,7 @@ impl Shared {
         for (id, key, state) in workers {
             self.members().expect(&id, key, state, Instant::now());
         }
+        lock(&self.rounds).expect(roster);
         let path = path.display();
         if self.config.checkpoints.as_ref().is_some_and(|kept| kept.resume == Resume::Must) {
             tracing::info!(checkpoint = %path, version, term, "the server goes on from a checkpoint");

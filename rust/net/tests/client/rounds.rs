@@ -11,6 +11,7 @@ use offbeat_net::client::{Client, ClientConfig, ClientError, Entered, Entry};
 use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig, Snapshot};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -264,19 +265,27 @@ fn a_wait_outlives_its_connection() {
     assert_eq!(rounds(&server)["missing"], told.1);
 }
 
+/// Keeps its checkpoints in a directory of this name.
+fn keeping(name: &str) -> (PathBuf, ServerConfig) {
+    let directory = std::env::temp_dir().join(format!("offbeat-rounds-{name}-{}", std::process::id()));
+    std::fs::remove_dir_all(&directory).ok();
+    let kept = CheckpointConfig {
+        directory: directory.clone(),
+        every: Every::Versions(1_000_000),
+        resume: Resume::Auto,
+    };
+    (directory, ServerConfig { checkpoints: Some(kept), ..adding(Transaction::Fragment) })
+}
+
 #[test]
 fn a_server_that_stops_ends_every_wait_and_one_that_comes_again_takes_them_up() {
-    let directory = std::env::temp_dir().join(format!("offbeat-rounds-{}", std::process::id()));
-    std::fs::remove_dir_all(&directory).ok();
-    let kept =
-        || CheckpointConfig { directory: directory.clone(), every: Every::Versions(1), resume: Resume::Auto };
-    let config = || ServerConfig { checkpoints: Some(kept()), ..adding(Transaction::Fragment) };
-    let server = start(config());
+    let (directory, config) = keeping("waits");
+    let server = start(config.clone());
     let relay = Relay::new(server.address(), []);
     let mut workers = vec![worker(relay.address, "a"), worker(relay.address, "b")];
     acquaint(&mut workers);
     let [mut a, mut b] = <[Worker; 2]>::try_from(workers).ok().unwrap();
-    let (alone, again) = both(
+    let (waited, (entered, again)) = both(
         &mut a,
         |a| enter(a, 1.0),
         || {
@@ -285,26 +294,44 @@ fn a_server_that_stops_ends_every_wait_and_one_that_comes_again_takes_them_up() 
             relay.send_on_to_nobody();
             server.end(Ending::Restarting);
             assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
-            let again = Server::start(config()).unwrap();
+            let again = Server::start(config).unwrap();
             relay.come_up(again.address());
-            again
-        },
-    );
-    assert_eq!((alone.round, alone.members), (1, 1), "the new one knows of nobody else");
-    assert_eq!(b.client.gather(77, &never).unwrap().missing, 0, "nor of this round");
-    a.client.gather(alone.round, &never).unwrap();
-    // Now they know each other.
-    let (waited, entered) = both(
-        &mut b,
-        |b| enter(b, 1.0).members,
-        || {
             until_entered(&again, 1);
-            enter(&mut a, 1.0)
+            // Who works on its own comes back when it has something to say.
+            assert_eq!(b.client.gather(77, &never).unwrap().missing, 0, "of this round nothing is known");
+            until_entered(&again, 1);
+            (enter(&mut b, 1.0), again)
         },
     );
-    assert_eq!((waited, entered.members), (2, 2));
+    assert_eq!((waited.round, waited.members), (1, 2), "whom others waited for before they wait for again");
+    assert_eq!((entered.round, entered.members), (1, 2));
     let (ended, ()) = both(&mut a, |a| a.client.gather(entered.round, &never), || again.stop());
     assert!(ended.is_err(), "it is over for good");
+    std::fs::remove_dir_all(&directory).ok();
+}
+
+#[test]
+fn who_does_not_come_back_after_a_restart_is_waited_for_no_longer_than_its_grace() {
+    let (directory, config) = keeping("grace");
+    let grace = Duration::from_millis(200);
+    let config = ServerConfig { rejoin_grace: grace, ..config };
+    let server = start(config.clone());
+    let relay = Relay::new(server.address(), []);
+    let mut workers = vec![worker(relay.address, "a"), worker(server.address(), "gone")];
+    acquaint(&mut workers);
+    let [mut a, _gone] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+    relay.send_on_to_nobody();
+    server.end(Ending::Restarting);
+    let begun = Instant::now();
+    let again = Server::start(config.clone()).unwrap();
+    relay.come_up(again.address());
+    assert_eq!(enter(&mut a, 1.0).members, 1);
+    assert!(begun.elapsed() >= 5 * grace, "{:?}", begun.elapsed());
+    // To a run that is over nobody comes back.
+    relay.send_on_to_nobody();
+    again.stop();
+    let last = Server::start(config).unwrap();
+    assert_eq!(enter(&mut worker(last.address(), "new"), 1.0).members, 1);
     std::fs::remove_dir_all(&directory).ok();
 }
 
@@ -374,4 +401,6 @@ fn who_takes_part_by_other_terms_is_told_both_and_stays_connected() {
     assert_eq!((waits.members, entered.members), (2, 2));
     let long = b.client.enter(&by(&"x".repeat(1025)), &never).unwrap_err();
     assert!(matches!(&long, ClientError::BadInput { message } if message.contains("1025 bytes: give 1024")));
+    let forged = b.client.enter(&by("a\nWARNING server: all is lost"), &never).unwrap_err();
+    assert!(matches!(&forged, ClientError::BadInput { message } if message.contains("\"a\\nWARNING")));
 }

@@ -16,7 +16,7 @@ pub use membership::{
     Attach, Attempt, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo,
     ModelTooLong, RunConfig,
 };
-pub use refusal::{RefusalCode, Refused, cut};
+pub use refusal::{RefusalCode, Refused, cut, is_printable};
 
 use super::cursor::MessageError;
 use serde::Serialize;

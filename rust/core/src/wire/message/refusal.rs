@@ -74,6 +74,12 @@ fn cut_to_fit<S: Serializer>(message: &str, serializer: S) -> Result<S::Ok, S::E
     serializer.serialize_str(&cut(message, MAX_REFUSAL_BYTES))
 }
 
+/// Whether a peer's words can be shown as they are, in a log, a table or a terminal, and are no longer than that.
+#[must_use]
+pub fn is_printable(text: &str, most_bytes: usize) -> bool {
+    text.len() <= most_bytes && !text.contains(char::is_control)
+}
+
 /// A text to show, or its first `most` bytes and how many there are: what a peer sent may be of any length.
 #[must_use]
 pub fn cut(text: &str, most: usize) -> Cow<'_, str> {

@@ -257,6 +257,11 @@ impl Member {
         self.secret.is_some()
     }
 
+    /// Whether it was there in the life before, has not come yet, and still has its grace for that.
+    pub(super) fn is_expected(&self) -> bool {
+        self.state == State::Lost && !self.has_come() && !self.forgotten
+    }
+
     /// Whether nobody waits for it to come back.
     pub(super) fn is_gone(&self) -> bool {
         match self.state {

@@ -257,9 +257,10 @@ impl Members {
         Some((id.clone(), member.connections().data?))
     }
 
-    /// All of these.
-    pub(super) fn heard_ones(&self) -> BTreeSet<u32> {
-        self.by_id.values().filter(|m| m.state.is_present()).map(|m| m.incarnation).collect()
+    /// All who are heard, and who was there in the life before and may still come back.
+    pub(super) fn awaited(&self) -> BTreeSet<u32> {
+        let is_awaited = |m: &&Member| m.state.is_present() || m.is_expected();
+        self.by_id.values().filter(is_awaited).map(|m| m.incarnation).collect()
     }
 
     /// Whether a newer process has a worker's name.

@@ -693,6 +693,26 @@ async fn after_a_restart_who_had_been_away_for_long_before_is_not_waited_for_and
 }
 
 #[tokio::test]
+async fn who_was_there_in_the_life_before_is_awaited_for_its_grace_unless_a_newer_process_has_its_name() {
+    let (mut members, start) = (Members::new(Life { term: 2, last_incarnation: 9 }), Instant::now());
+    let standings = [Standing::There, Standing::There, Standing::Away, Standing::Left, Standing::Finished];
+    for (incarnation, standing) in (1..).zip(standings) {
+        members.expect(&format!("of before {incarnation}"), key(incarnation), standing, start);
+    }
+    assert_eq!(members.awaited(), [1, 2].into());
+    let newer = join(&mut members, "of before 2", start);
+    assert_eq!(members.awaited(), [1, newer].into());
+    let grace = PATIENCE.rejoin_grace * GRACE_OF_ANOTHER_LIFE;
+    let mut tick = |at| {
+        members.heard(newer, 0, start + at);
+        members.tick(seconds(10), PATIENCE.rejoin_grace, start + at);
+        members.awaited()
+    };
+    assert_eq!(tick(grace - seconds(1)), [1, newer].into());
+    assert_eq!(tick(grace), [newer].into());
+}
+
+#[tokio::test]
 async fn after_a_restart_those_of_the_life_before_are_waited_for_longer() {
     let (mut members, start) = (Members::new(Life { term: 2, last_incarnation: 9 }), Instant::now());
     members.expect("done", key(1), Standing::Finished, start);

@@ -103,6 +103,30 @@ fn who_is_slow_is_in_the_next_round_once_the_grace_has_passed() {
 }
 
 #[test]
+fn a_standstill_of_the_server_is_taken_out_of_the_grace_and_of_what_a_push_took() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2, 3], start);
+    rounds.enters(1, within(5), start);
+    rounds.enters(2, work(1.0), start + seconds(3));
+    rounds.excuse(seconds(60), start + seconds(62));
+    assert_eq!(rounds.deadline(), Some(start + seconds(65)), "it had 3 of 5 left");
+    rounds.tick(start + seconds(64));
+    assert_eq!(rounds.enters(3, work(1.0), start + seconds(64)).unwrap().members, 3);
+    rounds.excuse(seconds(60), start + seconds(125));
+    rounds.gather(1, 2, start + seconds(129));
+    assert_eq!(rounds.overdue(seconds(1)), [(2, seconds(50)), (3, seconds(50))], "it took 5");
+}
+
+#[test]
+fn who_enters_after_a_standstill_and_before_it_is_seen_has_the_whole_grace() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2], start);
+    rounds.enters(1, within(5), start + seconds(60));
+    rounds.excuse(seconds(60), start + seconds(61));
+    assert_eq!(rounds.deadline(), Some(start + seconds(66)), "from now on, and from nothing later");
+}
+
+#[test]
 fn a_round_is_over_when_all_have_gathered_and_that_can_be_asked_again() {
     let now = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], now);
@@ -194,6 +218,18 @@ fn only_those_who_are_there_are_kept() {
 }
 
 #[test]
+fn who_was_there_in_the_life_before_is_waited_for_until_it_comes_or_is_given_up() {
+    let (mut rounds, now) = (Rounds::default(), Instant::now());
+    rounds.expect([1, 2, 3].into());
+    let ends = || Entry { at_work: false, ..work(0.0) };
+    assert_eq!(rounds.enters(1, ends(), now), None, "the others train, as far as anybody knows");
+    rounds.keep(|member| member <= 2, now);
+    assert_eq!(rounds.enters(1, ends(), now), None, "one of them has not been given up");
+    assert_eq!(rounds.enters(2, work(1.0), now).map(|p| (p.round, p.members, p.at_work)), Some((1, 2, 1)));
+    assert_eq!(rounds.enters(1, ends(), now).map(|p| p.at_work), Some(1), "so that it is not the end");
+}
+
+#[test]
 fn no_more_is_remembered_of_rounds_than_their_last() {
     let (mut rounds, now) = (Rounds::default(), Instant::now());
     for round in 1..=2 * MOST_REMEMBERED as u64 {
@@ -253,6 +289,50 @@ fn terms_change_after_a_round_in_which_all_who_are_there_wished_for_it() {
     rounds.gathers(2, 4);
     assert_eq!(rounds.enter(2, by("mean", None), now), Err(OtherTerms("median".into())));
     assert_eq!(agreed(rounds.enters(1, by("median", None), now)), Some(true));
+}
+
+#[test]
+fn who_was_away_when_what_it_wishes_for_came_into_force_has_it_from_a_round_to_which_it_gives_nothing() {
+    let now = Instant::now();
+    let both_mean = || {
+        let mut rounds = Rounds::default();
+        rounds.enters(1, by("mean", None), now);
+        assert_eq!(rounds.enters(2, by("mean", None), now), None);
+        rounds.gathers(1, 1);
+        rounds.enters(1, by("mean", None), now);
+        rounds.gathers(1, 2);
+        rounds.gathers(2, 2);
+        rounds
+    };
+    let changes = || by("mean", Some("median"));
+    // It was away when the others agreed, or has lost the answer that said so with its connection.
+    for was_in in [false, true] {
+        let mut rounds = both_mean();
+        if was_in {
+            assert_eq!(rounds.enters(2, changes(), now), None);
+        } else {
+            rounds.lose(2, now);
+        }
+        let part = rounds.enters(1, changes(), now).unwrap();
+        assert_eq!((part.members, part.agreed), (1 + u32::from(was_in), true));
+        rounds.lose(2, now);
+        assert_eq!(rounds.gathers(1, 3), Some(u64::from(was_in)));
+        assert_eq!(rounds.enter(2, by("mean", Some("mode")), now), Err(OtherTerms("median".into())));
+        assert_eq!(rounds.enters(2, changes(), now), None, "the other one is at work");
+        let part = |share| Part { round: 4, share, members: 2, at_work: 2, agreed: true };
+        assert_eq!(rounds.enters(1, by("median", None), now), Some(part(1.0)));
+        assert_eq!(rounds.enters(2, changes(), now), Some(part(0.0)));
+        rounds.gathers(1, 4);
+        rounds.gathers(2, 4);
+        // Where the others go on to wish for something else, it has what it wished for all the same.
+        assert_eq!(rounds.enters(1, by("median", Some("mode")), now), None);
+        assert_eq!(rounds.enters(2, changes(), now).map(|p| (p.share, p.agreed)), Some((0.0, true)));
+        assert_eq!(
+            rounds.enters(1, by("median", None), now).map(|p| (p.share, p.agreed)),
+            Some((1.0, false))
+        );
+        assert_eq!(rounds.terms.as_deref(), Some("median"));
+    }
 }
 
 #[test]
