@@ -13,6 +13,7 @@ from offbeat.averaging.members import Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
 from offbeat.averaging.served import BEGIN_S, LOST, Arrays, Served, array_of
 from offbeat.client import Client
+from offbeat.errors import ConfigError
 from offbeat.local.flat import slices
 from offbeat.optim import DelayedNesterov
 
@@ -83,7 +84,8 @@ class Arrivals(Served):
             method: The outer step.
 
         Raises:
-            ConfigError: If the server takes another outer step, or adds differences up.
+            ConfigError: If the server takes another outer step, or adds differences up, or its transaction is
+                not "model".
             UnsupportedTensorError: As `Served`; so are the next two.
             ModelMismatchError: If the server has another model.
             ConnectError: If it cannot be reached.
@@ -204,6 +206,13 @@ class Arrivals(Served):
         return brought | {TOTALS: np.zeros(2, np.int64)}
 
     def _agree(self, client: Client) -> None:
+        if (transaction := client.run["transaction"]) != "model":
+            # Of a push that is cut short some fragments would have moved, and all of it would come again.
+            raise ConfigError(
+                f"asynchronous is True and the server's transaction {transaction!r}, under which a push that "
+                f"is cut short counts in part: start the server with transaction='model' (`--transaction "
+                f"model` of `offbeat server` and `offbeat launch`)"
+            )
         brought = self._brought()
         is_ours = client.init(brought)
         client.set_optimizer(self._outer_step(client))

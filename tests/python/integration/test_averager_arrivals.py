@@ -379,7 +379,28 @@ def test_an_outer_step_that_is_not_the_servers_is_refused(server):
             ours.method = "average"
         assert ours.method == DiLoCo(delay=2)
     with (
-        offbeat.ParameterServer(optimizer=optim.SGD(lr=0.1)) as other,
+        offbeat.ParameterServer(optimizer=optim.SGD(lr=0.1), transaction="model") as other,
         pytest.raises(ConfigError, match="SGD"),
     ):
         at(other.address, model())
+
+
+def test_a_server_at_which_a_push_can_count_in_part_is_refused():
+    with offbeat.ParameterServer() as server:
+        with pytest.raises(ConfigError) as refused:
+            at(server.address, model())
+        assert not server.status()["workers"]
+    assert "asynchronous is True and the server's transaction 'fragment'" in str(refused.value)
+    assert "transaction='model' (`--transaction model` of `offbeat server`" in str(refused.value)
+
+
+def test_the_server_that_the_first_member_starts_takes_a_push_whole(monkeypatch):
+    for name in ("OFFBEAT_SERVER", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    one = Trainee()
+    with at(None, one.model) as ours:
+        assert ours._server.status()["transaction"] == "model"
+        one.train(ours, EVERY)
+        assert ours.receipt.applied
