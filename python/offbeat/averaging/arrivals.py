@@ -96,7 +96,7 @@ class Arrivals(Served):
         self._said: Said | None = None
         self._reference: Arrays = {}  # parameters that this member went out from
         self._unsettled: Arrays = {}  # where it had come to with a push that was not answered
-        self._num_applied = 0
+        self._tally = 0  # of this member's pushes at the server, before that one
         self._counts = np.zeros(2, np.int64)
         self._share = 1.0 / num_expected
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected)
@@ -171,12 +171,13 @@ class Arrivals(Served):
             for name, value in own.items()
             if name in self._reference
         }
+        self._tally = _tally(client)
         self._unsettled = {name: own[name].copy() for name in way}
         receipt = client.push(way | self._counted(own, counts), samples=samples)
         if receipt.reason == ROLLED_BACK:  # which is no judgement on the push: it can come again
             client.pull(out=self._mean)
+            self._tally = _tally(client)  # a server that goes on from a checkpoint may hold less
             receipt = client.push(way | self._counted(own, counts), samples=samples)
-        self._num_applied += receipt.applied
         # What was admitted is the server's now; what was not, is not wanted.
         self._reference |= self._unsettled
         self._unsettled = {}
@@ -237,11 +238,9 @@ class Arrivals(Served):
 
     def _settle(self, client: Client) -> None:
         """Find out what became of a push that was not answered."""
-        workers = client.status()["workers"]
-        applied = next((w["applied"] for w in workers if w["id"] == client.worker_id), 0)
-        if applied > self._num_applied:
+        if self._unsettled and _tally(client) > self._tally:
             self._reference |= self._unsettled
-        self._num_applied, self._unsettled = applied, {}
+        self._unsettled = {}
 
     def _enrol(self, client: Client) -> None:
         """Be one of those who are waited for at the end."""
@@ -260,6 +259,12 @@ class Arrivals(Served):
         self.size = entered.members
         if self.size < num_expected:
             self._warn_of_missing(num_expected)
+
+
+def _tally(client: Client) -> int:
+    """Ask how many pushes the server has applied that came under this member's name."""
+    workers = client.status()["workers"]
+    return next((int(worker["applied"]) for worker in workers if worker["id"] == client.worker_id), 0)
 
 
 def _worth(own: Counts, of_all: Counts) -> np.float32:

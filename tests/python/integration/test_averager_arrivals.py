@@ -1,6 +1,7 @@
 """Members that arrive at a server one by one: asynchronous DiLoCo."""
 
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -291,6 +292,79 @@ def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, mon
         assert close(arrays(one.model), arrays(straight.model), within=1e-5), (
             "nothing is lost, nor twice there"
         )
+
+
+class Counter:
+    """A model of one number, to which each iteration adds 1."""
+
+    def __init__(self):
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+
+    def train(self, averager, iterations=1):
+        for _ in range(iterations):
+            with torch.no_grad():
+                self.model.weight += 1.0
+            averager.step(1)
+
+    @property
+    def value(self):
+        return self.model.weight.item()
+
+
+class OnTheWay:
+    """Plans of a proxy: calm; or the next client's first answer is lost, and nobody is reached after it."""
+
+    def __init__(self):
+        self._next = None
+
+    def __call__(self, number):
+        if self._next is None:
+            return CALM
+        return next(self._next, plan(Cut(Bytes(0))))
+
+    def lose_the_next_answer(self):
+        self._next = iter([plan(LostReply(push=1))] * 2)  # a client has two connections, and pushes on one
+
+    def be_calm(self):
+        self._next = None
+
+
+def test_a_push_counts_once_where_the_server_has_lost_one_before(monkeypatch, tmp_path):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 3.0)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    port, here, older = free_port(), tmp_path / "here", tmp_path / "older"
+    one, plans, method = Counter(), OnTheWay(), DiLoCo(lr=1.0, momentum=0.0)
+
+    def serving(folder):
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=folder)
+
+    def held(server):
+        return np.asarray(server.state_dict()["weight"]).item()
+
+    with FaultProxy(f"127.0.0.1:{port}", plans) as proxy:
+        with serving(here) as server:
+            ours = at(proxy.address, one.model, method=method, averaging_frequency=1)
+            one.train(ours)
+            server.stop(restarting=True)
+        shutil.copytree(here, older)
+        with serving(here) as server:
+            one.train(ours)
+            assert held(server) == one.value == 2.0
+            server.stop(restarting=True)
+        shutil.copy(here / "life.json", older)  # as it is after a crash: what came since the save is lost
+        with serving(older) as server:
+            one.train(ours)
+            assert held(server) == one.value == 2.0, "of three, one was lost with the server"
+            plans.lose_the_next_answer()
+            proxy.cut()
+            one.train(ours)
+            assert (held(server), proxy.counts["lost_replies"], ours.averaging_round) == (3.0, 1, 3)
+            plans.be_calm()
+            proxy.heal()
+            one.train(ours)
+            assert held(server) == one.value == 4.0
+            ours.close()
 
 
 def test_in_the_background_no_progress_is_lost(server):
