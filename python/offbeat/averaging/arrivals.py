@@ -11,7 +11,7 @@ from torch import nn
 
 from offbeat.averaging.members import Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
-from offbeat.averaging.served import BEGIN_S, LOST, Arrays, Served, array_of
+from offbeat.averaging.served import BEGIN_S, LOST, REREAD, Arrays, Served, array_of
 from offbeat.client import Client
 from offbeat.errors import ConfigError
 from offbeat.local.flat import slices
@@ -24,7 +24,6 @@ __all__ = ["Arrivals", "guided"]
 
 TOTALS = "samples and iterations"
 """Of all members, whose pushes count them up at the server: the one tensor of whole numbers."""
-ROLLED_BACK = "server_rolled_back"
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 """Samples and iterations."""
@@ -98,6 +97,8 @@ class Arrivals(Served):
         self._unsettled: Arrays = {}  # where it had come to with a push that was not answered
         self._tally = 0  # of this member's pushes at the server, before that one
         self._counts = np.zeros(2, np.int64)
+        self._counted_of_said = np.zeros(2, np.int64)  # which a lost server leaves to be said once more
+        self._counts_unsettled = np.zeros(2, np.int64)
         self._share = 1.0 / num_expected
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected)
 
@@ -115,6 +116,7 @@ class Arrivals(Served):
     def go_out_anew(self) -> None:
         """Begin once more with what the server has."""
         self._said = None
+        self._counted_of_said[:] = 0
         try:
             if self._client is None:
                 self._meet()
@@ -135,18 +137,18 @@ class Arrivals(Served):
 
     def _exchange(
         self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
-    ) -> tuple[int, bool]:
+    ) -> tuple[int, bool, bool]:
         """Push and pull; who has ended waits, before it pulls, until all have.
 
         Returns:
-            How many have not ended; and that what this member wishes for holds, since each goes by its own.
+            How many have not ended; that what this member wishes for holds, since each goes by its own; and
+            that nothing is left to come.
         """
         del wish
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
         num_at_work = 1
-        if weight:
-            self._bring(client, own, samples)
+        num_brought = self._bring(client, own, samples) if weight else 0
         if not is_at_work:
             entered = client.enter(0.0, at_work=False)
             client.gather(entered.round)
@@ -155,17 +157,20 @@ class Arrivals(Served):
         client.pull(out=self._mean)
         came = int(self._mean[TOTALS][0]) - before
         self._version += bool(weight or came)  # else there is nowhere to go
-        if weight and came > 0:
-            self._share = min(samples / came, 1.0)
+        if num_brought and came > 0:
+            self._share = min(num_brought / came, 1.0)
         self._go_out()
         self._said = None  # whose memory is used again
-        return num_at_work, True
+        self._counted_of_said[:] = 0
+        return num_at_work, True, True
 
-    def _bring(self, client: Client, own: Arrays, samples: int) -> None:
+    def _bring(self, client: Client, own: Arrays, samples: int) -> int:
+        """Push the way, and give of how many samples it is."""
         assert self._said is not None  # noqa: S101  what is own was said
-        counts = np.array([samples, self._said.iterations])
-        self._counts += counts
-        worth = _worth(self._counts, self._mean[TOTALS] + counts)
+        counts = np.array([samples, self._said.iterations]) - self._counted_of_said
+        if not counts[0]:
+            return 0  # it had arrived, and its answer was lost
+        worth = _worth(self._counts + counts, self._mean[TOTALS] + counts)
         way = {
             name: (self._reference[name] - value) * worth
             for name, value in own.items()
@@ -173,19 +178,25 @@ class Arrivals(Served):
         }
         self._tally = _tally(client)
         self._unsettled = {name: own[name].copy() for name in way}
-        receipt = client.push(way | self._counted(own, counts), samples=samples)
-        if receipt.reason == ROLLED_BACK:  # which is no judgement on the push: it can come again
+        self._counts_unsettled = counts
+        receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
+        if receipt.reason in REREAD:
             client.pull(out=self._mean)
             self._tally = _tally(client)  # a server that goes on from a checkpoint may hold less
-            receipt = client.push(way | self._counted(own, counts), samples=samples)
-        # What was admitted is the server's now; what was not, is not wanted.
-        self._reference |= self._unsettled
-        self._unsettled = {}
+            receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
+        self._has_arrived()  # what was admitted is the server's now; what was not, is not wanted
         if self.receipt is not None and receipt.term != self.receipt.term:
             self._enrol(client)
         self.receipt = receipt
         if not receipt.applied:
             _log.warning("the way of this member is not taken: %s", receipt.detail)
+        return int(counts[0])
+
+    def _has_arrived(self) -> None:
+        self._reference |= self._unsettled
+        self._unsettled = {}
+        self._counts += self._counts_unsettled
+        self._counted_of_said += self._counts_unsettled
 
     def _counted(self, own: Arrays, counts: Counts) -> Arrays:
         """Give the values of all that is no parameter."""
@@ -239,7 +250,7 @@ class Arrivals(Served):
     def _settle(self, client: Client) -> None:
         """Find out what became of a push that was not answered."""
         if self._unsettled and _tally(client) > self._tally:
-            self._reference |= self._unsettled
+            self._has_arrived()
         self._unsettled = {}
 
     def _enrol(self, client: Client) -> None:

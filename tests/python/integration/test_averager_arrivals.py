@@ -13,7 +13,7 @@ import offbeat
 from offbeat import optim
 from offbeat.averaging import DiLoCo
 from offbeat.errors import ConfigError
-from support.averaging import LOSS, arrays, close, model, warned
+from support.averaging import LOSS, Counter, arrays, close, held_number, model, warned
 from support.fault_plan import CALM, Bytes, Cut, LostReply, plan
 from support.fault_proxy import FaultProxy
 from support.group import together
@@ -287,29 +287,13 @@ def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, mon
         proxy.heal()
         one.train(ours, EVERY)
         assert (ours.averaging_round, server.status()["version"]) == (2, 3)
+        counted = np.asarray(server.state_dict()["samples and iterations"])
+        assert counted.tolist() == [4 * EVERY * 2, 4 * EVERY], "those of the rounds that were none, too"
         for _ in range(4 * EVERY):
             straight.step()
         assert close(arrays(one.model), arrays(straight.model), within=1e-5), (
             "nothing is lost, nor twice there"
         )
-
-
-class Counter:
-    """A model of one number, to which each iteration adds 1."""
-
-    def __init__(self):
-        self.model = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(self.model.weight)
-
-    def train(self, averager, iterations=1):
-        for _ in range(iterations):
-            with torch.no_grad():
-                self.model.weight += 1.0
-            averager.step(1)
-
-    @property
-    def value(self):
-        return self.model.weight.item()
 
 
 class OnTheWay:
@@ -339,9 +323,6 @@ def test_a_push_counts_once_where_the_server_has_lost_one_before(monkeypatch, tm
     def serving(folder):
         return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=folder)
 
-    def held(server):
-        return np.asarray(server.state_dict()["weight"]).item()
-
     with FaultProxy(f"127.0.0.1:{port}", plans) as proxy:
         with serving(here) as server:
             ours = at(proxy.address, one.model, method=method, averaging_frequency=1)
@@ -350,20 +331,20 @@ def test_a_push_counts_once_where_the_server_has_lost_one_before(monkeypatch, tm
         shutil.copytree(here, older)
         with serving(here) as server:
             one.train(ours)
-            assert held(server) == one.value == 2.0
+            assert held_number(server) == one.value == 2.0
             server.stop(restarting=True)
         shutil.copy(here / "life.json", older)  # as it is after a crash: what came since the save is lost
         with serving(older) as server:
             one.train(ours)
-            assert held(server) == one.value == 2.0, "of three, one was lost with the server"
+            assert held_number(server) == one.value == 2.0, "of three, one was lost with the server"
             plans.lose_the_next_answer()
             proxy.cut()
             one.train(ours)
-            assert (held(server), proxy.counts["lost_replies"], ours.averaging_round) == (3.0, 1, 3)
+            assert (held_number(server), proxy.counts["lost_replies"], ours.averaging_round) == (3.0, 1, 3)
             plans.be_calm()
             proxy.heal()
             one.train(ours)
-            assert held(server) == one.value == 4.0
+            assert held_number(server) == one.value == 4.0
             ours.close()
 
 

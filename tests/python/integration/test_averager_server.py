@@ -1,6 +1,7 @@
 """Members that meet at a server average as the methods say, and outlive one another and the server."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,19 @@ from torch.distributed import TCPStore
 import offbeat
 from offbeat import averaging
 from offbeat.errors import ConfigError, ConnectError, ModelMismatchError, UnsupportedTensorError
-from support.averaging import METHODS, SPEC, Alone, arrays, batch, close, model, step, warned
+from support.averaging import (
+    METHODS,
+    SPEC,
+    Alone,
+    Counter,
+    arrays,
+    batch,
+    close,
+    held_number,
+    model,
+    step,
+    warned,
+)
 from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
@@ -144,6 +157,76 @@ def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_ther
             assert ours.averaging_round > before
             ours.flush()
             ours.close()
+
+
+def test_what_is_learnt_before_the_server_is_started_again_is_brought_after_it(tmp_path):
+    port, one = free_port(), Counter()
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving() as server:
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False)
+        one.train(ours, 4)
+        assert held_number(server) == one.value == 4.0
+        one.train(ours, 3)
+        server.stop(restarting=True)
+    with serving() as server:
+        one.train(ours)
+        assert (held_number(server), one.value) == (4.0, 8.0), "measured from a mean of before"
+        one.train(ours, 4)
+        assert held_number(server) == one.value == 12.0
+        one.train(ours, 2)
+        server.stop(restarting=True)
+    with serving() as server:
+        ours.flush()
+        assert held_number(server) == one.value == 14.0
+        ours.close()
+
+
+def test_a_server_that_goes_on_from_an_older_mean_takes_nothing_from_its_members(tmp_path):
+    port, here, older, one = free_port(), tmp_path / "here", tmp_path / "older", Counter()
+
+    def serving(folder):
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=folder)
+
+    with serving(here) as server:
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=1, overlap=False)
+        one.train(ours)
+        server.stop(restarting=True)
+    shutil.copytree(here, older)
+    with serving(here) as server:
+        one.train(ours, 4)
+        assert held_number(server) == one.value == 5.0
+        server.stop(restarting=True)
+    shutil.copy(here / "life.json", older)  # as it is after a crash: what came since the save is lost
+    with serving(older) as server:
+        assert held_number(server) == 1.0
+        one.train(ours)
+        assert one.value == 6.0
+        one.train(ours)
+        assert held_number(server) == one.value == 7.0
+        ours.close()
+
+
+def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monkeypatch, tmp_path):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False)
+        one.train(ours, 4)
+    one.train(ours, 4)
+    assert ours.averaging_round == 1
+    with serving() as server:
+        assert held_number(server) == 4.0
+        ours.flush()  # with nothing new since the round that was none
+        assert held_number(server) == one.value == 8.0
+        ours.close()
 
 
 def with_its_own_server(rank, port):
