@@ -180,7 +180,7 @@ class Arrivals(Served):
         self._unsettled = {name: own[name].copy() for name in way}
         self._counts_unsettled = counts
         receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
-        if receipt.reason in REREAD:
+        while receipt.reason in REREAD:
             client.pull(out=self._mean)
             self._tally = _tally(client)  # a server that goes on from a checkpoint may hold less
             receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))

@@ -38,8 +38,9 @@ AGAIN_S = 5.0
 LOST = (ConnectionError, OffbeatTimeoutError)
 """By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
 
-REREAD = ("server_rolled_back",)
-"""Reasons that are no judgement on a push: it was measured from what the server does not go by any more."""
+REREAD = ("server_rolled_back", "slept")
+"""Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
+started again in between, or had given up the member, which stood still."""
 
 _log = logging.getLogger("offbeat")
 
@@ -52,7 +53,7 @@ class Served:
     and pulls the new mean. The way of one that dies in between is not in it; one that comes later begins with
     the mean. All of that is done on a thread, behind training. Where the server is lost, averaging pauses.
     What a member has not brought to a round, for that reason or because it was measured from a mean of before
-    the server was started again, it keeps, and brings to the next.
+    the server was started again, or before it stood still itself, it keeps, and brings to the next.
 
     The server holds float32. It refuses who averages by another method or other settings than those who are
     there, and tells in which round all have come to wish for another.

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ from support.waiting import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 LEASE_S = 10.0
+TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+"""Where a program of its own finds what several tests share."""
 
 
 @pytest.fixture
@@ -227,6 +230,58 @@ def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monke
         ours.flush()  # with nothing new since the round that was none
         assert held_number(server) == one.value == 8.0
         ours.close()
+
+
+STANDING_STILL = """
+import sys
+import offbeat
+from offbeat.averaging import DiLoCo
+from support.averaging import Counter
+
+one, address, is_asynchronous = Counter(), sys.argv[1], sys.argv[2] == "True"
+settings = {"asynchronous": True, "method": DiLoCo(lr=1.0, momentum=0.0)} if is_asynchronous else {}
+with offbeat.AsyncModelAverager(
+    one.model, 1, 0, communication_backend="tcp", server_address=address, averaging_frequency=4,
+    overlap=False, **settings,
+) as ours:
+    one.train(ours, 6)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    one.train(ours, 2)
+    print(one.value, flush=True)
+    one.train(ours, 1)
+    ours.flush()
+    print(one.value, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_one_that_stands_still_for_longer_than_the_lease_loses_nothing(server, is_asynchronous):
+    def states():
+        return {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+
+    with subprocess.Popen(
+        [sys.executable, "-c", STANDING_STILL, server.address, str(is_asynchronous)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "ready\n"
+            (standing,) = states()
+            process.send_signal(signal.SIGSTOP)
+            # Else what it has read would be the newest still when it is given up.
+            with offbeat.Client(
+                server.address, "other", contribution="gradient" if is_asynchronous else "delta"
+            ) as other:
+                held = other.pull()
+                assert other.push({"weight": np.zeros_like(held["weight"])}).applied
+            wait_for(lambda: states()[standing] == "lost", timeout_s=40)
+            process.send_signal(signal.SIGCONT)
+            told, _ = process.communicate("\n", timeout=100)
+        finally:
+            process.kill()
+    assert server.status()["rejected"] == {"slept": 1}
+    assert told == "8.0\n9.0\n"
+    assert held_number(server) == 9.0
 
 
 def with_its_own_server(rank, port):
