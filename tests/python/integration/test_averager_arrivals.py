@@ -296,6 +296,32 @@ def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, mon
         )
 
 
+def test_one_that_comes_back_to_another_server_replaces_nobody(monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    port, method, first, newcomer = free_port(), DiLoCo(lr=1.0, momentum=0.0), Counter(), Counter()
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model")
+
+    def join(one):
+        return at(f"127.0.0.1:{port}", one.model, method=method, averaging_frequency=1)
+
+    with serving():
+        ours = join(first)
+        first.train(ours)
+    with serving() as server:  # which knows of nobody, and gives names out from the first on
+        theirs = join(newcomer)
+        newcomer.train(theirs)
+        for _ in range(3):
+            first.train(ours)
+            newcomer.train(theirs)
+        assert theirs.averaging_round == 4
+        assert [worker["state"] for worker in server.status()["workers"]] == ["joined"] * 2
+        ours.close()
+        theirs.close()
+
+
 class OnTheWay:
     """Plans of a proxy: calm; or the next client's first answer is lost, and nobody is reached after it."""
 
