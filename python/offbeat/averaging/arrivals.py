@@ -11,8 +11,9 @@ from torch import nn
 
 from offbeat.averaging.members import Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
-from offbeat.averaging.served import BEGIN_S, LOST, Arrays, Served, array_of
+from offbeat.averaging.served import BEGIN_S, LOST, REREAD, Arrays, Served, array_of
 from offbeat.client import Client
+from offbeat.errors import ConfigError
 from offbeat.local.flat import slices
 from offbeat.optim import DelayedNesterov
 
@@ -23,7 +24,6 @@ __all__ = ["Arrivals", "guided"]
 
 TOTALS = "samples and iterations"
 """Of all members, whose pushes count them up at the server: the one tensor of whole numbers."""
-ROLLED_BACK = "server_rolled_back"
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 """Samples and iterations."""
@@ -83,7 +83,8 @@ class Arrivals(Served):
             method: The outer step.
 
         Raises:
-            ConfigError: If the server takes another outer step, or adds differences up.
+            ConfigError: If the server takes another outer step, or adds differences up, or its transaction is
+                not "model".
             UnsupportedTensorError: As `Served`; so are the next two.
             ModelMismatchError: If the server has another model.
             ConnectError: If it cannot be reached.
@@ -94,8 +95,10 @@ class Arrivals(Served):
         self._said: Said | None = None
         self._reference: Arrays = {}  # parameters that this member went out from
         self._unsettled: Arrays = {}  # where it had come to with a push that was not answered
-        self._num_applied = 0
+        self._tally = 0  # of this member's pushes at the server, before that one
         self._counts = np.zeros(2, np.int64)
+        self._counted_of_said = np.zeros(2, np.int64)  # which a lost server leaves to be said once more
+        self._counts_unsettled = np.zeros(2, np.int64)
         self._share = 1.0 / num_expected
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected)
 
@@ -113,6 +116,7 @@ class Arrivals(Served):
     def go_out_anew(self) -> None:
         """Begin once more with what the server has."""
         self._said = None
+        self._counted_of_said[:] = 0
         try:
             if self._client is None:
                 self._meet()
@@ -133,18 +137,18 @@ class Arrivals(Served):
 
     def _exchange(
         self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
-    ) -> tuple[int, bool]:
+    ) -> tuple[int, bool, bool]:
         """Push and pull; who has ended waits, before it pulls, until all have.
 
         Returns:
-            How many have not ended; and that what this member wishes for holds, since each goes by its own.
+            How many have not ended; that what this member wishes for holds, since each goes by its own; and
+            that nothing is left to come.
         """
         del wish
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
         num_at_work = 1
-        if weight:
-            self._bring(client, own, samples)
+        num_brought = self._bring(client, own, samples) if weight else 0
         if not is_at_work:
             entered = client.enter(0.0, at_work=False)
             client.gather(entered.round)
@@ -153,36 +157,46 @@ class Arrivals(Served):
         client.pull(out=self._mean)
         came = int(self._mean[TOTALS][0]) - before
         self._version += bool(weight or came)  # else there is nowhere to go
-        if weight and came > 0:
-            self._share = min(samples / came, 1.0)
+        if num_brought and came > 0:
+            self._share = min(num_brought / came, 1.0)
         self._go_out()
         self._said = None  # whose memory is used again
-        return num_at_work, True
+        self._counted_of_said[:] = 0
+        return num_at_work, True, True
 
-    def _bring(self, client: Client, own: Arrays, samples: int) -> None:
+    def _bring(self, client: Client, own: Arrays, samples: int) -> int:
+        """Push the way, and give of how many samples it is."""
         assert self._said is not None  # noqa: S101  what is own was said
-        counts = np.array([samples, self._said.iterations])
-        self._counts += counts
-        worth = _worth(self._counts, self._mean[TOTALS] + counts)
+        counts = np.array([samples, self._said.iterations]) - self._counted_of_said
+        if not counts[0]:
+            return 0  # it had arrived, and its answer was lost
+        worth = _worth(self._counts + counts, self._mean[TOTALS] + counts)
         way = {
             name: (self._reference[name] - value) * worth
             for name, value in own.items()
             if name in self._reference
         }
+        self._tally = _tally(client)
         self._unsettled = {name: own[name].copy() for name in way}
-        receipt = client.push(way | self._counted(own, counts), samples=samples)
-        if receipt.reason == ROLLED_BACK:  # which is no judgement on the push: it can come again
+        self._counts_unsettled = counts
+        receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
+        while receipt.reason in REREAD:
             client.pull(out=self._mean)
-            receipt = client.push(way | self._counted(own, counts), samples=samples)
-        self._num_applied += receipt.applied
-        # What was admitted is the server's now; what was not, is not wanted.
-        self._reference |= self._unsettled
-        self._unsettled = {}
+            self._tally = _tally(client)  # a server that goes on from a checkpoint may hold less
+            receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
+        self._has_arrived()  # what was admitted is the server's now; what was not, is not wanted
         if self.receipt is not None and receipt.term != self.receipt.term:
             self._enrol(client)
         self.receipt = receipt
         if not receipt.applied:
             _log.warning("the way of this member is not taken: %s", receipt.detail)
+        return int(counts[0])
+
+    def _has_arrived(self) -> None:
+        self._reference |= self._unsettled
+        self._unsettled = {}
+        self._counts += self._counts_unsettled
+        self._counted_of_said += self._counts_unsettled
 
     def _counted(self, own: Arrays, counts: Counts) -> Arrays:
         """Give the values of all that is no parameter."""
@@ -204,6 +218,13 @@ class Arrivals(Served):
         return brought | {TOTALS: np.zeros(2, np.int64)}
 
     def _agree(self, client: Client) -> None:
+        if (transaction := client.run["transaction"]) != "model":
+            # Of a push that is cut short some fragments would have moved, and all of it would come again.
+            raise ConfigError(
+                f"asynchronous is True and the server's transaction {transaction!r}, under which a push that "
+                f"is cut short counts in part: start the server with transaction='model' (`--transaction "
+                f"model` of `offbeat server` and `offbeat launch`)"
+            )
         brought = self._brought()
         is_ours = client.init(brought)
         client.set_optimizer(self._outer_step(client))
@@ -228,11 +249,9 @@ class Arrivals(Served):
 
     def _settle(self, client: Client) -> None:
         """Find out what became of a push that was not answered."""
-        workers = client.status()["workers"]
-        applied = next((w["applied"] for w in workers if w["id"] == client.worker_id), 0)
-        if applied > self._num_applied:
-            self._reference |= self._unsettled
-        self._num_applied, self._unsettled = applied, {}
+        if self._unsettled and _tally(client) > self._tally:
+            self._has_arrived()
+        self._unsettled = {}
 
     def _enrol(self, client: Client) -> None:
         """Be one of those who are waited for at the end."""
@@ -251,6 +270,12 @@ class Arrivals(Served):
         self.size = entered.members
         if self.size < num_expected:
             self._warn_of_missing(num_expected)
+
+
+def _tally(client: Client) -> int:
+    """Ask how many pushes the server has applied that came under this member's name."""
+    workers = client.status()["workers"]
+    return next((int(worker["applied"]) for worker in workers if worker["id"] == client.worker_id), 0)
 
 
 def _worth(own: Counts, of_all: Counts) -> np.float32:

@@ -114,6 +114,7 @@ class AsyncModelAverager:
         asynchronous: With ``"diloco"`` and ``"tcp"``: nobody waits for anybody. A member that has done its
             iterations brings its way to the server, which takes the outer step for each that arrives
             (delayed Nesterov: Liu et al., 2024), and goes on from the outer parameters as they are by then.
+            A server that is given has to have ``transaction="model"``; the one that rank 0 starts has it.
             ``averaging_policy="time"`` gives each member iterations in proportion to its speed, which keeps
             arrivals fresh (their dynamic local updates).
 

@@ -1,6 +1,7 @@
 """Where members meet: in a process group of torch's, or at an Offbeat server; and this process among them."""
 
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -136,20 +137,19 @@ class Meeting:
     def _at_a_server(self, model: nn.Module, named: Named, method: Method, terms: str) -> Joined:
         place = server_place(self.address, self.rank, self.world_size)
         server, address = reached(place, self.token)
-        own_name: str | None = None
+        # It comes back under the same name, by which the server counts its pushes. One that a server gives
+        # out would not do: at another server, which knows nothing of this one's, it can be another member's.
+        name = f"member-{secrets.token_hex(6)}" if self.is_asynchronous else None
 
         def connect(tries_s: float) -> Client:
-            nonlocal own_name
-            client = Client(
+            return Client(
                 address,
-                own_name if self.is_asynchronous else None,
+                name,
                 token=self.token,
                 connect_timeout_s=tries_s,
                 reconnect_timeout_s=RECONNECT_S,
                 contribution="gradient" if self.is_asynchronous else "delta",
             )
-            own_name = client.worker_id
-            return client
 
         buffers, num = Statistics(model).buffers(), place.world_size
         members: Members

@@ -89,6 +89,7 @@ class Heard:
         wanted: What this member wanted in the round that is known; None: in the one that ends.
         met: In a round of twos, what the partner has said; None: there was none. Of the others is then known
             what they have said some rounds ago, and nothing where `are_agreed` is None.
+        is_brought: What this member said is in it; else it is still to be said, and counts in a later round.
     """
 
     means: Flat
@@ -102,6 +103,7 @@ class Heard:
     are_agreed: bool | None = True
     wanted: object = None
     met: Met | None = None
+    is_brought: bool = True
 
 
 class Members(Protocol):

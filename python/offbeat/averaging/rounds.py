@@ -111,6 +111,8 @@ class _UnderWay:
     is_finite: bool
     is_at_work: bool
     is_pairwise: bool
+    samples_before: int
+    iterations_before: int
 
 
 class Rounds:
@@ -245,6 +247,8 @@ class Rounds:
             is_finite,
             progress.is_at_work,
             is_pairwise,
+            self._samples[fragment],
+            self._iterations,
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
@@ -270,6 +274,9 @@ class Rounds:
         self._under_way = None
         if not heard.is_same or (heard.met is not None and not heard.met.is_same):
             raise StateError(DIFFERENT)
+        if not heard.is_brought:
+            self._samples[round_.fragment] = round_.samples_before
+            self._iterations = round_.iterations_before
         wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted
         if round_.is_pairwise:
             outcome = self._go_halfway(round_, heard, wanted)

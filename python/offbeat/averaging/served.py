@@ -38,6 +38,10 @@ AGAIN_S = 5.0
 LOST = (ConnectionError, OffbeatTimeoutError)
 """By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
 
+REREAD = ("server_rolled_back", "slept")
+"""Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
+started again in between, or had given up the member, which stood still."""
+
 _log = logging.getLogger("offbeat")
 
 
@@ -48,6 +52,8 @@ class Served:
     pushes its way since the mean it had last, times that share, waits until the others have pushed theirs,
     and pulls the new mean. The way of one that dies in between is not in it; one that comes later begins with
     the mean. All of that is done on a thread, behind training. Where the server is lost, averaging pauses.
+    What a member has not brought to a round, for that reason or because it was measured from a mean of before
+    the server was started again, or before it stood still itself, it keeps, and brings to the next.
 
     The server holds float32. It refuses who averages by another method or other settings than those who are
     there, and tells in which round all have come to wish for another.
@@ -161,11 +167,15 @@ class Served:
         """
         self._check_open()
         del tensors  # they are those that it was made of
-        own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
+        is_brought = False
         try:
             if self._client is None:
                 self._meet()
-            self._exchange(own, weight=1.0, samples=0, is_at_work=False, wish=self._terms)
+            while not is_brought:
+                own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
+                _, _, is_brought = self._exchange(
+                    own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
+                )
         except LOST as error:
             self._pause(error)
             return
@@ -207,11 +217,7 @@ class Served:
             heard = self._averaged(said)
         except LOST as error:
             self._pause(error)
-            nobody = int(said.is_at_work)
-            return Heard(
-                said.values, 0.0, 0.0, nobody, said.metric, said.rate, said.statistics,
-                are_agreed=said.wish == self._terms,
-            )  # fmt: skip
+            return _not_brought(said, int(said.is_at_work), are_agreed=said.wish == self._terms)
         except BaseException:
             self._drop(finished=False)  # else the others would wait for what it has not brought to its end
             raise
@@ -235,13 +241,15 @@ class Served:
                 start = end
         before = self._version
         self._terms = said.terms
-        num_at_work, are_agreed = self._exchange(
+        num_at_work, are_agreed, is_brought = self._exchange(
             own,
             weight=said.weight,
             samples=round(said.samples),
             is_at_work=said.is_at_work,
             wish=said.wish,
         )
+        if not is_brought:  # there is another round to come, for this member at least
+            return _not_brought(said, max(num_at_work, 1), are_agreed=are_agreed)
         for name, part in zip(names, parts, strict=True):
             part.copy_(torch.from_numpy(self._mean[name]))
         statistics = said.statistics.clone()
@@ -265,7 +273,7 @@ class Served:
 
     def _exchange(
         self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
-    ) -> tuple[int, bool]:
+    ) -> tuple[int, bool, bool]:
         """Enter, push, gather and pull.
 
         Args:
@@ -276,7 +284,8 @@ class Served:
             wish: The terms wanted.
 
         Returns:
-            How many members have not ended, and whether all wish for these terms, or nobody for others.
+            How many members have not ended; whether all wish for these terms, or nobody for others; and
+            whether there is nothing left of this member's that is to come in another round.
 
         Raises:
             StateError: If those who are there average by other terms.
@@ -286,8 +295,7 @@ class Served:
         entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
-        if entered.share > 0.0:
-            self._push(client, own, entered, max(samples, 1))
+        is_brought = entered.share <= 0.0 or self._push(client, own, entered, max(samples, 1))
         gathered = client.gather(entered.round)
         if gathered.missing:
             _log.warning(
@@ -297,10 +305,14 @@ class Served:
         client.pull(out=self._mean)
         self._version = gathered.version
         self.size = max(entered.members, 1)
-        return entered.at_work, are_agreed
+        return entered.at_work, are_agreed, is_brought
 
-    def _push(self, client: Client, own: Arrays, entered: Entered, samples: int) -> None:
-        """Push the way from the mean, times the share; nothing where float32 has no room for it."""
+    def _push(self, client: Client, own: Arrays, entered: Entered, samples: int) -> bool:
+        """Push the way from the mean, times the share; nothing where float32 has no room for it.
+
+        Returns:
+            False: it is to come again, measured from what the server has by then.
+        """
         share = np.float32(entered.share)
         with np.errstate(over="ignore"):
             for name, array in own.items():
@@ -310,9 +322,16 @@ class Served:
             receipt = client.push(own, samples=samples)
         except NonFiniteError as error:
             process.warn(f"this member is so far from the mean that it adds nothing to a round: {error}")
-            return
+            return True
+        if receipt.reason in REREAD:
+            _log.warning(
+                "the way of this member is not in round %d, and comes with the next: %s",
+                entered.round, receipt.detail,
+            )  # fmt: skip
+            return False
         if not receipt.applied:
             _log.warning("the way of this member is not in round %d: %s", entered.round, receipt.detail)
+        return True
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -392,6 +411,21 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
+
+
+def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:
+    """Give what leaves a member as it is, with all that it has said still to be said."""
+    return Heard(
+        said.values,
+        0.0,
+        0.0,
+        num_at_work,
+        said.metric,
+        said.rate,
+        said.statistics,
+        are_agreed=are_agreed,
+        is_brought=False,
+    )
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

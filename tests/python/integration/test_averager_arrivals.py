@@ -1,6 +1,7 @@
 """Members that arrive at a server one by one: asynchronous DiLoCo."""
 
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -12,7 +13,7 @@ import offbeat
 from offbeat import optim
 from offbeat.averaging import DiLoCo
 from offbeat.errors import ConfigError
-from support.averaging import LOSS, arrays, close, model, warned
+from support.averaging import LOSS, Counter, arrays, close, held_number, model, warned
 from support.fault_plan import CALM, Bytes, Cut, LostReply, plan
 from support.fault_proxy import FaultProxy
 from support.group import together
@@ -286,11 +287,91 @@ def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, mon
         proxy.heal()
         one.train(ours, EVERY)
         assert (ours.averaging_round, server.status()["version"]) == (2, 3)
+        counted = np.asarray(server.state_dict()["samples and iterations"])
+        assert counted.tolist() == [4 * EVERY * 2, 4 * EVERY], "those of the rounds that were none, too"
         for _ in range(4 * EVERY):
             straight.step()
         assert close(arrays(one.model), arrays(straight.model), within=1e-5), (
             "nothing is lost, nor twice there"
         )
+
+
+def test_one_that_comes_back_to_another_server_replaces_nobody(monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    port, method, first, newcomer = free_port(), DiLoCo(lr=1.0, momentum=0.0), Counter(), Counter()
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model")
+
+    def join(one):
+        return at(f"127.0.0.1:{port}", one.model, method=method, averaging_frequency=1)
+
+    with serving():
+        ours = join(first)
+        first.train(ours)
+    with serving() as server:  # which knows of nobody, and gives names out from the first on
+        theirs = join(newcomer)
+        newcomer.train(theirs)
+        for _ in range(3):
+            first.train(ours)
+            newcomer.train(theirs)
+        assert theirs.averaging_round == 4
+        assert [worker["state"] for worker in server.status()["workers"]] == ["joined"] * 2
+        ours.close()
+        theirs.close()
+
+
+class OnTheWay:
+    """Plans of a proxy: calm; or the next client's first answer is lost, and nobody is reached after it."""
+
+    def __init__(self):
+        self._next = None
+
+    def __call__(self, number):
+        if self._next is None:
+            return CALM
+        return next(self._next, plan(Cut(Bytes(0))))
+
+    def lose_the_next_answer(self):
+        self._next = iter([plan(LostReply(push=1))] * 2)  # a client has two connections, and pushes on one
+
+    def be_calm(self):
+        self._next = None
+
+
+def test_a_push_counts_once_where_the_server_has_lost_one_before(monkeypatch, tmp_path):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 3.0)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    port, here, older = free_port(), tmp_path / "here", tmp_path / "older"
+    one, plans, method = Counter(), OnTheWay(), DiLoCo(lr=1.0, momentum=0.0)
+
+    def serving(folder):
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=folder)
+
+    with FaultProxy(f"127.0.0.1:{port}", plans) as proxy:
+        with serving(here) as server:
+            ours = at(proxy.address, one.model, method=method, averaging_frequency=1)
+            one.train(ours)
+            server.stop(restarting=True)
+        shutil.copytree(here, older)
+        with serving(here) as server:
+            one.train(ours)
+            assert held_number(server) == one.value == 2.0
+            server.stop(restarting=True)
+        shutil.copy(here / "life.json", older)  # as it is after a crash: what came since the save is lost
+        with serving(older) as server:
+            one.train(ours)
+            assert held_number(server) == one.value == 2.0, "of three, one was lost with the server"
+            plans.lose_the_next_answer()
+            proxy.cut()
+            one.train(ours)
+            assert (held_number(server), proxy.counts["lost_replies"], ours.averaging_round) == (3.0, 1, 3)
+            plans.be_calm()
+            proxy.heal()
+            one.train(ours)
+            assert held_number(server) == one.value == 4.0
+            ours.close()
 
 
 def test_in_the_background_no_progress_is_lost(server):
@@ -379,7 +460,28 @@ def test_an_outer_step_that_is_not_the_servers_is_refused(server):
             ours.method = "average"
         assert ours.method == DiLoCo(delay=2)
     with (
-        offbeat.ParameterServer(optimizer=optim.SGD(lr=0.1)) as other,
+        offbeat.ParameterServer(optimizer=optim.SGD(lr=0.1), transaction="model") as other,
         pytest.raises(ConfigError, match="SGD"),
     ):
         at(other.address, model())
+
+
+def test_a_server_at_which_a_push_can_count_in_part_is_refused():
+    with offbeat.ParameterServer() as server:
+        with pytest.raises(ConfigError) as refused:
+            at(server.address, model())
+        assert not server.status()["workers"]
+    assert "asynchronous is True and the server's transaction 'fragment'" in str(refused.value)
+    assert "transaction='model' (`--transaction model` of `offbeat server`" in str(refused.value)
+
+
+def test_the_server_that_the_first_member_starts_takes_a_push_whole(monkeypatch):
+    for name in ("OFFBEAT_SERVER", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    one = Trainee()
+    with at(None, one.model) as ours:
+        assert ours._server.status()["transaction"] == "model"
+        one.train(ours, EVERY)
+        assert ours.receipt.applied

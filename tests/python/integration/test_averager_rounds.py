@@ -8,7 +8,7 @@ import torch
 import offbeat
 from offbeat.averaging import Average, DiLoCo
 from offbeat.errors import ClosedError, StateError
-from support.averaging import LOSS, model, step, warned
+from support.averaging import LOSS, Counter, held_number, model, step, warned
 from support.fault_proxy import FaultProxy
 from support.waiting import wait_for
 
@@ -23,15 +23,20 @@ def server():
         yield running
 
 
+def averaging(trained, server, **settings):
+    """Make a member that averages after each iteration."""
+    settings = {"averaging_frequency": 1, "overlap": False} | settings
+    return offbeat.AsyncModelAverager(
+        trained, 1, 0, communication_backend="tcp", server_address=server.address, **settings
+    )
+
+
 class Member:
     """A member that averages after each iteration, and can be told how far to train on a thread."""
 
     def __init__(self, server, **settings):
         self.model = model()
-        settings = {"averaging_frequency": 1, "overlap": False} | settings
-        self.averager = offbeat.AsyncModelAverager(
-            self.model, 1, 0, communication_backend="tcp", server_address=server.address, **settings
-        )
+        self.averager = averaging(self.model, server, **settings)
         self.live = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def train(self, number=0):
@@ -225,3 +230,46 @@ def test_a_round_s_mean_is_within_a_millionth_of_the_exact_one(server):
         for member in members:
             off = (member.model[0].weight.detach().double() - exact).abs().max()
             assert off <= 1e-6 * exact.abs().max()
+
+
+def test_of_members_that_measured_from_an_older_mean_the_next_round_has_all_by_their_samples(server):
+    ones, averagers = [], []
+
+    def join(by, samples):
+        ones.append(Counter(by, samples))
+        averagers.append(averaging(ones[-1].model, server, averaging_frequency=2))
+
+    def both(do):
+        entering = threading.Thread(target=do, args=(1,), daemon=True)
+        entering.start()
+        until_entered(server, 1)
+        do(0)
+        entering.join(AT_ONCE_S)
+        assert not entering.is_alive()
+
+    def train(number):
+        ones[number].train(averagers[number], 2)
+
+    def flush(number):
+        averagers[number].flush()
+
+    join(by=1.0, samples=1)
+    train(0)
+    join(by=5.0, samples=3)
+    both(train)
+    assert ones[0].value == ones[1].value == 2.0 + (2 * 2.0 + 6 * 10.0) / 8
+    before = held_number(server)
+    server.load_state_dict(server.state_dict())  # a life of its own, of which nobody has read anything
+    both(train)
+    assert [one.value for one in ones] == [before + 2.0, before + 10.0]
+    both(train)
+    before += (4 * 4.0 + 12 * 20.0) / 16  # of two rounds each
+    assert held_number(server) == ones[0].value == ones[1].value == before
+    server.load_state_dict(server.state_dict())
+    for one, averager in zip(ones, averagers, strict=True):
+        one.train(averager)  # up to no round
+    both(flush)
+    before += (1 * 1.0 + 3 * 5.0) / 4
+    assert held_number(server) == ones[0].value == ones[1].value == before
+    for averager in averagers:
+        averager.close()

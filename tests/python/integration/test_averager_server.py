@@ -1,11 +1,13 @@
 """Members that meet at a server average as the methods say, and outlive one another and the server."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,19 @@ from torch.distributed import TCPStore
 import offbeat
 from offbeat import averaging
 from offbeat.errors import ConfigError, ConnectError, ModelMismatchError, UnsupportedTensorError
-from support.averaging import METHODS, SPEC, Alone, arrays, batch, close, model, step, warned
+from support.averaging import (
+    METHODS,
+    SPEC,
+    Alone,
+    Counter,
+    arrays,
+    batch,
+    close,
+    held_number,
+    model,
+    step,
+    warned,
+)
 from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
@@ -24,6 +38,8 @@ from support.waiting import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 LEASE_S = 10.0
+TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+"""Where a program of its own finds what several tests share."""
 
 
 @pytest.fixture
@@ -144,6 +160,128 @@ def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_ther
             assert ours.averaging_round > before
             ours.flush()
             ours.close()
+
+
+def test_what_is_learnt_before_the_server_is_started_again_is_brought_after_it(tmp_path):
+    port, one = free_port(), Counter()
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving() as server:
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False)
+        one.train(ours, 4)
+        assert held_number(server) == one.value == 4.0
+        one.train(ours, 3)
+        server.stop(restarting=True)
+    with serving() as server:
+        one.train(ours)
+        assert (held_number(server), one.value) == (4.0, 8.0), "measured from a mean of before"
+        one.train(ours, 4)
+        assert held_number(server) == one.value == 12.0
+        one.train(ours, 2)
+        server.stop(restarting=True)
+    with serving() as server:
+        ours.flush()
+        assert held_number(server) == one.value == 14.0
+        ours.close()
+
+
+def test_a_server_that_goes_on_from_an_older_mean_takes_nothing_from_its_members(tmp_path):
+    port, here, older, one = free_port(), tmp_path / "here", tmp_path / "older", Counter()
+
+    def serving(folder):
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=folder)
+
+    with serving(here) as server:
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=1, overlap=False)
+        one.train(ours)
+        server.stop(restarting=True)
+    shutil.copytree(here, older)
+    with serving(here) as server:
+        one.train(ours, 4)
+        assert held_number(server) == one.value == 5.0
+        server.stop(restarting=True)
+    shutil.copy(here / "life.json", older)  # as it is after a crash: what came since the save is lost
+    with serving(older) as server:
+        assert held_number(server) == 1.0
+        one.train(ours)
+        assert one.value == 6.0
+        one.train(ours)
+        assert held_number(server) == one.value == 7.0
+        ours.close()
+
+
+def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monkeypatch, tmp_path):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False)
+        one.train(ours, 4)
+    one.train(ours, 4)
+    assert ours.averaging_round == 1
+    with serving() as server:
+        assert held_number(server) == 4.0
+        ours.flush()  # with nothing new since the round that was none
+        assert held_number(server) == one.value == 8.0
+        ours.close()
+
+
+STANDING_STILL = """
+import sys
+import offbeat
+from offbeat.averaging import DiLoCo
+from support.averaging import Counter
+
+one, address, is_asynchronous = Counter(), sys.argv[1], sys.argv[2] == "True"
+settings = {"asynchronous": True, "method": DiLoCo(lr=1.0, momentum=0.0)} if is_asynchronous else {}
+with offbeat.AsyncModelAverager(
+    one.model, 1, 0, communication_backend="tcp", server_address=address, averaging_frequency=4,
+    overlap=False, **settings,
+) as ours:
+    one.train(ours, 6)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    one.train(ours, 2)
+    print(one.value, flush=True)
+    one.train(ours, 1)
+    ours.flush()
+    print(one.value, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_one_that_stands_still_for_longer_than_the_lease_loses_nothing(server, is_asynchronous):
+    def states():
+        return {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+
+    with subprocess.Popen(
+        [sys.executable, "-c", STANDING_STILL, server.address, str(is_asynchronous)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "ready\n"
+            (standing,) = states()
+            process.send_signal(signal.SIGSTOP)
+            # Else what it has read would be the newest still when it is given up.
+            with offbeat.Client(
+                server.address, "other", contribution="gradient" if is_asynchronous else "delta"
+            ) as other:
+                held = other.pull()
+                assert other.push({"weight": np.zeros_like(held["weight"])}).applied
+            wait_for(lambda: states()[standing] == "lost", timeout_s=40)
+            process.send_signal(signal.SIGCONT)
+            told, _ = process.communicate("\n", timeout=100)
+        finally:
+            process.kill()
+    assert server.status()["rejected"] == {"slept": 1}
+    assert told == "8.0\n9.0\n"
+    assert held_number(server) == 9.0
 
 
 def with_its_own_server(rank, port):

@@ -38,6 +38,30 @@ def arrays(trained):
     return [p.detach().numpy() for p in trained.parameters()]
 
 
+class Counter:
+    """A model of one number, which begins with 0 and to which each iteration adds as much."""
+
+    def __init__(self, by=1.0, samples=1):
+        self.by, self.samples = by, samples
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+
+    def train(self, averager, iterations=1):
+        for _ in range(iterations):
+            with torch.no_grad():
+                self.model.weight += self.by
+            averager.step(self.samples)
+
+    @property
+    def value(self):
+        return self.model.weight.item()
+
+
+def held_number(server):
+    """Give what a server holds of a `Counter`."""
+    return np.asarray(server.state_dict()["weight"]).item()
+
+
 class Alone:
     """One process that does what all members do, by the papers' forms, in double precision."""
 
