@@ -1,6 +1,7 @@
 """What every test runs under: one thread per library, no settings from the shell, bounded random search."""
 
 import functools
+import logging
 import os
 import random
 import signal
@@ -69,6 +70,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 RunPython = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _no_log_level_of_another_test():
+    """Put the log's level back: a command sets its process's, which here is that of all tests."""
+    log = logging.getLogger("offbeat")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
