@@ -66,7 +66,6 @@ fn rule() -> impl Strategy<Value = (Rule, Rule)> {
         (sgd(0.9, true), sgd(0.0, false)),
         (adam(false), adam(true)),
         (delayed(2, 0.25), delayed(3, 0.0)),
-        (delayed(3, 0.1), adam(true)),
         (Rule::Add, Rule::Add),
     ])
 }
