@@ -63,7 +63,8 @@ def declared_in(path):
             for node in tree.body
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         }
-    return set(re.findall(r"#\[test\]\s*(?:#\[[^\]]*\]\s*|//[^\n]*\n\s*)*fn (\w+)\(", text))
+    between = r"(?:#\[[^\]]*\]\s*|//[^\n]*\n\s*)*"
+    return set(re.findall(rf"#\[(?:tokio::)?test[^\]]*\]\s*{between}(?:async )?fn (\w+)\(", text))
 
 
 def assert_exist(named):
