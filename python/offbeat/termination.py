@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,12 +14,24 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code of what SIGTERM has ended before it was done, as of a process that the signal itself ends."""
 
 
+ECHO_S = 0.25
+"""Within which another SIGTERM is the same one: of a killed launch, workers get one for each thread."""
+
+
 class _Terminated(SystemExit):
     """SIGTERM came while something was being waited for."""
 
 
+def _let_echoes_pass(number: int) -> None:
+    """Take no notice of the signal for a moment; its handler is to be set after this."""
+    signal.signal(number, signal.SIG_IGN)
+    time.sleep(ECHO_S)  # noqa: TID251  nothing tells that no more are to come
+
+
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
+    del frame
+    _let_echoes_pass(number)
+    signal.signal(number, _terminate)
     raise _Terminated(0)
 
 
@@ -52,10 +65,11 @@ class Terminated:
 
 @contextmanager
 def noting_sigterm() -> Iterator[Terminated]:
-    """Take note of SIGTERM where work has places at which it can end; a second one ends the process at once.
+    """Take note of SIGTERM where work has places at which it can end.
 
-    One that came too late for these ends the process when the work is done. Only on the main thread, and
-    unless the signal has another handler: else nothing is noted.
+    A second one, a moment later, ends the process at once. One that came too late for these places ends it
+    when the work is done. Only on the main thread, and unless the signal has another handler: else nothing
+    is noted.
 
     Raises:
         SystemExit: With code 143, where it came and the work ended as if it had not.
@@ -65,6 +79,7 @@ def noting_sigterm() -> Iterator[Terminated]:
     def note(number: int, frame: FrameType | None) -> None:
         del frame
         noted.has_come = True
+        _let_echoes_pass(number)
         signal.signal(number, signal.SIG_DFL)
 
     on_main = threading.current_thread() is threading.main_thread()

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -14,13 +15,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from offbeat import optim
+from offbeat import optim, termination
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery import directory as directory_module
 from offbeat.recovery import saver as saver_module
 from offbeat.recovery.directory import Directory, names
 from offbeat.recovery.trainer import FaultTolerantTrainer
-from offbeat.termination import noting_sigterm
+from support.waiting import wait_for
 
 LOSS = nn.CrossEntropyLoss()
 SAMPLES = 40
@@ -271,12 +272,32 @@ def test_sigterm_that_comes_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
     assert trainer.train(**run).stopped == "epochs"  # it was all saved
 
 
+def test_sigterms_that_come_at_the_same_time_are_one(monkeypatch):
+    monkeypatch.setattr(termination, "ECHO_S", 1.0)
+
+    def come_in_a_row():
+        for _ in range(20):
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
+
+    def work():
+        with termination.noting_sigterm() as noted:
+            row = threading.Thread(target=come_in_a_row)
+            row.start()
+            row.join()
+            assert noted.has_come
+
+    with pytest.raises(SystemExit) as caught:
+        work()
+    assert caught.value.code == 143
+
+
 def test_a_handler_that_was_set_meanwhile_stays():
     def theirs(*_):
         pass
 
     try:
-        with noting_sigterm():
+        with termination.noting_sigterm():
             signal.signal(signal.SIGTERM, theirs)
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
