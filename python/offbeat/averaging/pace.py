@@ -50,7 +50,7 @@ class Iterations:
 
         Args:
             iterations: Since the last round began, or since the start.
-            seconds: Likewise.
+            seconds: Since it ended, or since the start; 0 while one is under way.
             num_fragments: Rounds that average the whole model once.
             number: How many rounds have begun.
         """
@@ -69,10 +69,14 @@ class Iterations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
-    """Every so many seconds, by this member's clock, at the end of an iteration.
+    """So many seconds after the end of the last round, by this member's clock, at the end of an iteration.
+
+    Were it after the beginning, which each member reaches when its own clock says so, members of unlike speed
+    would drift out of phase, and each round would wait for whoever is furthest from beginning it. All see
+    its end at about the same time.
 
     Attributes:
-        every: Seconds from average to average of the same parameters.
+        every: Seconds without a round, from average to average of the same parameters.
     """
 
     every: float
