@@ -178,7 +178,10 @@ def _part(every: int, num_fragments: int, number: int) -> int:
 
 
 def relative_variance(values: Sequence[float]) -> float | None:
-    """Compute the (population) variance of losses over the size of their mean.
+    """Compute the variance of losses, over the size of their mean.
+
+    It is the unbiased estimate, over n - 1: with n, shorter rounds would read less of the same noise, by half
+    where they have two losses, and so draw out their own frequency.
 
     With power 1/2 this is AdaComm's rule (Wang and Joshi, 2019): the period between averages for which the
     error after a given time is least grows with the root of the loss over the gradient's variance. There
@@ -190,4 +193,5 @@ def relative_variance(values: Sequence[float]) -> float | None:
     if len(values) < 2:  # noqa: PLR2004  as the docstring says
         return None
     mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / len(values) / abs(mean) if mean else None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return variance / abs(mean) if mean else None

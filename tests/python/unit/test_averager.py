@@ -200,7 +200,7 @@ def test_the_losses_that_are_followed_are_those_since_the_last_average_by_varian
         )
         if len(losses) == pace.every:
             mean = statistics.fmean(losses)
-            pace, losses = pace.after(statistics.pvariance(losses) / mean), []
+            pace, losses = pace.after(statistics.variance(losses) / mean), []
             frequencies.append(pace.every)
         assert ours.averaging_frequency == pace.every
     assert len(set(frequencies)) > 1
