@@ -90,7 +90,9 @@ class Meeting:
             if self.group is not None:
                 faults.append("process_group given, and members meet at a server: leave one of them out")
             faults += [] if method is None else server_faults(method)
-            faults.catch(lambda: server_place(self.address, self.rank, self.world_size))
+            place = faults.catch(lambda: server_place(self.address, self.rank, self.world_size))
+            if method is not None and place is not None:
+                faults.catch(lambda: method.check_for(place.world_size))
         else:
             if self.is_asynchronous:
                 faults.append(

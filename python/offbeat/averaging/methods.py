@@ -119,7 +119,8 @@ class EASGD(Method):
 
     Attributes:
         alpha: Strength of a spring, above 0 and, for the centre to come to rest, below 2 / num_members. None:
-            0.9 / num_members, as in the paper's experiments (its beta is alpha times num_members).
+            0.9 / num_members, as in the paper's experiments (its beta is alpha times num_members). As strong
+            are springs in rounds of more members than an alpha is for, as may come to a server.
     """
 
     alpha: float | None = None
@@ -144,7 +145,9 @@ class EASGD(Method):
 
     def target(self, mean: torch.Tensor, own: torch.Tensor, memory: Memory, num_members: int) -> torch.Tensor:
         """Draw this member to the centre, and the centre to the mean."""
-        alpha = 0.9 / num_members if self.alpha is None else self.alpha
+        alpha = self.alpha
+        if alpha is None or alpha * num_members >= 2.0:  # noqa: PLR2004
+            alpha = 0.9 / num_members
         centre = memory["reference"]
         drawn = torch.lerp(own, centre, alpha)
         # The sum of all alpha (x_i - z) is alpha times num_members times (mean - z).

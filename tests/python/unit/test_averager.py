@@ -406,6 +406,15 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
             {"server_address": "127.0.0.1:1", "method": averaging.DiLoCo(fragments=2)},
             "fragments is 2, and with 'tcp' a model is averaged whole",
         ),
+        (
+            {
+                "server_address": "127.0.0.1:1",
+                "world_size": 4,
+                "rank": 0,
+                "method": averaging.EASGD(alpha=0.5),
+            },
+            "alpha is 0.5 and there are 4 members: the centre would be thrown ever further",
+        ),
         ({"communication_backend": "mpi"}, "unknown communication_backend 'mpi'"),
         ({"method": "dilocco"}, "did you mean 'diloco'"),
         ({"method": averaging.DiLoCo}, "give DiLoCo() or 'diloco'"),

@@ -108,6 +108,21 @@ def test_easgd_is_the_papers_for_each_member_and_its_centre(seed, num, beta):
             assert torch.allclose(memory["reference"], centre, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("num", [3, 4, 8])
+def test_a_spring_for_fewer_members_than_have_come_leaves_the_centre_at_rest(num):
+    """As at a server, where more may come: unbounded, each round throws the centre further."""
+    method, at = EASGD(alpha=0.9), [torch.full((1,), float(rank)) for rank in range(num)]
+    memory = {"reference": torch.zeros(1)}
+    total = float(sum(range(num)))  # the centre counts as a member: what it gains the others lose
+    for _ in range(200):
+        mean = torch.stack(at).mean(0)
+        centre = memory["reference"].clone()
+        at = [method.target(mean.clone(), own, {"reference": centre.clone()}, num) for own in at]
+        method.target(mean.clone(), mean, memory, num)
+    for value in (*at, memory["reference"]):
+        assert value.item() == pytest.approx(total / (num + 1), rel=1e-4)
+
+
 def test_easgds_strength_is_by_default_that_of_the_paper():
     own, mean = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])
     memory = {"reference": torch.zeros(2)}
