@@ -358,7 +358,6 @@ class Served:
             client.close(finished=False)
             raise
         self._client = client
-        self._version = -1
 
     def _agree(self, client: Client) -> None:
         arrays = self._brought()
@@ -369,6 +368,7 @@ class Served:
                 f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
                 f"worth the same whenever they come: start it with staleness_policy='constant'"
             )
+        self._version = client.status()["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
 
     def _brought(self) -> Arrays:

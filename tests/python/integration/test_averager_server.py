@@ -232,6 +232,32 @@ def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monke
         ours.close()
 
 
+def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the_outer_step_led(
+    monkeypatch, tmp_path
+):
+    """The server holds the mean that the outer step was taken from, to which nobody is to go back."""
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(
+            f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False,
+            method=averaging.DiLoCo(lr=1.0, momentum=0.5),
+        )  # fmt: skip
+        one.train(ours, 4)
+        assert one.value == 4.0 + 0.5 * 4.0
+    ours.flush()  # notes that it is gone
+    with serving() as server:
+        ours.flush()
+        assert held_number(server) == one.value == 6.0
+        assert ours.averaging_round == 1
+        ours.close()
+
+
 STANDING_STILL = """
 import sys
 import offbeat
