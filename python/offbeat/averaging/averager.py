@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -12,6 +11,7 @@ from torch.utils.data import Dataset
 
 from offbeat import process, trained_by
 from offbeat.averaging.arrivals import Arrivals, guided
+from offbeat.averaging.course import Course
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
 from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds, relative_variance
@@ -82,8 +82,9 @@ class AsyncModelAverager:
         rank: Which this is; None likewise.
         averaging_frequency: Iterations from average to average; or a time, as ``"30s"``, which
             ``averaging_policy="time"`` needs. None: 100 iterations, brought within the bounds, or 30 s.
-        averaging_policy: ``"iteration"``, ``"time"``, or ``"adaptive"``, which begins with
-            `averaging_frequency` and then goes by `adaptation_metric`, within the two bounds.
+        averaging_policy: ``"iteration"``, ``"time"``, which counts from the end of an average to the
+            beginning of the next, or ``"adaptive"``, which begins with `averaging_frequency` and then goes by
+            `adaptation_metric`, within the two bounds.
         min_averaging_frequency: Least iterations from average to average, with ``"adaptive"``. None: a
             quarter of `averaging_frequency`.
         max_averaging_frequency: Most of them. None: four times `averaging_frequency`.
@@ -190,8 +191,6 @@ class AsyncModelAverager:
         assert pace is not None  # noqa: S101
         self.model = model.to(where)
         self.device = where
-        self.averaging_round = 0
-        self.iterations = 0
         self._timing = Timing(pace, overlap)
         self._longest = pace.every
         self._metric = adaptation_metric if isinstance(pace, Adaptive) else None
@@ -210,11 +209,7 @@ class AsyncModelAverager:
         )
         self._loss_fn: LossFunction | None = None
         self._num_disagreed = 0
-        self._losses: list[float] = []
-        self._drift: float | None = None
-        self._samples = 0
-        self._iterations_at_begin = self._iterations_at_average = 0
-        self._began_s = time.monotonic()
+        self._course = Course()  # now: its clock counts from when all have met
         self._unshared = Unshared(self.rank)
         trained_by.register(model, self)
         _log.info("%r", self)
@@ -289,22 +284,17 @@ class AsyncModelAverager:
         refuse(faults)
         if optimizer is not None:
             self._optimizer.use(optimizer)
-        self.iterations += 1
-        self._samples += samples
+        self._course.advance(samples, loss if self.goes_by_loss else None)
         if not self._members.is_alone:
             num_fragments = self._rounds.num_fragments
             self._unshared.count(self.iterations, num_members=self.world_size, num_fragments=num_fragments)
             self._members.note_progress(self.iterations)
-        if self._metric == "loss_variance" and loss is not None:
-            self._losses.append(float(loss))
         if self._rounds.is_under_way and self._is_to_end():
             self._finish()
-        if not self._is_due():
-            return
-        if self._members.is_waited_for or not self._rounds.is_under_way:
+        if self._rounds.is_under_way and not self._members.is_waited_for:
+            self._unshared.look_behind(self._times(), self._course.since_begin)
+        elif self._is_due():
             self._average()
-        else:
-            self._unshared.look_behind(self._times(), self.iterations - self._iterations_at_begin)
 
     def flush(self) -> None:
         """End together: average what is left, and leave the same model in all members.
@@ -400,11 +390,22 @@ class AsyncModelAverager:
         """Take no notice of what comes of the round under way: the others are gone, or this member goes."""
         self._unshared.leave()
         self._rounds.drop()
+        self._course.end_round()
+
+    @property
+    def iterations(self) -> int:
+        """Iterations since the start."""
+        return self._course.iterations
+
+    @property
+    def averaging_round(self) -> int:
+        """Rounds of averaging that have changed this model."""
+        return self._course.rounds
 
     @property
     def last_averaging_iteration(self) -> int:
         """Iterations since this model was averaged last, or since the start."""
-        return self.iterations - self._iterations_at_average
+        return self._course.since_average
 
     @property
     def averaging_frequency(self) -> int | float:
@@ -544,14 +545,7 @@ class AsyncModelAverager:
         live = self._optimizer.live
         pace = self._timing.pace
         return {
-            "iterations": self.iterations,
-            "samples": self._samples,
-            "averaging_round": self.averaging_round,
-            "since_begin": self.iterations - self._iterations_at_begin,
-            "since_average": self.last_averaging_iteration,
-            "seconds": time.monotonic() - self._began_s,
-            "losses": list(self._losses),
-            "drift": self._drift,
+            **self._course.state_dict(),
             "pace": [pace.every, list(pace.seen), pace.smooth] if isinstance(pace, Adaptive) else None,
             "rounds": self._rounds.state_dict(),
             "optimizer": None if live is None else live.state_dict(),
@@ -608,12 +602,7 @@ class AsyncModelAverager:
         if isinstance(self._timing.pace, Adaptive):
             every, seen, smooth = state["pace"]
             self._timing.pace = self._timing.pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
-        self.iterations, self._samples = state["iterations"], state["samples"]
-        self.averaging_round = state["averaging_round"]
-        self._iterations_at_begin = self.iterations - state["since_begin"]
-        self._iterations_at_average = self.iterations - state["since_average"]
-        self._began_s = time.monotonic() - state["seconds"]
-        self._losses, self._drift = list(state["losses"]), state["drift"]
+        self._course.load_state_dict(state)
         self._unshared.end(self.iterations)
         if isinstance(self._members, Arrivals):
             self._members.go_out_anew()
@@ -641,35 +630,35 @@ class AsyncModelAverager:
 
     def _is_due(self) -> bool:
         return self._timing.pace.is_due(
-            iterations=self.iterations - self._iterations_at_begin,
-            seconds=time.monotonic() - self._began_s,
+            iterations=self._course.since_begin,
+            seconds=0.0 if self._rounds.is_under_way else self._course.seconds,
             num_fragments=self._rounds.num_fragments,
             number=self._rounds.number,
         )
 
     def _times(self) -> float:
         """Tell how many times as long as from average to average it is since the last round began."""
-        pace = self._timing.pace
-        passed = self.iterations - self._iterations_at_begin
-        return (time.monotonic() - self._began_s if isinstance(pace, Seconds) else passed) / pace.every
+        pace, course = self._timing.pace, self._course
+        passed = course.seconds_since_begin if isinstance(pace, Seconds) else course.since_begin
+        return passed / pace.every
 
     def _is_to_end(self) -> bool:
         overlap = self._timing.overlap
         if isinstance(overlap, bool):
             return self._rounds.is_there()
-        return self.iterations - self._iterations_at_begin >= overlap
+        return self._course.since_begin >= overlap
 
     def _average(self, *, waits: bool = False) -> None:
         if self._rounds.is_under_way:
             self._finish()
         check_same(self._named, self.model)
-        progress, begun_at = self._progress(is_at_work=True), self._iterations_at_begin
-        self._iterations_at_begin, self._began_s = self.iterations, time.monotonic()
-        self._losses = []
+        progress, has_trained = self._progress(is_at_work=True), self._course.since_begin > 0
+        self._course.begin_round()
         if self._is_idle:
-            if self.iterations > begun_at:
-                self._count(None)
+            if has_trained:
+                self._course.count_round(None)
                 self._adapt(progress.metric)
+            self._course.end_round()
             self._agree(self._timing.asked())
             return
         self._rounds.begin(progress)
@@ -683,11 +672,14 @@ class AsyncModelAverager:
         except Exception:
             self._unshared.leave()  # who averages is told now
             raise
+        finally:
+            if not self._rounds.is_under_way:  # as it is where Ctrl-C has broken off the wait
+                self._course.end_round()
         if outcome.is_averaged and not self._rounds.are_apart:
-            self._unshared.end_round(fragment, self._iterations_at_begin)
+            self._unshared.end_round(fragment, self._course.begun_at)
         if outcome.num_at_work:
             if outcome.is_averaged:
-                self._count(outcome.drift)
+                self._course.count_round(outcome.drift)
             self._adapt(outcome.metric)
         if not outcome.is_finite:
             self._recover(is_mended=outcome.is_mended)
@@ -696,16 +688,19 @@ class AsyncModelAverager:
         if outcome.are_agreed and outcome.asked is not None:
             self._agree(outcome.asked)
         if outcome.are_agreed is not None:
-            self._num_disagreed = 0 if outcome.are_agreed else self._num_disagreed + 1
+            self._count_disagreement(are_agreed=outcome.are_agreed, kept=before)
+        return outcome
+
+    def _count_disagreement(self, *, are_agreed: bool, kept: Method) -> None:
+        """Tell of it once it lasts."""
+        self._num_disagreed = 0 if are_agreed else self._num_disagreed + 1
         if self._num_disagreed == ROUNDS_TO_AGREE:
             process.warn(
-                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to "
-                f"{before!r}, and to "
+                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to {kept!r}, and to "
                 f"the frequency and the parameters they trained until then: set method, averaging_frequency "
                 f"and overlap, and freeze parameters (requires_grad), in all of them; one that waits in "
                 f"flush() cannot follow"
             )
-        return outcome
 
     def _agree(self, asked: Asked) -> None:
         """Follow what all members have wanted."""
@@ -721,7 +716,7 @@ class AsyncModelAverager:
         Raises:
             NonFiniteError: If there was no member's mean to go on from.
         """
-        text = f"parameters of member {self.rank} were not finite in iteration {self._iterations_at_begin}"
+        text = f"parameters of member {self.rank} were not finite in iteration {self._course.begun_at}"
         remedy = "look at its learning rate and its data"
         if not is_mended:
             raise NonFiniteError(f"{text}, nor any member's, so there is nothing to go on from: {remedy}")
@@ -736,11 +731,6 @@ class AsyncModelAverager:
             f"mean; {remedy}"
         )
 
-    def _count(self, drift: float | None) -> None:
-        self.averaging_round += 1
-        self._iterations_at_average = self.iterations
-        self._drift = drift if drift is not None else self._drift
-
     def _adapt(self, metric: float | None) -> None:
         before = self._timing.pace
         pace = self._timing.pace = before.after(metric)
@@ -754,7 +744,7 @@ class AsyncModelAverager:
         live = self._optimizer.live
         return Progress(
             iterations=self.iterations,
-            samples=self._samples,
+            samples=self._course.samples,
             is_at_work=is_at_work,
             rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
             metric=self._measured() if is_at_work else None,
@@ -774,9 +764,9 @@ class AsyncModelAverager:
         """Give the metric that the pace goes by, of what was trained since the last round began."""
         metric = self._metric
         if metric == "loss_variance":
-            return relative_variance(self._losses)
+            return relative_variance(self._course.losses)
         if metric == "parameter_variance":
-            return self._drift
+            return self._course.drift
         if metric == "gradient_norm":
             gradients = [p.grad for _, p in self._named if p.grad is not None]
             return float(nn.utils.get_total_norm(gradients)) if gradients else None

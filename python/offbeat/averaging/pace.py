@@ -50,7 +50,7 @@ class Iterations:
 
         Args:
             iterations: Since the last round began, or since the start.
-            seconds: Likewise.
+            seconds: Since it ended, or since the start; 0 while one is under way.
             num_fragments: Rounds that average the whole model once.
             number: How many rounds have begun.
         """
@@ -69,10 +69,14 @@ class Iterations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
-    """Every so many seconds, by this member's clock, at the end of an iteration.
+    """So many seconds after the end of the last round, by this member's clock, at the end of an iteration.
+
+    Were it after the beginning, which each member reaches when its own clock says so, members of unlike speed
+    would drift out of phase, and each round would wait for whoever is furthest from beginning it. All see
+    its end at about the same time.
 
     Attributes:
-        every: Seconds from average to average of the same parameters.
+        every: Seconds without a round, from average to average of the same parameters.
     """
 
     every: float
@@ -174,7 +178,10 @@ def _part(every: int, num_fragments: int, number: int) -> int:
 
 
 def relative_variance(values: Sequence[float]) -> float | None:
-    """Compute the (population) variance of losses over the size of their mean.
+    """Compute the variance of losses, over the size of their mean.
+
+    It is the unbiased estimate, over n - 1: with n, shorter rounds would read less of the same noise, by half
+    where they have two losses, and so draw out their own frequency.
 
     With power 1/2 this is AdaComm's rule (Wang and Joshi, 2019): the period between averages for which the
     error after a given time is least grows with the root of the loss over the gradient's variance. There
@@ -186,4 +193,5 @@ def relative_variance(values: Sequence[float]) -> float | None:
     if len(values) < 2:  # noqa: PLR2004  as the docstring says
         return None
     mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / len(values) / abs(mean) if mean else None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return variance / abs(mean) if mean else None

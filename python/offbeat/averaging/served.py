@@ -53,7 +53,8 @@ class Served:
     and pulls the new mean. The way of one that dies in between is not in it; one that comes later begins with
     the mean. All of that is done on a thread, behind training. Where the server is lost, averaging pauses.
     What a member has not brought to a round, for that reason or because it was measured from a mean of before
-    the server was started again, or before it stood still itself, it keeps, and brings to the next.
+    the server was started again, or before it stood still itself, or because it was away when all changed
+    what they do, it keeps, and brings to the next.
 
     The server holds float32. It refuses who averages by another method or other settings than those who are
     there, and tells in which round all have come to wish for another.
@@ -295,7 +296,7 @@ class Served:
         entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
-        is_brought = entered.share <= 0.0 or self._push(client, own, entered, max(samples, 1))
+        is_brought = not weight or self._push(client, own, entered, max(samples, 1))
         gathered = client.gather(entered.round)
         if gathered.missing:
             _log.warning(
@@ -308,11 +309,18 @@ class Served:
         return entered.at_work, are_agreed, is_brought
 
     def _push(self, client: Client, own: Arrays, entered: Entered, samples: int) -> bool:
-        """Push the way from the mean, times the share; nothing where float32 has no room for it.
+        """Push the way from the mean, times the share; nothing where that is 0, or too large for float32.
 
         Returns:
             False: it is to come again, measured from what the server has by then.
         """
+        if not entered.share:  # the others have changed while it was away, and it has been told of that here
+            _log.warning(
+                "the way of this member is not in round %d, and comes with the next: the others went on to "
+                "%s while it was away",
+                entered.round, self._terms,
+            )  # fmt: skip
+            return False
         share = np.float32(entered.share)
         with np.errstate(over="ignore"):
             for name, array in own.items():

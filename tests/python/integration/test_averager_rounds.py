@@ -1,5 +1,6 @@
 """What a member at a server does or leaves undone holds up no other."""
 
+import operator
 import threading
 
 import pytest
@@ -208,6 +209,49 @@ def test_one_that_is_away_when_all_change_method_follows_them(server):
         assert away.averager.world_size == 2
         stays.averager.close()
         away.averager.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "wish", "iterations"),
+    [("method", DiLoCo(lr=1.0, momentum=0.0), 1), ("averaging_frequency", 2, 2)],
+)
+def test_what_one_learns_that_is_away_when_all_change_is_brought_in_the_round_after(
+    server, what, wish, iterations
+):
+    """In the next round, in which it is told, it is with nothing, and stays as it is."""
+    with FaultProxy(server.address) as proxy:
+        ones = [Counter(by=1.0), Counter(by=5.0)]
+        stays = averaging(ones[0].model, server)
+        ones[0].train(stays)
+        away = averaging(ones[1].model, proxy)
+
+        def both(num_stays, num_away):
+            entering = threading.Thread(target=ones[1].train, args=(away, num_away), daemon=True)
+            entering.start()
+            until_entered(server, 1)
+            ones[0].train(stays, num_stays)
+            entering.join(AT_ONCE_S)
+            assert not entering.is_alive()
+
+        both(1, 1)
+        assert [one.value for one in ones] == [4.0, 4.0], "(2 + 6) / 2"
+        for averager in (stays, away):
+            setattr(averager, what, wish)
+        proxy.cut()
+        wait_for(lambda: any(worker["state"] == "lost" for worker in server.status()["workers"]))
+        ones[0].train(stays)
+        assert getattr(stays, what) == wish, "all who are there want it"
+        both(iterations, 1)
+        assert getattr(away, what) == wish
+        assert [one.value for one in ones] == [5.0 + iterations, 9.0]
+        both(iterations, iterations)
+        samples = iterations, 1 + iterations
+        values = 5.0 + 2 * iterations, 9.0 + 5 * iterations
+        mean = sum(map(operator.mul, samples, values)) / sum(samples)
+        assert [one.value for one in ones] == [pytest.approx(mean)] * 2
+        assert held_number(server) == ones[0].value
+        stays.close()
+        away.close()
 
 
 def test_a_round_s_mean_is_within_a_millionth_of_the_exact_one(server):

@@ -2,7 +2,10 @@
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,12 +28,16 @@ def nothing_of_other_tests(monkeypatch):
 @pytest.fixture
 def two():
     """Give two members, in one process, that average every 2 iterations."""
+    with two_members(averaging_frequency=2) as members:
+        yield members
+
+
+@contextmanager
+def two_members(**settings):
     with offbeat.ParameterServer(transaction="model") as server, ThreadPoolExecutor(2) as threads:
 
         def make(rank):
-            return offbeat.AsyncModelAverager(
-                model(), 2, rank, averaging_frequency=2, server_address=server.address
-            )
+            return offbeat.AsyncModelAverager(model(), 2, rank, server_address=server.address, **settings)
 
         members = list(threads.map(make, range(2)))
         yield members
@@ -100,6 +107,22 @@ def test_a_round_that_takes_ten_times_the_frequency_is_told_once(two):
         train(two[0], 30)
     assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
     assert "member 0 has done 20 iterations since its round began, 10 times averaging_frequency" in told[0]
+
+
+def test_a_round_that_takes_ten_times_a_frequency_of_time_is_told_too(monkeypatch):
+    """Though the clock by which the next one begins does not count while it is under way."""
+    now = [time.monotonic()]
+    monkeypatch.setattr("offbeat.averaging.course.time", SimpleNamespace(monotonic=lambda: now[0]))
+    by_time = two_members(averaging_frequency="5s", averaging_policy="time")
+    with by_time as (ours, _), warned() as told:
+        for passes in (5.0, 49.0):
+            now[0] += passes
+            train(ours, 1)
+        assert ours.is_under_way, "it waits for the other"
+        assert told == []
+        now[0] += 1.0
+        train(ours, 2)
+    assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
 
 
 def test_a_member_that_trains_and_seldom_averages_is_not_taken_for_stalled():

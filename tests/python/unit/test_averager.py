@@ -133,7 +133,7 @@ def test_a_loop_of_ones_own_counts_with_step():
 
 def test_a_frequency_of_time_is_kept_by_the_clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("offbeat.averaging.averager.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency="10s", averaging_policy="time")
     rounds = []
     for number, passes in enumerate((4.0, 5.9, 0.1, 9.0, 12.0, 1.0)):
@@ -142,6 +142,30 @@ def test_a_frequency_of_time_is_kept_by_the_clock(monkeypatch):
         rounds.append(ours.averaging_round)
     assert rounds == [0, 0, 1, 1, 2, 2]
     assert ours.averaging_frequency == 10.0
+
+
+def test_a_frequency_of_time_counts_from_the_end_of_a_round_and_not_while_it_is_under_way(monkeypatch):
+    """Of one alone, whose round of an outer method begins after one iteration and ends after the next."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def made():
+        return offbeat.AsyncModelAverager(
+            model(), averaging_frequency="10s", averaging_policy="time", method="diloco"
+        )
+
+    ours, seen = made(), []
+    for number, passes in enumerate((10.0, 15.0, 9.9, 0.1, 3.0, 4.0)):
+        now[0] += passes
+        train(ours, 1, optim.SGD(lr=0.1), first=number)
+        seen.append((ours.is_under_way, ours.averaging_round))
+    assert seen == [(True, 0), (False, 1), (False, 1), (True, 1), (False, 2), (False, 2)]
+    state, other = ours.state_dict(), made()
+    other.load_state_dict(state, optimizer=optim.SGD(lr=0.1))  # 4 s after the end of its second round
+    for passes, is_due in ((5.9, False), (0.1, True)):
+        now[0] += passes
+        train(other, 1, None)
+        assert other.is_under_way == is_due
 
 
 def test_an_adaptive_frequency_follows_the_metric_and_keeps_its_bounds():
@@ -176,7 +200,7 @@ def test_the_losses_that_are_followed_are_those_since_the_last_average_by_varian
         )
         if len(losses) == pace.every:
             mean = statistics.fmean(losses)
-            pace, losses = pace.after(statistics.pvariance(losses) / mean), []
+            pace, losses = pace.after(statistics.variance(losses) / mean), []
             frequencies.append(pace.every)
         assert ours.averaging_frequency == pace.every
     assert len(set(frequencies)) > 1

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from dataclasses import replace
 
 import hypothesis
@@ -126,8 +127,18 @@ def test_variance_is_over_the_mean_of_two_or_more():
     assert relative_variance([]) is None
     assert relative_variance([3.0]) is None
     assert relative_variance([1.0, -1.0]) is None
-    assert relative_variance([1.0, 3.0]) == pytest.approx(1.0 / 2.0)
-    assert relative_variance([-1.0, -3.0]) == pytest.approx(1.0 / 2.0)
+    assert relative_variance([1.0, 3.0]) == pytest.approx(2.0 / 2.0)
+    assert relative_variance([-1.0, -3.0]) == pytest.approx(2.0 / 2.0)
+
+
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_the_variance_of_a_short_round_is_on_average_that_of_a_long_one(num):
+    """Over all samples of so many out of three losses, which are as likely, it is the losses' own."""
+    losses = (3.0, 5.0, 7.0)
+    own = statistics.pvariance(losses)
+    samples = list(itertools.product(losses, repeat=num))
+    variances = [relative_variance(sample) * statistics.fmean(sample) for sample in samples]
+    assert statistics.fmean(variances) == pytest.approx(own)
 
 
 def test_the_period_follows_the_root_of_the_loss_over_its_variance_as_adacomm_has_it():
