@@ -14,7 +14,8 @@ class Alert:
         step: When, by the caller's count, or that of the optimizer's steps.
         metric: Which.
         value: What it was. Of "non_finite" the number of elements that are not finite.
-        expected: The range, its lower and its upper edge; infinite as long as there is none.
+        expected: The range, its lower and its upper edge; infinite as long as there is none. In the warm-up
+            the upper one is a thousand times the median of what was, once there are five values.
         action: The remedy that was taken, or that is in effect; "alert" where there is none.
         result: What came of it, in words.
         worker: Whose value it was, where that was said.
@@ -30,8 +31,12 @@ class Alert:
 
     def __str__(self) -> str:
         low, high = self.expected
-        # NaN and infinity are alerts also as long as there is no range.
-        expected = "a finite number" if math.isinf(high) else f"between {low:.4g} and {high:.4g}"
+        if math.isinf(high):  # NaN and infinity are alerts also as long as there is no range
+            expected = "a finite number"
+        elif math.isinf(low):
+            expected = f"{high:.4g} at most"
+        else:
+            expected = f"between {low:.4g} and {high:.4g}"
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         return (
             f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected {expected}; "

@@ -92,7 +92,7 @@ class Judge:
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range."""
         detector = self.detectors[metric]
-        expected = detector.expected
+        expected = detector.allowed
         self.detectors[metric], verdict = detector.see(value)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")

@@ -10,9 +10,10 @@ from offbeat import process
 from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError
 from offbeat.monitor.alert import Alert
-from offbeat.monitor.band import Band
+from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.course import Course
 from offbeat.monitor.ladder import Ladder
+from offbeat.monitor.onset import Onset
 from offbeat.monitor.report import MonitorReport
 from offbeat.monitor.settings import Callback, Given, resolve
 from offbeat.naming import known_keywords
@@ -42,7 +43,9 @@ class AsyncTrainingMonitor:
     Each metric has a range: the mean of what was, and 2.5 standard deviations to both sides, of which the
     newest values count most (ZClip). A value raises an alert if it exceeds the upper edge by more than
     `alert_threshold`, and so does the mean of the last five; or it alone, where it is 16 standard deviations
-    out. What is NaN or infinite raises one at once.
+    out. What is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all
+    that the first values let expect: three in a row of more than a thousand times their median, or one of a
+    million times the largest.
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
@@ -136,6 +139,7 @@ class AsyncTrainingMonitor:
         self._callbacks = settings.callbacks
         self._have_failed: list[Callback] = []
         self._norms = Band(warm_up)  # of "clip", whether the norm is judged or not
+        self._first_norms = Onset()  # likewise
         self._warm_up = warm_up
         self._lock = threading.RLock()
         self._num_steps = 0
@@ -243,7 +247,7 @@ class AsyncTrainingMonitor:
         """Let go of all remedies and begin with new ranges, as after a change of what is trained."""
         with self._lock:
             self._course.begin_anew()
-            self._norms = Band(self._warm_up)
+            self._norms, self._first_norms = Band(self._warm_up), Onset()
             self._is_suspect = False
             self._resumed.set()
 
@@ -291,8 +295,7 @@ class AsyncTrainingMonitor:
         with self._lock:
             alerts = self._take(readings, None)
             is_out = self._is_suspect
-            most = self._norms.clipped(reading.norm)
-            self._norms = self._norms.after(reading.norm)
+            most = self._clipped(reading.norm)
             in_effect = self._course.in_effect
             is_clipping = "clip" in in_effect
             is_used = not (is_out and "reject" in in_effect)
@@ -322,6 +325,17 @@ class AsyncTrainingMonitor:
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
         return alerts
+
+    def _clipped(self, norm: float) -> float:
+        """Give what "clip" leaves of a norm, and take the norm up."""
+        first = self._first_norms
+        if not self._norms.is_ready and is_usable(norm):
+            self._first_norms = first.after(norm)
+            if first.is_beyond(norm):  # the range to come knows nothing of it
+                return first.most
+        most = self._norms.clipped(norm)
+        self._norms = self._norms.after(norm)
+        return most
 
     def _tell(self, alerts: Sequence[Alert]) -> bool:
         """Call the callbacks, then wait if training is to pause; not under the lock, which others want.
