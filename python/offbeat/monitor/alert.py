@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
-__all__ = ["Alert", "Release"]
+from offbeat.monitor.band import is_usable
+
+__all__ = ["Alert", "Release", "is_finite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class Alert:
             f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected {expected}; "
             f"{self.action}: {self.result}"
         )
+
+
+def is_finite(alert: Alert) -> bool:
+    """Tell whether what an alert is of, or what that counts, is finite."""
+    return alert.metric != "non_finite" and is_usable(alert.value)
 
 
 @dataclass(frozen=True, slots=True)

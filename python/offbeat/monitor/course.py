@@ -60,8 +60,28 @@ class Course:
         """The remedies in effect, in the order in which they were taken."""
         return tuple(effect.name for effect in self._in_effect)
 
-    def take(self, step: int, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
-        """Judge readings of one step, and act on what is out of range; give the alerts."""
+    @property
+    def keeps_out_non_finite(self) -> bool:
+        """Whether a remedy, in effect or still to come, does something about what is not finite.
+
+        Then none of it is used, from the first on: it would end the run before that remedy's turn comes.
+        """
+        return any(remedy.keeps_out_non_finite for remedy in self._settings.remedies)
+
+    def take(
+        self, step: int, readings: Mapping[str, float], worker: str | None, *, may_drop: bool = False
+    ) -> tuple[Alert, ...]:
+        """Judge readings of one step, and act on what is out of range.
+
+        Args:
+            step: Which.
+            readings: What was measured in it.
+            worker: Whose.
+            may_drop: Whether the step's gradient is dropped where something is not finite and is kept out.
+
+        Returns:
+            The alerts.
+        """
         self._step = step
         if self._judge.begin(step, worker) is not None:
             self._release()
@@ -72,7 +92,7 @@ class Course:
             if metric in judged:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
-                    raised.append(self._alert(excess, worker))
+                    raised.append(self._alert(excess, worker, may_drop=may_drop))
         return tuple(raised)
 
     def begin_anew(self) -> None:
@@ -101,7 +121,7 @@ class Course:
             series={metric: series.copy() for metric, series in self._series.items()},
         )
 
-    def _alert(self, excess: Excess, worker: str | None) -> Alert:
+    def _alert(self, excess: Excess, worker: str | None, *, may_drop: bool) -> Alert:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         if not self._in_effect:
             self._begin()
@@ -109,9 +129,11 @@ class Course:
         rung = self._climb(worker, ours, is_finite=excess.is_finite) if excess.is_first else None
         if rung is None:
             effect = self._in_effect[-1] if ours is None else ours
-            action, result = effect.name, f"in effect since step {effect.step}"
+            action, result = effect.name, effect.told
         else:
             action, result = self._act(rung, worker)
+        if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
+            result += "; the step's gradient is dropped"
         alert = Alert(self._step, excess.metric, excess.value, excess.expected, action, result, worker)
         self._alerts.append(alert)
         self._num_alerts[alert.metric] += 1
@@ -139,13 +161,14 @@ class Course:
             and self._in_effect[-1].taken.left_out is not None
             and 2 * (num_out + 1) < self._judge.num_workers
         )
-        is_urgent = not is_finite and not self._keeps_out_non_finite()
+        is_urgent = not is_finite and not self._is_kept_out()
         return self._judge.climb(is_elsewhere=is_elsewhere, is_urgent=is_urgent)
 
-    def _keeps_out_non_finite(self) -> bool:
+    def _is_kept_out(self) -> bool:
         """Tell whether a remedy that is in effect does something about what is not finite."""
         remedies = dict(zip(self._settings.names, self._settings.remedies, strict=True))
-        return any(remedies[effect.name].keeps_out_non_finite for effect in self._in_effect)
+        done = [effect.name for effect in self._in_effect if effect.taken.is_done]
+        return any(remedies[name].keeps_out_non_finite for name in done)
 
     def _left_out(self, worker: str | None) -> "_InEffect | None":
         """Give what has left a worker out, if something has."""
@@ -166,7 +189,8 @@ class Course:
         try:
             taken = remedy.take(worker)
         except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on, and the next rung may do
-            taken = Taken(f"could not be done: {_words(error)}", lambda: "nothing had been done")
+            said = f"could not be done: {_words(error)}"
+            taken = Taken(said, lambda: "nothing had been done", is_done=False)
         finally:  # the ladder has it as taken, be it by Ctrl-C that it ended
             self._in_effect.append(_InEffect(name, self._step, taken))
             self.num_taken[name] += 1
@@ -196,6 +220,13 @@ class _InEffect(NamedTuple):
     name: str
     step: int
     taken: Taken
+
+    @property
+    def told(self) -> str:
+        """What there is to say of it at a later alert."""
+        if self.taken.is_done:
+            return f"in effect since step {self.step}"
+        return f"at step {self.step} it {self.taken.result}"
 
 
 def _words(error: Exception) -> str:

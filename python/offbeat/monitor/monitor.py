@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from offbeat import process
 from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError
-from offbeat.monitor.alert import Alert
+from offbeat.monitor.alert import Alert, is_finite
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.course import Course
 from offbeat.monitor.ladder import Ladder
@@ -29,7 +29,7 @@ _log = logging.getLogger("offbeat")
 MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
 """Metrics and remedies that need to know the gradients' norm."""
 
-DROPPING = frozenset({"clip", "reject", "rollback", "pause"})
+DROPPING = frozenset({"clip", "reject", "quarantine", "rollback", "pause"})
 """Remedies that may drop gradients."""
 
 
@@ -64,7 +64,8 @@ class AsyncTrainingMonitor:
         alert_threshold: The share by which a value may exceed the upper edge: 0.5 is half as much again.
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
             when `patience` steps with an alert have come in spite of it, the next one is taken; of what is
-            NaN or infinite at its next occurrence, where nothing taken keeps that out. What does
+            NaN or infinite at its next occurrence, where nothing taken keeps that out, and where one on the
+            list does, its gradient is dropped from the first on. What does
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
@@ -146,6 +147,7 @@ class AsyncTrainingMonitor:
         self._ahead = 0  # what the caller's count is more than that of the optimizer's steps
         self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
+        self._is_broken = False  # likewise, by something that is not finite
         self._resumed = threading.Event()
         self._resumed.set()
         self._pause_timeout_s = pause_timeout_s
@@ -248,7 +250,7 @@ class AsyncTrainingMonitor:
         with self._lock:
             self._course.begin_anew()
             self._norms, self._first_norms = Band(self._warm_up), Onset()
-            self._is_suspect = False
+            self._is_suspect = self._is_broken = False
             self._resumed.set()
 
     def close(self) -> None:
@@ -286,7 +288,7 @@ class AsyncTrainingMonitor:
         gradients = self._attachment.gradients
         reading = gradients.read(optimizer)
         if reading is None:  # of nothing, or of what the optimizer will not use
-            self._is_suspect = False
+            self._is_suspect = self._is_broken = False
             return True
         measured = {"gradient_norm": reading.norm, "non_finite": float(reading.num_non_finite)}
         readings = {name: value for name, value in measured.items() if self._wants(name)}
@@ -299,13 +301,15 @@ class AsyncTrainingMonitor:
             in_effect = self._course.in_effect
             is_clipping = "clip" in in_effect
             is_used = not (is_out and "reject" in in_effect)
-            is_used &= not (is_clipping and reading.num_non_finite > 0)
+            # Of what is measured of an update, all members of a group hear the same.
+            is_unusable = self._course.keeps_out_non_finite and reading.num_non_finite > 0
+            is_used &= not (self._is_broken or is_unusable)
             if is_used and is_clipping and most < reading.norm:
                 self._course.num_clipped += gradients.clip(most, optimizer)
             is_used &= not (self.is_paused or self._is_outdated)
             self._course.num_dropped += not is_used
             self._num_steps += 1
-            self._is_suspect = self._is_outdated = False
+            self._is_suspect = self._is_outdated = self._is_broken = False
         self._tell(alerts)
         if self._num_steps == SILENT_STEPS:
             self._warn_of_silence()
@@ -317,13 +321,13 @@ class AsyncTrainingMonitor:
         """Judge readings of the step under way, and act on what is out of range."""
         step = self._num_steps + self._ahead
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
-        alerts = self._course.take(step, readings, worker)
+        is_alone = self._attachment is not None and not self._attachment.are_shared()
+        alerts = self._course.take(step, readings, worker, may_drop=is_alone)
         if self._course.num_taken["pause"] > num_pauses:
             self._resumed.clear()
-        # An update of a group is the same in all its members: none of them drops its own.
-        is_alone = self._attachment is not None and not self._attachment.are_gathered()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
+        self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
 
     def _clipped(self, norm: float) -> float:

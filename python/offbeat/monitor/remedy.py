@@ -23,12 +23,14 @@ class Taken(NamedTuple):
         undo: Takes it back, and says what came of that.
         left_out: The worker that takes no part any more, where it is that.
         goes_back: Whether the parameters are what they were before, and gradients of now are of others.
+        is_done: Whether it could be done.
     """
 
     result: str
     undo: Callable[[], str]
     left_out: str | None = None
     goes_back: bool = False
+    is_done: bool = True
 
 
 class Remedy(ABC):

@@ -368,6 +368,23 @@ def test_whatever_a_remedy_raises_the_run_goes_on_and_nothing_stays_half_done(er
     assert monitor.in_effect == ()
 
 
+def test_a_remedy_that_could_not_be_done_is_never_said_to_be_in_effect():
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=Refuses(ValueError("8 at least")))
+    monitor.observe(10, loss=9.0)
+    said = monitor.observe(11, loss=9.0)[0].result
+    assert said == "at step 10 it could not be done: ValueError: 8 at least"
+
+
+def test_a_remedy_that_could_not_be_done_keeps_nothing_out():
+    class Lost:
+        def rollback(self, version=None):
+            raise OSError("the disk is gone")
+
+    monitor = warmed(remediation_strategy=["rollback", "pause"], acts_on=Lost(), pause_timeout_s=0.001)
+    found = [monitor.observe(step, loss=math.nan)[0].action for step in (10, 11)]
+    assert found == ["rollback", "pause"]
+
+
 def test_a_remedy_that_is_broken_off_is_one_that_was_taken():
     monitor = warmed(remediation_strategy="tighten_staleness", acts_on=Refuses(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
