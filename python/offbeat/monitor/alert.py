@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from offbeat.monitor.band import is_usable
 
-__all__ = ["Alert", "Release", "is_finite"]
+__all__ = ["Alert", "Recovery", "Release", "is_finite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class Alert:
         action: The remedy that was taken, or that is in effect; "alert" where there is none.
         result: What came of it, in words.
         worker: Whose value it was, where that was said.
+        num: Which it is of those of this metric, and this worker, with no five values in the range in
+            between: 1 is the first.
+        is_news: Whether callbacks, log and report hear of it: the first, the second, the fourth, the eighth
+            and so on, and each at which a remedy was taken. `observe` gives them all, and all are counted.
     """
 
     step: int
@@ -30,6 +34,8 @@ class Alert:
     action: str
     result: str
     worker: str | None = None
+    num: int = 1
+    is_news: bool = True
 
     def __str__(self) -> str:
         low, high = self.expected
@@ -42,13 +48,42 @@ class Alert:
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         return (
             f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected {expected}; "
-            f"{self.action}: {self.result}"
+            f"{self.action}: {self.result}" + (f" (alert number {self.num})" if self.num > 1 else "")
         )
 
 
 def is_finite(alert: Alert) -> bool:
     """Tell whether what an alert is of, or what that counts, is finite."""
     return alert.metric != "non_finite" and is_usable(alert.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A metric has been in its range again for five values, after one alert or many.
+
+    Attributes:
+        step: When.
+        metric: Which.
+        value: What it is now.
+        since: The step of the first of the alerts.
+        num_alerts: How many there were.
+        worker: Whose value it was, where that was said.
+    """
+
+    step: int
+    metric: str
+    value: float
+    since: int
+    num_alerts: int
+    worker: str | None = None
+
+    def __str__(self) -> str:
+        whose = f" of worker {self.worker}" if self.worker is not None else ""
+        alerts = "1 alert" if self.num_alerts == 1 else f"{self.num_alerts} alerts"
+        return (
+            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, in its range again, after {alerts} "
+            f"since step {self.since}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

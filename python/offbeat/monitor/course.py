@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 from offbeat import process
 from offbeat.errors import ClosedError, OffbeatError
-from offbeat.monitor.alert import Alert, Release
+from offbeat.monitor.alert import Alert, Recovery, Release
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Taken
 from offbeat.monitor.report import MonitorReport, Series
 from offbeat.monitor.settings import Settings
+from offbeat.monitor.spell import Spell
 from offbeat.tracking import alerts
 
 __all__ = ["Course"]
 
 MOST_KEPT = 1000
-"""Alerts, and releases, for the report."""
+"""Alerts, recoveries, and releases, for the report."""
 
 _log = logging.getLogger("offbeat")
 
@@ -50,6 +51,7 @@ class Course:
         self._judge = self._make_judge()
         self._in_effect: list[_InEffect] = []
         self._alerts: deque[Alert] = deque(maxlen=MOST_KEPT)
+        self._recoveries: deque[Recovery] = deque(maxlen=MOST_KEPT)
         self._releases: deque[Release] = deque(maxlen=MOST_KEPT)
         self._num_alerts: Counter[str] = Counter()
         self._series = {metric: Series() for metric in settings.metrics}
@@ -93,6 +95,8 @@ class Course:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
                     raised.append(self._alert(excess, worker, may_drop=may_drop))
+                elif (spell := self._judge.over) is not None:
+                    self._recover(metric, judged[metric], spell, worker)
         return tuple(raised)
 
     def begin_anew(self) -> None:
@@ -113,6 +117,7 @@ class Course:
         """Tell what was seen and done so far."""
         return MonitorReport(
             alerts=tuple(self._alerts),
+            recoveries=tuple(self._recoveries),
             releases=tuple(self._releases),
             num_alerts=dict(self._num_alerts),
             num_dropped=self.num_dropped,
@@ -134,15 +139,31 @@ class Course:
             action, result = self._act(rung, worker)
         if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
             result += "; the step's gradient is dropped"
-        alert = Alert(self._step, excess.metric, excess.value, excess.expected, action, result, worker)
-        self._alerts.append(alert)
+        alert = Alert(
+            self._step,
+            excess.metric,
+            excess.value,
+            excess.expected,
+            action,
+            result,
+            worker,
+            num=excess.spell.num_alerts,
+            is_news=rung is not None or excess.spell.is_news,
+        )
         self._num_alerts[alert.metric] += 1
         alerts.count(alert.metric, alert.action)
-        if rung is None:
-            _log.debug("%s", alert)
-        else:
+        if alert.is_news:
+            self._alerts.append(alert)
             process.warn(str(alert))
+        else:
+            _log.debug("%s", alert)
         return alert
+
+    def _recover(self, metric: str, value: float, spell: Spell, worker: str | None) -> None:
+        """Tell that a metric is in its range again."""
+        recovery = Recovery(self._step, metric, value, spell.begin, spell.num_alerts, worker)
+        self._recoveries.append(recovery)
+        process.warn(str(recovery))
 
     def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
         """Give the rung to take for a worker's alert, if it is time to take one.

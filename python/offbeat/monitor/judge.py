@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
 from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted
+from offbeat.monitor.spell import Spell
 
 __all__ = ["Excess", "Judge"]
 
@@ -28,12 +29,14 @@ class Excess:
         value: It.
         expected: The range.
         is_first: Whether this step had none before, so that it is to climb the ladder.
+        spell: The metric's alerts that are one matter, with this one.
     """
 
     metric: Metric
     value: float
     expected: tuple[float, float]
     is_first: bool
+    spell: Spell
 
     @property
     def is_finite(self) -> bool:
@@ -69,12 +72,15 @@ class Judge:
             Counter()
         )  # steps since the last alert, or since a rung was let go of
         self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
+        self._spells: dict[tuple[Metric, str | None], Spell] = {}
+        self._over: Spell | None = None
+        self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
 
-    def begin(self, step: object, worker: str | None = None) -> int | None:
+    def begin(self, step: int, worker: str | None = None) -> int | None:
         """Note to whose step the next readings belong; give the rung to let go of, if it is time."""
-        self._worker = worker
+        self._step, self._worker = step, worker
         last = self._steps.setdefault(worker, _Step(step))
         if step == last.number:
             return None
@@ -90,17 +96,30 @@ class Judge:
         return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
-        """Judge a reading of this step; give it if it is out of range."""
+        """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
         detector = self.detectors[metric]
         expected = detector.allowed
         self.detectors[metric], verdict = detector.see(value)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
+        key = metric, self._worker
+        known = self._spells.get(key)
+        self._over = None
+        if known is not None and verdict in ("quiet", "warm_up"):
+            self._spells[key] = known = known.after_quiet()
+            if known.is_over:
+                self._over = self._spells.pop(key)
         if verdict != "alert":
             return None
+        self._spells[key] = spell = Spell(self._step) if known is None else known.after_alert()
         is_first, step.had_alert = not step.had_alert, True
-        return Excess(metric, value, expected, is_first)
+        return Excess(metric, value, expected, is_first, spell)
+
+    @property
+    def over(self) -> Spell | None:
+        """The alerts that have ended by the value that was seen last, one of several in the range."""
+        return self._over
 
     @property
     def num_workers(self) -> int:

@@ -78,7 +78,10 @@ class AsyncTrainingMonitor:
             step's gradient, which is of what was gone back from, is dropped. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
-        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. An `Exception` of
+        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. Of alerts of one
+            metric in a row they hear the first, the second, the fourth, the eighth and so on, as the log
+            does, and those at which a remedy is taken; the log and the report say when it is over. An
+            `Exception` of
             theirs is warned of and costs no training: who wants the run's end raises SystemExit or
             KeyboardInterrupt.
         warm_up: Values of a metric before it has a range.
@@ -134,7 +137,8 @@ class AsyncTrainingMonitor:
                 pause_timeout_s=pause_timeout_s,
             )
         )
-        ladder = Ladder(len(settings.names), patience, quiet_steps, settings.remedies[-1].repeats)
+        last = settings.remedies[-1]
+        ladder = Ladder(len(settings.names), patience, quiet_steps, last.repeats, last.is_patient)
         self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
         self._metrics = settings.metrics
         self._callbacks = settings.callbacks
@@ -347,7 +351,7 @@ class AsyncTrainingMonitor:
         Returns:
             Whether it was paused.
         """
-        for alert in alerts:
+        for alert in (alert for alert in alerts if alert.is_news):
             for callback in self._callbacks:
                 self._call(callback, alert)
         is_to_wait = not self._resumed.is_set()

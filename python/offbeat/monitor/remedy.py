@@ -38,11 +38,13 @@ class Remedy(ABC):
 
     Attributes:
         repeats: How often it may be taken while an alert persists.
+        is_patient: It has twice the patience each time: somebody has looked, and let it go on.
         keeps_out_non_finite: It does something about a gradient that is NaN or infinite. In spite of another
             remedy such a one comes again, or ends the run, so that waiting for more of them is for nothing.
     """
 
     repeats = 1
+    is_patient = False
     keeps_out_non_finite = False
 
     def __init__(self, find: Find) -> None:
@@ -85,9 +87,11 @@ class Remedy(ABC):
 class OnGradients(Remedy):
     """What the monitor does itself where it judges: "alert", "clip", "reject" and "pause"."""
 
-    def __init__(self, taken: str, undone: str, *, repeats: int = 1, drops: bool = True) -> None:
+    def __init__(
+        self, taken: str, undone: str, *, repeats: int = 1, is_patient: bool = False, drops: bool = True
+    ) -> None:
         super().__init__(list)
-        self.repeats, self.keeps_out_non_finite = repeats, drops
+        self.repeats, self.is_patient, self.keeps_out_non_finite = repeats, is_patient, drops
         self._taken, self._undone = taken, undone
 
     def take(self, worker: str | None) -> Taken:
