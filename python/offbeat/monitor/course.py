@@ -4,14 +4,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat import process
 from offbeat.errors import ClosedError, OffbeatError
 from offbeat.monitor.alert import Alert, Recovery, Release
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
-from offbeat.monitor.remedy import Taken
+from offbeat.monitor.remedy import Remedy, Taken
 from offbeat.monitor.report import MonitorReport, Series
 from offbeat.monitor.settings import Settings
 from offbeat.monitor.spell import Spell
@@ -85,6 +85,7 @@ class Course:
             The alerts.
         """
         self._step = step
+        self._resume()
         if self._judge.begin(step, worker) is not None:
             self._release()
         variance = None if "loss_variance" in readings else self._judge.variance_with(readings)
@@ -98,6 +99,46 @@ class Course:
                 elif (spell := self._judge.over) is not None:
                     self._recover(metric, judged[metric], spell, worker)
         return tuple(raised)
+
+    def state(self) -> dict[str, Any]:
+        """Give what it takes to go on in another process, as plain data; what was told stays here."""
+        return {
+            "judge": self._judge.state(),
+            "in_effect": [effect.state() for effect in self._in_effect],
+            "num_alerts": dict(self._num_alerts),
+            "num_taken": dict(self.num_taken),
+            "num_dropped": self.num_dropped,
+            "num_clipped": self.num_clipped,
+            "step": self._step,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; what was in effect is so again as soon as there is what it acts on."""
+        judge = self._make_judge()
+        judge.load(state["judge"])
+        remedies = dict(zip(self._settings.names, self._settings.remedies, strict=True))
+        effects = [_InEffect.of(one, remedies[one["name"]]) for one in state["in_effect"]]
+        num_alerts, num_taken = Counter(state["num_alerts"]), Counter(state["num_taken"])
+        num_dropped, num_clipped, step = state["num_dropped"], state["num_clipped"], state["step"]
+        self.let_go()
+        self._judge, self._in_effect, self._step = judge, effects, step
+        self._num_alerts, self.num_taken = num_alerts, num_taken
+        self.num_dropped, self.num_clipped = num_dropped, num_clipped
+        self._resume()
+
+    def _resume(self) -> None:
+        """Have in effect what was, as far as there is what it acts on: an optimizer may come with `train`."""
+        for place, effect in enumerate(self._in_effect):
+            if effect.waits is not None:
+                try:
+                    taken = effect.waits.resume(effect.taken.held)
+                except OffbeatError as error:
+                    _log.debug("step %d: %s is not in effect again yet: %s", self._step, effect.name, error)
+                    return  # one that came later may build on it
+                except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
+                    process.warn(f"step {self._step}: {effect.name} is not in effect again: {_words(error)}")
+                    taken = Taken(f"is not in effect again: {_words(error)}", _nothing, is_done=False)
+                self._in_effect[place] = effect._replace(taken=taken, waits=None)
 
     def begin_anew(self) -> None:
         """Let go of all remedies, and forget the ranges."""
@@ -206,12 +247,12 @@ class Course:
 
     def _act(self, rung: int, worker: str | None) -> tuple[str, str]:
         name, remedy = self._settings.names[rung], self._settings.remedies[rung]
-        taken = Taken("was broken off", lambda: "nothing had been done")
+        taken = Taken("was broken off", _nothing)
         try:
             taken = remedy.take(worker)
         except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on, and the next rung may do
             said = f"could not be done: {_words(error)}"
-            taken = Taken(said, lambda: "nothing had been done", is_done=False)
+            taken = Taken(said, _nothing, is_done=False)
         finally:  # the ladder has it as taken, be it by Ctrl-C that it ended
             self._in_effect.append(_InEffect(name, self._step, taken))
             self.num_taken[name] += 1
@@ -241,6 +282,26 @@ class _InEffect(NamedTuple):
     name: str
     step: int
     taken: Taken
+    waits: Remedy | None = None
+    """The remedy, where it was in effect when a checkpoint was written, and is not so yet again."""
+
+    def state(self) -> dict[str, Any]:
+        """Give it as plain data."""
+        taken = self.taken
+        plain = {
+            "result": taken.result,
+            "left_out": taken.left_out,
+            "is_done": taken.is_done,
+            "held": taken.held,
+        }
+        return {"name": self.name, "step": self.step, **plain}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], remedy: Remedy) -> "_InEffect":
+        """Take what `state` gave."""
+        said, is_done = state["result"], state["is_done"]
+        taken = Taken(said, _nothing, left_out=state["left_out"], is_done=is_done, held=state["held"])
+        return cls(state["name"], state["step"], taken, remedy if is_done else None)
 
     @property
     def told(self) -> str:
@@ -248,6 +309,10 @@ class _InEffect(NamedTuple):
         if self.taken.is_done:
             return f"in effect since step {self.step}"
         return f"at step {self.step} it {self.taken.result}"
+
+
+def _nothing() -> str:
+    return "nothing had been done"
 
 
 def _words(error: Exception) -> str:

@@ -6,11 +6,13 @@ Holds what the pure parts (`Detector`, `Ladder`) have come to, and nothing else:
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
 from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted
+from offbeat.monitor.onset import Onset
 from offbeat.monitor.spell import Spell
 
 __all__ = ["Excess", "Judge"]
@@ -149,6 +151,32 @@ class Judge:
         self._quiet.clear()
         self.standing = noted(self.standing)
 
+    def state(self) -> dict[str, Any]:
+        """Give all of it as plain data."""
+        return {
+            "detectors": {metric: asdict(detector) for metric, detector in self.detectors.items()},
+            "standing": asdict(self.standing),
+            "steps": [(worker, asdict(step)) for worker, step in self._steps.items()],
+            "quiet": list(self._quiet.items()),
+            "strikes": list(self._strikes.items()),
+            "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
+            "losses": list(self._losses),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        detectors = {
+            metric: _detector(state["detectors"][metric], threshold=detector.threshold)
+            for metric, detector in self.detectors.items()
+        }
+        standing = Standing(**{**state["standing"], "taken": tuple(state["standing"]["taken"])})
+        steps = {worker: _Step(**step) for worker, step in state["steps"]}
+        quiet, strikes = Counter(dict(state["quiet"])), Counter(dict(state["strikes"]))
+        spells = {(metric, worker): Spell(**spell) for metric, worker, spell in state["spells"]}
+        losses = [float(loss) for loss in state["losses"]]
+        self.detectors, self.standing, self._steps, self._quiet = detectors, standing, steps, quiet
+        self._strikes, self._spells, self._losses = strikes, spells, losses
+
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.
 
@@ -165,3 +193,8 @@ class Judge:
         losses, self._losses = self._losses, []
         mean = sum(losses) / len(losses)
         return sum((loss - mean) ** 2 for loss in losses) / len(losses)
+
+
+def _detector(state: Mapping[str, Any], *, threshold: float) -> Detector:
+    onset = state["onset"] and Onset(**{**state["onset"], "sizes": tuple(state["onset"]["sizes"])})
+    return Detector(state["metric"], threshold, Band(**state["band"]), tuple(state["recent"]), onset)

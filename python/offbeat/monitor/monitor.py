@@ -3,12 +3,13 @@
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from offbeat import process
 from offbeat.checks import is_count, refuse, strings
-from offbeat.errors import ClosedError
+from offbeat.errors import ClosedError, ConfigError
 from offbeat.monitor.alert import Alert, is_finite
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.course import Course
@@ -140,7 +141,7 @@ class AsyncTrainingMonitor:
         last = settings.remedies[-1]
         ladder = Ladder(len(settings.names), patience, quiet_steps, last.repeats, last.is_patient)
         self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
-        self._metrics = settings.metrics
+        self._metrics, self._names = settings.metrics, settings.names
         self._callbacks = settings.callbacks
         self._have_failed: list[Callback] = []
         self._norms = Band(warm_up)  # of "clip", whether the norm is judged or not
@@ -255,6 +256,63 @@ class AsyncTrainingMonitor:
             self._course.begin_anew()
             self._norms, self._first_norms = Band(self._warm_up), Onset()
             self._is_suspect = self._is_broken = False
+            self._resumed.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what it takes to go on after a restart: ranges, and which remedies are in effect since when.
+
+        Returns:
+            Plain data, for `torch.save` or JSON. Of what `report` tells it has how many alerts there were,
+            and not the alerts and values themselves.
+        """
+        with self._lock:
+            return {
+                "divergence_metrics": list(self._metrics),
+                "remediation_strategy": list(self._names),
+                "num_steps": self._num_steps,
+                "ahead": self._ahead,
+                "norms": asdict(self._norms),
+                "first_norms": asdict(self._first_norms),
+                "course": self._course.state(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: what is in effect is let go of first.
+
+        Remedies that were in effect are so again as soon as there is what they act on, and are let go of in
+        their time: a frequency, a bound or a server's rate that came back with a checkpoint as they had set
+        it is not changed once more, and one that is as before is set; where it is neither, somebody has set
+        it since, and it stays.
+
+        Args:
+            state: As `state_dict` gave it.
+
+        Raises:
+            ConfigError: If it is none, or of a monitor of other metrics or remedies.
+            ClosedError: After `close()`.
+        """
+        self._check_open()
+        try:
+            given = {name: list(state[name]) for name in ("divergence_metrics", "remediation_strategy")}
+            norms, first = Band(**state["norms"]), state["first_norms"]
+            first_norms = Onset(**{**first, "sizes": tuple(first["sizes"])})
+            num_steps, ahead, course = int(state["num_steps"]), int(state["ahead"]), state["course"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _no_state(error) from error
+        ours = {"divergence_metrics": list(self._metrics), "remediation_strategy": list(self._names)}
+        refuse(
+            f"{name} is {ours[name]!r}, and the state is of a monitor's with {given[name]!r}: give the same"
+            for name in given
+            if given[name] != ours[name]
+        )
+        with self._lock:
+            try:
+                self._course.load(course)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _no_state(error) from error
+            self._norms, self._first_norms = norms, first_norms
+            self._num_steps, self._ahead = num_steps, ahead
+            self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 
     def close(self) -> None:
@@ -396,6 +454,10 @@ class AsyncTrainingMonitor:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this AsyncTrainingMonitor is closed: make a new one")
+
+
+def _no_state(error: Exception) -> ConfigError:
+    return ConfigError(f"state is no state_dict() of an AsyncTrainingMonitor's: {process.cause_of(error)}")
 
 
 def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps

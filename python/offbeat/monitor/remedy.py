@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat.errors import ConfigError
 
@@ -24,6 +24,7 @@ class Taken(NamedTuple):
         left_out: The worker that takes no part any more, where it is that.
         goes_back: Whether the parameters are what they were before, and gradients of now are of others.
         is_done: Whether it could be done.
+        held: What `Remedy.resume` needs to have it in effect in another process: plain data.
     """
 
     result: str
@@ -31,6 +32,7 @@ class Taken(NamedTuple):
     left_out: str | None = None
     goes_back: bool = False
     is_done: bool = True
+    held: Any = None
 
 
 class Remedy(ABC):
@@ -62,6 +64,19 @@ class Remedy(ABC):
 
         Raises:
             OffbeatError: If it cannot be done now.
+        """
+
+    @abstractmethod
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  each remedy's own
+        """Have in effect what was in effect when a checkpoint was written.
+
+        What it acts on may have come back with it or not; what somebody has set otherwise since stays.
+
+        Args:
+            held: As `Taken` had it.
+
+        Raises:
+            OffbeatError: If what it acts on is not there, or not yet.
         """
 
     @abstractmethod
@@ -98,6 +113,11 @@ class OnGradients(Remedy):
         """Say what the monitor does from now on."""
         del worker
         return Taken(self._taken, lambda: self._undone)
+
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  there is none
+        """Say so again."""
+        del held
+        return self.take(None)
 
     def acts_on(self, thing: object) -> bool:
         """It needs nobody else."""
