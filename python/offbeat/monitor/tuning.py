@@ -31,21 +31,37 @@ class _SetsAttributes(Remedy):
         """Do so once more."""
         del worker
         changes = []
-        for thing in self.found():
+        held = []
+        for place, thing in enumerate(self.found()):
             name = self._attribute_of(thing)
             attribute = self._attributes.get(id(thing)) or Attribute(thing, name)
             before = attribute.wanted()
             if (after := self._milder(thing, before)) != before:
                 changes.append(_Set(attribute, before, after, self._attributes))
+                held.append((place, before, after))
         _make(changes)
+        told = "; ".join(f"{c.attribute} instead of {c.before!r}" for c in changes)
+        return self._taken(changes, told or self._at_its_end, held)
 
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  places, and what was set there from what to what
+        """Set what is as it was before; what is set already, or to something else, stays."""
+        found = self.found()
+        changes = []
+        for place, before, after in held:
+            thing = _at(found, place)
+            attribute = self._attributes.get(id(thing)) or Attribute(thing, self._attribute_of(thing))
+            change = _Set(attribute, before, after, self._attributes)
+            change.make() if attribute.wanted() == before else change.note()
+            changes.append(change)
+        return self._taken(changes, "; ".join(str(c.attribute) for c in changes) or self._at_its_end, held)
+
+    def _taken(self, changes: "list[_Set]", result: str, held: Any) -> Taken:  # noqa: ANN401  as above
         def undo() -> str:
             for change in reversed(changes):
                 change.undo()
             return "; ".join(map(str, (c.attribute for c in changes))) or "nothing was changed"
 
-        told = "; ".join(f"{c.attribute} instead of {c.before!r}" for c in changes)
-        return Taken(told or self._at_its_end, undo)
+        return Taken(result, undo, held=held)
 
     @abstractmethod
     def _attribute_of(self, thing: object) -> str:
@@ -106,26 +122,48 @@ class ReduceLr(Remedy):
     def take(self, worker: str | None) -> Taken:
         """Do so once more."""
         del worker
-        changes: list[_Change] = []
-        scaled: list[Steps] = []  # a trainer's optimizer may be its averager's, too, and is scaled once
-        for thing in self.found():
-            if isinstance(thing, ServesLearningRate):
-                rates = _served(thing)
-                if not rates:
-                    raise ConfigError("the server has no optimizer whose learning rate could be set")
-                changes += [_Served(thing, i, rate, rate * self._factor) for i, rate in enumerate(rates)]
-            elif (live := _live(thing)) is not None and not any(live is one for one in scaled):
-                scaled.append(live)
-                changes.append(_Factor(live, self._factor))
-        if not changes:
+        served: list[_Served] = []
+        held = []
+        for place, thing in enumerate(self._servers()):
+            rates = _served(thing)
+            if not rates:
+                raise ConfigError("the server has no optimizer whose learning rate could be set")
+            for group, rate in enumerate(rates):
+                served.append(_Served(thing, group, rate, rate * self._factor))
+                held.append((place, group, rate, rate * self._factor))
+        factors = [_Factor(live, self._factor) for live in self._live()]
+        if not served and not factors:
             raise ConfigError("there is no optimizer yet")
-        _make(changes)
+        _make([*served, *factors])
+        return self._taken([*served, *factors], self._factor, {"served": held, "num_live": len(factors)})
 
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  rates by server and group, and how many optimizers run here
+        """Scale the optimizers here; set a server's rates that are as they were before."""
+        servers, live = self._servers(), self._live()
+        factor = held.get("factor", self._factor)
+        if len(live) < held["num_live"]:
+            raise ConfigError("there is no optimizer yet")
+        served = [_Served(_at(servers, place), *rest) for place, *rest in held["served"]]
+        factors = [_Factor(one, factor) for one in live[: held["num_live"]]]
+        _make([*(one for one in served if one.is_undone), *factors])
+        return self._taken([*served, *factors], factor, held)
+
+    def _servers(self) -> list[ServesLearningRate]:
+        return [thing for thing in self.found() if isinstance(thing, ServesLearningRate)]
+
+    def _live(self) -> list[Steps]:
+        """Give the optimizers here, each once: a trainer's may be its averager's, too."""
+        things = [thing for thing in self.found() if not isinstance(thing, ServesLearningRate)]
+        found = [live for thing in things if (live := _live(thing)) is not None]
+        return list({id(live): live for live in found}.values())
+
+    def _taken(self, changes: "list[_Change]", factor: float, held: dict[str, Any]) -> Taken:
         def undo() -> str:
             kept = [kept for change in reversed(changes) if (kept := change.undo()) is not None]
-            return "; ".join([f"learning rates are divided by {self._factor:g} again", *kept])
+            return "; ".join([f"learning rates are divided by {factor:g} again", *kept])
 
-        return Taken(f"learning rates are multiplied by {self._factor:g}", undo)
+        held = {**held, "factor": factor}
+        return Taken(f"learning rates are multiplied by {factor:g}", undo, held=held)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
@@ -156,6 +194,10 @@ class _Set(NamedTuple):
 
     def make(self) -> None:
         self.attribute.want(self.after)
+        self.note()
+
+    def note(self) -> None:
+        """Count it as set."""
         self.attribute.depth += 1
         self.known[id(self.attribute.thing)] = self.attribute
 
@@ -176,9 +218,17 @@ class _Served(NamedTuple):
     def make(self) -> None:
         self.server.set_lr(self.after, self.group)
 
-    def undo(self) -> str | None:
+    @property
+    def now(self) -> float:
         rates = _served(self.server)
-        now = rates[self.group] if self.group < len(rates) else math.nan
+        return rates[self.group] if self.group < len(rates) else math.nan
+
+    @property
+    def is_undone(self) -> bool:
+        return math.isclose(self.now, self.before, rel_tol=1e-6)
+
+    def undo(self) -> str | None:
+        now = self.now
         if math.isclose(now, self.after, rel_tol=1e-6):
             self.server.set_lr(self.before, self.group)
             return None
@@ -207,6 +257,17 @@ def _make(changes: Sequence[_Change]) -> None:
             for made in reversed(changes[:num_made]):
                 made.undo()
             raise
+
+
+def _at(found: Sequence[Any], place: int) -> Any:  # noqa: ANN401  what is there
+    """Give what is in the place where something was when a remedy was taken.
+
+    Raises:
+        ConfigError: If there is nothing.
+    """
+    if place >= len(found):
+        raise ConfigError(f"of what was acted on, number {place + 1} is not there")
+    return found[place]
 
 
 def _halved(frequency: float | str, least: object) -> float | str:
