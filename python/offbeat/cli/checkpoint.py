@@ -13,7 +13,7 @@ from typing import Any
 
 from offbeat.arrays import as_state
 from offbeat.checkpoints import MANIFEST
-from offbeat.cli import model_file, training_checkpoint
+from offbeat.cli import kept_token, model_file, training_checkpoint
 from offbeat.cli.checkpoint_report import report
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, file
@@ -35,7 +35,7 @@ ACTIONS = {
 PREFIX = "checkpoint-"
 """What is in the name of a checkpoint's folder."""
 
-OWN = ("lock", "life.json", "life.new", ".new", ".old")
+OWN = ("lock", "life.json", "life.new", ".new", ".old", *kept_token.FILES)
 """What a server has beside its checkpoints, or will make there."""
 NAME = re.compile(r"(damaged-|earlier-)?checkpoint-\d{6,}")
 """How it calls a checkpoint, and one that is set aside."""

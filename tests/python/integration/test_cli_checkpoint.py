@@ -336,7 +336,8 @@ def test_no_file_is_replaced_that_should_stay(place, server, run, tmp_path):
     assert load_file(to)
 
 
-OWN = ("lock", "life.json", "life.new", ".new", ".old", "checkpoint-000003", "damaged-checkpoint-000002")
+OWN = ("lock", "life.json", "life.new", "token", "token.new")
+OWN += (".new", ".old", "checkpoint-000003", "damaged-checkpoint-000002")
 
 
 def test_nothing_is_written_over_what_a_server_has_whichever_path_is_given(place, server, run, tmp_path):
