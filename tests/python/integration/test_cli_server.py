@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -791,6 +792,26 @@ def test_status_tells_people_and_programs(model):
         with command("status", address, OFFBEAT_TOKEN=WORD + "?") as status:
             assert status.ends() == 5
             assert "and this client do not share a token" in status.said
+
+
+def test_on_a_terminal_status_is_no_wider_than_that_unless_all_is_asked_for(model):
+    with serving("--model", str(model)) as server:
+        variables, _ = joining(server)
+        address = variables["OFFBEAT_SERVER"]
+        with offbeat.Client(address, worker_id="a-worker-with-a-name-of-some-length") as client:
+            client.pull()
+            wide = {}
+            for words in (["status", address], ["status", address, "--all"]):
+                ours, theirs = os.openpty()
+                termios.tcsetwinsize(theirs, (24, 60))
+                with command(*words, stdout=theirs) as told:
+                    assert told.ends() == 0, told.said
+                os.close(theirs)
+                table = os.read(ours, 65_536).decode().partition("\nworker ")[2].partition("\r\n\r\n")[0]
+                os.close(ours)
+                wide[len(words)] = [len(line) for line in f"worker {table}".splitlines()]
+    assert len(wide[2]) == len(wide[3]) == 2
+    assert max(wide[2]) <= 60 < max(wide[3])
 
 
 def test_status_of_an_http_server_is_code_10():
