@@ -17,6 +17,7 @@ from offbeat.address import is_address
 from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode, code_of, first_failure
+from offbeat.cli.options import as_typed
 from offbeat.cli.parser import Parser, count, positive_int
 from offbeat.cli.processes import Ended, Processes
 from offbeat.cli.say import forget, say
@@ -184,7 +185,8 @@ def _server(arguments: Namespace, background: Background) -> tuple[ParameterServ
     host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
     server = make_server(arguments, host="127.0.0.1", port=0, token=token)
     log_to(background, "[server] ")
-    server.start()
+    with as_typed():
+        server.start()
     return server, {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
 
 

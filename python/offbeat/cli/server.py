@@ -14,6 +14,7 @@ from offbeat.cli import kept_token
 from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.options import as_typed
 from offbeat.cli.parser import Parser, count, positive_int, secret
 from offbeat.cli.serving import (
     add_run_options,
@@ -117,7 +118,8 @@ def _made_up(arguments: Namespace) -> tuple[str | None, str]:
     """
     if arguments.checkpoint_dir is None:
         return None, kept_token.made_up()
-    directory = directory_of(arguments.checkpoint_dir)
+    with as_typed():
+        directory = directory_of(arguments.checkpoint_dir)
     known = kept_token.read(directory)
     return (None, known) if known is not None else (directory, kept_token.made_up())
 
@@ -147,6 +149,8 @@ def _serve(
         background.say(f"stopped by {stopped}")
         return not_saved(arguments.save, "a signal came before there was a server", background)
     log_to(background)
+    with as_typed():
+        server.start()
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:

@@ -13,6 +13,7 @@ from offbeat.address import THIS_MACHINE
 from offbeat.cli import model_file, notation
 from offbeat.cli.background import Background, LogHandler
 from offbeat.cli.exit_codes import ExitCode, code_of, first_failure
+from offbeat.cli.options import as_typed
 from offbeat.cli.parser import count, file, positive_int
 from offbeat.cli.signals import Signals, Stopped
 from offbeat.errors import ConfigError, StateError
@@ -164,28 +165,33 @@ def make_server(
         raise ModuleNotFoundError(fault, name="prometheus_client")
     if arguments.save is not None:
         model_file.check_writable(arguments.save.path())
-    return ParameterServer(
-        None if arguments.model is None else model_file.load(arguments.model),
-        optimizer=_optimizer(arguments.optimizer),
-        staleness_policy=_policies(arguments.staleness_policy),
-        max_staleness=arguments.max_staleness,
-        momentum_correction=False if arguments.no_momentum_correction else None,
-        transaction=arguments.transaction,
-        lr_schedule=_schedule(arguments.lr_schedule, arguments.max_samples),
-        max_samples=arguments.max_samples,
-        run_id=arguments.run_id,
-        checkpoint_dir=arguments.checkpoint_dir,
-        checkpoint_frequency=arguments.checkpoint_frequency,
-        resume=arguments.resume,
-        host=host,
-        port=port,
-        token=token,
-        insecure=insecure,
-        linger_s=linger_s,
-        rejoin_grace_s=rejoin_grace_s,
-        metrics_port=metrics_port,
-        metrics_host=metrics_host,
-    )
+    model = None if arguments.model is None else model_file.load(arguments.model)
+    optimizer = _optimizer(arguments.optimizer)
+    policies = _policies(arguments.staleness_policy)
+    rate = _schedule(arguments.lr_schedule, arguments.max_samples)
+    with as_typed():
+        return ParameterServer(
+            model,
+            optimizer=optimizer,
+            staleness_policy=policies,
+            max_staleness=arguments.max_staleness,
+            momentum_correction=False if arguments.no_momentum_correction else None,
+            transaction=arguments.transaction,
+            lr_schedule=rate,
+            max_samples=arguments.max_samples,
+            run_id=arguments.run_id,
+            checkpoint_dir=arguments.checkpoint_dir,
+            checkpoint_frequency=arguments.checkpoint_frequency,
+            resume=arguments.resume,
+            host=host,
+            port=port,
+            token=token,
+            insecure=insecure,
+            linger_s=linger_s,
+            rejoin_grace_s=rejoin_grace_s,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+        )
 
 
 def _optimizer(text: str | None) -> optim.OptimizerSpec | None:

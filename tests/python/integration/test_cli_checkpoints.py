@@ -119,10 +119,10 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path):
 def test_what_cannot_be_gone_on_with_is_told_with_its_code(tmp_path):
     with command("server", "--port", "0", "--checkpoint-dir", str(tmp_path), "--resume", "must") as server:
         assert server.ends() == 11, server.said
-    assert f"there is no checkpoint in {tmp_path} to go on from" in server.said
+    assert f"there is no checkpoint in {tmp_path} to go on from: look at --checkpoint-dir, or" in server.said
     with command("server", "--port", "0", "--checkpoint-frequency", "5m") as server:
         assert server.ends() == 2, server.said
-    assert "checkpoint_frequency is '5m', and there is no checkpoint_dir" in server.said
+    assert "--checkpoint-frequency is '5m', and there is no --checkpoint-dir: say" in server.said
 
 
 @pytest.mark.parametrize(
