@@ -300,8 +300,8 @@ def _elsewhere(server: ParameterServer, place: model_file.Place | None) -> str:
     command = ["offbeat", "checkpoint", "export", kept["directory"], str(path)]
     command += ["--force"] * path.exists()
     return (
-        f"; the newest checkpoint in {kept['directory']} has it{as_of}: `{shlex.join(command)}` takes it out, "
-        "to that file once it can be written, or to another"
+        f"; the newest checkpoint in {kept['directory']} has it{as_of}: `{shlex.join(command)}` takes it "
+        "out, to that file once it can be written, or to another"
     )
 
 
