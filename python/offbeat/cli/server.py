@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import sys
 import threading
 from argparse import Namespace
@@ -10,9 +9,12 @@ from contextlib import suppress
 
 from offbeat import ParameterServer
 from offbeat.address import THIS_MACHINE, is_local
+from offbeat.checkpoints import directory_of
+from offbeat.cli import kept_token
 from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.options import as_typed
 from offbeat.cli.parser import Parser, count, positive_int, secret
 from offbeat.cli.serving import (
     add_run_options,
@@ -30,9 +32,6 @@ __all__ = ["add_arguments", "run"]
 DEFAULT_PORT = 5000
 """The port of the tutorial, so that a server that is started again is found where it was."""
 
-TOKEN_BYTES = 16
-"""Of a token that we make up: too many to guess."""
-
 _log = logging.getLogger("offbeat")
 
 
@@ -48,7 +47,12 @@ def add_arguments(parser: Parser) -> None:
     door.add_argument(
         "--token", type=secret, metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN"
     )
-    door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
+    door.add_argument(
+        "--new-token",
+        action="store_true",
+        help="make a token up, and show it; with --checkpoint-dir it is kept there, in the file token, and "
+        "taken again at the next start",
+    )
     door.add_argument("--insecure", action="store_true", help="listen beyond this machine without a token")
     door.add_argument(
         "--metrics-port",
@@ -92,7 +96,7 @@ def run(arguments: Namespace) -> int:
     """Serve until all workers have come and gone, or until SIGINT, SIGTERM or SIGHUP."""
     if arguments.new_token and arguments.token is not None:
         raise ConfigError("--token gives a token and --new-token makes one up: say one of the two")
-    made_up = secrets.token_hex(TOKEN_BYTES) if arguments.new_token else None
+    to_keep_in, made_up = _made_up(arguments) if arguments.new_token else (None, None)
     token = made_up or arguments.token or os.environ.get("OFFBEAT_TOKEN")
     if arguments.host not in (None, *THIS_MACHINE) and not token and not arguments.insecure:
         raise ConfigError(
@@ -101,12 +105,32 @@ def run(arguments: Namespace) -> int:
         )
     background = Background(Output.to(sys.stderr, 2))
     try:
-        return _serve(arguments, token, made_up, background)
+        return _serve(arguments, token, made_up, to_keep_in, background)
     finally:
         background.flush()
 
 
-def _serve(arguments: Namespace, token: str | None, made_up: str | None, background: Background) -> ExitCode:
+def _made_up(arguments: Namespace) -> tuple[str | None, str]:
+    """Give where the token of --new-token is to be kept, if it is and is not there yet; and the token.
+
+    Raises:
+        CheckpointError: If what is kept there cannot be trusted.
+    """
+    if arguments.checkpoint_dir is None:
+        return None, kept_token.made_up()
+    with as_typed():
+        directory = directory_of(arguments.checkpoint_dir)
+    known = kept_token.read(directory)
+    return (None, known) if known is not None else (directory, kept_token.made_up())
+
+
+def _serve(
+    arguments: Namespace,
+    token: str | None,
+    made_up: str | None,
+    to_keep_in: str | None,
+    background: Background,
+) -> ExitCode:
     signals = Signals()
     try:
         with signals.raised():
@@ -125,12 +149,17 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
         background.say(f"stopped by {stopped}")
         return not_saved(arguments.save, "a signal came before there was a server", background)
     log_to(background)
+    with as_typed():
+        server.start()
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:
         with server:
             try:
                 with signals.raised():
+                    if made_up is not None and to_keep_in is not None:
+                        # Now that the directory is there, and ours alone; as yet nobody knows the token.
+                        kept_token.write(to_keep_in, made_up)
                     with suppress(OSError):  # workers come, whether or not anybody reads how
                         print(_welcome(server, token=token, made_up=made_up), end="", flush=True)
                     if arguments.keep_running:
@@ -159,6 +188,8 @@ def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None)
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     if (kept := server.status()["checkpoints"]) is not None:
         lines.append(f"Checkpoints go to {kept['directory']}, every {kept['every']}.")
+        if made_up is not None:
+            lines.append("The token is kept there, too, and is taken again at the next start.")
     if server.metrics_address is not None:
         lines.append(f"Metrics are at http://{server.metrics_address}/metrics.")
     # With its end, in one piece: the log writes to the same terminal.

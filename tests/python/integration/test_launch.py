@@ -81,6 +81,60 @@ def test_a_save_that_found_no_model_is_code_13(script, tmp_path):
     assert not saved.exists()
 
 
+def test_what_all_workers_say_is_told_once_and_of_how_many(script):
+    train = script(
+        """
+        import os, offbeat
+        offbeat.Client(os.environ["OFFBEAT_SERVER"], token="another-token-than-the-server-s")
+        """
+    )
+    with command("launch", "--workers", "4", train) as launch:
+        assert launch.ends() == 1
+    told = [line for line in launch.err if line.startswith("offbeat: ")]
+    assert len(told) == 5
+    assert sum("do not share a token" in line for line in told) == 1
+    first = told[0].split()[2]
+    assert told[0].startswith(f"offbeat: worker {first} failed with exit code 1: offbeat.errors.Auth")
+    assert {line.rpartition(" failed ")[2] for line in told[1:4]} == {
+        f"with exit code 1, as worker {first} did\n"
+    }
+    assert told[4] == (
+        f"offbeat: 4 of 4 workers failed; the first: worker {first} failed with exit code 1; 3 more, in the "
+        "same words\n"
+    )
+
+
+def test_a_long_error_is_whole_in_the_worker_s_own_words_and_cut_in_launch_s(script):
+    train = script("""raise ValueError("long " * 100 + "end")""")
+    with command("launch", "--workers", "1", train) as launch:
+        assert launch.ends() == 1
+    whole = "long " * 100 + "end"
+    assert [line for line in launch.err if whole in line] == [f"[0] ValueError: {whole}\n"]
+    worker, last = [line for line in launch.err if line.startswith("offbeat: ")]
+    assert worker.startswith("offbeat: worker 0 failed with exit code 1: ValueError: long long ")
+    assert worker.endswith("…\n")
+    assert last == "offbeat: 1 of 1 workers failed; the first: worker 0 failed with exit code 1\n"
+
+
+def test_the_first_failure_is_told_again_where_others_have_gone_on_after_it(script, tmp_path):
+    train = script(
+        """
+        import os, sys, threading
+        from pathlib import Path
+        if os.environ["RANK"] == "0":
+            raise ValueError("the loss went up")
+        while not Path(sys.argv[1]).exists():
+            threading.Event().wait(0.05)
+        """
+    )
+    with command("launch", "--workers", "2", train, str(tmp_path / "on")) as launch:
+        launch.line("offbeat: worker 0 failed with exit code 1: ValueError: the loss went up")
+        (tmp_path / "on").touch()
+        assert launch.ends() == 1
+    first = "worker 0 failed with exit code 1: ValueError: the loss went up"
+    assert launch.err[-1] == f"offbeat: 1 of 2 workers failed; the first: {first}\n"
+
+
 def test_the_first_failure_is_the_exit_code_and_its_last_line_is_told(script):
     train = script(
         """

@@ -89,7 +89,30 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["server", "--optimizer", "SGD(lr=open(1))"], "as in Python"),
         (["server", "--optimizer", "SGD(0.1)"], "has a value without its keyword: write"),
         (["server", "--optimizer", "SGD(lr=0.1"], "since a ) is missing: write"),
-        (["server", "--port", "99999"], "99999"),
+        (["server", "--port", "99999"], "offbeat: --port is 99999"),
+        (["server", "--linger", "nan"], "offbeat: --linger is nan"),
+        (
+            ["server", "--metrics-port", "99999"],
+            "--metrics-port is 99999: it is 0 (a free one) to 65535, or leave",
+        ),
+        (
+            ["server", "--resume", "never"],
+            "--resume is 'never', and there is no --checkpoint-dir to begin anew in",
+        ),
+        (["server", "--transaction", "x"], "unknown --transaction 'x'"),
+        (
+            ["server", "--checkpoint-dir", "a", "--checkpoint-frequency", "5 min"],
+            "--checkpoint-frequency is '5 min': give a number of updates",
+        ),
+        (["server", "--new-token", "--checkpoint-dir", __file__], "--checkpoint-dir is '/"),
+        (
+            ["server", "--staleness-policy", "AdaptiveLR(factor=3)"],
+            "--staleness-policy 'AdaptiveLR(factor=3)': ",
+        ),
+        (
+            ["launch", "--workers", "1", "--resume", "must", __file__],
+            "--resume is 'must', and there is no --che",
+        ),
         (["server", "extra"], "one argument too many"),
         (["launch", "--workers", "2", "nowhere.py"], "nowhere.py"),
         (["launch", "train.py"], "--workers"),
