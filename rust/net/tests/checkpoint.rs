@@ -499,3 +499,66 @@ fn a_server_that_goes_back_to_a_checkpoint_goes_on_as_one_that_was_started_on_it
     let told = start(common::config()).roll_back(None).unwrap_err().to_string();
     assert!(told.contains("keeps no checkpoints"), "{told}");
 }
+
+/// Copies what a server that is killed now leaves behind, and starts another on it.
+fn killed_now(place: &Place, copy: &Place) -> Server {
+    copy_files(&place.0, &copy.0);
+    Server::start(copy.config()).unwrap()
+}
+
+#[test]
+fn a_server_that_is_killed_after_it_went_back_or_its_values_were_replaced_goes_on_from_there() {
+    let (place, gone_back, replaced) = (Place::new(), Place::new(), Place::new());
+    let server = start(place.config());
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    assert_eq!(server.roll_back(None).unwrap(), 0);
+    let again = killed_now(&place, &gone_back);
+    assert!(parameters(&again).iter().all(|&p| p == 0.0), "{:?}", parameters(&again)[0]);
+    assert_eq!(status(&again)["version"], 1, "versions go on");
+    server.load_tensors(&values(7.0)).unwrap();
+    let again = killed_now(&place, &replaced);
+    assert!(parameters(&again).iter().all(|&p| p == 7.0), "{:?}", parameters(&again)[0]);
+}
+
+#[test]
+fn what_cannot_be_kept_of_a_rollback_stands_and_is_told() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    fs::write(place.0.join(".new"), "in the way").unwrap();
+    assert_eq!(server.roll_back(None).unwrap(), 0);
+    let told = status(&server);
+    assert!(told["checkpoints"]["failed"].as_str().unwrap().starts_with("cannot remove"), "{told:#}");
+    assert!(parameters(&server).iter().all(|&p| p == 0.0));
+    assert_eq!(place.numbers(), [1]);
+    fs::remove_file(place.0.join(".new")).unwrap();
+    server.stop();
+    assert!(parameters(&Server::start(place.config()).unwrap()).iter().all(|&p| p == 0.0));
+}
+
+#[test]
+fn what_was_gone_back_from_makes_room_before_what_is_older() {
+    let place = Place::new();
+    let server = start(place.every(Every::Versions(1), Resume::Auto));
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    for version in 1..=2 {
+        worker.push(1.0);
+        eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == version);
+    }
+    assert_eq!(place.numbers(), [3, 2, 1]);
+    assert_eq!(server.roll_back(Some(1)).unwrap(), 1);
+    assert_eq!(place.numbers(), [4, 2, 1], "that of version 2 is of what was gone back from");
+    assert_eq!(server.roll_back(Some(0)).unwrap(), 0, "there it is, to go back further");
+    assert!(parameters(&server).iter().all(|&p| p == 0.0));
+    assert_eq!(place.numbers(), [5, 4, 1], "what is left has room until what is good needs it");
+    worker.try_push(9.0); // on what was gone back from: it reads anew
+    worker.push(1.0);
+    eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 3);
+    assert_eq!(place.numbers(), [6, 5, 1]);
+    assert!(matches!(server.roll_back(Some(1)), Err(ServerError::NoSuchCheckpoint { .. })));
+}

@@ -4,7 +4,7 @@
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
 use super::membership::Standing;
-use crate::checkpoint::{Directory, DirectoryError, Watch};
+use crate::checkpoint::{Directory, DirectoryError, Mark, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
@@ -31,6 +31,8 @@ pub(super) struct Checkpoints {
     life: Life,
     /// Until the server has stopped: then another one may have it.
     directory: Mutex<Option<Directory>>,
+    /// Of those that write one.
+    turn: Mutex<()>,
     news: Mutex<News>,
     /// Whether the last one is being written or is. Changed and read with the model whole.
     has_closed: AtomicBool,
@@ -137,6 +139,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
         resume: kept.resume,
         life,
         directory: Mutex::new(Some(directory)),
+        turn: Mutex::default(),
         news: Mutex::default(),
         has_closed: AtomicBool::new(false),
     };
@@ -191,23 +194,26 @@ impl Checkpoints {
         self.has_closed.store(true, Ordering::Relaxed); // that lock's
     }
 
-    /// Makes a term this life's, before all values are replaced; the model is to be whole from here to their end. Where it
-    /// is too late for the last checkpoint, they are not.
-    pub(super) fn reserve_term(&self, term: u64) -> Result<(), ServerError> {
+    /// Makes a term this life's, before all values are replaced, by those of a checkpoint where one is gone back to; the
+    /// model is to be whole from here to their end. Where it is too late for the last checkpoint, they are not.
+    pub(super) fn reserve_term(&self, term: u64, back_to: Option<Mark>) -> Result<(), ServerError> {
         let mut directory = lock(&self.directory);
-        match directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed)) {
-            Some(directory) => Ok(directory.reserve_term(term)?),
-            None => Err(ServerError::Stopped),
+        let directory = directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed));
+        let directory = directory.ok_or(ServerError::Stopped)?;
+        directory.reserve_term(term)?;
+        if let Some(mark) = back_to {
+            directory.went_back(mark, term);
         }
+        Ok(())
     }
 
-    /// The store that a checkpoint of this model describes, the newest or that of a version.
+    /// A checkpoint of this model, the newest or that of a version, and the store that it describes.
     pub(super) fn recall(
         &self,
         version: Option<u64>,
         table: &TensorTable,
         config: StoreConfig,
-    ) -> Result<Arc<Store>, ServerError> {
+    ) -> Result<(Mark, Arc<Store>), ServerError> {
         // Held, so that it is not removed meanwhile.
         let directory = lock(&self.directory);
         let directory = directory.as_ref().ok_or(ServerError::Stopped)?;
@@ -228,7 +234,19 @@ impl Checkpoints {
         let book = &found.manifest.book;
         // A life that nobody hears of. After the last term there is none, and the restoring says so.
         let life = Life { term: book.term.saturating_add(1), last_incarnation: book.last_incarnation };
-        Ok(found.restore(config, life, &Watch::none())?)
+        let mark = found.mark();
+        Ok((mark, found.restore(config, life, &Watch::none())?))
+    }
+
+    /// Held from the look at what there is to keep until that is kept, so that what was looked at first is not written
+    /// last.
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        lock(&self.turn)
+    }
+
+    /// Whether a checkpoint has the values of this term or of a later one.
+    pub(super) fn has_term(&self, term: u64) -> bool {
+        lock(&self.news).last.as_ref().is_some_and(|last| last.what.term >= term)
     }
 
     pub(super) fn status(&self, now: Instant) -> CheckpointStatus {
@@ -249,7 +267,6 @@ impl Checkpoints {
     pub(super) fn is_due(&self, store: &Store, agreed: Agreed, roster: BTreeSet<u32>, is_last: bool) -> bool {
         let news = lock(&self.news);
         let Some(last) = &news.last else { return true };
-        let (term, version) = (store.term(), store.version());
         let now = What { term, version, agreed, attendance: store.attendance(), roster };
         if is_last {
             !last.whole || differs(&now, &last.what)
@@ -258,14 +275,24 @@ impl Checkpoints {
         }
     }
 
-    /// Saves a state; what goes wrong is told, and the run goes on. False then.
-    pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, is_last: bool) -> bool {
+    /// Saves a state; what goes wrong is told, and the run goes on.
+    ///
+    /// # Errors
+    /// What went wrong, in words.
+    pub(super) fn save(
+        &self,
+        store: &Store,
+        state: StoreState,
+        run: RunRecord,
+        is_last: bool,
+    ) -> Result<(), String> {
         let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let (agreed, roster) = (run.agreed.clone(), roster(&state.book.workers));
         let what = What { term, version, agreed, attendance: state.attendance, roster };
         let saved = match lock(&self.directory).as_mut() {
-            None => return true, // the server has stopped, and this was written before
+            // Whoever writes the last one has left; what it could not write it has told.
+            None => return Err("the server has stopped".to_owned()),
             Some(directory) => directory.save(store, state, run),
         };
         match saved {
@@ -279,11 +306,12 @@ impl Checkpoints {
                 );
                 let last = Some(Written { path, what, whole, at, took });
                 *lock(&self.news) = News { last, failed: None };
-                true
+                Ok(())
             }
             Err(error) => {
-                self.tell_failure(error.to_string(), version, is_last);
-                false
+                let error = error.to_string();
+                self.tell_failure(error.clone(), version, is_last);
+                Err(error)
             }
         }
     }
