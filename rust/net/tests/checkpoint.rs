@@ -10,6 +10,7 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, ScheduleShape, Transaction};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::Want;
+use offbeat_core::wire::message::{Call, Parting, Reply};
 use offbeat_net::checkpoint::{Checkpoint, Watch, checkpoints};
 use offbeat_net::client::{Client, ClientConfig};
 use offbeat_net::server::{Every, Resume, Server, ServerConfig, ServerError, Snapshot};
@@ -561,4 +562,32 @@ fn what_was_gone_back_from_makes_room_before_what_is_older() {
     eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 3);
     assert_eq!(place.numbers(), [6, 5, 1]);
     assert!(matches!(server.roll_back(Some(1)), Err(ServerError::NoSuchCheckpoint { .. })));
+}
+
+fn goodbye(raw: &mut common::Raw) {
+    raw.call(1000, &Call::Goodbye { parting: Parting::Finished });
+    assert_eq!(raw.reply(), Reply::Goodbye);
+}
+
+#[test]
+fn who_comes_and_goes_between_two_checkpoints_and_changes_nothing_causes_none() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let come_and_go = |name: &str| goodbye(&mut common::Raw::joined(&server, name).0);
+    let age = |s: &Value| s["checkpoints"]["age_s"].as_f64().unwrap();
+    come_and_go("a stranger");
+    // Long enough for one that is due where nobody is there, and for many looks.
+    eventually(&server, "time", |s| age(s) > 3.0);
+    come_and_go("a stranger");
+    come_and_go("another");
+    assert_eq!(place.numbers(), [1]);
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    goodbye(&mut worker.raw);
+    eventually(&server, "what it has done, when nobody is there", |s| s["checkpoints"]["version"] == 1);
+    assert_eq!(place.numbers(), [2, 1]);
+    server.stop();
+    let told = status(&Server::start(place.config()).unwrap());
+    assert_eq!(told["workers"].as_array().unwrap().len(), 3, "the next one has them, too: {told:#}");
 }
