@@ -263,6 +263,11 @@ impl Members {
         self.by_id.values().filter(is_awaited).map(|m| m.incarnation).collect()
     }
 
+    /// Those of the life before who may still come back.
+    pub(super) fn expected(&self) -> BTreeSet<u32> {
+        self.by_id.values().filter(|m| m.is_expected()).map(|m| m.incarnation).collect()
+    }
+
     /// Whether a newer process has a worker's name.
     pub(super) fn is_replaced(&self, id: &str, incarnation: u32) -> bool {
         self.by_id.get(id).is_some_and(|member| member.incarnation > incarnation)
