@@ -185,17 +185,18 @@ class AsyncGradientAccumulator:
         )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
-        self._window = Window(
-            self._parameters,
-            are_means=are_means,
-            is_divided=is_divided,
-            is_measured=adaptive_accumulation,
-        )
         setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
         self._members: Members = (
             Alone()
             if group is None or size == 1
             else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
+        )
+        self._window = Window(
+            self._parameters,
+            are_means=are_means,
+            is_divided=is_divided,
+            is_measured=adaptive_accumulation,
+            places=self._members.places,
         )
         self._overlaps = overlap and self._members.size > 1
         self._meter: Meter | None = None
@@ -269,7 +270,7 @@ class AsyncGradientAccumulator:
         if counts:  # a mean over nothing is NaN, and no sign of anything
             trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
-        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
+        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit)
         if self._sizes.see(samples):
             self._warn_of_size(samples)
         self._samples_since_end += samples
@@ -457,7 +458,7 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        if own.counts != 0 and all(gradient is None for gradient in own.gradients):
+        if own.counts != 0 and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )

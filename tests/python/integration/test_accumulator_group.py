@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
@@ -185,6 +188,138 @@ def test_members_train_whatever_a_model_has(reduction, counts_ignored):
         # Sums of bfloat16 are rounded in another order; what Adam makes of it is a step of 0.01 at most.
         within = 2e-2 if parameter.dtype == torch.bfloat16 else 1e-4
         assert np.abs(first[name] - theirs).max() <= within * np.abs(theirs).max(), name
+
+
+class Odd(nn.Module):
+    """What is used from the second micro-batch on, in the first alone, and several times in a backward."""
+
+    def __init__(self, is_narrow):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Linear(6, 6)
+        self.first = nn.Linear(6, 5)
+        self.later = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 5, dtype=torch.bfloat16 if is_narrow else torch.float64)
+        self.conv = nn.Conv2d(2, 2, (2, 1)).to(memory_format=torch.channels_last)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        x = inputs
+        for _ in range(2):  # each is a backward within the backward, which adds to the same gradient
+            x = checkpoint(self.inside, x, use_reentrant=True)
+        x = x + self.conv(x.view(-1, 2, 3, 1)).flatten(1).repeat(1, 2)[:, :6]
+        out = (self.first if self.calls % 3 == 1 else self.later)(torch.tanh(x))
+        return out + self.last(out.to(self.last.weight.dtype)).float()
+
+
+def odd_parameters(trained):
+    return {name: p.detach().float().numpy() for name, p in trained.named_parameters()}
+
+
+def odd(rank, reduction, has_normalizer, num_frozen):
+    trained = Odd(is_narrow=has_normalizer)
+    ours = offbeat.AsyncGradientAccumulator(
+        trained,
+        3,
+        overlap=False,
+        loss_reduction=reduction,
+        normalizer=(lambda _, targets: float((targets != 0).sum())) if has_normalizer else None,
+    )
+    live = torch.optim.SGD(trained.parameters(), lr=0.02, momentum=0.9)
+    of = nn.CrossEntropyLoss(reduction=reduction, ignore_index=0 if has_normalizer else IGNORED)
+    for number in range(12):
+        inputs, targets = micro_batch(rank, number // 3, number % 3)
+        if number == num_frozen:
+            trained.inside.weight.requires_grad_(requires_grad=False)
+        ours.train_step(inputs=inputs.requires_grad_(), targets=targets, optimizer=live, loss_fn=of)
+    return odd_parameters(trained), ours.updates
+
+
+def odd_alone(reduction, has_normalizer, num_frozen):
+    """Add the gradients of all sums up by hand, and divide them once."""
+    trained = Odd(is_narrow=has_normalizer)
+    live = torch.optim.SGD(trained.parameters(), lr=0.02, momentum=0.9)
+    of = nn.CrossEntropyLoss(reduction="sum", ignore_index=0 if has_normalizer else IGNORED)
+    for window in range(4):
+        counts = 0
+        for rank in range(2):
+            trained.calls = 3 * window
+            for number in range(3):
+                inputs, targets = micro_batch(rank, window, number)
+                trained.inside.weight.requires_grad_(3 * window + number < num_frozen)
+                of(trained(inputs.requires_grad_()), targets).backward()
+                counts += int((targets != 0).sum()) if has_normalizer else len(targets)
+        for parameter in trained.parameters():
+            if parameter.grad is not None and (reduction == "mean" or has_normalizer):
+                parameter.grad /= counts
+        live.step()
+        trained.zero_grad()
+    return odd_parameters(trained)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "has_normalizer"), [("mean", False), ("mean", True), ("sum", False), ("sum", True)]
+)
+@pytest.mark.parametrize("num_frozen", [99, 4])
+def test_windows_of_whatever_a_model_does_are_one_sum_of_all_members(reduction, has_normalizer, num_frozen):
+    first, second = together(odd, 2, reduction, has_normalizer, num_frozen)
+    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[1] == 4
+    for name, theirs in odd_alone(reduction, has_normalizer, num_frozen).items():
+        within = 2e-2 if has_normalizer else 2e-6  # sums of bfloat16 are rounded in another order
+        assert np.abs(first[0][name] - theirs).max() <= within * np.abs(theirs).max(), name
+
+
+class Passes(TorchDispatchMode):
+    """Counts numbers that are read and written, of tensors that are there and not of views of them."""
+
+    def __init__(self, at_least):
+        super().__init__()
+        self.num = 0
+        self._at_least = at_least
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and func.namespace != "c10d":
+            for tensor in tree_leaves((args, result)):  # out= is the result
+                if isinstance(tensor, torch.Tensor) and tensor.numel() >= self._at_least:
+                    self.num += tensor.numel()
+        return result
+
+
+def passes(rank, adaptive):
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+    ours = offbeat.AsyncGradientAccumulator(trained, 4, adaptive_accumulation=adaptive)
+    num = sum(p.numel() for p in trained.parameters())
+    found = []
+    for _ in range(5):
+        with Passes(at_least=1000) as counted:
+            for _ in range(4):
+                inputs, targets = torch.randn(2, 64), torch.randint(64, (2,))
+                ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+        found.append(counted.num / num)
+    alone = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+    live = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        with Passes(at_least=1000) as counted:
+            for _ in range(4):
+                (LOSS(alone(torch.randn(2, 64)), torch.randint(64, (2,))) / 4).backward()
+            live.step()
+            live.zero_grad()
+    ours.flush()
+    return found, counted.num / num
+
+
+def test_a_window_makes_one_pass_over_memory_more_than_a_loop_of_torchs():
+    for found, alone in together(passes, 2, False):
+        assert alone > 10, "something was counted"
+        assert [round(num - alone, 1) for num in found[3:]] == pytest.approx([1.0, 1.0], abs=0.2), (
+            found,
+            alone,
+        )
 
 
 def with_batch_norm(rank, num_batches):
