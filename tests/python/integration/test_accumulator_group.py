@@ -3,6 +3,8 @@
 import copy
 import os
 import signal
+import sys
+import threading
 from datetime import timedelta
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import offbeat
 from offbeat import optim
 from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
+from offbeat.local.sums import Sums
 from support.group import together
 from support.waiting import wait_for
 
@@ -472,6 +475,66 @@ def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
     assert "of all members could not be put together, for one is gone" in (tmp_path / "said").read_text()
+
+
+def broken_off(rank, overlap, interrupted):
+    """Train on eight micro-batches; Ctrl-C comes while the first member waits for the other one."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 2, overlap=overlap)
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    asked = threading.Event()
+
+    def interrupt():
+        asked.wait()
+        wait_for(lambda: sys._current_frames()[main].f_code is Sums.wait.__code__, timeout_s=60)
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupted.touch()
+
+    if rank == 0:
+        threading.Thread(target=interrupt, daemon=True).start()
+    else:
+        wait_for(interrupted.exists, timeout_s=60)
+    num_interrupts = 0
+    for number in range(8):
+        if number == (3 if overlap else 1):
+            asked.set()
+        inputs, targets = micro_batch(rank, 0, number)
+        try:
+            ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    ours.flush()
+    signal.signal(signal.SIGINT, before)
+    return [p.detach().numpy() for p in ours.model.parameters()], ours.updates, num_interrupts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wait_that_is_broken_off_loses_nothing(overlap, tmp_path):
+    first, second = together(broken_off, 2, overlap, tmp_path / "interrupted")
+    assert (first[2], second[2]) == (1, 0)
+    assert all(map(np.array_equal, first[0], second[0]))
+    ends = [[2, 4, 6, 8]] * 2
+    if overlap:  # the window that was full stays, and ends with one more
+        ends[0] = [2, 5, 7, 8]
+    assert first[1] == second[1] == 4
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    waiting = []
+    for window in range(4):
+        batches = [
+            micro_batch(rank, 0, number)
+            for rank in range(2)
+            for number in range(([0, *ends[rank]])[window], ends[rank][window])
+        ]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        waiting.append(torch.autograd.grad(LOSS(trained(inputs), targets), list(trained.parameters())))
+        if len(waiting) > overlap:
+            apply(live, trained, waiting.pop(0))
+    for gradients in waiting:
+        apply(live, trained, gradients)
+    for a, b in zip(first[0], trained.parameters(), strict=True):
+        assert np.abs(a - b.detach().numpy()).max() <= 1e-6 * b.abs().max().item()
 
 
 def steps_of(rank, ours, numbers):
