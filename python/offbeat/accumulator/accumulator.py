@@ -185,17 +185,18 @@ class AsyncGradientAccumulator:
         )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
-        self._window = Window(
-            self._parameters,
-            are_means=are_means,
-            is_divided=is_divided,
-            is_measured=adaptive_accumulation,
-        )
         setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
         self._members: Members = (
             Alone()
             if group is None or size == 1
             else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
+        )
+        self._window = Window(
+            self._parameters,
+            are_means=are_means,
+            is_divided=is_divided,
+            is_measured=adaptive_accumulation,
+            places=self._members.places,
         )
         self._overlaps = overlap and self._members.size > 1
         self._meter: Meter | None = None
@@ -259,6 +260,8 @@ class AsyncGradientAccumulator:
             raise ConfigError(f"normalizer gave {counts}: it gives a count, 0 or more")
         if not self._window.batches:
             check_same(self._named, self.model)
+            if self._is_under_way and not self._overlaps:
+                self._update()  # whose wait was broken off
         self._warn_of_reduction(loss_fn)
         began_s = time.perf_counter()
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
@@ -269,7 +272,7 @@ class AsyncGradientAccumulator:
         if counts:  # a mean over nothing is NaN, and no sign of anything
             trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
-        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
+        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit)
         if self._sizes.see(samples):
             self._warn_of_size(samples)
         self._samples_since_end += samples
@@ -379,8 +382,8 @@ class AsyncGradientAccumulator:
             ConnectionLostError: If a member is lost.
             StateError: As `train_step`.
         """
-        if self._is_under_way and self._due is None:
-            self._due = self._members.finish()
+        if self._is_under_way:
+            self._wait()
         live = self._updates.own
         return {
             "updates": self.updates,
@@ -454,10 +457,12 @@ class AsyncGradientAccumulator:
         return [self._reduction, self._normalizer is not None]
 
     def _end_window(self) -> None:
+        if self._is_under_way:
+            self._wait()  # what breaks that off, as Ctrl-C does, costs nothing: the window is still there
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        if own.counts != 0 and all(gradient is None for gradient in own.gradients):
+        if own.counts != 0 and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
@@ -469,7 +474,6 @@ class AsyncGradientAccumulator:
                 fault = error
         self._send(own, scale)
         del own  # what is sent is a copy
-        self._is_under_way = True
         if fault is not None:
             raise fault
         if not self._overlaps:
@@ -481,12 +485,22 @@ class AsyncGradientAccumulator:
         if self._meter is not None:
             told += self._meter.told(own, scale)
         self._members.begin(own, self._settings(), told)
+        self._is_under_way = True
+
+    def _wait(self) -> Total:
+        """Wait for the total that is under way; it stays so until its update is made."""
+        if self._due is None:
+            try:
+                self._due = self._members.finish()
+            except Exception:
+                self._is_under_way = False  # it will never come
+                raise
+        return self._due
 
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
-        self._is_under_way = False
-        total = self._members.finish() if self._due is None else self._due
-        self._due = None
+        total = self._wait()
+        self._is_under_way, self._due = False, None
         scale, told = self._scaler.scale, list(total.told)
         if self._scaler.is_there:
             scale = told.pop(0) / max(total.num_at_work, 1)  # the same in all that are at work
