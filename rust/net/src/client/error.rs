@@ -96,7 +96,11 @@ impl ClientError {
                 Self::Authentication { address: address.to_owned(), message: message.to_owned() }
             }
             HandshakeError::Refused(refused) => Self::from_refused(address, refused),
-            HandshakeError::OutOfPlace(cause) => Self::Protocol { address: address.to_owned(), cause },
+            error @ (HandshakeError::OutOfPlace(_)
+            | HandshakeError::Foreign { .. }
+            | HandshakeError::Unreadable { .. }) => {
+                Self::Protocol { address: address.to_owned(), cause: error.to_string() }
+            }
         }
     }
 }
