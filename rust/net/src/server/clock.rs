@@ -28,11 +28,11 @@ pub(super) async fn tick(shared: Arc<Shared>) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut watches: HashMap<u64, Watch> = HashMap::new();
     let mut balance = Balance::default();
+    let begun = Instant::now();
     loop {
         ticks.tick().await;
         let now = Instant::now();
-        let looked = shared.members().looked();
-        let standstill = looked.map_or(Duration::ZERO, |looked| standstill(looked, now, period));
+        let standstill = standstill(shared.members().looked().unwrap_or(begun), now, period);
         if !standstill.is_zero() {
             tracing::warn!(seconds = standstill.as_secs_f64(), "the server itself stood still");
             shared.excuse(standstill, now);
