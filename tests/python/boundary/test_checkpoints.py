@@ -278,6 +278,9 @@ def test_a_server_that_is_killed_right_after_a_rollback_goes_on_from_it(tmp_path
 
 
 def test_a_rollback_that_no_checkpoint_has_stands_and_is_warned_of(tmp_path, caplog):
+    def warned():
+        return [r for r in list(caplog.records) if "no checkpoint has the values" in r.getMessage()]
+
     with caplog.at_level("WARNING", logger="offbeat"), made(tmp_path) as server:
         until_the_first(server)
         push(server.address, 1)
@@ -286,7 +289,8 @@ def test_a_rollback_that_no_checkpoint_has_stands_and_is_warned_of(tmp_path, cap
         in_the_way.write_text("in the way")
         assert server.rollback(0) == 0
         assert not server.state_dict()["w"].any()
-        (told,) = [r for r in caplog.records if "no checkpoint has the values" in r.getMessage()]
+        wait_for(warned)
+        (told,) = warned()
         assert told.levelname == "WARNING"
         assert f"directory={tmp_path} " in told.getMessage()
         assert f"cannot remove {in_the_way}" in told.getMessage()

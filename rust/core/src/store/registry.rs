@@ -490,6 +490,23 @@ mod tests {
     }
 
     #[test]
+    fn of_workers_it_is_told_how_many_have_not_departed_and_how_many_of_them_are_not_away() {
+        let (mut registry, _) = registry();
+        registry.max_workers = 2;
+        let workers = ["a", "b"].map(str::to_owned).into();
+        registry.register("a", 1).unwrap();
+        let b = registry.register("b", 2).unwrap();
+        assert_eq!(registry.those_left_of(&workers), (2, 2));
+        registry.absent(b);
+        assert_eq!(registry.those_left_of(&workers), (2, 1));
+        registry.depart(b, true);
+        assert_eq!(registry.those_left_of(&workers), (1, 1));
+        registry.register("a stranger", 3).unwrap();
+        registry.register("a", 4).unwrap();
+        assert_eq!(registry.those_left_of(&workers), (1, 1), "a place that is taken, and a newer process");
+    }
+
+    #[test]
     fn a_fragment_applied_between_the_end_of_a_sender_and_its_retry_changes_no_other_count() {
         let (mut registry, layout) = registry();
         let worker = registry.register("a", 1).unwrap();

@@ -255,6 +255,11 @@ impl Rounds {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn rewind(&mut self, time: Duration) {
+        self.open.values_mut().for_each(|(_, since)| *since -= time);
+    }
+
     /// A look at the clock.
     pub(super) fn tick(&mut self, now: Instant) {
         self.close_if_due(now);

@@ -233,6 +233,14 @@ impl Shared {
         self.round_has_changed();
     }
 
+    /// Puts what waiting is judged by so far into the past, as if that time had passed without a look at the clock.
+    #[cfg(test)]
+    pub(super) fn rewind(&self, time: Duration) {
+        let mut members = self.members();
+        members.rewind(time);
+        lock(&self.rounds).rewind(time);
+    }
+
     /// Goes on without those for whose push others wait, and who do nothing though they are heard. `idle`: for how long
     /// nothing has come on a data connection, between two frames.
     pub(super) fn give_up_the_idle(&self, idle: impl Fn(&Arc<Connection>) -> Option<Duration>, now: Instant) {

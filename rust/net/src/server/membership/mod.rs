@@ -447,6 +447,11 @@ impl Members {
         self.looked
     }
 
+    #[cfg(test)]
+    pub(super) fn rewind(&mut self, time: Duration) {
+        self.looked = self.looked.map(|looked| looked - time);
+    }
+
     /// Forgets the names of those that went first: a worker that crashes and is started again without a name comes
     /// under a new one each time.
     fn let_go(&mut self) {
