@@ -43,7 +43,7 @@ _KEYWORD = re.compile(
     r"(?P<off>momentum_correction=False)|(?P<on>insecure=True)|(?P<token>token=(?=[ ,;)]))"
     r"|(?P<name>resume|transaction)=\"(?P<value>\w+)\""
     rf"|(?P<keyword>(?:{_NAMES})(?![\w=/])"
-    rf"|(?:(?<=unknown )|(?<=leave )|(?:^|(?<=; )))(?:{_WORDS})(?= '| out| is | must be | None))"
+    rf"|(?:(?<=unknown )|(?<=leave )|(?:^|(?<=; )))(?:{_WORDS})(?= ['\"]| out| is | must be ))"
     r")"
 )
 _IN_PLACE_OF = {

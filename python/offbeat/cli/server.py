@@ -15,7 +15,7 @@ from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.options import as_typed
-from offbeat.cli.parser import Parser, count, positive_int, secret
+from offbeat.cli.parser import Parser, count, positive_int, seconds, secret
 from offbeat.cli.serving import (
     add_run_options,
     join_lines,
@@ -42,7 +42,11 @@ def add_arguments(parser: Parser) -> None:
         "--host", metavar="ADDRESS", help="default: every interface with a token, this machine without"
     )
     door.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="default: %(default)s; 0 takes a free one"
+        "--port",
+        type=count,
+        default=DEFAULT_PORT,
+        metavar="N",
+        help="default: %(default)s; 0 takes a free one",
     )
     door.add_argument(
         "--token", type=secret, metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN"
@@ -76,14 +80,14 @@ def add_arguments(parser: Parser) -> None:
     )
     end.add_argument(
         "--linger",
-        type=float,
+        type=seconds,
         default=10.0,
         metavar="SECONDS",
         help="how long nobody must be there before the run is over; default: %(default)g",
     )
     end.add_argument(
         "--rejoin-grace",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long a lost worker counts as there, after a restart five times that; default: %(default)g",

@@ -90,6 +90,20 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["server", "--optimizer", "SGD(0.1)"], "has a value without its keyword: write"),
         (["server", "--optimizer", "SGD(lr=0.1"], "since a ) is missing: write"),
         (["server", "--port", "99999"], "offbeat: --port is 99999"),
+        (["server", "--port", "http"], "--port: 'http' is not a whole number, 0 or more"),
+        (["server", "--linger", "5 min"], "--linger: '5 min' is not a number of seconds"),
+        (
+            ["server", "--metrics-host", "::1"],
+            "--metrics-host is '::1', and there is no --metrics-port: give one",
+        ),
+        (
+            ["server", "--host", "nowhere.invalid", "--insecure"],
+            '--host "nowhere.invalid" is not an address of',
+        ),
+        (["status", "localhost:1", "--timeout", "x"], "--timeout: 'x' is not a number of seconds"),
+        (["top", "localhost:1", "--interval", "x"], "--interval: 'x' is not a number of seconds"),
+        (["demo", "--png", "/"], "--png: / cannot be written: it is a folder"),
+        (["demo", "--seed", "-1"], "--seed: '-1' is not a whole number, 0 or more"),
         (["server", "--linger", "nan"], "offbeat: --linger is nan"),
         (
             ["server", "--metrics-port", "99999"],

@@ -24,6 +24,7 @@ from offbeat.errors import CheckpointError, ConfigError
             "linger_s is nan: a time; port is -1: give 0 to 9, or None for none; transaction is 3: it is",
             "--linger is nan: a time; --port is -1: give 0 to 9, or leave it out; --transaction is 3: it is",
         ),
+        ('host "x" is not an address of this machine', '--host "x" is not an address of this machine'),
         ("unknown resume 'x'; did you", "unknown --resume 'x'; did you"),
         ("anew in: say where, or leave resume out", "anew in: say where, or leave --resume out"),
         ('a new run begins; resume="must" refuses to', "a new run begins; `--resume must` refuses to"),
