@@ -165,7 +165,10 @@ def _serve(
                         # Now that the directory is there, and ours alone; as yet nobody knows the token.
                         kept_token.write(to_keep_in, made_up)
                     with suppress(OSError):  # workers come, whether or not anybody reads how
-                        print(_welcome(server, token=token, made_up=made_up), end="", flush=True)
+                        welcome = _welcome(
+                            server, token=token, made_up=made_up, is_kept_already=to_keep_in is None
+                        )
+                        print(welcome, end="", flush=True)
                     if arguments.keep_running:
                         while not forever.wait(LOOK_S):
                             pass
@@ -181,7 +184,9 @@ def _serve(
     return code
 
 
-def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None) -> str:
+def _welcome(
+    server: ParameterServer, *, token: str | None, made_up: str | None, is_kept_already: bool
+) -> str:
     has_token, in_environment = bool(token), token == os.environ.get("OFFBEAT_TOKEN")
     address = server.address
     lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
@@ -192,8 +197,10 @@ def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None)
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     if (kept := server.status()["checkpoints"]) is not None:
         lines.append(f"Checkpoints go to {kept['directory']}, every {kept['every']}.")
-        if made_up is not None:
-            lines.append("The token is kept there, too, and is taken again at the next start.")
+        if made_up is not None and is_kept_already:
+            lines.append("The token is the one that is kept there.")
+        elif made_up is not None:
+            lines.append("The token is new, and kept there for the next start, in the file token.")
     if server.metrics_address is not None:
         lines.append(f"Metrics are at http://{server.metrics_address}/metrics.")
     # With its end, in one piece: the log writes to the same terminal.
