@@ -87,6 +87,7 @@ def test_options_of_the_run_beside_a_named_server_are_refused_each_by_name(capsy
         (["server", "--max-staleness", "-1"], "--max-staleness: '-1' is not a whole number, 0 or more"),
         (["server", "--lr-schedule", "Step"], "step_size"),
         (["server", "--optimizer", "SGD(lr=open(1))"], "as in Python"),
+        (["server", "--optimizer", "SGD(lr=-1)"], "lr is -1: it is a number, 0 or more, and finite"),
         (["server", "--optimizer", "SGD(0.1)"], "has a value without its keyword: write"),
         (["server", "--optimizer", "SGD(lr=0.1"], "since a ) is missing: write"),
         (["server", "--port", "99999"], "offbeat: --port is 99999"),

@@ -28,6 +28,10 @@ from offbeat.errors import CheckpointError, ConfigError
         ("unknown resume 'x'; did you", "unknown --resume 'x'; did you"),
         ("anew in: say where, or leave resume out", "anew in: say where, or leave --resume out"),
         ('a new run begins; resume="must" refuses to', "a new run begins; `--resume must` refuses to"),
+        (
+            "did not get in error=give both the same (token= or",
+            "did not get in error=give both the same (--token or",
+        ),
         ("leave momentum_correction=False out, and", "leave --no-momentum-correction out, and"),
         ("to go on, give more max_samples, or none", "to go on, give more --max-samples, or none"),
     ],
