@@ -184,7 +184,7 @@ class ParameterServer(process.Live):
         if token is not None and len(token) < SHORT_TOKEN:
             process.warn(
                 f"the token is {len(token)} characters long and could be guessed: take {SHORT_TOKEN} or "
-                "more, such as secrets.token_hex(16)"
+                "more, such as `openssl rand -hex 16` makes"
             )
         known = token is not None and token == os.environ.get("OFFBEAT_TOKEN")
         process.announce(start_line(self._server.address, token=token, in_environment=known))

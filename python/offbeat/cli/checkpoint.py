@@ -5,14 +5,13 @@ It needs no server. A trainer's is told by its manifest (`training_checkpoint.py
 
 import json
 import os
-import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from offbeat.arrays import as_state
-from offbeat.checkpoints import MANIFEST
+from offbeat.checkpoints import MANIFEST, NAME
 from offbeat.cli import kept_token, model_file, training_checkpoint
 from offbeat.cli.checkpoint_report import report
 from offbeat.cli.exit_codes import ExitCode
@@ -39,8 +38,6 @@ LIVES = "life.json"
 """What its lives have reserved."""
 OWN = ("lock", LIVES, "life.new", ".new", ".old", *kept_token.FILES)
 """What a server has beside its checkpoints, or will make there."""
-NAME = re.compile(r"(damaged-|earlier-)?checkpoint-\d{6,}")
-"""How it calls a checkpoint, and one that is set aside."""
 
 REMEDY = (
     "give the directory that a server has as --checkpoint-dir, or one of the folders checkpoint-… in it; or "

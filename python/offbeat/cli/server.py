@@ -15,7 +15,7 @@ from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.options import as_typed
-from offbeat.cli.parser import Parser, count, positive_int, secret
+from offbeat.cli.parser import Parser, count, positive_int, seconds, secret
 from offbeat.cli.serving import (
     add_run_options,
     join_lines,
@@ -42,7 +42,11 @@ def add_arguments(parser: Parser) -> None:
         "--host", metavar="ADDRESS", help="default: every interface with a token, this machine without"
     )
     door.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="default: %(default)s; 0 takes a free one"
+        "--port",
+        type=count,
+        default=DEFAULT_PORT,
+        metavar="N",
+        help="default: %(default)s; 0 takes a free one",
     )
     door.add_argument(
         "--token", type=secret, metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN"
@@ -76,14 +80,14 @@ def add_arguments(parser: Parser) -> None:
     )
     end.add_argument(
         "--linger",
-        type=float,
+        type=seconds,
         default=10.0,
         metavar="SECONDS",
         help="how long nobody must be there before the run is over; default: %(default)g",
     )
     end.add_argument(
         "--rejoin-grace",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long a lost worker counts as there, after a restart five times that; default: %(default)g",
@@ -161,7 +165,10 @@ def _serve(
                         # Now that the directory is there, and ours alone; as yet nobody knows the token.
                         kept_token.write(to_keep_in, made_up)
                     with suppress(OSError):  # workers come, whether or not anybody reads how
-                        print(_welcome(server, token=token, made_up=made_up), end="", flush=True)
+                        welcome = _welcome(
+                            server, token=token, made_up=made_up, is_kept_already=to_keep_in is None
+                        )
+                        print(welcome, end="", flush=True)
                     if arguments.keep_running:
                         while not forever.wait(LOOK_S):
                             pass
@@ -177,7 +184,9 @@ def _serve(
     return code
 
 
-def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None) -> str:
+def _welcome(
+    server: ParameterServer, *, token: str | None, made_up: str | None, is_kept_already: bool
+) -> str:
     has_token, in_environment = bool(token), token == os.environ.get("OFFBEAT_TOKEN")
     address = server.address
     lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
@@ -188,8 +197,10 @@ def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None)
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     if (kept := server.status()["checkpoints"]) is not None:
         lines.append(f"Checkpoints go to {kept['directory']}, every {kept['every']}.")
-        if made_up is not None:
-            lines.append("The token is kept there, too, and is taken again at the next start.")
+        if made_up is not None and is_kept_already:
+            lines.append("The token is the one that is kept there.")
+        elif made_up is not None:
+            lines.append("The token is new, and kept there for the next start, in the file token.")
     if server.metrics_address is not None:
         lines.append(f"Metrics are at http://{server.metrics_address}/metrics.")
     # With its end, in one piece: the log writes to the same terminal.

@@ -39,7 +39,7 @@ MAX_DEPARTURES = 10
 """The latest, likewise."""
 
 WORKERS = (
-    Heading("worker", least=10),
+    Heading("worker", least=24),
     Heading("state"),
     Heading("host", rank=7, least=8),
     Heading("samples", rank=6, is_number=True),
@@ -52,7 +52,7 @@ WORKERS = (
     Heading("last push", rank=2, is_number=True),
 )
 DEPARTURES = (
-    Heading("departure", least=10),
+    Heading("departure", least=24),
     Heading("state", rank=1),
     Heading("when", rank=3),
     Heading("cause", rank=2, least=12),

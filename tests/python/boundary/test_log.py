@@ -213,6 +213,7 @@ def test_a_short_token_is_warned_of_and_never_shown(caplog, length, warnings):
         r for r in caplog.records if r.levelno == logging.WARNING and "could be guessed" in r.getMessage()
     ]
     assert len(said) == warnings
+    assert all("openssl rand -hex 16" in r.getMessage() for r in said), "of a command line's user, too"
     assert word not in caplog.text
     assert "OFFBEAT_TOKEN=<the server's token>" in caplog.text
 

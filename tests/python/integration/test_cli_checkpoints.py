@@ -61,6 +61,7 @@ def test_a_token_that_was_made_up_is_taken_again_by_the_same_command(tmp_path, n
     arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
     arguments += ["--port", "0", "--host", "127.0.0.1", "--keep-running", "--new-token"]
     with command("server", *arguments) as server:
+        server.line("The token is new, and kept there for the next start")
         address, token = joining(server)
         assert stat.S_IMODE((kept / "token").stat().st_mode) == 0o600
         wait_for((kept / "checkpoint-000001").exists)
@@ -72,6 +73,7 @@ def test_a_token_that_was_made_up_is_taken_again_by_the_same_command(tmp_path, n
         client.pull()  # it has waited, and is let in
         assert client.push(ONES).applied
         client.close()
+        server.line("The token is the one that is kept there")
         assert list(joining(server)) == [address, token]
         server.signal(signal.SIGTERM)
         assert server.ends() == 0, server.said
@@ -184,6 +186,7 @@ def test_what_was_done_is_kept_when_all_have_gone_though_no_checkpoint_was_due(t
         address = server.line("OFFBEAT_SERVER=").split("OFFBEAT_SERVER=")[1].split()[0]
         with offbeat.Client(address) as client:
             client.pull()
+            wait_for(lambda: client.status()["checkpoints"]["version"] == 0)
             assert [client.push(ONES).version for _ in range(3)] == [1, 2, 3]
             assert client.status()["checkpoints"]["version"] == 0  # a thousand are between two
         wait_for(lambda: json.loads(fetch_status(address, None, 10.0))["checkpoints"]["version"] == 3)

@@ -111,7 +111,7 @@ def test_it_listens_on_this_machine_only_unless_told_otherwise(serve):
         ({"metrics_port": 70_000}, "metrics_port is 70000"),
         ({"metrics_port": 0, "metrics_host": "0.0.0.0"}, "metrics_host is '0.0.0.0'.*insecure=True"),  # noqa: S104
         ({"metrics_port": 0, "metrics_host": 3}, "metrics_host is 3: give an address"),
-        ({"metrics_host": "::1"}, "metrics_host is '::1' and metrics_port None"),
+        ({"metrics_host": "::1"}, "metrics_host is '::1', and there is no metrics_port"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_with_all_others(keywords, said):

@@ -277,6 +277,8 @@ def test_a_thousand_departures_with_long_causes_are_a_few_lines_that_a_terminal_
     for heading in ("samples/s", "last push", "rejected"):
         assert heading in tables[0].splitlines()[0], "what matters most is there"
     assert "max" not in tables[0].splitlines()[0]
+    long = [worker | {"id": f"node-{worker['incarnation']:04}.cluster.example"[:24]} for worker in crowd()]
+    assert long[999]["id"] in report(status(workers=long), asked=ASKED, room=80), "a name before its host"
     assert cause in report(told, asked=ASKED), "in a file or a pipe it is whole"
 
 
