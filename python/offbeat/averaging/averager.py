@@ -330,9 +330,12 @@ class AsyncModelAverager:
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.
 
-        May be called twice. Not to be called while other members have more to do: `flush` comes first.
+        May be called twice. Not to be called while other members have more to do: `flush` comes first. What
+        comes of a round under way is not added here. Its other members still have what this one has said in
+        it: in a process group they are waited for, for a few seconds, and where they have not come to it by
+        then the connections stay open behind until they have, or the process ends.
         """
-        self._unshared.leave()
+        self.give_up()
         self._members.close()
         server, self._server = self._server, None
         if server is not None:

@@ -341,10 +341,10 @@ class Group:
         """Nobody asks."""
 
     def close(self) -> None:
-        """Destroy the groups of one's own."""
-        self._sums.close()
+        """Destroy the groups of one's own, once the others have come to the round under way."""
         if self._twos is not None:
-            self._twos.sums.close()
+            self._twos.sums.close(after=self._twos.pairs.under_way)
+        self._sums.close()
 
     # ------------------------------------------------------------------ inside
 

@@ -127,6 +127,11 @@ class Pairs:
         # A daemon: where the process ends in mid-round, it does not wait for the partner.
         threading.Thread(target=wait, name="offbeat-gossip", daemon=True).start()
 
+    @property
+    def under_way(self) -> "Future[None] | None":
+        """What ends with the newest exchange; None: there was none since `take`."""
+        return self._future
+
     def is_there(self) -> bool:
         """Look whether the thread has ended."""
         return self._future is None or self._future.done()

@@ -1,9 +1,11 @@
 """Sums over the members of a process group, added up on its own threads while this one goes on."""
 
 import atexit
+import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import distributed
@@ -11,7 +13,13 @@ from torch import distributed
 from offbeat.errors import ClosedError, ConnectionLostError
 from offbeat.local.group import destroy
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 __all__ = ["Sums", "reduce"]
+
+LEAVING_S = 5.0
+"""Longest wait, at the end, for others to come to what is under way; it goes on behind after that."""
 
 _open: "weakref.WeakSet[Sums]" = weakref.WeakSet()
 """Of this process. A group that Python's end finds alive still has threads, which end the process with it."""
@@ -48,11 +56,20 @@ class Sums:
             raise ClosedError("it was closed, and takes part no more: make a new one")
         return self._group
 
-    def close(self) -> None:
-        """Add up no more, and destroy the group."""
-        group, self._group, self._works = self._group, None, []
-        if group is not None:
-            destroy(group)
+    def close(self, *, after: "Future[None] | None" = None) -> None:
+        """Add up no more, and destroy the group.
+
+        What is under way is taken no notice of here, and others may still come to it: until they do, or the
+        group's time for it is over, the connections to them stay, on a thread.
+
+        Args:
+            after: What else is to end first, well or not.
+        """
+        held = [] if self._group is None else [self._group]
+        self._group, self._works = None, []
+        if held:
+            destroy(held[0])
+            _let_go(held, after)
 
     def __del__(self) -> None:
         """Close it: nobody holds it any more."""
@@ -78,7 +95,9 @@ class Sums:
 
         Raises:
             ConnectionLostError: If a member is lost.
+            ClosedError: If this is closed.
         """
+        _ = self.group  # once it is closed there is nothing to wait for, and no sum either
         self.wait(self._works)
         self._works = []
 
@@ -132,6 +151,23 @@ def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed
     work = distributed.all_reduce(tensor, group=group, async_op=True)
     assert work is not None  # noqa: S101  this process is a member
     return work
+
+
+def _let_go(held: list[distributed.ProcessGroup], after: "Future[None] | None") -> None:
+    """Let go of the last reference to a group, with which torch waits for what is under way in it."""
+
+    def let_go() -> None:
+        if after is not None:
+            after.exception()
+        held.clear()
+
+    thread = threading.Thread(target=let_go, name="offbeat-closing", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python ends, and starts none: its end is not to wait for the others either
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
+        return
+    thread.join(LEAVING_S)
 
 
 def _close_all() -> None:

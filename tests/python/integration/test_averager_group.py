@@ -3,6 +3,9 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,8 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ConnectionLostError, ModelMismatchError, StateError
-from support.averaging import LOSS, METHODS, SPEC, Alone, arrays, batch, close, model, step, warned
+from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, StateError
+from support.averaging import LOSS, METHODS, SPEC, Alone, Counter, arrays, batch, close, model, step, warned
 from support.group import together
 from support.waiting import wait_for
 
@@ -441,6 +444,78 @@ def test_an_averager_that_is_closed_or_gone_leaves_nothing_open():
     for before, after in together(closing, 2):
         assert after[0] <= before[0]
         assert after[1] <= before[1]
+
+
+def closing_in_mid_round(rank, method, here):
+    one = Counter(by=1.0 + 4.0 * rank)
+    ours = offbeat.AsyncModelAverager(one.model, averaging_frequency=1, method=method)
+    if rank == 1:
+        wait_for((here / "closed").exists, timeout_s=60)
+        one.train(ours)
+        ours.state_dict()  # ends the round
+        value = one.value
+        with pytest.raises(ConnectionLostError, match="for one is gone"):
+            one.train(ours, 3)
+        return value, ours.averaging_round
+    one.train(ours)
+    assert ours.is_under_way
+    began_s = time.monotonic()
+    ours.close()
+    took_s = time.monotonic() - began_s
+    assert not ours.is_under_way
+    for do in (ours.flush, lambda: one.train(ours)):
+        with pytest.raises(ClosedError, match="takes part no more"):
+            do()
+    (here / "closed").touch()
+    return one.value, took_s
+
+
+@pytest.mark.parametrize("method", ["average", "gossip"])
+def test_one_that_closes_in_mid_round_waits_for_nobody_and_the_others_have_what_it_said(method, tmp_path):
+    (closed, took_s), (stays, rounds) = together(closing_in_mid_round, 2, method, tmp_path)
+    assert took_s < 30.0, "half the time that the group has for a round"
+    assert closed == 2.0, "what it has learnt itself, once more after it was closed"
+    assert (stays, rounds) == ((1.0 + 5.0) / 2, 1)
+
+
+LEFT_IN_MID_ROUND = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+from torch import distributed, nn
+import offbeat
+
+rank, here = int(sys.argv[1]), Path(sys.argv[2])
+store = distributed.FileStore(str(here / "store"), 2)
+distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+ours = offbeat.AsyncModelAverager(nn.Linear(1, 1), averaging_frequency=1, method=sys.argv[3])
+if rank == 0:
+    ours.step(1)
+    assert ours.is_under_way
+    raise ValueError("of the user's")
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("method", ["average", "gossip"])
+def test_a_process_that_ends_in_mid_round_waits_for_nobody(method, tmp_path):
+    def start(rank):
+        return subprocess.Popen(
+            [sys.executable, "-c", LEFT_IN_MID_ROUND, str(rank), tmp_path, method],
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    with start(0) as ends, start(1) as stays:
+        try:
+            _, told = ends.communicate(timeout=45)
+            assert ends.returncode == 1
+            assert told.endswith("ValueError: of the user's\n")
+            assert stays.poll() is None
+        finally:
+            stays.communicate("\n", timeout=45)
+            ends.kill()
+            stays.kill()
 
 
 def with_a_short_patience(rank):
