@@ -106,7 +106,7 @@ class AsyncGradientAccumulator:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
-        StateError: If members train different parameters, or only some are adaptive or have a scaler.
+        StateError: If members train different parameters, or what has to be the same for all is another.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)
@@ -185,7 +185,8 @@ class AsyncGradientAccumulator:
         )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
-        setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
+        most = self._most if adaptive_accumulation else None
+        setting = [most, self._scaler.is_there, overlap, *self._losses_are()]
         self._members: Members = (
             Alone()
             if group is None or size == 1
@@ -217,8 +218,10 @@ class AsyncGradientAccumulator:
         trained_by.register(model, self)
         is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"
-        most = "at most " if adaptive_accumulation else ""
-        _log.info("an update is of %s%d micro-batches of %d members, made %s", most, self._most, size, late)
+        at_most = "at most " if adaptive_accumulation else ""
+        _log.info(
+            "an update is of %s%d micro-batches of %d members, made %s", at_most, self._most, size, late
+        )
 
     @known_keywords
     def train_step(

@@ -34,8 +34,9 @@ UNLIKE = (
 """What to say where members differ in what has to be alike."""
 
 MADE_UNLIKE = (
-    "members train different parameters (requires_grad), or have another adaptive_accumulation, with another "
-    "number of micro-batches, or only some of them a grad_scaler: give all the same"
+    "members train different parameters (requires_grad), or have another overlap, loss_reduction or "
+    "adaptive_accumulation, with that also another number of micro-batches, or only some of them a "
+    "normalizer or a grad_scaler: give all the same"
 )
 """What to say where they were made so."""
 
