@@ -161,7 +161,9 @@ class AsyncGradientAccumulator:
             refuse(faults)
             model, where, process_group = worker.model, worker.device, False
         faults += other_faults(model, overlap, loss_reduction, normalizer)
-        faults += extra_faults(model, adaptive_accumulation, grad_scaler)
+        faults += extra_faults(
+            model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
+        )
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
@@ -208,7 +210,7 @@ class AsyncGradientAccumulator:
                 overlaps=self._overlaps,
                 decided=self._most,
             )
-            self._meter = Meter(adaptation, self._members, is_divided=is_divided)
+            self._meter = Meter(adaptation, self._members)
         self._is_under_way = False
         self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
