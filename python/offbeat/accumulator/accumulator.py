@@ -520,8 +520,8 @@ class AsyncGradientAccumulator:
                 gain=self.gain,
             )
             self.updates += self._was_update
-            if not self._was_update and any(gradient is not None for gradient in total.gradients):
-                self.skipped_updates += 1
+            is_any = any(gradient is not None for gradient in total.gradients)
+            self.skipped_updates += is_any and not self._was_update and self._scaler.is_there
             self._samples = total.samples
         return total.num_at_work
 

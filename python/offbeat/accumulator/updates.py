@@ -59,10 +59,10 @@ class Scaler:
         if self._scaler is None or not there:
             yield True
             return
-        is_finite = are_finite(there)
         if (ratio := self.scale / scale) != 1.0:
             for gradient in there:
                 gradient.mul_(ratio)
+        is_finite = are_finite(there)  # as it is now: torch's scaler skips what has become infinite only here
         self._scaler.unscale_(optimizer)
         try:
             yield is_finite
