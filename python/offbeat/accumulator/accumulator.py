@@ -106,7 +106,7 @@ class AsyncGradientAccumulator:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
-        StateError: If members train different parameters, or only some are adaptive or have a scaler.
+        StateError: If members train different parameters, or what has to be the same for all is another.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)
@@ -161,7 +161,9 @@ class AsyncGradientAccumulator:
             refuse(faults)
             model, where, process_group = worker.model, worker.device, False
         faults += other_faults(model, overlap, loss_reduction, normalizer)
-        faults += extra_faults(model, adaptive_accumulation, grad_scaler)
+        faults += extra_faults(
+            model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
+        )
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
@@ -185,7 +187,8 @@ class AsyncGradientAccumulator:
         )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
-        setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
+        most = self._most if adaptive_accumulation else None
+        setting = [most, self._scaler.is_there, overlap, *self._losses_are()]
         self._members: Members = (
             Alone()
             if group is None or size == 1
@@ -207,7 +210,7 @@ class AsyncGradientAccumulator:
                 overlaps=self._overlaps,
                 decided=self._most,
             )
-            self._meter = Meter(adaptation, self._members, is_divided=is_divided)
+            self._meter = Meter(adaptation, self._members)
         self._is_under_way = False
         self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
@@ -217,8 +220,10 @@ class AsyncGradientAccumulator:
         trained_by.register(model, self)
         is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"
-        most = "at most " if adaptive_accumulation else ""
-        _log.info("an update is of %s%d micro-batches of %d members, made %s", most, self._most, size, late)
+        at_most = "at most " if adaptive_accumulation else ""
+        _log.info(
+            "an update is of %s%d micro-batches of %d members, made %s", at_most, self._most, size, late
+        )
 
     @known_keywords
     def train_step(
@@ -515,8 +520,8 @@ class AsyncGradientAccumulator:
                 gain=self.gain,
             )
             self.updates += self._was_update
-            if not self._was_update and any(gradient is not None for gradient in total.gradients):
-                self.skipped_updates += 1
+            is_any = any(gradient is not None for gradient in total.gradients)
+            self.skipped_updates += is_any and not self._was_update and self._scaler.is_there
             self._samples = total.samples
         return total.num_at_work
 

@@ -1,5 +1,6 @@
 """Who adds to a sum of gradients: this process alone, or all of a process group of torch's."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,8 +34,9 @@ UNLIKE = (
 """What to say where members differ in what has to be alike."""
 
 MADE_UNLIKE = (
-    "members train different parameters (requires_grad), or have another adaptive_accumulation, with another "
-    "number of micro-batches, or only some of them a grad_scaler: give all the same"
+    "members train different parameters (requires_grad), or have another overlap, loss_reduction or "
+    "adaptive_accumulation, with that also another number of micro-batches, or only some of them a "
+    "normalizer or a grad_scaler: give all the same"
 )
 """What to say where they were made so."""
 
@@ -279,14 +281,18 @@ class Group:
         self._unit, self._counts = agreed["unit"], agreed["counts"]
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
-        """Give floating buffers their mean over members, by samples; others are the first member's."""
+        """Give floating buffers that differ their mean over members, by samples; others the first one's."""
         seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
         distributed.all_reduce(seen, group=self._sums.group)
         total = seen.item()
         with torch.no_grad():
             for buffer in buffers:
+                if is_alike(self._sums.group, _bits(buffer), self._device):
+                    continue  # as a mask or a table is: a mean would round it
                 if buffer.is_floating_point() and total:
-                    share = buffer.to(wide(buffer.dtype)).contiguous() * (samples / total)
+                    share = buffer.to(wide(buffer.dtype)).contiguous()
+                    # What nobody trained here counts for nothing, also where it is infinite.
+                    share = share * (samples / total) if samples else torch.zeros_like(share)
                     distributed.all_reduce(share, group=self._sums.group)
                 else:
                     share = buffer.contiguous()
@@ -323,6 +329,11 @@ def _parts(sent: Sequence[nn.Parameter], flat: Flat) -> list[torch.Tensor]:
         else:
             parts.append(torch.empty_like(parameter, requires_grad=False).copy_(part))
     return parts
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(numbers.data).hexdigest()
 
 
 def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:

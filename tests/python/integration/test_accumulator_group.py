@@ -1,6 +1,7 @@
 """Several processes that accumulate together are one that has all their samples."""
 
 import copy
+import math
 import os
 import signal
 import sys
@@ -345,6 +346,45 @@ def test_statistics_are_each_members_own_until_flush_gives_all_their_mean_by_sam
     assert first != second
     assert after == also == pytest.approx([(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
     assert number == same == 3
+
+
+def with_tables(rank, num_batches):
+    torch.manual_seed(0)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Linear(2, 5)
+            self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+            self.register_buffer("table", torch.rand(1000, generator=torch.Generator().manual_seed(1)))
+            self.register_buffer("own", torch.zeros(1))
+
+        def forward(self, inputs):
+            self.own += 1
+            return self.inside(inputs) + self.mask[-1]
+
+    trained = Masked()
+    before = {name: buffer.clone() for name, buffer in trained.named_buffers()}
+    ours = offbeat.AsyncGradientAccumulator(trained, 1)
+    if rank == 1 and not num_batches[1]:
+        trained.own.fill_(math.inf)
+    for _ in range(num_batches[rank]):
+        ours.train_step(
+            inputs=torch.ones(3 + rank, 2),
+            targets=torch.zeros(3 + rank, dtype=torch.long),
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=LOSS,
+        )
+    ours.flush(optimizer=optim.SGD(lr=0.1))
+    same = {name: torch.equal(before[name], buffer) for name, buffer in trained.named_buffers()}
+    return same, trained.own.item()
+
+
+@pytest.mark.parametrize(("num_batches", "own"), [((3, 2), (3 * 9 + 2 * 8) / 17), ((2, 0), 2.0)])
+def test_buffers_that_are_alike_keep_their_bits_and_a_member_without_data_breaks_none(num_batches, own):
+    for same, mean in together(with_tables, 2, num_batches):
+        assert same == {"mask": True, "table": True, "own": False}
+        assert mean == pytest.approx(own)
 
 
 def with_scheduler(rank, by_hook):
