@@ -192,6 +192,28 @@ def test_sigterm_saves_and_leaves_with_143_and_the_run_goes_on_with_the_same_bit
     assert finished(folder, tmp_path / "result.json") == uninterrupted
 
 
+SOURCES = {"a dataset": None} | {name: data for name, data in LOADERS.items() if "workers" not in name}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("data", SOURCES.values(), ids=SOURCES)
+def test_sigterm_while_a_batch_is_made_costs_no_bit(data, tmp_path):
+    run = {"data": data, "max_steps": 30}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    kill = "term in a sample", 44  # in the sixth batch
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert directory.names(tmp_path / "kept")
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+def test_sigterm_at_the_end_of_a_pass_costs_no_bit_and_makes_no_pass_twice(tmp_path):
+    run = {"data": fault_tolerant.stateful, "max_steps": 30}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    kill = "term at the end of a pass", 2
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
 def test_a_killed_trainer_s_loader_workers_keep_nobody_out(tmp_path):
     folder = tmp_path / "kept"
     run = {"data": fault_tolerant.with_workers, "max_steps": 20}
