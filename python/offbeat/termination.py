@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -26,6 +26,23 @@ def _let_echoes_pass(number: int) -> None:
     """Take no notice of the signal for a moment; its handler is to be set after this."""
     signal.signal(number, signal.SIG_IGN)
     time.sleep(ECHO_S)  # noqa: TID251  nothing tells that no more are to come
+
+
+def _let_workers_go() -> None:
+    """Raise no more, wherever this thread is, that a worker of torch's loaders has gone.
+
+    Who sends the signal to a whole group has ended them as well, and what is under way needs them no more.
+    The handler stays so: this process is about to end, and torch would tell of them until it has.
+    """
+    theirs = signal.getsignal(signal.SIGCHLD)
+    if not callable(theirs):
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):
+            theirs(number, frame)
+
+    signal.signal(signal.SIGCHLD, hear)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -79,6 +96,7 @@ def noting_sigterm() -> Iterator[Terminated]:
     def note(number: int, frame: FrameType | None) -> None:
         del frame
         noted.has_come = True
+        _let_workers_go()
         _let_echoes_pass(number)
         signal.signal(number, signal.SIG_DFL)
 

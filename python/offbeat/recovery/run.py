@@ -26,6 +26,9 @@ from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Plan", "Run", "taken_apart"]
 
+WORKER_HAS_GONE = "DataLoader worker (pid"
+"""With which torch begins to tell that a process of a loader's has ended before its time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -144,7 +147,7 @@ class Run:
 
     def _pass(self) -> bool:
         """Train on one pass, or on the rest of one; tell whether it came to its end."""
-        for batch in self._batches():
+        for batch in self._until_cut_off(self._batches()):
             if self._has_nothing_new:
                 self._check_terminated()
             # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
@@ -175,6 +178,19 @@ class Run:
         return self._data.resume(
             place, resumed["data"], lambda: rng.restore(resumed["rng"], self._plan.device)
         )
+
+    def _until_cut_off(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give batches, and end the run where SIGTERM has ended the workers that load them."""
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if self._terminated.has_come and str(error).startswith(WORKER_HAS_GONE):
+                    self._leave()
+                raise
+            yield batch
 
     @property
     def _has_nothing_new(self) -> bool:

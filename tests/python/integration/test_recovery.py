@@ -214,6 +214,25 @@ def test_sigterm_at_the_end_of_a_pass_costs_no_bit_and_makes_no_pass_twice(tmp_p
     assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
 
 
+WITH_WORKERS = {"workers of a pass": fault_tolerant.with_workers, "kept": fault_tolerant.with_kept_workers}
+
+
+@pytest.mark.parametrize("data", WITH_WORKERS.values(), ids=WITH_WORKERS)
+@pytest.mark.parametrize(
+    "kill", [("term of all", 17), ("term of all in a sample", 48)], ids=["in a step", "in a worker"]
+)
+def test_sigterm_to_a_trainer_and_its_loader_s_workers_saves_all_the_same(kill, data, tmp_path, capfd):
+    run = {"data": data, "max_steps": 30, "deterministic": False}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert directory.names(tmp_path / "kept"), "all that was trained is lost"
+    ended = finished(tmp_path / "kept", tmp_path / "result.json", **run)
+    orders = [[row[3] for row in told["records"]] for told in (ended, whole)]
+    assert orders[0] == orders[1]  # what workers that are kept draw at random is in no state
+    assert ended == whole or data is fault_tolerant.with_kept_workers
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_killed_trainer_s_loader_workers_keep_nobody_out(tmp_path):
     folder = tmp_path / "kept"
     run = {"data": fault_tolerant.with_workers, "max_steps": 20}

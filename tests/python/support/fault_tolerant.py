@@ -79,9 +79,8 @@ class Killer:
             self.left -= 1
             if self.left == 0:
                 number = signal.SIGTERM if self.kind.startswith("term") else signal.SIGKILL
-                if (
-                    self.kind in _OF_ALL
-                ):  # by another process: torch's workers tell their parent's signal apart
+                if self.kind in _OF_ALL:
+                    # By another process: torch's workers tell their parent's signal apart.
                     subprocess.run(["kill", f"-{int(number)}", "--", f"-{os.getpgrp()}"], check=False)
                 else:
                     os.kill(os.getpid(), number)
