@@ -11,6 +11,7 @@ import torch
 
 from offbeat.recovery import directory
 from support import fault_tolerant
+from support.command import command
 from support.fault_tolerant import NUM_STEPS, in_process
 
 SEED = 20
@@ -231,6 +232,35 @@ def test_sigterm_to_a_trainer_and_its_loader_s_workers_saves_all_the_same(kill, 
     assert orders[0] == orders[1]  # what workers that are kept draw at random is in no state
     assert ended == whole or data is fault_tolerant.with_kept_workers
     assert "Traceback" not in capfd.readouterr().err
+
+
+LAUNCHED = """
+import signal, sys, threading, torch, offbeat
+
+def loss_fn(outputs, targets):
+    steps.append(1)
+    handler = signal.getsignal(signal.SIGINT)
+    if len(steps) == 6:
+        print("ready", flush=True)
+        while signal.getsignal(signal.SIGINT) is handler: threading.Event().wait(0.05)
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+steps = []
+data = torch.utils.data.TensorDataset(torch.ones(4000, 4), torch.zeros(4000, dtype=torch.long))
+trainer = offbeat.FaultTolerantTrainer(torch.nn.Linear(4, 3), sys.argv[1])
+trainer.train(dataset=data, optimizer=offbeat.optim.SGD(lr=0.1), loss_fn=loss_fn)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_launch_lets_its_workers_save(number, tmp_path):
+    script, folder = tmp_path / "train.py", tmp_path / "kept"
+    script.write_text(LAUNCHED, "utf-8")
+    with command("launch", "--workers", "1", str(script), str(folder)) as launch:
+        launch.line("ready")
+        launch.signal(number)
+        assert launch.ends() == 130, launch.said
+    assert directory.names(folder) == ["save-000001-step-6"], launch.said
 
 
 def test_a_killed_trainer_s_loader_workers_keep_nobody_out(tmp_path):
