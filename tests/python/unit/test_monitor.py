@@ -683,6 +683,12 @@ def test_an_unknown_keyword_names_the_nearest():
         AsyncTrainingMonitor(alert_treshold=0.5)
 
 
+@pytest.mark.parametrize("value", ["3", b"3", 10**400, 1 + 2j, [1.0], torch.ones(2)], ids=type)
+def test_what_is_no_number_is_refused_as_such(value):
+    with pytest.raises(ConfigError, match=r"loss is .*: give a number"):
+        AsyncTrainingMonitor().observe(0, loss=value)
+
+
 def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():
     monitor = warmed()
     with pytest.raises(ConfigError) as error:
