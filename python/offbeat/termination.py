@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-__all__ = ["TERMINATED", "Terminated", "noting_sigterm", "stopping_on_sigterm"]
+__all__ = ["TERMINATED", "Terminated", "is_noted", "noting_sigterm", "stopping_on_sigterm"]
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of what SIGTERM has ended before it was done, as of a process that the signal itself ends."""
@@ -85,6 +85,15 @@ class Terminated:
         self.has_come = False
 
 
+_noted: list[Terminated] = []
+"""Of the work that takes note of it now."""
+
+
+def is_noted() -> bool:
+    """Tell whether work in this process is to end at its next place: what holds it up lets it go on there."""
+    return any(noted.has_come for noted in _noted)
+
+
 @contextmanager
 def noting_sigterm() -> Iterator[Terminated]:
     """Take note of SIGTERM where work has places at which it can end; under `offbeat launch` of SIGINT, too.
@@ -112,9 +121,11 @@ def noting_sigterm() -> Iterator[Terminated]:
 
     for number in usual:
         signal.signal(number, note)
+    _noted.append(noted)
     try:
         yield noted
     finally:
+        _noted.remove(noted)
         for number, handler in usual.items():
             if signal.getsignal(number) is note:  # else it was taken since
                 signal.signal(number, handler)

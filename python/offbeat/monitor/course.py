@@ -1,5 +1,6 @@
 """What a monitor does with readings: judge them, take remedies and let go of them, and write it all down."""
 
+import copy
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -292,7 +293,7 @@ class _InEffect(NamedTuple):
             "result": taken.result,
             "left_out": taken.left_out,
             "is_done": taken.is_done,
-            "held": taken.held,
+            "held": copy.deepcopy(taken.held),  # which follows what another monitor lets go of
         }
         return {"name": self.name, "step": self.step, **plain}
 

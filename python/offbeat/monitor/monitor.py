@@ -1,13 +1,15 @@
 """`AsyncTrainingMonitor`: what users hold. Its parts decide and act; this file lets them meet."""
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from offbeat import process
+from offbeat import process, termination
 from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError, ConfigError
 from offbeat.monitor.alert import Alert, is_finite
@@ -36,6 +38,10 @@ DROPPING = frozenset({"clip", "reject", "quarantine", "rollback", "pause"})
 
 SILENT_STEPS = 100
 """After as many of the model's a metric that has had no value is told of: most likely nobody measures it."""
+
+
+LOOK_S = 0.2
+"""How often a pause looks whether the process is to end."""
 
 
 class AsyncTrainingMonitor:
@@ -415,9 +421,17 @@ class AsyncTrainingMonitor:
         is_to_wait = not self._resumed.is_set()
         if is_to_wait:
             process.warn("training is paused: AsyncTrainingMonitor.resume() lets it go on")
-            self._resumed.wait(self._pause_timeout_s)
+            self._wait()
             self._resumed.set()
         return is_to_wait
+
+    def _wait(self) -> None:
+        """Wait for `resume`, for as long as a pause may last, or until the run is to end and be saved."""
+        timeout_s = math.inf if self._pause_timeout_s is None else self._pause_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self._resumed.wait(min(max(deadline - time.monotonic(), 0.0), LOOK_S)):
+            if termination.is_noted() or time.monotonic() >= deadline:
+                return
 
     def _call(self, callback: Callback, alert: Alert) -> None:
         """Call a callback; one that fails, as where a chat cannot be reached, is warned of the first time."""
@@ -462,8 +476,10 @@ def _no_state(error: Exception) -> ConfigError:
 
 def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
     """Give a value as a float; None if it is no number."""
+    if isinstance(value, str | bytes):  # which float() would read
+        return None
     item = getattr(value, "item", None)
     try:
         return float(value if item is None else item())
-    except (TypeError, ValueError, RuntimeError):
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         return None

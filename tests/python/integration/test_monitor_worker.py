@@ -200,7 +200,7 @@ def test_a_worker_that_has_no_optimizer_yet_is_asked_for_it_when_it_is_time_to(s
     for _ in range(2):  # the second one joins where another's runs on a worker already
         worker = join(server, net(), local_batch_size=6)
         assert worker.awaits_optimizer
-        with AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr", warm_up=2) as monitor:
+        with AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr", warm_up=10) as monitor:
             live = torch.optim.SGD(worker.model.parameters(), lr=0.4)
             worker.train(**run, optimizer=live)
             assert not worker.awaits_optimizer

@@ -501,6 +501,60 @@ def test_of_several_rates_all_are_reduced_or_none():
     assert factor_of(live) == 1.0
 
 
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_two_monitors_of_one_thing_let_go_of_it_in_any_order(newest_first):
+    thing, server = Averages(averaging_frequency=16), Serves([0.1])
+    pairs = [("increase_sync_frequency", thing), ("reduce_lr", server)]
+    for strategy, acts_on in pairs:
+        monitors = [warmed(remediation_strategy=strategy, acts_on=acts_on, patience=1) for _ in range(2)]
+        for monitor in monitors:
+            monitor.observe(10, loss=9.0)
+        monitors[0].observe(11, loss=9.0)
+        states = [monitor.state_dict() for monitor in monitors]
+        before = str(states)
+        for monitor in reversed(monitors) if newest_first else monitors:
+            monitor.close()
+        assert str(states) == before  # they do not follow what comes after them
+    assert (thing.averaging_frequency, server.rates) == (16, [0.1])
+
+
+def test_what_the_user_set_between_two_monitors_stays():
+    thing = Averages(averaging_frequency=16)
+    first, second = (warmed(remediation_strategy="increase_sync_frequency", acts_on=thing) for _ in range(2))
+    first.observe(10, loss=9.0)
+    thing.averaging_frequency = 12
+    second.observe(10, loss=9.0)
+    assert thing.averaging_frequency == 6
+    first.close()
+    second.close()
+    assert thing.averaging_frequency == 12
+
+
+class Leaves(Averages):
+    """One that ends, and takes no setting any more."""
+
+    has_ended = False
+
+    def __setattr__(self, name, value):
+        if self.has_ended:
+            raise ClosedError("it has ended")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_that_has_ended_keeps_no_other_from_being_set_back(place):
+    things = [Averages(max_staleness=8) for _ in range(2)]
+    gone = Leaves(max_staleness=8)
+    things.insert(place, gone)
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=things)
+    monitor.observe(10, loss=9.0)
+    assert [thing.max_staleness for thing in things] == [4, 4, 4]
+    gone.__dict__["has_ended"] = True
+    monitor.close()
+    assert [thing.max_staleness for thing in things if thing is not gone] == [8, 8]
+    assert monitor.report().releases[0].result == "what it acted on has ended: it has ended"
+
+
 def test_a_remedy_that_cannot_be_done_says_why_and_the_next_one_may_do():
     workers, averager = Workers(), Averages(averaging_frequency=4)
     monitor = warmed(
@@ -681,6 +735,12 @@ def test_no_remedy_at_all_is_refused(strategy):
 def test_an_unknown_keyword_names_the_nearest():
     with pytest.raises(ConfigError, match="alert_threshold"):
         AsyncTrainingMonitor(alert_treshold=0.5)
+
+
+@pytest.mark.parametrize("value", ["3", b"3", 10**400, 1 + 2j, [1.0], torch.ones(2)], ids=type)
+def test_what_is_no_number_is_refused_as_such(value):
+    with pytest.raises(ConfigError, match=r"loss is .*: give a number"):
+        AsyncTrainingMonitor().observe(0, loss=value)
 
 
 def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():

@@ -217,6 +217,20 @@ def test_a_history_without_staleness_has_the_metrics_alone():
     assert [axes.get_ylabel() for axes in History([record]).plot().axes] == ["loss", "accuracy"]
 
 
+def test_a_history_of_several_lives_draws_what_some_of_them_measured_with_gaps():
+    records = [
+        Record(1, 1, 1, 1.0, {"loss": 1.0, "top5": 0.5}),
+        Record(2, 2, 2, 2.0, {"loss": 0.5}),
+        Record(3, 3, 3, 3.0, {"loss": 0.4, "accuracy": 0.75}),
+    ]
+    panels = History(records).plot().axes
+    assert [axes.get_ylabel() for axes in panels] == ["loss", "top5", "accuracy"]
+    drawn = [axes.lines[0].get_ydata().tolist() for axes in panels]
+    assert drawn[0] == [1.0, 0.5, 0.4]
+    assert (drawn[1][0], [*map(math.isnan, drawn[1])]) == (0.5, [False, True, True])
+    assert (drawn[2][2], [*map(math.isnan, drawn[2])]) == (0.75, [True, True, False])
+
+
 @pytest.mark.parametrize("records", [[], [Record(1, 1, 1, 1.0, {})]])
 def test_a_history_with_nothing_to_draw_says_so(records, tmp_path):
     with pytest.raises(StateError, match="nothing to draw"):
