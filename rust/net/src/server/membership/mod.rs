@@ -449,7 +449,7 @@ impl Members {
 
     #[cfg(test)]
     pub(super) fn rewind(&mut self, time: Duration) {
-        self.looked = self.looked.map(|looked| looked - time);
+        self.looked = self.looked.and_then(|looked| looked.checked_sub(time));
     }
 
     /// Forgets the names of those that went first: a worker that crashes and is started again without a name comes
