@@ -147,7 +147,7 @@ class Run:
 
     def _pass(self) -> bool:
         """Train on one pass, or on the rest of one; tell whether it came to its end."""
-        for batch in self._until_cut_off(self._batches()):
+        for batch in self._until_cut_off():
             if self._has_nothing_new:
                 self._check_terminated()
             # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
@@ -179,18 +179,14 @@ class Run:
             place, resumed["data"], lambda: rng.restore(resumed["rng"], self._plan.device)
         )
 
-    def _until_cut_off(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _until_cut_off(self) -> Iterator[Any]:
         """Give batches, and end the run where SIGTERM has ended the workers that load them."""
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if self._terminated.has_come and str(error).startswith(WORKER_HAS_GONE):
-                    self._leave()
-                raise
-            yield batch
+        try:
+            yield from self._batches()
+        except RuntimeError as error:
+            if self._terminated.has_come and str(error).startswith(WORKER_HAS_GONE):
+                self._leave()
+            raise
 
     @property
     def _has_nothing_new(self) -> bool:

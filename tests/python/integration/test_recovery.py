@@ -234,6 +234,16 @@ def test_sigterm_to_a_trainer_and_its_loader_s_workers_saves_all_the_same(kill, 
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_sigterm_to_all_while_batches_are_read_again_leaves_with_143(tmp_path, capfd):
+    run = {"data": fault_tolerant.with_workers, "checkpoint_frequency": 5, "waits": True, "max_steps": 30}
+    killed(tmp_path / "kept", ("step", 11), **run)
+    names = directory.names(tmp_path / "kept")
+    kill = "term of all in a sample", 4  # of a worker's first batch, which is one of those that are dropped
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert directory.names(tmp_path / "kept") == names
+    assert "Traceback" not in capfd.readouterr().err
+
+
 LAUNCHED = """
 import signal, sys, threading, torch, offbeat
 
