@@ -35,8 +35,8 @@ class Plan:
         epochs: Of all together through all samples.
         skew: How unlike the shards' shares of each class are: the parameter of the gamma distribution by
             which they are drawn; less is more unlike.
-        paces_s: By member, seconds from batch to batch at least, by sleeping; none: as fast as it can, and
-            all members have the same number of samples. Else each goes through its shard as often as others.
+        pass_s: Seconds that each member takes to go through its own shard, by sleeping, so that the data of
+            all ends at the same time; 0: as fast as it can, and all have the same number of samples.
         lr_factor: Of the rate of the single process, for members.
         averager: Keywords of `AsyncModelAverager`.
     """
@@ -44,7 +44,7 @@ class Plan:
     seed: int
     epochs: float
     skew: float = 1.0
-    paces_s: tuple[float, ...] = ()
+    pass_s: float = 0.0
     lr_factor: float = 1.0
     averager: dict[str, Any] = field(default_factory=dict)
 
@@ -130,12 +130,12 @@ def member(rank: int, plan: Plan) -> Result:
     torch.manual_seed(plan.seed)
     loss_fn = nn.CrossEntropyLoss()
     frequencies = []
+    labels = samples().train_labels  # which takes seconds the first time: before others wait for this member
     place = {"rank": rank, "world_size": len(SHARES)}
     with offbeat.AsyncModelAverager(MLP.build(), **place, **plan.averager) as averager:
-        labels = samples().train_labels
         own = shards(labels, plan.seed, plan.skew)[rank]
-        total = plan.epochs * (len(own) if plan.paces_s else len(labels) / len(SHARES))
-        pace_s = plan.paces_s[rank] if plan.paces_s else 0.0
+        total = plan.epochs * (len(own) if plan.pass_s else len(labels) / len(SHARES))
+        pace_s = plan.pass_s * MLP.batch_size / len(own)
         lr = MLP.lr * plan.lr_factor
         loop = _Loop(averager.model, own, (plan.seed, rank), total=round(total), pace_s=pace_s, lr=lr)
         before = 0

@@ -1,6 +1,7 @@
 """From the keywords about checkpoints to what the Rust server reads: where, how often, what at a start."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ from offbeat.errors import ConfigError
 from offbeat.frequency import frequency
 from offbeat.naming import unknown
 
-__all__ = ["MANIFEST", "directory_of", "resolve"]
+__all__ = ["MANIFEST", "NAME", "directory_of", "resolve"]
 
 MANIFEST = "manifest.json"
 """What the folder of a checkpoint has, and the directory of several does not."""
+
+NAME = re.compile(r"(damaged-|earlier-)?checkpoint-\d{6,}")
+"""How a server calls a checkpoint, and one that is set aside."""
 
 RESUME = ("auto", "never", "must")
 DEFAULT_FREQUENCY = 1000
@@ -85,6 +89,11 @@ def directory_of(given: object) -> str:
         raise ConfigError(
             f"checkpoint_dir is {given!r}, and {place} is the folder of one checkpoint ({MANIFEST} is in "
             f"it): give the directory of all of them, {place.parent}"
+        )
+    if NAME.fullmatch(place.name) and not os.path.exists(place):  # noqa: PTH110  as above
+        raise ConfigError(
+            f"checkpoint_dir is {given!r}, which is named as one checkpoint is, and is gone: servers remove "
+            f"old ones; give the directory of all of them, {place.parent}"
         )
     return str(place)
 

@@ -52,7 +52,7 @@ class UnsupportedTensorError(OffbeatError, TypeError):
 class ModelMismatchError(OffbeatError, ValueError):
     """Two sides hold different models, or what was given does not fit the model.
 
-    The message names the first tensor that differs, with both shapes and both dtypes.
+    The message names the first tensors that differ, with both shapes and both dtypes.
     """
 
 

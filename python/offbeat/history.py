@@ -87,7 +87,7 @@ class History:
             ConfigError: If matplotlib is not installed, or has no such format.
             OSError: If the picture cannot be written.
         """
-        names = [*self.records[0].metrics] if self.records else []
+        names = [*dict.fromkeys(name for record in self.records for name in record.metrics)]
         is_late_told = any(record.staleness is not None for record in self.records)
         if not names and not is_late_told:
             raise StateError("this history has nothing to draw: train() fills it, with a record per log line")

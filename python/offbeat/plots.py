@@ -1,5 +1,6 @@
 """Pictures of what was measured, by matplotlib where it is installed; drawn without a screen."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,7 +115,10 @@ def draw_metrics(panels: "Sequence[Axes]", history: "History", names: Sequence[s
     """Draw metrics, each in a panel, over the steps of one `train`; then staleness, where it was told."""
     steps = [record.step for record in history.records]
     for axes, name in zip(panels, names, strict=False):
-        axes.plot(steps, [record.metrics[name] for record in history.records], linewidth=1.2)
+        values = [
+            record.metrics.get(name, math.nan) for record in history.records
+        ]  # of lives that measured it
+        axes.plot(steps, values, linewidth=1.2)
         axes.set(ylabel=_as_it_is(name), xlabel="steps of this worker")
     late = [(record.step, record.staleness) for record in history.records if record.staleness is not None]
     if late:

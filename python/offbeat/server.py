@@ -184,7 +184,7 @@ class ParameterServer(process.Live):
         if token is not None and len(token) < SHORT_TOKEN:
             process.warn(
                 f"the token is {len(token)} characters long and could be guessed: take {SHORT_TOKEN} or "
-                "more, such as secrets.token_hex(16)"
+                "more, such as `openssl rand -hex 16` makes"
             )
         known = token is not None and token == os.environ.get("OFFBEAT_TOKEN")
         process.announce(start_line(self._server.address, token=token, in_environment=known))
@@ -297,6 +297,9 @@ class ParameterServer(process.Live):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Replace the model's values, in a new term: pushes on what was before are rejected.
 
+        With `checkpoint_dir` it returns once a checkpoint has them. Where that cannot be written, a warning
+        in the log says so, the values are in place, and the server tries again.
+
         Args:
             state: Arrays or tensors by name, all of the model's and no other; copied. A tensor with several
                 names may be given under any of them.
@@ -324,7 +327,10 @@ class ParameterServer(process.Live):
 
         Model and optimizer state are what they were then; the learning rate, counts, versions and the
         schedule's place go on from now, in a new `term`. Pushes that were made on the values in between are
-        rejected (`server_rolled_back`), and their workers read anew.
+        rejected (`server_rolled_back`), and their workers read anew. It returns once a new checkpoint has
+        that state, so that a server that is killed then goes on from it. Where that cannot be written, a
+        warning in the log names the directory and the cause, the rollback stands, and the server tries again.
+        Checkpoints of the stretch that was gone back from are the first to make room for new ones.
 
         Args:
             version: That of the checkpoint; None means the newest.

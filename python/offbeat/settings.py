@@ -116,7 +116,11 @@ class Settings:
             return [f"metrics_host is {host!r}: give an address to listen on"]
         if port is None:
             is_default = host == THIS_MACHINE[0]
-            return [] if is_default else [f"metrics_host is {host!r} and metrics_port None: give a port, too"]
+            return (
+                []
+                if is_default
+                else [f"metrics_host is {host!r}, and there is no metrics_port: give one, too"]
+            )
         faults = []
         if not is_count(port) or port > LARGEST_PORT:
             faults.append(

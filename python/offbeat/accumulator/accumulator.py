@@ -106,7 +106,7 @@ class AsyncGradientAccumulator:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
-        StateError: If members train different parameters, or only some are adaptive or have a scaler.
+        StateError: If members train different parameters, or what has to be the same for all is another.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)
@@ -161,7 +161,9 @@ class AsyncGradientAccumulator:
             refuse(faults)
             model, where, process_group = worker.model, worker.device, False
         faults += other_faults(model, overlap, loss_reduction, normalizer)
-        faults += extra_faults(model, adaptive_accumulation, grad_scaler)
+        faults += extra_faults(
+            model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
+        )
         group = faults.catch(lambda: group_of(process_group))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
@@ -185,17 +187,19 @@ class AsyncGradientAccumulator:
         )
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
+        most = self._most if adaptive_accumulation else None
+        setting = [most, self._scaler.is_there, overlap, *self._losses_are()]
+        self._members: Members = (
+            Alone()
+            if group is None or size == 1
+            else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
+        )
         self._window = Window(
             self._parameters,
             are_means=are_means,
             is_divided=is_divided,
             is_measured=adaptive_accumulation,
-        )
-        setting = [self._most if adaptive_accumulation else None, self._scaler.is_there]
-        self._members: Members = (
-            Alone()
-            if group is None or size == 1
-            else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
+            places=self._members.places,
         )
         self._overlaps = overlap and self._members.size > 1
         self._meter: Meter | None = None
@@ -206,7 +210,7 @@ class AsyncGradientAccumulator:
                 overlaps=self._overlaps,
                 decided=self._most,
             )
-            self._meter = Meter(adaptation, self._members, is_divided=is_divided)
+            self._meter = Meter(adaptation, self._members)
         self._is_under_way = False
         self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
@@ -216,8 +220,10 @@ class AsyncGradientAccumulator:
         trained_by.register(model, self)
         is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"
-        most = "at most " if adaptive_accumulation else ""
-        _log.info("an update is of %s%d micro-batches of %d members, made %s", most, self._most, size, late)
+        at_most = "at most " if adaptive_accumulation else ""
+        _log.info(
+            "an update is of %s%d micro-batches of %d members, made %s", at_most, self._most, size, late
+        )
 
     @known_keywords
     def train_step(
@@ -259,6 +265,8 @@ class AsyncGradientAccumulator:
             raise ConfigError(f"normalizer gave {counts}: it gives a count, 0 or more")
         if not self._window.batches:
             check_same(self._named, self.model)
+            if self._is_under_way and not self._overlaps:
+                self._update()  # whose wait was broken off
         self._warn_of_reduction(loss_fn)
         began_s = time.perf_counter()
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
@@ -269,7 +277,7 @@ class AsyncGradientAccumulator:
         if counts:  # a mean over nothing is NaN, and no sign of anything
             trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
-        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples)
+        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit)
         if self._sizes.see(samples):
             self._warn_of_size(samples)
         self._samples_since_end += samples
@@ -379,8 +387,8 @@ class AsyncGradientAccumulator:
             ConnectionLostError: If a member is lost.
             StateError: As `train_step`.
         """
-        if self._is_under_way and self._due is None:
-            self._due = self._members.finish()
+        if self._is_under_way:
+            self._wait()
         live = self._updates.own
         return {
             "updates": self.updates,
@@ -454,10 +462,12 @@ class AsyncGradientAccumulator:
         return [self._reduction, self._normalizer is not None]
 
     def _end_window(self) -> None:
+        if self._is_under_way:
+            self._wait()  # what breaks that off, as Ctrl-C does, costs nothing: the window is still there
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        if own.counts != 0 and all(gradient is None for gradient in own.gradients):
+        if own.counts != 0 and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
@@ -469,7 +479,6 @@ class AsyncGradientAccumulator:
                 fault = error
         self._send(own, scale)
         del own  # what is sent is a copy
-        self._is_under_way = True
         if fault is not None:
             raise fault
         if not self._overlaps:
@@ -481,12 +490,22 @@ class AsyncGradientAccumulator:
         if self._meter is not None:
             told += self._meter.told(own, scale)
         self._members.begin(own, self._settings(), told)
+        self._is_under_way = True
+
+    def _wait(self) -> Total:
+        """Wait for the total that is under way; it stays so until its update is made."""
+        if self._due is None:
+            try:
+                self._due = self._members.finish()
+            except Exception:
+                self._is_under_way = False  # it will never come
+                raise
+        return self._due
 
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
-        self._is_under_way = False
-        total = self._members.finish() if self._due is None else self._due
-        self._due = None
+        total = self._wait()
+        self._is_under_way, self._due = False, None
         scale, told = self._scaler.scale, list(total.told)
         if self._scaler.is_there:
             scale = told.pop(0) / max(total.num_at_work, 1)  # the same in all that are at work
@@ -501,8 +520,8 @@ class AsyncGradientAccumulator:
                 gain=self.gain,
             )
             self.updates += self._was_update
-            if not self._was_update and any(gradient is not None for gradient in total.gradients):
-                self.skipped_updates += 1
+            is_any = any(gradient is not None for gradient in total.gradients)
+            self.skipped_updates += is_any and not self._was_update and self._scaler.is_there
             self._samples = total.samples
         return total.num_at_work
 

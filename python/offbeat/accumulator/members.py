@@ -1,15 +1,16 @@
 """Who adds to a sum of gradients: this process alone, or all of a process group of torch's."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed, nn
 
-from offbeat.accumulator.window import Sum
+from offbeat.accumulator.window import Places, Sum
 from offbeat.errors import ConfigError, StateError
-from offbeat.local.flat import Flat, Room, pack, slices, wide
+from offbeat.local.flat import Flat, Room, fill, slices, wide
 from offbeat.local.group import (
     begin_alike,
     check_alike,
@@ -33,8 +34,9 @@ UNLIKE = (
 """What to say where members differ in what has to be alike."""
 
 MADE_UNLIKE = (
-    "members train different parameters (requires_grad), or have another adaptive_accumulation, with another "
-    "number of micro-batches, or only some of them a grad_scaler: give all the same"
+    "members train different parameters (requires_grad), or have another overlap, loss_reduction or "
+    "adaptive_accumulation, with that also another number of micro-batches, or only some of them a "
+    "normalizer or a grad_scaler: give all the same"
 )
 """What to say where they were made so."""
 
@@ -62,6 +64,13 @@ class Members(Protocol):
     size: int
     rank: int
 
+    @property
+    def unit(self) -> float | None:
+        """What a window's gradients are to be over; None: whatever it likes."""
+
+    def places(self) -> Places:
+        """Give where the next window's sums are to be, so that they need not be copied."""
+
     def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Send what this member has.
 
@@ -77,10 +86,10 @@ class Members(Protocol):
     def finish(self) -> Total:
         """Wait for the total of what was begun."""
 
-    def agreed(self) -> list[bool] | None:
-        """Tell which parameters members have agreed to send, where there is anybody to send them to."""
+    def agreed(self) -> dict[str, Any] | None:
+        """Tell what members have agreed upon, as plain values, where there is anybody to agree with."""
 
-    def agree(self, agreed: list[bool] | None) -> None:
+    def agree(self, agreed: Mapping[str, Any] | None) -> None:
         """Go on from what all members had agreed upon when a state was taken."""
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
@@ -95,10 +104,15 @@ class Alone:
 
     size = 1
     rank = 0
+    unit = None
 
     def __init__(self) -> None:
         self._own: Sum | None = None
         self._told: Sequence[float] = ()
+
+    def places(self) -> Places:
+        """Sums stay where they are."""
+        return []
 
     def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Keep it."""
@@ -119,11 +133,11 @@ class Alone:
             _divide([g for g in own.gradients if g is not None], own.counts / own.unit)
         return Total(own.gradients, own.samples, 1, self._told)
 
-    def agreed(self) -> list[bool] | None:
-        """Tell that there is nothing to send."""
+    def agreed(self) -> dict[str, Any] | None:
+        """Tell that there is nobody."""
         return None
 
-    def agree(self, agreed: list[bool] | None) -> None:
+    def agree(self, agreed: Mapping[str, Any] | None) -> None:
         """Go on alone."""
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
@@ -164,9 +178,14 @@ class Group:
         self._named = named
         self._is_divided = is_divided
         self._device = named[0][1].device
+        self._is_half = any(parameter.dtype == torch.float16 for _, parameter in named)
         self._sent: list[nn.Parameter] = []
         self._flat: Flat = {}
-        self._room = Room(1)
+        self._room = Room(2)  # what is under way, and the next
+        self._next: tuple[list[nn.Parameter], Flat] | None = None
+        self._unit: float | None = None  # of the next sum
+        self._counts = 0.0  # of the newest one
+        self._sent_in = 1.0
         self._facts = torch.empty(0)
         check_device(group, self._device)
         own = own_group(group)
@@ -179,6 +198,26 @@ class Group:
             raise StateError(MADE_UNLIKE)
         begin_alike(own, (*(parameter for _, parameter in named), *buffers))
 
+    @property
+    def unit(self) -> float | None:
+        """The counts of the newest sum that all knew when the one before began: as many as in most sums.
+
+        A total that is a mean of as many is what was sent, and no pass over memory multiplies or divides it.
+        None before there is one, and where gradients are of float16, in which they would vanish.
+        """
+        return None if self._is_half else self._unit
+
+    def places(self) -> Places:
+        """Give parts of the flat memory that is reduced next."""
+        if self._device.type != "cpu":
+            return []  # there a second flat is dearer than a copy
+        sent = self._trained_by_all()
+        if self._next is None or not _are_same(self._next[0], sent):
+            self._next = sent, self._room.empty(sent) if sent else {}
+        parts = dict(zip(map(id, sent), slices(*self._next), strict=True))
+        every = [(parameter, parts.get(id(parameter))) for _, parameter in self._named]
+        return [part if part is not None and part.dtype == p.dtype else None for p, part in every]
+
     def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
         """Copy the sums into flat memory and start their reduction.
 
@@ -186,17 +225,18 @@ class Group:
             ConfigError: If a gradient is sparse.
         """
         gradients: Sequence[torch.Tensor | None] = [None] * len(self._named)
-        facts = [0.0, 0.0, 0.0]
-        unit = 1.0
+        facts, unit = [0.0, 0.0, 0.0], 1.0
         if own is not None:
             gradients, unit = own.gradients, own.unit
             facts = [own.counts or 0.0, float(own.samples), 1.0]
         self._check_dense(gradients)
-        every = zip(self._named, gradients, self._is_sent, strict=True)
-        sent = [(parameter, gradient) for (_, parameter), gradient, is_one in every if is_one]
-        self._sent = [parameter for parameter, _ in sent]
-        there = [gradient for _, gradient in sent]
-        self._flat = pack(self._sent, there, scale=unit, room=self._room) if sent else {}
+        self._sent_in, self._unit = self.unit or 1.0, self._counts or None
+        self._sent, kept, self._next = self._trained_by_all(), self._next, None
+        if kept is None or not _are_same(kept[0], self._sent):
+            kept = self._sent, self._room.empty(self._sent) if self._sent else {}
+        self._flat = kept[1]
+        there = [gradient for gradient, is_one in zip(gradients, self._is_sent, strict=True) if is_one]
+        fill(self._flat, self._sent, there, scale=unit / self._sent_in)
         self._wanted = self._are_trained()
         mark = digest([settings, self._wanted])
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
@@ -218,7 +258,8 @@ class Group:
             raise StateError(UNLIKE)
         self._is_sent = self._wanted
         if self._is_divided and counts:
-            _divide(list(self._flat.values()), counts)
+            _divide(list(self._flat.values()), counts / self._sent_in)
+            self._counts = self._sent_in = counts
         parts = dict(zip(map(id, self._sent), _parts(self._sent, self._flat), strict=True))
         self._flat = {}
         there = zip(self._named, presence, strict=True)
@@ -229,24 +270,29 @@ class Group:
         """Tell whether the sums are."""
         return self._sums.is_there()
 
-    def agreed(self) -> list[bool] | None:
-        """Tell which parameters the next sum is of."""
-        return list(self._is_sent)
+    def agreed(self) -> dict[str, Any] | None:
+        """Tell which parameters the next sum is of, and in what units the next two are."""
+        return {"sent": list(self._is_sent), "unit": self._unit, "counts": self._counts}
 
-    def agree(self, agreed: list[bool] | None) -> None:
-        """Let the next sum be of these."""
-        assert agreed is not None  # noqa: S101  a state of as many members has them
-        self._is_sent = list(agreed)
+    def agree(self, agreed: Mapping[str, Any] | None) -> None:
+        """Let the next sums be so."""
+        assert agreed is not None  # noqa: S101  a state of as many members has it
+        self._is_sent = list(agreed["sent"])
+        self._unit, self._counts = agreed["unit"], agreed["counts"]
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
-        """Give floating buffers their mean over members, by samples; others are the first member's."""
+        """Give floating buffers that differ their mean over members, by samples; others the first one's."""
         seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
         distributed.all_reduce(seen, group=self._sums.group)
         total = seen.item()
         with torch.no_grad():
             for buffer in buffers:
+                if is_alike(self._sums.group, _bits(buffer), self._device):
+                    continue  # as a mask or a table is: a mean would round it
                 if buffer.is_floating_point() and total:
-                    share = buffer.to(wide(buffer.dtype)).contiguous() * (samples / total)
+                    share = buffer.to(wide(buffer.dtype)).contiguous()
+                    # What nobody trained here counts for nothing, also where it is infinite.
+                    share = share * (samples / total) if samples else torch.zeros_like(share)
                     distributed.all_reduce(share, group=self._sums.group)
                 else:
                     share = buffer.contiguous()
@@ -259,6 +305,11 @@ class Group:
 
     def _are_trained(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._named]
+
+    def _trained_by_all(self) -> list[nn.Parameter]:
+        """Give those that the next sum is of."""
+        every = zip(self._named, self._is_sent, strict=True)
+        return [parameter for (_, parameter), is_one in every if is_one]
 
     def _check_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for (name, _), gradient in zip(self._named, gradients, strict=True):
@@ -278,6 +329,15 @@ def _parts(sent: Sequence[nn.Parameter], flat: Flat) -> list[torch.Tensor]:
         else:
             parts.append(torch.empty_like(parameter, requires_grad=False).copy_(part))
     return parts
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(numbers.data).hexdigest()
+
+
+def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    return list(map(id, some)) == list(map(id, others))
 
 
 def _divide(tensors: list[torch.Tensor], by: float) -> None:

@@ -24,17 +24,17 @@ class Meter:
     The squared norm of an update's gradient is known when that has come; it, and how long it took to come,
     travel with the next sum, and what was measured is whole then: decisions are one update late.
 
+    Totals are means: what is divided by nothing grows with its micro-batches by itself.
+
     Attributes:
         adaptation: What was decided.
         gain: Of the newest update.
     """
 
-    def __init__(self, adaptation: Adaptation, members: Members, *, is_divided: bool) -> None:
-        """`is_divided`: totals are means."""
+    def __init__(self, adaptation: Adaptation, members: Members) -> None:
         self.adaptation = adaptation
         self.gain = 1.0
         self._members = members
-        self._is_divided = is_divided
         self._compute_s = 0.0  # of the window that is gathered
         self._began_s, self._sum_s = math.nan, math.inf  # of a sum: none yet, and not yet there
         self._big = math.nan  # squared norm of the newest update's gradient
@@ -77,8 +77,7 @@ class Meter:
         if abs(gain - self._told_gain) > TOLD_BEFORE * self._told_gain:
             self._told_gain = gain
             _log.info("the gain of an update of %d micro-batches is %.3g", usual, gain)
-        divisor = scale if self._is_divided else scale * counts
-        self._big = square_norm(total.gradients) / divisor**2 if counts else math.nan
+        self._big = square_norm(total.gradients) / scale**2 if counts else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Give what was measured and learnt, as plain values; of times, only what is learnt."""

@@ -63,11 +63,19 @@ def other_faults(model: object, overlap: object, reduction: object, normalizer: 
     return faults
 
 
-def extra_faults(model: object, adaptive: object, scaler: object) -> list[str]:
-    """Tell what is wrong with these."""
+def extra_faults(
+    model: object, adaptive: object, scaler: object, *, reduction: object, normalizer: object
+) -> list[str]:
+    """Tell what is wrong with the first three, given the others."""
     faults = []
     if not isinstance(adaptive, bool):
         faults.append(f"adaptive_accumulation is {adaptive!r}: give True or False")
+    elif adaptive and reduction == "sum" and normalizer is None:
+        faults.append(
+            'adaptive_accumulation is True and loss_reduction "sum", whose gradients grow with the '
+            "micro-batches of an update, as the learning rate does besides: give a loss that is a mean, or "
+            "normalizer=, the count by which the sum is divided"
+        )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         faults.append(f"grad_scaler is {scaler!r}: give a torch.amp.GradScaler, or None")
     elif scaler is not None and isinstance(model, nn.Module):

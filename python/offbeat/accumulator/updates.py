@@ -59,10 +59,10 @@ class Scaler:
         if self._scaler is None or not there:
             yield True
             return
-        is_finite = are_finite(there)
         if (ratio := self.scale / scale) != 1.0:
             for gradient in there:
                 gradient.mul_(ratio)
+        is_finite = are_finite(there)  # as it is now: torch's scaler skips what has become infinite only here
         self._scaler.unscale_(optimizer)
         try:
             yield is_finite
@@ -242,11 +242,11 @@ def _check_finite(gradients: Sequence[torch.Tensor], number: int) -> None:
 
 
 def are_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all numbers are; of sparse gradients nobody is asked."""
-    dense = [g for g in gradients if g.layout is torch.strided]
+    """Tell whether all numbers are."""
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     # A norm is one number for all of them; where it overflows, each is looked at.
     return (
-        not dense
-        or bool(nn.utils.get_total_norm(dense).isfinite())
-        or all(bool(g.isfinite().all()) for g in dense)
+        not values
+        or bool(nn.utils.get_total_norm(values).isfinite())
+        or all(bool(v.isfinite().all()) for v in values)
     )

@@ -1,6 +1,7 @@
 """A window: the gradients of several micro-batches, added up where autograd adds them."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,10 @@ from torch import nn
 
 from offbeat.local.flat import wide
 
-__all__ = ["Sum", "Window", "brought", "square_norm"]
+__all__ = ["Places", "Sum", "Window", "brought", "square_norm"]
+
+Places = Sequence[torch.Tensor | None]
+"""By parameter: memory for its gradient, None where it may be anywhere; or nothing at all."""
 
 NOTHING = (0, 0.0, 0.0)
 """Measured of no micro-batch."""
@@ -17,14 +21,14 @@ NOTHING = (0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What a window has gathered: a sum of gradients, each times its micro-batch's count over `unit`.
+    """What a window has gathered: a sum of gradients, each over `unit`, and times its count if of a mean.
 
     Attributes:
         gradients: By parameter; None where no micro-batch had one.
         counts: Samples, or what a normalizer counts. The sum, times `unit`, is to be divided by those of all
             members; None where it is not to be divided.
-        unit: The first micro-batch's count where losses are means, so that its gradient is not touched, nor
-            that of any as large; else 1.
+        unit: As given; else the first micro-batch's count where losses are means, so that its gradient is
+            not touched, nor that of any as large; else 1.
         samples: Of all micro-batches.
         measured: Where that is asked for: micro-batches, their counts, and the sum of the squared norms of
             their mean gradients times their counts.
@@ -35,6 +39,11 @@ class Sum:
     unit: float
     samples: int
     measured: tuple[int, float, float] = NOTHING
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(gradient is None for gradient in self.gradients)
 
 
 class Window:
@@ -48,7 +57,13 @@ class Window:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, are_means: bool, is_divided: bool, is_measured: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        are_means: bool,
+        is_divided: bool,
+        is_measured: bool,
+        places: Callable[[], Places] = list,
     ) -> None:
         """Begin with nothing.
 
@@ -57,7 +72,11 @@ class Window:
             are_means: Each loss is one over its counts.
             is_divided: Their sum is to be one over all.
             is_measured: Micro-batches' gradients are; for that they are added up here, not by autograd.
+            places: Where sums are to be in the end, asked for in each window once there is something to add
+                to: nothing if anywhere. What is added there need not be copied there.
         """
+        self._places = places
+        self._at: Places = []  # in this window
         self._is_measured = is_measured
         self._measured = NOTHING
         self._parameters = parameters
@@ -68,38 +87,59 @@ class Window:
         self._samples = 0
         self._counts = self._unit = 0.0
 
-    def add(self, loss: torch.Tensor, *, counts: float, samples: int) -> None:
+    def add(self, loss: torch.Tensor, *, counts: float, samples: int, unit: float | None = None) -> None:
         """Add a micro-batch's gradients. If that raises, the window begins anew: autograd had begun to add.
 
         Args:
             loss: Of the micro-batch; what it was reduced by is `counts`.
             counts: How much of the window's loss it is. Of 0 nothing is added: a mean over nothing is NaN.
             samples: In it.
+            unit: The window's, if it has none yet; None: what leaves this micro-batch's gradient as it is.
         """
         if counts:
-            unit = self._unit or (counts if self._are_means else 1.0)
-            factor = counts / unit if self._are_means else 1.0
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = None if self._is_measured else gradient
+            own = counts if self._are_means else 1.0
+            unit = self._unit or unit or own
+            factor = own / unit
+            if not self._at and any(gradient is not None for gradient in self._gradients):
+                self._at = self._places()
             try:
-                (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+                gradients = self._with_those_of(loss if factor == 1.0 else loss * factor)
             except BaseException:
                 self.drop()
                 raise
-            finally:
-                gradients = [parameter.grad for parameter in self._parameters]
-                for parameter in self._parameters:
-                    parameter.grad = None
             if self._is_measured:
                 num, seen, squares = self._measured
                 square = square_norm(gradients) * unit**2 / counts
                 self._measured = num + 1, seen + counts, squares + square
-                gradients = _added(self._gradients, gradients)
+                at = self._at or [None] * len(gradients)
+                gradients = list(map(_sum, self._gradients, gradients, at))
             self._gradients = gradients
             self._unit = unit
         self.batches += 1
         self._samples += samples
         self._counts += counts
+
+    def _with_those_of(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
+        """Let autograd add a loss's gradients to the window's, or give them alone if they are measured."""
+        nothing: Places = [None] * len(self._parameters)
+        before = nothing if self._is_measured else self._gradients
+        hooks = []
+        try:
+            for parameter, gradient, place in zip(self._parameters, before, self._at or nothing, strict=True):
+                parameter.grad = gradient
+                if gradient is None or place is None or gradient is place or not parameter.requires_grad:
+                    continue
+                parameter.grad = None  # so that autograd hands over what is new, of one parameter at a time
+                move = functools.partial(_move, gradient, place)
+                hooks.append(parameter.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
+            every = zip(self._parameters, before, strict=True)
+            return [gradient if parameter.grad is None else parameter.grad for parameter, gradient in every]
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def take(self) -> Sum:
         """Give what was gathered, and begin anew."""
@@ -112,6 +152,7 @@ class Window:
         """Begin anew."""
         self.batches = self._samples = 0
         self._gradients = [None] * len(self._parameters)
+        self._at = []
         self._counts = self._unit = 0.0
         self._measured = NOTHING
 
@@ -132,6 +173,7 @@ class Window:
         self._counts, self._unit = state["counts"], state["unit"]
         num, seen, squares = state["measured"]
         self._measured = num, seen, squares
+        self._at = []
         self._gradients = brought(state["gradients"], self._parameters)
 
 
@@ -157,19 +199,19 @@ def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
     return square
 
 
-def _added(
-    sums: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Add gradients to sums, in place where both are dense."""
-    dense = [
-        (one, two)
-        for one, two in zip(sums, gradients, strict=True)
-        if one is not None and two is not None and one.layout is two.layout is torch.strided
-    ]
-    if dense:
-        torch._foreach_add_([one for one, _ in dense], [two for _, two in dense])
-    in_place = {id(one) for one, _ in dense}
-    return [
-        two if one is None else one if two is None or id(one) in in_place else one + two
-        for one, two in zip(sums, gradients, strict=True)
-    ]
+def _move(before: torch.Tensor, place: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Bring a parameter's gradient to its place, with what was there before this backward."""
+    if parameter.grad is not None and parameter.grad is not place:  # autograd adds to what is there already
+        parameter.grad = _sum(before, parameter.grad, place)
+
+
+def _sum(
+    one: torch.Tensor | None, two: torch.Tensor | None, place: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Add two gradients, if dense in `place`, or in the first one's memory where there is none."""
+    if one is None or two is None:
+        return two if one is None else one
+    if not one.layout is two.layout is torch.strided:
+        return one + two
+    with torch.no_grad():
+        return torch.add(one, two, out=one if place is None else place)

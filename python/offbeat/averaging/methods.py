@@ -115,7 +115,12 @@ class EASGD(Method):
 
     Zhang, Choromanska and LeCun (2015), equations 5 and 6, synchronous: with E_i = alpha (x_i - z) each x_i
     becomes x_i - E_i, and z becomes z + the sum of all E_i. Members explore around the centre, which is what
-    `flush` leaves in all of them; until then members that have ended hang on their springs like the others.
+    `flush` leaves in all of them.
+
+    There each E_i counts by the samples that its member has had since the last round, in proportion to their
+    mean; for members of equal speed it is the paper's sum. Else the centre would go to the mean of equals,
+    in which a member that has seen a tenth of the samples counts for a quarter. A member that has ended moves
+    the centre no more, and is drawn to it like the others.
 
     Attributes:
         alpha: Strength of a spring, above 0 and, for the centre to come to rest, below 2 / num_members. None:
@@ -127,7 +132,6 @@ class EASGD(Method):
 
     name: ClassVar = "easgd"
     keeps: ClassVar[tuple[Kept, ...]] = ("reference",)
-    weighs: ClassVar[Literal["samples", "members"]] = "members"
     is_nothing_alone: ClassVar = True
     has_centre: ClassVar = True
 
@@ -150,7 +154,7 @@ class EASGD(Method):
             alpha = 0.9 / num_members
         centre = memory["reference"]
         drawn = torch.lerp(own, centre, alpha)
-        # The sum of all alpha (x_i - z) is alpha times num_members times (mean - z).
+        # The (weighted) sum of all alpha (x_i - z) is alpha times num_members times (mean - z).
         centre.lerp_(mean, alpha * num_members)
         return drawn
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from offbeat.checks import refuse, seconds
 from offbeat.cli.parser import Parser, secret
+from offbeat.cli.parser import seconds as as_seconds
 from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
 
 __all__ = ["add_server_arguments", "ask", "server_of"]
@@ -25,7 +26,7 @@ def add_server_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=as_seconds,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
         dest="timeout_s",

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from offbeat.cli.copying import READER_S, Output
+from offbeat.cli.options import typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,9 @@ class Background(threading.Thread):
 
 
 class LogHandler(logging.Handler):
-    """Hands the log to a `Background`: who logs may be about to save a model, or hold a lock.
+    """Hands the log to a `Background`, worded for who has typed options.
+
+    Who logs does not wait for a reader: it may be about to save a model, or hold a lock.
 
     It leaves out the server's start, which the commands tell in their own way or not.
     """
@@ -79,7 +82,7 @@ class LogHandler(logging.Handler):
         """Pass a record on."""
         try:
             if self._background.has_room():
-                self._background.write(self.format(record))
+                self._background.write(typed(self.format(record)))
         except Exception:  # noqa: BLE001  as every handler does
             self.handleError(record)
 

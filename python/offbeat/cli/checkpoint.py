@@ -5,15 +5,14 @@ It needs no server. A trainer's is told by its manifest (`training_checkpoint.py
 
 import json
 import os
-import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from offbeat.arrays import as_state
-from offbeat.checkpoints import MANIFEST
-from offbeat.cli import model_file, training_checkpoint
+from offbeat.checkpoints import MANIFEST, NAME
+from offbeat.cli import kept_token, model_file, training_checkpoint
 from offbeat.cli.checkpoint_report import report
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, file
@@ -35,10 +34,10 @@ ACTIONS = {
 PREFIX = "checkpoint-"
 """What is in the name of a checkpoint's folder."""
 
-OWN = ("lock", "life.json", "life.new", ".new", ".old")
+LIVES = "life.json"
+"""What its lives have reserved."""
+OWN = ("lock", LIVES, "life.new", ".new", ".old", *kept_token.FILES)
 """What a server has beside its checkpoints, or will make there."""
-NAME = re.compile(r"(damaged-|earlier-)?checkpoint-\d{6,}")
-"""How it calls a checkpoint, and one that is set aside."""
 
 REMEDY = (
     "give the directory that a server has as --checkpoint-dir, or one of the folders checkpoint-… in it; or "
@@ -101,7 +100,13 @@ def _verify(path: Path) -> None:
     from offbeat._offbeat import checkpoint_names
 
     names = checkpoint_names(path)
-    wrong = [] if names is None else _wrong_with_lives(path)
+    wrong = []
+    if names is not None:
+        told, lets_start = _verdict_on_lives(path)
+        output(plain(told))
+        flush_output()
+        if not lets_start:
+            wrong.append(f"{path}: no server would start there, because of its {LIVES}")
     verdicts = []
     for line, is_good in _verdicts(path, names):
         output(plain(line))
@@ -115,17 +120,23 @@ def _verify(path: Path) -> None:
         raise CheckpointError("; ".join(wrong))
 
 
-def _wrong_with_lives(path: Path) -> list[str]:
-    """Print what is wrong with a directory's `life.json`, and give what comes of it; else nothing."""
+def _verdict_on_lives(path: Path) -> tuple[str, bool]:
+    """Give what is to be said of a directory's `life.json`, and whether it lets a server start."""
     from offbeat._offbeat import verify_lives
 
+    file = path / LIVES
     try:
         verify_lives(path)
     except CheckpointError as error:
-        output(plain(str(error)))
-        flush_output()
-        return [f"{path}: no server would start there, because of its life.json"]
-    return []
+        return str(error), False
+    try:
+        told = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return f"{file}: not there; a server would go by what the checkpoints say", True
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}", False
+    used = f"term {told['term']:,} and incarnation {told['last_incarnation']:,}"
+    return f"{file}: ok, all up to {used} are taken", True
 
 
 def _verdicts(path: Path, names: Sequence[str] | None) -> Iterator[tuple[str, bool | None]]:

@@ -2,11 +2,12 @@
 
 import importlib
 import logging
+import os
 from argparse import Namespace
 from pathlib import Path
 
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser, file
+from offbeat.cli.parser import Parser, count, file
 from offbeat.cli.say import flush_output, output
 from offbeat.errors import ConfigError
 
@@ -26,7 +27,11 @@ def add_arguments(parser: Parser) -> None:
         help="the picture; default: %(default)s",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of initial values and orders; default: %(default)s"
+        "--seed",
+        type=count,
+        default=0,
+        metavar="N",
+        help="of initial values and orders; default: %(default)s",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where Fashion-MNIST is")
     parser.add_argument("--quick", action="store_true", help="see that it works, not how well")
@@ -34,9 +39,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Run the demo; report on stdout, progress on stderr."""
-    for path in (arguments.json, arguments.png):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+    for option, path in (("--json", arguments.json), ("--png", arguments.png)):
+        if path is not None and (why := _not_writable(path)):
+            raise ConfigError(f"{option}: {path} cannot be written: {why}")
     try:
         for name in NEEDED:  # told before minutes of training, not after
             importlib.import_module(name)
@@ -65,3 +70,14 @@ def run(arguments: Namespace) -> int:
         flush_output()  # a report that is lost is an error, whatever it was of
         return ExitCode.NOT_THE_BENCHMARK
     return ExitCode.OK
+
+
+def _not_writable(path: Path) -> str | None:
+    """Say, before minutes of training, why a file could not be written after them; None where it could."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.is_dir():
+        return "it is a folder"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "permission denied"
+    return None

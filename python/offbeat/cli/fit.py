@@ -6,11 +6,25 @@ left out whole, and only such are cut short as can be read so: a name, a cause.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["GAP", "Column", "fit"]
+__all__ = ["GAP", "Column", "Heading", "fit"]
 
 GAP = 2
 """Cells between two columns."""
+
+
+class Heading(NamedTuple):
+    """Of a column, as `Column` has it."""
+
+    name: str
+    rank: int = 0
+    least: int | None = None
+    is_number: bool = False
+
+    def over(self, widths: Sequence[int]) -> "Column":
+        """Make the column of cells so wide."""
+        return Column(name=self.name, width=max(len(self.name), *widths), least=self.least, rank=self.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

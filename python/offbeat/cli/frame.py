@@ -1,14 +1,13 @@
 """One frame of `offbeat top`: made of two statuses, and of nothing else."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.fit import GAP, Column, fit
+from offbeat.cli.fit import GAP, Heading, fit
 from offbeat.cli.rates import Rates, percentile, rates
 from offbeat.cli.wording import (
     PRESENT,
@@ -35,34 +34,25 @@ MAX_DEPARTURES = 5
 """The latest."""
 
 
-class _Heading(NamedTuple):
-    """Of a column, as `Column` has it."""
-
-    name: str
-    rank: int = 0
-    least: int | None = None
-    is_number: bool = False
-
-
 WORKERS = (
-    _Heading("worker", least=10),
-    _Heading("state"),
-    _Heading("host", rank=7, least=8),
-    _Heading("samples/s", rank=1, is_number=True),
-    _Heading("pushes/s", rank=6, is_number=True),
-    _Heading("staleness", rank=5, is_number=True),
-    _Heading("max", rank=10, is_number=True),
-    _Heading("pushes", rank=8, is_number=True),
-    _Heading("damped", rank=9, is_number=True),
-    _Heading("rejected", rank=4, least=8, is_number=True),
-    _Heading("last push", rank=2, is_number=True),
-    _Heading("cause", rank=3, least=12),
+    Heading("worker", least=10),
+    Heading("state"),
+    Heading("host", rank=7, least=8),
+    Heading("samples/s", rank=1, is_number=True),
+    Heading("pushes/s", rank=6, is_number=True),
+    Heading("staleness", rank=5, is_number=True),
+    Heading("max", rank=10, is_number=True),
+    Heading("pushes", rank=8, is_number=True),
+    Heading("damped", rank=9, is_number=True),
+    Heading("rejected", rank=4, least=8, is_number=True),
+    Heading("last push", rank=2, is_number=True),
+    Heading("cause", rank=3, least=12),
 )
 DEPARTURES = (
-    _Heading("departure", least=10),
-    _Heading("state", rank=1),
-    _Heading("when", rank=3),
-    _Heading("cause", rank=2, least=12),
+    Heading("departure", least=10),
+    Heading("state", rank=1),
+    Heading("when", rank=3),
+    Heading("cause", rank=2, least=12),
 )
 
 STYLES = {"joined": "green", "stalled": "yellow", "lost": "red", "left": "yellow", "finished": "dim"}
@@ -199,19 +189,13 @@ def _departures(departures: Sequence[Told]) -> RenderableType:
 class _Fitted:
     """A table of those columns that there is room for, where it is drawn."""
 
-    def __init__(self, headings: Sequence[_Heading], rows: Sequence[Sequence[Text]]) -> None:
+    def __init__(self, headings: Sequence[Heading], rows: Sequence[Sequence[Text]]) -> None:
         self._headings = headings
         self._rows = rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = [
-            Column(
-                name=heading.name,
-                width=max(len(heading.name), *(row[i].cell_len for row in self._rows)),
-                least=heading.least,
-                rank=heading.rank,
-            )
-            for i, heading in enumerate(self._headings)
+            heading.over([row[i].cell_len for row in self._rows]) for i, heading in enumerate(self._headings)
         ]
         widths = fit(columns, options.max_width)
         table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))

@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 from argparse import REMAINDER, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from offbeat import ParameterServer
@@ -17,8 +17,10 @@ from offbeat.address import is_address
 from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import SIGNALLED, ExitCode, code_of, first_failure
+from offbeat.cli.failures import Failures
+from offbeat.cli.options import as_typed
 from offbeat.cli.parser import Parser, count, positive_int
-from offbeat.cli.processes import Ended, Processes
+from offbeat.cli.processes import Processes
 from offbeat.cli.say import forget, say
 from offbeat.cli.serving import (
     add_run_options,
@@ -89,24 +91,27 @@ def run(arguments: Namespace) -> int:
         return ExitCode.INTERRUPTED
     workers = _workers(arguments, joining, signals, background)
     signals.before_the_last = workers.kill
-    failed: list[Ended] = []
+    failures = Failures(arguments.workers)
     of_run = of_save = of_output = ExitCode.OK
     try:
         with workers, signals.raised():
             for ended in workers.as_they_end():
                 if ended.code != 0:
-                    failed.append(ended)
-                    background.say(_words(ended))
+                    background.say(failures.tell(ended))
+                else:
+                    failures.well()
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")
         of_run = ExitCode.INTERRUPTED
         # Those that had failed by themselves, and whose last words were still on their way.
-        failed += [ended for ended in workers.left_over() if ended.code != 0 and not ended.was_asked]
+        for ended in workers.left_over():
+            if ended.code != 0 and not ended.was_asked:
+                failures.add(ended)
     finally:
         if server is not None:
             of_save = stop(server, arguments.save, signals, background)
         of_output = _finish_output(workers, background)
-    return first_failure(_tell_failures(failed, arguments.workers), of_run, of_save, of_output)
+    return first_failure(_tell(failures), of_run, of_save, of_output)
 
 
 def _check(arguments: Namespace) -> None:
@@ -184,7 +189,8 @@ def _server(arguments: Namespace, background: Background) -> tuple[ParameterServ
     host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
     server = make_server(arguments, host="127.0.0.1", port=0, token=token)
     log_to(background, "[server] ")
-    server.start()
+    with as_typed():
+        server.start()
     return server, {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host
 
 
@@ -241,16 +247,9 @@ def _finish_output(workers: Processes, background: Background) -> ExitCode:
     return code
 
 
-def _tell_failures(failed: Sequence[Ended], num_workers: int) -> int:
+def _tell(failures: Failures) -> int:
     """Tell of the workers that failed, and give the exit code of the one that did first."""
-    if not failed:
+    if failures.first is None:
         return ExitCode.OK
-    first = min(failed, key=lambda ended: ended.order)
-    say(f"{len(failed)} of {num_workers} workers failed; the first: {_words(first)}")
-    return exit_code(first.code)
-
-
-def _words(ended: Ended) -> str:
-    how = f"was ended by signal {-ended.code}" if ended.code < 0 else f"failed with exit code {ended.code}"
-    line = ended.last_line_if_known()
-    return f"worker {ended.rank} {how}" + (f": {line}" if line else "")
+    say(failures.summary())
+    return exit_code(failures.first.code)

@@ -42,7 +42,10 @@ def read(text: str, option: str, known: Mapping[str, type[T]], example: str, *, 
         raise ConfigError(
             f"{option} {text!r} lacks {', '.join(missing)}: write '{cls.__name__}({written})'{or_else}"
         )
-    return cls(**keywords)
+    try:
+        return cls(**keywords)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from error
 
 
 def _parse(text: str, option: str, example: str) -> tuple[str, dict[str, Any]]:

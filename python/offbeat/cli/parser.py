@@ -12,7 +12,7 @@ from offbeat.naming import unknown
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-__all__ = ["Parser", "count", "file", "positive_int", "secret"]
+__all__ = ["Parser", "count", "file", "positive_int", "seconds", "secret"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,6 +93,14 @@ def positive_int(text: str) -> int:
 def count(text: str) -> int:
     """Read a whole number, 0 or more; underscores are allowed, as in Python."""
     return _whole(text, least=0)
+
+
+def seconds(text: str) -> float:
+    """Read a time; which are none, as what is not finite or below 0, is for who uses it to say."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
 
 
 def file(text: str) -> Path:

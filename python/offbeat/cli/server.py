@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import sys
 import threading
 from argparse import Namespace
@@ -10,10 +9,13 @@ from contextlib import suppress
 
 from offbeat import ParameterServer
 from offbeat.address import THIS_MACHINE, is_local
+from offbeat.checkpoints import directory_of
+from offbeat.cli import kept_token
 from offbeat.cli.background import Background
 from offbeat.cli.copying import Output
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser, count, positive_int, secret
+from offbeat.cli.options import as_typed
+from offbeat.cli.parser import Parser, count, positive_int, seconds, secret
 from offbeat.cli.serving import (
     add_run_options,
     join_lines,
@@ -30,9 +32,6 @@ __all__ = ["add_arguments", "run"]
 DEFAULT_PORT = 5000
 """The port of the tutorial, so that a server that is started again is found where it was."""
 
-TOKEN_BYTES = 16
-"""Of a token that we make up: too many to guess."""
-
 _log = logging.getLogger("offbeat")
 
 
@@ -43,12 +42,21 @@ def add_arguments(parser: Parser) -> None:
         "--host", metavar="ADDRESS", help="default: every interface with a token, this machine without"
     )
     door.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="default: %(default)s; 0 takes a free one"
+        "--port",
+        type=count,
+        default=DEFAULT_PORT,
+        metavar="N",
+        help="default: %(default)s; 0 takes a free one",
     )
     door.add_argument(
         "--token", type=secret, metavar="SECRET", help="what workers must know; better in OFFBEAT_TOKEN"
     )
-    door.add_argument("--new-token", action="store_true", help="make a token up, and show it")
+    door.add_argument(
+        "--new-token",
+        action="store_true",
+        help="make a token up, and show it; with --checkpoint-dir it is kept there, in the file token, and "
+        "taken again at the next start",
+    )
     door.add_argument("--insecure", action="store_true", help="listen beyond this machine without a token")
     door.add_argument(
         "--metrics-port",
@@ -72,14 +80,14 @@ def add_arguments(parser: Parser) -> None:
     )
     end.add_argument(
         "--linger",
-        type=float,
+        type=seconds,
         default=10.0,
         metavar="SECONDS",
         help="how long nobody must be there before the run is over; default: %(default)g",
     )
     end.add_argument(
         "--rejoin-grace",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long a lost worker counts as there, after a restart five times that; default: %(default)g",
@@ -92,7 +100,7 @@ def run(arguments: Namespace) -> int:
     """Serve until all workers have come and gone, or until SIGINT, SIGTERM or SIGHUP."""
     if arguments.new_token and arguments.token is not None:
         raise ConfigError("--token gives a token and --new-token makes one up: say one of the two")
-    made_up = secrets.token_hex(TOKEN_BYTES) if arguments.new_token else None
+    to_keep_in, made_up = _made_up(arguments) if arguments.new_token else (None, None)
     token = made_up or arguments.token or os.environ.get("OFFBEAT_TOKEN")
     if arguments.host not in (None, *THIS_MACHINE) and not token and not arguments.insecure:
         raise ConfigError(
@@ -101,12 +109,32 @@ def run(arguments: Namespace) -> int:
         )
     background = Background(Output.to(sys.stderr, 2))
     try:
-        return _serve(arguments, token, made_up, background)
+        return _serve(arguments, token, made_up, to_keep_in, background)
     finally:
         background.flush()
 
 
-def _serve(arguments: Namespace, token: str | None, made_up: str | None, background: Background) -> ExitCode:
+def _made_up(arguments: Namespace) -> tuple[str | None, str]:
+    """Give where the token of --new-token is to be kept, if it is and is not there yet; and the token.
+
+    Raises:
+        CheckpointError: If what is kept there cannot be trusted.
+    """
+    if arguments.checkpoint_dir is None:
+        return None, kept_token.made_up()
+    with as_typed():
+        directory = directory_of(arguments.checkpoint_dir)
+    known = kept_token.read(directory)
+    return (None, known) if known is not None else (directory, kept_token.made_up())
+
+
+def _serve(
+    arguments: Namespace,
+    token: str | None,
+    made_up: str | None,
+    to_keep_in: str | None,
+    background: Background,
+) -> ExitCode:
     signals = Signals()
     try:
         with signals.raised():
@@ -125,14 +153,22 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
         background.say(f"stopped by {stopped}")
         return not_saved(arguments.save, "a signal came before there was a server", background)
     log_to(background)
+    with as_typed():
+        server.start()
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:
         with server:
             try:
                 with signals.raised():
+                    if made_up is not None and to_keep_in is not None:
+                        # Now that the directory is there, and ours alone; as yet nobody knows the token.
+                        kept_token.write(to_keep_in, made_up)
                     with suppress(OSError):  # workers come, whether or not anybody reads how
-                        print(_welcome(server, token=token, made_up=made_up), end="", flush=True)
+                        welcome = _welcome(
+                            server, token=token, made_up=made_up, is_kept_already=to_keep_in is None
+                        )
+                        print(welcome, end="", flush=True)
                     if arguments.keep_running:
                         while not forever.wait(LOOK_S):
                             pass
@@ -148,7 +184,9 @@ def _serve(arguments: Namespace, token: str | None, made_up: str | None, backgro
     return code
 
 
-def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None) -> str:
+def _welcome(
+    server: ParameterServer, *, token: str | None, made_up: str | None, is_kept_already: bool
+) -> str:
     has_token, in_environment = bool(token), token == os.environ.get("OFFBEAT_TOKEN")
     address = server.address
     lines = [f"Run {server.status()['run_id']}: a parameter server on {address}"]
@@ -159,6 +197,10 @@ def _welcome(server: ParameterServer, *, token: str | None, made_up: str | None)
         lines.append("Whoever reaches this port can join: there is no token (--insecure).")
     if (kept := server.status()["checkpoints"]) is not None:
         lines.append(f"Checkpoints go to {kept['directory']}, every {kept['every']}.")
+        if made_up is not None and is_kept_already:
+            lines.append("The token is the one that is kept there.")
+        elif made_up is not None:
+            lines.append("The token is new, and kept there for the next start, in the file token.")
     if server.metrics_address is not None:
         lines.append(f"Metrics are at http://{server.metrics_address}/metrics.")
     # With its end, in one piece: the log writes to the same terminal.

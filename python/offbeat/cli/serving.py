@@ -13,9 +13,10 @@ from offbeat.address import THIS_MACHINE
 from offbeat.cli import model_file, notation
 from offbeat.cli.background import Background, LogHandler
 from offbeat.cli.exit_codes import ExitCode, code_of, first_failure
+from offbeat.cli.options import as_typed
 from offbeat.cli.parser import count, file, positive_int
 from offbeat.cli.signals import Signals, Stopped
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, OffbeatError, StateError
 from offbeat.extras import lacks
 
 __all__ = [
@@ -164,28 +165,33 @@ def make_server(
         raise ModuleNotFoundError(fault, name="prometheus_client")
     if arguments.save is not None:
         model_file.check_writable(arguments.save.path())
-    return ParameterServer(
-        None if arguments.model is None else model_file.load(arguments.model),
-        optimizer=_optimizer(arguments.optimizer),
-        staleness_policy=_policies(arguments.staleness_policy),
-        max_staleness=arguments.max_staleness,
-        momentum_correction=False if arguments.no_momentum_correction else None,
-        transaction=arguments.transaction,
-        lr_schedule=_schedule(arguments.lr_schedule, arguments.max_samples),
-        max_samples=arguments.max_samples,
-        run_id=arguments.run_id,
-        checkpoint_dir=arguments.checkpoint_dir,
-        checkpoint_frequency=arguments.checkpoint_frequency,
-        resume=arguments.resume,
-        host=host,
-        port=port,
-        token=token,
-        insecure=insecure,
-        linger_s=linger_s,
-        rejoin_grace_s=rejoin_grace_s,
-        metrics_port=metrics_port,
-        metrics_host=metrics_host,
-    )
+    model = None if arguments.model is None else model_file.load(arguments.model)
+    optimizer = _optimizer(arguments.optimizer)
+    policies = _policies(arguments.staleness_policy)
+    rate = _schedule(arguments.lr_schedule, arguments.max_samples)
+    with as_typed():
+        return ParameterServer(
+            model,
+            optimizer=optimizer,
+            staleness_policy=policies,
+            max_staleness=arguments.max_staleness,
+            momentum_correction=False if arguments.no_momentum_correction else None,
+            transaction=arguments.transaction,
+            lr_schedule=rate,
+            max_samples=arguments.max_samples,
+            run_id=arguments.run_id,
+            checkpoint_dir=arguments.checkpoint_dir,
+            checkpoint_frequency=arguments.checkpoint_frequency,
+            resume=arguments.resume,
+            host=host,
+            port=port,
+            token=token,
+            insecure=insecure,
+            linger_s=linger_s,
+            rejoin_grace_s=rejoin_grace_s,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+        )
 
 
 def _optimizer(text: str | None) -> optim.OptimizerSpec | None:
@@ -255,17 +261,48 @@ def stop(
         return not_saved(place, str(error), background)
     except Stopped:
         where = place and place.given
-        code = not_saved(place, f"a signal came before the model was in {where}", background)
+        why = f"a signal came before the model was in {where}{_elsewhere(server, place)}"
+        code = not_saved(place, why, background)
         return ExitCode(first_failure(code, _last_checkpoint(server)))
     except model_file.ModelLeftError as error:
         background.say(str(error))
         return code_of(error)
     except OSError as error:
-        background.say(f"the model is lost: {error}")
+        elsewhere = _elsewhere(server, place)
+        background.say(f"the model is {'not saved' if elsewhere else 'lost'}: {error}{elsewhere}")
         return code_of(error)
     with suppress(OSError):  # the model is there, whether or not anybody reads where
         print(f"the model is in {path}{again}\n", end="", flush=True)
     return kept
+
+
+def _elsewhere(server: ParameterServer, place: model_file.Place | None) -> str:
+    """Say which checkpoint has a model that is not in its file, and how it is taken out; or nothing."""
+    status = server.status()
+    kept = status["checkpoints"]
+    if place is None or kept is None:
+        return ""
+    from offbeat._offbeat import checkpoint_names
+
+    try:
+        if not checkpoint_names(kept["directory"]):
+            return ""
+    except OffbeatError:  # it is gone, too
+        return ""
+    match kept["version"]:
+        case None:  # it is of the server before, from which this one has gone on
+            as_of = ", as it was then"
+        case version if version == status["version"]:
+            as_of = ""
+        case version:
+            as_of = f", as of version {version:,} of {status['version']:,}"
+    path = place.path().absolute()
+    command = ["offbeat", "checkpoint", "export", kept["directory"], str(path)]
+    command += ["--force"] * path.exists()
+    return (
+        f"; the newest checkpoint in {kept['directory']} has it{as_of}: `{shlex.join(command)}` takes it "
+        "out, to that file once it can be written, or to another"
+    )
 
 
 def _last_checkpoint(server: ParameterServer) -> ExitCode:

@@ -1,6 +1,8 @@
 """`offbeat status`: how a run goes, asked from its server without joining."""
 
 import json
+import shutil
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,6 +10,7 @@ from typing import Any
 
 from offbeat.cli.asking import add_server_arguments, ask, server_of
 from offbeat.cli.exit_codes import ExitCode
+from offbeat.cli.fit import Heading, fit
 from offbeat.cli.parser import Parser
 from offbeat.cli.say import output
 from offbeat.cli.wording import (
@@ -21,6 +24,7 @@ from offbeat.cli.wording import (
     learning_rate,
     model,
     optimizer,
+    plain,
     pushes,
     run_at,
     staleness,
@@ -33,6 +37,26 @@ MAX_WORKERS = 50
 
 MAX_DEPARTURES = 10
 """The latest, likewise."""
+
+WORKERS = (
+    Heading("worker", least=24),
+    Heading("state"),
+    Heading("host", rank=7, least=8),
+    Heading("samples", rank=6, is_number=True),
+    Heading("samples/s", rank=1, is_number=True),
+    Heading("pushes", rank=8, is_number=True),
+    Heading("damped", rank=9, is_number=True),
+    Heading("rejected", rank=4, least=8, is_number=True),
+    Heading("staleness", rank=5, is_number=True),
+    Heading("max", rank=10, is_number=True),
+    Heading("last push", rank=2, is_number=True),
+)
+DEPARTURES = (
+    Heading("departure", least=24),
+    Heading("state", rank=1),
+    Heading("when", rank=3),
+    Heading("cause", rank=2, least=12),
+)
 
 GLOSSARY = (
     "In the tables: damped, pushes that were worth less because they were late. Pushes applied, to the whole "
@@ -55,7 +79,8 @@ def add_arguments(parser: Parser) -> None:
         "--all",
         action="store_true",
         help=f"a row for every worker and departure; without it, for {MAX_WORKERS} workers at most, those "
-        f"first that may want a hand, and the latest {MAX_DEPARTURES} departures; JSON has all in any case",
+        f"first that may want a hand, and the latest {MAX_DEPARTURES} departures, and on a terminal no wider "
+        "than that; JSON has all in any case",
     )
     parser.add_format()
 
@@ -67,22 +92,25 @@ def run(arguments: Namespace) -> int:
     if arguments.format == "json":
         output(text)
     else:
-        output(report(json.loads(text), asked=address, is_whole=arguments.all))
+        on_terminal = sys.stdout.isatty() and not arguments.all
+        room = shutil.get_terminal_size().columns if on_terminal else None
+        output(report(json.loads(text), asked=address, is_whole=arguments.all, room=room))
     return ExitCode.OK
 
 
-def report(status: Status, *, asked: str, is_whole: bool = False) -> str:
+def report(status: Status, *, asked: str, is_whole: bool = False, room: int | None = None) -> str:
     """Word a server's status for people.
 
     Args:
         status: What it told.
         asked: The address where it was asked.
         is_whole: Whether all workers and departures have rows, however many there are.
+        room: What a table may take, in columns of a terminal; None for all that it needs.
     """
     parts = [
         _run(status, asked),
-        _workers(status["workers"], None if is_whole else MAX_WORKERS),
-        _departures(status["departures"], status["workers"], None if is_whole else MAX_DEPARTURES),
+        _workers(status["workers"], None if is_whole else MAX_WORKERS, room),
+        _departures(status["departures"], status["workers"], None if is_whole else MAX_DEPARTURES, room),
         _memory(status["memory"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -106,14 +134,12 @@ def _run(status: Status, asked: str) -> str:
     return columns([[name, value] for name, value in lines.items()], left=2)
 
 
-def _workers(workers: Sequence[Status], most: int | None) -> str:
+def _workers(workers: Sequence[Status], most: int | None, room: int | None) -> str:
     """Make a row for each; where they are more than the most, for those first that may want a hand."""
     if not workers:
         return "no worker has joined yet"
     is_cut = most is not None and len(workers) > most
     shown = first_to_see(sorted(workers, key=_silence))[:most] if is_cut else workers
-    head = ["worker", "state", "host", "samples", "samples/s", "pushes", "damped", "rejected"]
-    head += ["staleness", "max", "last push"]
     rows = [
         [
             worker["id"],
@@ -130,7 +156,7 @@ def _workers(workers: Sequence[Status], most: int | None) -> str:
         ]
         for worker in shown
     ]
-    table = columns([head, *rows], left=3)
+    table = _table(WORKERS, rows, room)
     return f"{table}\n{_left_out(shown, workers)}" if is_cut else table
 
 
@@ -148,14 +174,34 @@ def _left_out(shown: Sequence[Status], workers: Sequence[Status]) -> str:
     return f"and {len(workers) - len(shown):,} more ({listed}); --all lists them"
 
 
-def _departures(departures: Sequence[Status], workers: Sequence[Status], most: int | None) -> str:
+def _departures(
+    departures: Sequence[Status], workers: Sequence[Status], most: int | None, room: int | None
+) -> str:
     if not (told := gone(departures, workers)):
         return ""
-    head = ["departure", "state", "when", "cause"]
     rows = [[d["worker"], d["state"], f"{duration(d['age_s'])} ago", d["cause"]] for d in told]
     if most is None or len(rows) <= most:
-        return columns([head, *rows], left=4)
-    return f"{columns([head, *rows[-most:]], left=4)}\nand {len(rows) - most:,} before them; --all lists them"
+        return _table(DEPARTURES, rows, room)
+    table = _table(DEPARTURES, rows[-most:], room)
+    return f"{table}\nand {len(rows) - most:,} before them; --all lists them"
+
+
+def _table(headings: Sequence[Heading], rows: Sequence[Sequence[str]], room: int | None) -> str:
+    """Set rows below their headings, those columns that there is room for."""
+    lines = [[heading.name for heading in headings], *([plain(cell) for cell in row] for row in rows)]
+    kept = list(headings)
+    if room is not None:
+        widths = fit([h.over([len(line[i]) for line in lines]) for i, h in enumerate(headings)], room)
+        kept = [heading for heading in headings if heading.name in widths]
+        lines = [
+            [_cut(cell, widths[h.name]) for h, cell in zip(headings, line, strict=True) if h in kept]
+            for line in lines
+        ]
+    return columns(lines, left=sum(not heading.is_number for heading in kept))
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _memory(memory: Status) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.cli.asking import add_server_arguments, ask, server_of
 from offbeat.cli.exit_codes import ExitCode
-from offbeat.cli.parser import Parser
+from offbeat.cli.parser import Parser, seconds
 from offbeat.cli.say import output
 from offbeat.cli.signals import LOOK_S, Signals, Stopped
 from offbeat.cli.wording import duration
@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     add_server_arguments(parser)
     parser.add_argument(
         "--interval",
-        type=float,
+        type=seconds,
         default=DEFAULT_INTERVAL_S,
         metavar="SECONDS",
         dest="interval_s",

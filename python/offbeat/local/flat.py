@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Flat", "Room", "empty", "pack", "slices", "wide"]
+__all__ = ["Flat", "Room", "empty", "fill", "pack", "slices", "wide"]
 
 Flat = dict[torch.dtype, torch.Tensor]
 """One-dimensional tensors by their dtype, which is float32 at least."""
@@ -50,28 +50,44 @@ def pack(
     like: Sequence[torch.Tensor],
     values: Iterable[torch.Tensor | None],
     *,
-    scale: float = 1.0,
     room: "Room | None" = None,
 ) -> Flat:
-    """Copy values into flat memory of their own, times `scale`.
+    """Copy values into flat memory of their own.
 
     Args:
         like: What says shapes and dtypes.
         values: As many; None is zeros.
-        scale: 1 keeps the bits.
         room: Where the memory is from; None: the system.
     """
     flat = empty(like) if room is None else room.empty(like)
+    fill(flat, like, values)
+    return flat
+
+
+def fill(
+    flat: Flat, like: Sequence[torch.Tensor], values: Iterable[torch.Tensor | None], *, scale: float = 1.0
+) -> None:
+    """Copy values into flat memory, times `scale`; such as are in their places already stay there.
+
+    Args:
+        flat: Of tensors like these.
+        like: What says shapes and dtypes.
+        values: As many; None is zeros.
+        scale: 1 keeps the bits.
+    """
     for part, value in zip(slices(like, flat), values, strict=True):
+        is_same = value is not None and (value.dtype, value.device) == (part.dtype, part.device)
         if value is None:
             part.zero_()
+        elif is_same and value.data_ptr() == part.data_ptr():
+            if scale != 1.0:
+                part.mul_(scale)
         elif scale == 1.0:
             part.copy_(value.detach())
-        elif (value.dtype, value.device) == (part.dtype, part.device):
+        elif is_same:
             torch.mul(value.detach(), scale, out=part)  # once through memory, with the same bits
         else:
             part.copy_(value.detach()).mul_(scale)
-    return flat
 
 
 class Room:

@@ -110,7 +110,7 @@ class Binding:
                 first pull, written.
 
         Raises:
-            ModelMismatchError: If they differ, naming the first tensor that does.
+            ModelMismatchError: If they differ, naming the first tensors that do.
             UnsupportedTensorError: If the module has tensors that the server cannot hold.
         """
         self.module = module

@@ -9,30 +9,41 @@ from offbeat.module.table import Found, TensorSpec
 __all__ = ["match", "words"]
 
 
+MAX_DIFFERENCES = 3
+"""Named in a refusal: of a model of another size hundreds differ."""
+
+
 def match(table: Sequence[TensorSpec], found: Sequence[Found]) -> list[Found]:
     """Bring a module's tensors into the server's order.
 
     Raises:
-        ModelMismatchError: If the two differ, naming the first tensor that does, with both shapes and dtypes.
+        ModelMismatchError: If the two differ, naming the first tensors that do, with both shapes and dtypes.
     """
     by_name = {name: entry for entry in found for name in (entry.spec["name"], *entry.spec["aliases"])}
     matched: list[Found] = []
+    differences: list[str] = []
+    seen = set()
     for position, theirs in enumerate(table):
         entry = by_name.get(theirs["name"])
+        if entry is not None:
+            seen.add(id(entry))
         if entry is None or not _same(entry.spec, theirs):
             ours = "no such tensor" if entry is None else words(entry.spec)
-            raise ModelMismatchError(
-                f"this is not the server's model: tensor number {position} is {words(theirs)} on the server, "
-                f"and this worker's model has {ours}"
+            differences.append(
+                f"tensor number {position} is {words(theirs)} on the server, and this worker's model has "
+                f"{ours}"
             )
-        matched.append(entry)
-    known = {id(entry) for entry in matched}
-    for entry in found:
-        if id(entry) not in known:
-            raise ModelMismatchError(
-                f"this is not the server's model: this worker's has {words(entry.spec)}, and the server's "
-                f"has no such tensor"
-            )
+        else:
+            matched.append(entry)
+    differences += [
+        f"this worker's has {words(entry.spec)}, and the server's has no such tensor"
+        for entry in found
+        if id(entry) not in seen
+    ]
+    if differences:
+        more = len(differences) - MAX_DIFFERENCES
+        told = differences[:MAX_DIFFERENCES] + ([f"and {more} more differ"] if more > 0 else [])
+        raise ModelMismatchError(f"this is not the server's model: {'; '.join(told)}")
     return matched
 
 

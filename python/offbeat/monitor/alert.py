@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
-__all__ = ["Alert", "Release"]
+from offbeat.monitor.band import is_usable
+
+__all__ = ["Alert", "Recovery", "Release", "is_finite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +16,15 @@ class Alert:
         step: When, by the caller's count, or that of the optimizer's steps.
         metric: Which.
         value: What it was. Of "non_finite" the number of elements that are not finite.
-        expected: The range, its lower and its upper edge; infinite as long as there is none.
+        expected: The range, its lower and its upper edge; infinite as long as there is none. In the warm-up
+            the upper one is a thousand times the median of what was, once there are five values.
         action: The remedy that was taken, or that is in effect; "alert" where there is none.
         result: What came of it, in words.
         worker: Whose value it was, where that was said.
+        num: Which it is of those of this metric, and this worker, with no five values in the range in
+            between: 1 is the first.
+        is_news: Whether callbacks, log and report hear of it: the first, the second, the fourth, the eighth
+            and so on, and each at which a remedy was taken. `observe` gives them all, and all are counted.
     """
 
     step: int
@@ -27,15 +34,55 @@ class Alert:
     action: str
     result: str
     worker: str | None = None
+    num: int = 1
+    is_news: bool = True
 
     def __str__(self) -> str:
         low, high = self.expected
-        # NaN and infinity are alerts also as long as there is no range.
-        expected = "a finite number" if math.isinf(high) else f"between {low:.4g} and {high:.4g}"
+        if math.isinf(high):  # NaN and infinity are alerts also as long as there is no range
+            expected = "a finite number"
+        elif math.isinf(low):
+            expected = f"{high:.4g} at most"
+        else:
+            expected = f"between {low:.4g} and {high:.4g}"
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         return (
             f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected {expected}; "
-            f"{self.action}: {self.result}"
+            f"{self.action}: {self.result}" + (f" (alert number {self.num})" if self.num > 1 else "")
+        )
+
+
+def is_finite(alert: Alert) -> bool:
+    """Tell whether what an alert is of, or what that counts, is finite."""
+    return alert.metric != "non_finite" and is_usable(alert.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A metric has been in its range again for five values, after one alert or many.
+
+    Attributes:
+        step: When.
+        metric: Which.
+        value: What it is now.
+        since: The step of the first of the alerts.
+        num_alerts: How many there were.
+        worker: Whose value it was, where that was said.
+    """
+
+    step: int
+    metric: str
+    value: float
+    since: int
+    num_alerts: int
+    worker: str | None = None
+
+    def __str__(self) -> str:
+        whose = f" of worker {self.worker}" if self.worker is not None else ""
+        alerts = "1 alert" if self.num_alerts == 1 else f"{self.num_alerts} alerts"
+        return (
+            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, in its range again, after {alerts} "
+            f"since step {self.since}"
         )
 
 

@@ -73,9 +73,11 @@ class Attachment:
         if (model := self._model()) is not None:
             trained_by.unwatch(model, self)
 
-    def are_gathered(self) -> bool:
-        """Whether an accumulator has the model, whose updates are of more than the last backward."""
-        return _are_gathered(self._model())
+    def are_shared(self) -> bool:
+        """Whether updates of the model are the same in all members of a group: none may drop one alone."""
+        model = self._model()
+        trainers = [] if model is None else trained_by.trainers_of(model)
+        return any(getattr(trainer, "shares_updates", False) for trainer in trainers)
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Hear what a trainer of ours knows."""

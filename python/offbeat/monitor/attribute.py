@@ -1,8 +1,9 @@
 """An attribute of somebody's that is set, and set back, where what is set may come into force later."""
 
+import weakref
 from typing import Any
 
-__all__ = ["Attribute"]
+__all__ = ["Attribute", "attribute_of"]
 
 
 class Attribute:
@@ -14,12 +15,10 @@ class Attribute:
 
     Attributes:
         thing: Whose.
-        depth: Changes of it that are in effect.
     """
 
     def __init__(self, thing: object, name: str) -> None:
         self.thing = thing
-        self.depth = 0
         self._name = name
         self._seen = self._wanted = getattr(thing, name)
 
@@ -39,3 +38,14 @@ class Attribute:
         wanted = self.wanted()
         is_there = getattr(self.thing, self._name) == wanted
         return f"{self._name} {'is' if is_there else 'is to be'} {wanted!r}"
+
+
+_known: weakref.WeakValueDictionary[tuple[int, str], Attribute] = weakref.WeakValueDictionary()
+
+
+def attribute_of(thing: object, name: str) -> Attribute:
+    """Give the attribute of an object's, the same as long as somebody keeps it: also to another monitor."""
+    known = _known.get((id(thing), name))  # which keeps the object, whose id is no other's
+    if known is None:
+        _known[id(thing), name] = known = Attribute(thing, name)
+    return known

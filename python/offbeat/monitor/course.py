@@ -1,25 +1,27 @@
 """What a monitor does with readings: judge them, take remedies and let go of them, and write it all down."""
 
+import copy
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat import process
 from offbeat.errors import ClosedError, OffbeatError
-from offbeat.monitor.alert import Alert, Release
+from offbeat.monitor.alert import Alert, Recovery, Release
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
-from offbeat.monitor.remedy import Taken
+from offbeat.monitor.remedy import Remedy, Taken
 from offbeat.monitor.report import MonitorReport, Series
 from offbeat.monitor.settings import Settings
+from offbeat.monitor.spell import Spell
 from offbeat.tracking import alerts
 
 __all__ = ["Course"]
 
 MOST_KEPT = 1000
-"""Alerts, and releases, for the report."""
+"""Alerts, recoveries, and releases, for the report."""
 
 _log = logging.getLogger("offbeat")
 
@@ -50,6 +52,7 @@ class Course:
         self._judge = self._make_judge()
         self._in_effect: list[_InEffect] = []
         self._alerts: deque[Alert] = deque(maxlen=MOST_KEPT)
+        self._recoveries: deque[Recovery] = deque(maxlen=MOST_KEPT)
         self._releases: deque[Release] = deque(maxlen=MOST_KEPT)
         self._num_alerts: Counter[str] = Counter()
         self._series = {metric: Series() for metric in settings.metrics}
@@ -60,9 +63,30 @@ class Course:
         """The remedies in effect, in the order in which they were taken."""
         return tuple(effect.name for effect in self._in_effect)
 
-    def take(self, step: int, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
-        """Judge readings of one step, and act on what is out of range; give the alerts."""
+    @property
+    def keeps_out_non_finite(self) -> bool:
+        """Whether a remedy, in effect or still to come, does something about what is not finite.
+
+        Then none of it is used, from the first on: it would end the run before that remedy's turn comes.
+        """
+        return any(remedy.keeps_out_non_finite for remedy in self._settings.remedies)
+
+    def take(
+        self, step: int, readings: Mapping[str, float], worker: str | None, *, may_drop: bool = False
+    ) -> tuple[Alert, ...]:
+        """Judge readings of one step, and act on what is out of range.
+
+        Args:
+            step: Which.
+            readings: What was measured in it.
+            worker: Whose.
+            may_drop: Whether the step's gradient is dropped where something is not finite and is kept out.
+
+        Returns:
+            The alerts.
+        """
         self._step = step
+        self._resume()
         if self._judge.begin(step, worker) is not None:
             self._release()
         variance = None if "loss_variance" in readings else self._judge.variance_with(readings)
@@ -72,8 +96,50 @@ class Course:
             if metric in judged:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
-                    raised.append(self._alert(excess, worker))
+                    raised.append(self._alert(excess, worker, may_drop=may_drop))
+                elif (spell := self._judge.over) is not None:
+                    self._recover(metric, judged[metric], spell, worker)
         return tuple(raised)
+
+    def state(self) -> dict[str, Any]:
+        """Give what it takes to go on in another process, as plain data; what was told stays here."""
+        return {
+            "judge": self._judge.state(),
+            "in_effect": [effect.state() for effect in self._in_effect],
+            "num_alerts": dict(self._num_alerts),
+            "num_taken": dict(self.num_taken),
+            "num_dropped": self.num_dropped,
+            "num_clipped": self.num_clipped,
+            "step": self._step,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; what was in effect is so again as soon as there is what it acts on."""
+        judge = self._make_judge()
+        judge.load(state["judge"])
+        remedies = dict(zip(self._settings.names, self._settings.remedies, strict=True))
+        effects = [_InEffect.of(one, remedies[one["name"]]) for one in state["in_effect"]]
+        num_alerts, num_taken = Counter(state["num_alerts"]), Counter(state["num_taken"])
+        num_dropped, num_clipped, step = state["num_dropped"], state["num_clipped"], state["step"]
+        self.let_go()
+        self._judge, self._in_effect, self._step = judge, effects, step
+        self._num_alerts, self.num_taken = num_alerts, num_taken
+        self.num_dropped, self.num_clipped = num_dropped, num_clipped
+        self._resume()
+
+    def _resume(self) -> None:
+        """Have in effect what was, as far as there is what it acts on: an optimizer may come with `train`."""
+        for place, effect in enumerate(self._in_effect):
+            if effect.waits is not None:
+                try:
+                    taken = effect.waits.resume(effect.taken.held)
+                except OffbeatError as error:
+                    _log.debug("step %d: %s is not in effect again yet: %s", self._step, effect.name, error)
+                    return  # one that came later may build on it
+                except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
+                    process.warn(f"step {self._step}: {effect.name} is not in effect again: {_words(error)}")
+                    taken = Taken(f"is not in effect again: {_words(error)}", _nothing, is_done=False)
+                self._in_effect[place] = effect._replace(taken=taken, waits=None)
 
     def begin_anew(self) -> None:
         """Let go of all remedies, and forget the ranges."""
@@ -93,6 +159,7 @@ class Course:
         """Tell what was seen and done so far."""
         return MonitorReport(
             alerts=tuple(self._alerts),
+            recoveries=tuple(self._recoveries),
             releases=tuple(self._releases),
             num_alerts=dict(self._num_alerts),
             num_dropped=self.num_dropped,
@@ -101,7 +168,7 @@ class Course:
             series={metric: series.copy() for metric, series in self._series.items()},
         )
 
-    def _alert(self, excess: Excess, worker: str | None) -> Alert:
+    def _alert(self, excess: Excess, worker: str | None, *, may_drop: bool) -> Alert:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         if not self._in_effect:
             self._begin()
@@ -109,18 +176,36 @@ class Course:
         rung = self._climb(worker, ours, is_finite=excess.is_finite) if excess.is_first else None
         if rung is None:
             effect = self._in_effect[-1] if ours is None else ours
-            action, result = effect.name, f"in effect since step {effect.step}"
+            action, result = effect.name, effect.told
         else:
             action, result = self._act(rung, worker)
-        alert = Alert(self._step, excess.metric, excess.value, excess.expected, action, result, worker)
-        self._alerts.append(alert)
+        if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
+            result += "; the step's gradient is dropped"
+        alert = Alert(
+            self._step,
+            excess.metric,
+            excess.value,
+            excess.expected,
+            action,
+            result,
+            worker,
+            num=excess.spell.num_alerts,
+            is_news=rung is not None or excess.spell.is_news,
+        )
         self._num_alerts[alert.metric] += 1
         alerts.count(alert.metric, alert.action)
-        if rung is None:
-            _log.debug("%s", alert)
-        else:
+        if alert.is_news:
+            self._alerts.append(alert)
             process.warn(str(alert))
+        else:
+            _log.debug("%s", alert)
         return alert
+
+    def _recover(self, metric: str, value: float, spell: Spell, worker: str | None) -> None:
+        """Tell that a metric is in its range again."""
+        recovery = Recovery(self._step, metric, value, spell.begin, spell.num_alerts, worker)
+        self._recoveries.append(recovery)
+        process.warn(str(recovery))
 
     def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
         """Give the rung to take for a worker's alert, if it is time to take one.
@@ -139,13 +224,14 @@ class Course:
             and self._in_effect[-1].taken.left_out is not None
             and 2 * (num_out + 1) < self._judge.num_workers
         )
-        is_urgent = not is_finite and not self._keeps_out_non_finite()
+        is_urgent = not is_finite and not self._is_kept_out()
         return self._judge.climb(is_elsewhere=is_elsewhere, is_urgent=is_urgent)
 
-    def _keeps_out_non_finite(self) -> bool:
+    def _is_kept_out(self) -> bool:
         """Tell whether a remedy that is in effect does something about what is not finite."""
         remedies = dict(zip(self._settings.names, self._settings.remedies, strict=True))
-        return any(remedies[effect.name].keeps_out_non_finite for effect in self._in_effect)
+        done = [effect.name for effect in self._in_effect if effect.taken.is_done]
+        return any(remedies[name].keeps_out_non_finite for name in done)
 
     def _left_out(self, worker: str | None) -> "_InEffect | None":
         """Give what has left a worker out, if something has."""
@@ -162,11 +248,12 @@ class Course:
 
     def _act(self, rung: int, worker: str | None) -> tuple[str, str]:
         name, remedy = self._settings.names[rung], self._settings.remedies[rung]
-        taken = Taken("was broken off", lambda: "nothing had been done")
+        taken = Taken("was broken off", _nothing)
         try:
             taken = remedy.take(worker)
         except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on, and the next rung may do
-            taken = Taken(f"could not be done: {_words(error)}", lambda: "nothing had been done")
+            said = f"could not be done: {_words(error)}"
+            taken = Taken(said, _nothing, is_done=False)
         finally:  # the ladder has it as taken, be it by Ctrl-C that it ended
             self._in_effect.append(_InEffect(name, self._step, taken))
             self.num_taken[name] += 1
@@ -196,6 +283,37 @@ class _InEffect(NamedTuple):
     name: str
     step: int
     taken: Taken
+    waits: Remedy | None = None
+    """The remedy, where it was in effect when a checkpoint was written, and is not so yet again."""
+
+    def state(self) -> dict[str, Any]:
+        """Give it as plain data."""
+        taken = self.taken
+        plain = {
+            "result": taken.result,
+            "left_out": taken.left_out,
+            "is_done": taken.is_done,
+            "held": copy.deepcopy(taken.held),  # which follows what another monitor lets go of
+        }
+        return {"name": self.name, "step": self.step, **plain}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], remedy: Remedy) -> "_InEffect":
+        """Take what `state` gave."""
+        said, is_done = state["result"], state["is_done"]
+        taken = Taken(said, _nothing, left_out=state["left_out"], is_done=is_done, held=state["held"])
+        return cls(state["name"], state["step"], taken, remedy if is_done else None)
+
+    @property
+    def told(self) -> str:
+        """What there is to say of it at a later alert."""
+        if self.taken.is_done:
+            return f"in effect since step {self.step}"
+        return f"at step {self.step} it {self.taken.result}"
+
+
+def _nothing() -> str:
+    return "nothing had been done"
 
 
 def _words(error: Exception) -> str:

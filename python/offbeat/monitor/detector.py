@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from offbeat.monitor.band import Band, is_usable
+from offbeat.monitor.onset import Onset
 
 __all__ = ["METRICS", "SQUARES", "Detector", "Metric", "Verdict"]
 
@@ -55,29 +56,40 @@ class Detector:
     """What is known of one metric.
 
     A value raises an alert if it exceeds the upper edge by more than the share, and so does the mean of the
-    last few, or it alone is very far out. What is not finite raises one at once, in the warm-up, too. No
-    value that exceeds the edge by so much is fed to the band. A rise by less than some 5 % from value to
-    value is followed, and raises none.
+    last few, or it alone is very far out. What is not finite raises one at once, in the warm-up, too; what is
+    finite raises one there if it is beyond all that the first values let expect. No value that exceeds the
+    edge by so much is fed to the band. A rise by less than some 5 % from value to value is followed, and
+    raises none.
 
     Attributes:
         metric: Which.
         threshold: The share of the upper edge by which a value may exceed it.
         band: The range.
         recent: The last values.
+        onset: The first values, which say what is expected as long as the band does not; None: none yet.
     """
 
     metric: Metric
     threshold: float = 0.5
     band: Band = field(default_factory=Band)
     recent: tuple[float, ...] = ()
+    onset: Onset | None = None
 
     @property
     def expected(self) -> tuple[float, float]:
-        """The range, in the metric's own unit."""
+        """The range, in the metric's own unit; infinite in the warm-up."""
         if self.metric == "non_finite":
             return 0.0, 0.0
         low, high = self.band.low, self.band.high
         return (max(low, 0.0) ** 2, max(high, 0.0) ** 2) if self.metric in SQUARES else (low, high)
+
+    @property
+    def allowed(self) -> tuple[float, float]:
+        """The range; in the warm-up what the first values let expect, which is no range to draw."""
+        if self.band.is_ready or self.metric == "non_finite":
+            return self.expected
+        limit = self._first().limit
+        return -math.inf, limit**2 if self.metric in SQUARES else limit
 
     def see(self, value: float) -> "tuple[Detector, Verdict]":
         """Judge a value, and take it up."""
@@ -89,13 +101,25 @@ class Detector:
             return self, "alert"
         recent = (*self.recent, value)[-RECENT:]
         if not self.band.is_ready:
-            return replace(self, band=self.band.after(value), recent=recent), "warm_up"
+            return self._see_first(value, recent)
         if value <= self.limit:
             verdict: Verdict = "quiet" if value <= self.band.high else "raised"
             return replace(self, band=self.band.after(value), recent=recent), verdict
         is_far = self.band.z(value) >= FAR
         is_alert = is_far or sum(recent) / len(recent) > self.limit
         return replace(self, recent=recent), "alert" if is_alert else "raised"
+
+    def _see_first(self, value: float, recent: tuple[float, ...]) -> "tuple[Detector, Verdict]":
+        """Judge a value of the warm-up, and take it up."""
+        before = self._first()
+        if before.is_beyond(value):
+            return replace(self, onset=before.after(value)), "alert" if before.is_alert(value) else "raised"
+        band = self.band.after(value)
+        onset = None if band.is_ready else before.after(value)  # which nobody asks for any more
+        return replace(self, band=band, recent=recent, onset=onset), "warm_up"
+
+    def _first(self) -> Onset:
+        return self.onset or Onset(LEAST_SCALES.get(self.metric, 0.0))
 
     @property
     def limit(self) -> float:

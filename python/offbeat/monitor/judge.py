@@ -6,11 +6,14 @@ Holds what the pure parts (`Detector`, `Ladder`) have come to, and nothing else:
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
 from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted
+from offbeat.monitor.onset import Onset
+from offbeat.monitor.spell import Spell
 
 __all__ = ["Excess", "Judge"]
 
@@ -28,12 +31,14 @@ class Excess:
         value: It.
         expected: The range.
         is_first: Whether this step had none before, so that it is to climb the ladder.
+        spell: The metric's alerts that are one matter, with this one.
     """
 
     metric: Metric
     value: float
     expected: tuple[float, float]
     is_first: bool
+    spell: Spell
 
     @property
     def is_finite(self) -> bool:
@@ -69,12 +74,15 @@ class Judge:
             Counter()
         )  # steps since the last alert, or since a rung was let go of
         self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
+        self._spells: dict[tuple[Metric, str | None], Spell] = {}
+        self._over: Spell | None = None
+        self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
 
-    def begin(self, step: object, worker: str | None = None) -> int | None:
+    def begin(self, step: int, worker: str | None = None) -> int | None:
         """Note to whose step the next readings belong; give the rung to let go of, if it is time."""
-        self._worker = worker
+        self._step, self._worker = step, worker
         last = self._steps.setdefault(worker, _Step(step))
         if step == last.number:
             return None
@@ -90,17 +98,30 @@ class Judge:
         return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
-        """Judge a reading of this step; give it if it is out of range."""
+        """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
         detector = self.detectors[metric]
-        expected = detector.expected
+        expected = detector.allowed
         self.detectors[metric], verdict = detector.see(value)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
+        key = metric, self._worker
+        known = self._spells.get(key)
+        self._over = None
+        if known is not None and verdict in ("quiet", "warm_up"):
+            self._spells[key] = known = known.after_quiet()
+            if known.is_over:
+                self._over = self._spells.pop(key)
         if verdict != "alert":
             return None
+        self._spells[key] = spell = Spell(self._step) if known is None else known.after_alert()
         is_first, step.had_alert = not step.had_alert, True
-        return Excess(metric, value, expected, is_first)
+        return Excess(metric, value, expected, is_first, spell)
+
+    @property
+    def over(self) -> Spell | None:
+        """The alerts that have ended by the value that was seen last, one of several in the range."""
+        return self._over
 
     @property
     def num_workers(self) -> int:
@@ -130,6 +151,32 @@ class Judge:
         self._quiet.clear()
         self.standing = noted(self.standing)
 
+    def state(self) -> dict[str, Any]:
+        """Give all of it as plain data."""
+        return {
+            "detectors": {metric: asdict(detector) for metric, detector in self.detectors.items()},
+            "standing": asdict(self.standing),
+            "steps": [(worker, asdict(step)) for worker, step in self._steps.items()],
+            "quiet": list(self._quiet.items()),
+            "strikes": list(self._strikes.items()),
+            "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
+            "losses": list(self._losses),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        detectors = {
+            metric: _detector(state["detectors"][metric], threshold=detector.threshold)
+            for metric, detector in self.detectors.items()
+        }
+        standing = Standing(**{**state["standing"], "taken": tuple(state["standing"]["taken"])})
+        steps = {worker: _Step(**step) for worker, step in state["steps"]}
+        quiet, strikes = Counter(dict(state["quiet"])), Counter(dict(state["strikes"]))
+        spells = {(metric, worker): Spell(**spell) for metric, worker, spell in state["spells"]}
+        losses = [float(loss) for loss in state["losses"]]
+        self.detectors, self.standing, self._steps, self._quiet = detectors, standing, steps, quiet
+        self._strikes, self._spells, self._losses = strikes, spells, losses
+
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.
 
@@ -146,3 +193,8 @@ class Judge:
         losses, self._losses = self._losses, []
         mean = sum(losses) / len(losses)
         return sum((loss - mean) ** 2 for loss in losses) / len(losses)
+
+
+def _detector(state: Mapping[str, Any], *, threshold: float) -> Detector:
+    onset = state["onset"] and Onset(**{**state["onset"], "sizes": tuple(state["onset"]["sizes"])})
+    return Detector(state["metric"], threshold, Band(**state["band"]), tuple(state["recent"]), onset)

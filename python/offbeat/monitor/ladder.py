@@ -20,12 +20,14 @@ class Ladder:
         patience: Steps with an alert that a rung is given before the next one is taken.
         quiet_steps: Steps in the range after which the newest rung is let go of.
         repeats: How often the last rung may be taken; more than once where it does more each time.
+        is_patient: Whether the last rung, where it is taken again, has twice the patience each time.
     """
 
     num_rungs: int
     patience: int
     quiet_steps: int
     repeats: int = 1
+    is_patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def after_alert(
     """
     strikes = standing.strikes + 1
     waiting = replace(standing, strikes=strikes, quiet=0)
-    if standing.taken and strikes < ladder.patience and not (is_elsewhere or is_urgent):
+    if standing.taken and strikes < _patience(standing.taken, ladder) and not (is_elsewhere or is_urgent):
         return waiting, None
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
     if rung is None:
@@ -102,6 +104,12 @@ def _next(taken: tuple[int, ...], ladder: Ladder) -> int | None:
     if has_more(taken, ladder):
         return taken[-1] + 1
     return taken[-1] if taken.count(taken[-1]) < ladder.repeats else None
+
+
+def _patience(taken: tuple[int, ...], ladder: Ladder) -> int:
+    """Tell how many steps with an alert the newest rung is given."""
+    num_repeats = taken.count(taken[-1]) if ladder.is_patient and not has_more(taken, ladder) else 0
+    return int(ladder.patience * 2**num_repeats)
 
 
 def has_more(taken: tuple[int, ...], ladder: Ladder) -> bool:

@@ -29,13 +29,22 @@ class Quarantine(Remedy):
                 f"{'not known' if worker is None else repr(worker)}: give observe(worker=...)"
             )
         thing: Quarantines = ours[0]
+        was_out = (
+            getattr(thing, "is_quarantined", False) is True
+        )  # somebody else's doing, and for him to undo
         thing.quarantine(name)
 
         def undo() -> str:
+            if was_out:
+                return f"worker {name} had been left out before, and stays so"
             thing.release(name)
             return f"worker {name} takes part again"
 
-        return Taken(f"worker {name} is left out", undo, left_out=name)
+        return Taken(f"worker {name} is left out", undo, left_out=name, held=name)
+
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  the worker's name
+        """Leave it out again."""
+        return self.take(held)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what can do so."""
@@ -61,7 +70,7 @@ class Rollback(Remedy):
     def take(self, worker: str | None) -> Taken:
         """Go back."""
         del worker
-        told = []
+        told: list[str] = []
         servers = self._servers()
         for server in servers:
             version = self._roll_back(server)
@@ -69,7 +78,14 @@ class Rollback(Remedy):
             told.append(f"version {version}")
         others = [thing for thing in self.found() if thing not in servers]
         told += [str(cast(RollsBack, thing).rollback()) for thing in others]
-        return Taken(f"went back to {', '.join(told)}", lambda: "what was gone back to stays", goes_back=True)
+        held = [self._gone_to[id(server)] for server in servers]
+        return Taken(f"went back to {', '.join(told)}", _stays, goes_back=True, held=held)
+
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  the versions that servers went back to
+        """Remember to where it went: the next is further back."""
+        for server, version in zip(self._servers(), held, strict=False):
+            self._before[id(server)] = self._gone_to[id(server)] = version
+        return Taken("had gone back", _stays, held=held)
 
     def _roll_back(self, server: Any) -> int:  # noqa: ANN401  a server
         """Go back as far as it takes; one that makes room for a newer checkpoint meanwhile is asked again."""
@@ -108,6 +124,10 @@ class Rollback(Remedy):
 
     def _servers(self) -> list[Any]:
         return [thing for thing in self.found() if isinstance(thing, ServesLearningRate)]
+
+
+def _stays() -> str:
+    return "what was gone back to stays"
 
 
 def _kept_by(server: Any) -> list[int]:  # noqa: ANN401  a server

@@ -1,18 +1,22 @@
 """`AsyncTrainingMonitor`: what users hold. Its parts decide and act; this file lets them meet."""
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from offbeat import process
+from offbeat import process, termination
 from offbeat.checks import is_count, refuse, strings
-from offbeat.errors import ClosedError
-from offbeat.monitor.alert import Alert
-from offbeat.monitor.band import Band
+from offbeat.errors import ClosedError, ConfigError
+from offbeat.monitor.alert import Alert, is_finite
+from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.course import Course
 from offbeat.monitor.ladder import Ladder
+from offbeat.monitor.onset import Onset
 from offbeat.monitor.report import MonitorReport
 from offbeat.monitor.settings import Callback, Given, resolve
 from offbeat.naming import known_keywords
@@ -28,12 +32,16 @@ _log = logging.getLogger("offbeat")
 MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
 """Metrics and remedies that need to know the gradients' norm."""
 
-DROPPING = frozenset({"clip", "reject", "rollback", "pause"})
+DROPPING = frozenset({"clip", "reject", "quarantine", "rollback", "pause"})
 """Remedies that may drop gradients."""
 
 
 SILENT_STEPS = 100
 """After as many of the model's a metric that has had no value is told of: most likely nobody measures it."""
+
+
+LOOK_S = 0.2
+"""How often a pause looks whether the process is to end."""
 
 
 class AsyncTrainingMonitor:
@@ -42,7 +50,9 @@ class AsyncTrainingMonitor:
     Each metric has a range: the mean of what was, and 2.5 standard deviations to both sides, of which the
     newest values count most (ZClip). A value raises an alert if it exceeds the upper edge by more than
     `alert_threshold`, and so does the mean of the last five; or it alone, where it is 16 standard deviations
-    out. What is NaN or infinite raises one at once.
+    out. What is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all
+    that the first values let expect: three in a row of more than a thousand times their median, or one of a
+    million times the largest.
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
@@ -61,7 +71,8 @@ class AsyncTrainingMonitor:
         alert_threshold: The share by which a value may exceed the upper edge: 0.5 is half as much again.
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
             when `patience` steps with an alert have come in spite of it, the next one is taken; of what is
-            NaN or infinite at its next occurrence, where nothing taken keeps that out. What does
+            NaN or infinite at its next occurrence, where nothing taken keeps that out, and where one on the
+            list does, its gradient is dropped from the first on. What does
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
@@ -74,7 +85,10 @@ class AsyncTrainingMonitor:
             step's gradient, which is of what was gone back from, is dropped. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
-        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. An `Exception` of
+        callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. Of alerts of one
+            metric in a row they hear the first, the second, the fourth, the eighth and so on, as the log
+            does, and those at which a remedy is taken; the log and the report say when it is over. An
+            `Exception` of
             theirs is warned of and costs no training: who wants the run's end raises SystemExit or
             KeyboardInterrupt.
         warm_up: Values of a metric before it has a range.
@@ -130,18 +144,21 @@ class AsyncTrainingMonitor:
                 pause_timeout_s=pause_timeout_s,
             )
         )
-        ladder = Ladder(len(settings.names), patience, quiet_steps, settings.remedies[-1].repeats)
+        last = settings.remedies[-1]
+        ladder = Ladder(len(settings.names), patience, quiet_steps, last.repeats, last.is_patient)
         self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
-        self._metrics = settings.metrics
+        self._metrics, self._names = settings.metrics, settings.names
         self._callbacks = settings.callbacks
         self._have_failed: list[Callback] = []
         self._norms = Band(warm_up)  # of "clip", whether the norm is judged or not
+        self._first_norms = Onset()  # likewise
         self._warm_up = warm_up
         self._lock = threading.RLock()
         self._num_steps = 0
         self._ahead = 0  # what the caller's count is more than that of the optimizer's steps
         self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
+        self._is_broken = False  # likewise, by something that is not finite
         self._resumed = threading.Event()
         self._resumed.set()
         self._pause_timeout_s = pause_timeout_s
@@ -243,8 +260,65 @@ class AsyncTrainingMonitor:
         """Let go of all remedies and begin with new ranges, as after a change of what is trained."""
         with self._lock:
             self._course.begin_anew()
-            self._norms = Band(self._warm_up)
-            self._is_suspect = False
+            self._norms, self._first_norms = Band(self._warm_up), Onset()
+            self._is_suspect = self._is_broken = False
+            self._resumed.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what it takes to go on after a restart: ranges, and which remedies are in effect since when.
+
+        Returns:
+            Plain data, for `torch.save` or JSON. Of what `report` tells it has how many alerts there were,
+            and not the alerts and values themselves.
+        """
+        with self._lock:
+            return {
+                "divergence_metrics": list(self._metrics),
+                "remediation_strategy": list(self._names),
+                "num_steps": self._num_steps,
+                "ahead": self._ahead,
+                "norms": asdict(self._norms),
+                "first_norms": asdict(self._first_norms),
+                "course": self._course.state(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: what is in effect is let go of first.
+
+        Remedies that were in effect are so again as soon as there is what they act on, and are let go of in
+        their time: a frequency, a bound or a server's rate that came back with a checkpoint as they had set
+        it is not changed once more, and one that is as before is set; where it is neither, somebody has set
+        it since, and it stays.
+
+        Args:
+            state: As `state_dict` gave it.
+
+        Raises:
+            ConfigError: If it is none, or of a monitor of other metrics or remedies.
+            ClosedError: After `close()`.
+        """
+        self._check_open()
+        try:
+            given = {name: list(state[name]) for name in ("divergence_metrics", "remediation_strategy")}
+            norms, first = Band(**state["norms"]), state["first_norms"]
+            first_norms = Onset(**{**first, "sizes": tuple(first["sizes"])})
+            num_steps, ahead, course = int(state["num_steps"]), int(state["ahead"]), state["course"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _no_state(error) from error
+        ours = {"divergence_metrics": list(self._metrics), "remediation_strategy": list(self._names)}
+        refuse(
+            f"{name} is {ours[name]!r}, and the state is of a monitor's with {given[name]!r}: give the same"
+            for name in given
+            if given[name] != ours[name]
+        )
+        with self._lock:
+            try:
+                self._course.load(course)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _no_state(error) from error
+            self._norms, self._first_norms = norms, first_norms
+            self._num_steps, self._ahead = num_steps, ahead
+            self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 
     def close(self) -> None:
@@ -282,7 +356,7 @@ class AsyncTrainingMonitor:
         gradients = self._attachment.gradients
         reading = gradients.read(optimizer)
         if reading is None:  # of nothing, or of what the optimizer will not use
-            self._is_suspect = False
+            self._is_suspect = self._is_broken = False
             return True
         measured = {"gradient_norm": reading.norm, "non_finite": float(reading.num_non_finite)}
         readings = {name: value for name, value in measured.items() if self._wants(name)}
@@ -291,18 +365,19 @@ class AsyncTrainingMonitor:
         with self._lock:
             alerts = self._take(readings, None)
             is_out = self._is_suspect
-            most = self._norms.clipped(reading.norm)
-            self._norms = self._norms.after(reading.norm)
+            most = self._clipped(reading.norm)
             in_effect = self._course.in_effect
             is_clipping = "clip" in in_effect
             is_used = not (is_out and "reject" in in_effect)
-            is_used &= not (is_clipping and reading.num_non_finite > 0)
+            # Of what is measured of an update, all members of a group hear the same.
+            is_unusable = self._course.keeps_out_non_finite and reading.num_non_finite > 0
+            is_used &= not (self._is_broken or is_unusable)
             if is_used and is_clipping and most < reading.norm:
                 self._course.num_clipped += gradients.clip(most, optimizer)
             is_used &= not (self.is_paused or self._is_outdated)
             self._course.num_dropped += not is_used
             self._num_steps += 1
-            self._is_suspect = self._is_outdated = False
+            self._is_suspect = self._is_outdated = self._is_broken = False
         self._tell(alerts)
         if self._num_steps == SILENT_STEPS:
             self._warn_of_silence()
@@ -314,14 +389,25 @@ class AsyncTrainingMonitor:
         """Judge readings of the step under way, and act on what is out of range."""
         step = self._num_steps + self._ahead
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
-        alerts = self._course.take(step, readings, worker)
+        is_alone = self._attachment is not None and not self._attachment.are_shared()
+        alerts = self._course.take(step, readings, worker, may_drop=is_alone)
         if self._course.num_taken["pause"] > num_pauses:
             self._resumed.clear()
-        # An update of a group is the same in all its members: none of them drops its own.
-        is_alone = self._attachment is not None and not self._attachment.are_gathered()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
+        self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
+
+    def _clipped(self, norm: float) -> float:
+        """Give what "clip" leaves of a norm, and take the norm up."""
+        first = self._first_norms
+        if not self._norms.is_ready and is_usable(norm):
+            self._first_norms = first.after(norm)
+            if first.is_beyond(norm):  # the range to come knows nothing of it
+                return first.most
+        most = self._norms.clipped(norm)
+        self._norms = self._norms.after(norm)
+        return most
 
     def _tell(self, alerts: Sequence[Alert]) -> bool:
         """Call the callbacks, then wait if training is to pause; not under the lock, which others want.
@@ -329,15 +415,23 @@ class AsyncTrainingMonitor:
         Returns:
             Whether it was paused.
         """
-        for alert in alerts:
+        for alert in (alert for alert in alerts if alert.is_news):
             for callback in self._callbacks:
                 self._call(callback, alert)
         is_to_wait = not self._resumed.is_set()
         if is_to_wait:
             process.warn("training is paused: AsyncTrainingMonitor.resume() lets it go on")
-            self._resumed.wait(self._pause_timeout_s)
+            self._wait()
             self._resumed.set()
         return is_to_wait
+
+    def _wait(self) -> None:
+        """Wait for `resume`, for as long as a pause may last, or until the run is to end and be saved."""
+        timeout_s = math.inf if self._pause_timeout_s is None else self._pause_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self._resumed.wait(min(max(deadline - time.monotonic(), 0.0), LOOK_S)):
+            if termination.is_noted() or time.monotonic() >= deadline:
+                return
 
     def _call(self, callback: Callback, alert: Alert) -> None:
         """Call a callback; one that fails, as where a chat cannot be reached, is warned of the first time."""
@@ -376,10 +470,16 @@ class AsyncTrainingMonitor:
             raise ClosedError("this AsyncTrainingMonitor is closed: make a new one")
 
 
+def _no_state(error: Exception) -> ConfigError:
+    return ConfigError(f"state is no state_dict() of an AsyncTrainingMonitor's: {process.cause_of(error)}")
+
+
 def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
     """Give a value as a float; None if it is no number."""
+    if isinstance(value, str | bytes):  # which float() would read
+        return None
     item = getattr(value, "item", None)
     try:
         return float(value if item is None else item())
-    except (TypeError, ValueError, RuntimeError):
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         return None

@@ -20,7 +20,7 @@ _MAKERS: dict[str, Callable[[Find, float], Remedy]] = {
     "quarantine": lambda find, _: Quarantine(find),
     "rollback": lambda find, _: Rollback(find),
     "pause": lambda *_: OnGradients(
-        "training waits for resume()", "training had gone on", repeats=MOST_REPEATS
+        "training waits for resume()", "training had gone on", repeats=MOST_REPEATS, is_patient=True
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat.errors import ConfigError
 
@@ -23,12 +23,16 @@ class Taken(NamedTuple):
         undo: Takes it back, and says what came of that.
         left_out: The worker that takes no part any more, where it is that.
         goes_back: Whether the parameters are what they were before, and gradients of now are of others.
+        is_done: Whether it could be done.
+        held: What `Remedy.resume` needs to have it in effect in another process: plain data.
     """
 
     result: str
     undo: Callable[[], str]
     left_out: str | None = None
     goes_back: bool = False
+    is_done: bool = True
+    held: Any = None
 
 
 class Remedy(ABC):
@@ -36,11 +40,13 @@ class Remedy(ABC):
 
     Attributes:
         repeats: How often it may be taken while an alert persists.
+        is_patient: It has twice the patience each time: somebody has looked, and let it go on.
         keeps_out_non_finite: It does something about a gradient that is NaN or infinite. In spite of another
             remedy such a one comes again, or ends the run, so that waiting for more of them is for nothing.
     """
 
     repeats = 1
+    is_patient = False
     keeps_out_non_finite = False
 
     def __init__(self, find: Find) -> None:
@@ -58,6 +64,19 @@ class Remedy(ABC):
 
         Raises:
             OffbeatError: If it cannot be done now.
+        """
+
+    @abstractmethod
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  each remedy's own
+        """Have in effect what was in effect when a checkpoint was written.
+
+        What it acts on may have come back with it or not; what somebody has set otherwise since stays.
+
+        Args:
+            held: As `Taken` had it.
+
+        Raises:
+            OffbeatError: If what it acts on is not there, or not yet.
         """
 
     @abstractmethod
@@ -83,15 +102,22 @@ class Remedy(ABC):
 class OnGradients(Remedy):
     """What the monitor does itself where it judges: "alert", "clip", "reject" and "pause"."""
 
-    def __init__(self, taken: str, undone: str, *, repeats: int = 1, drops: bool = True) -> None:
+    def __init__(
+        self, taken: str, undone: str, *, repeats: int = 1, is_patient: bool = False, drops: bool = True
+    ) -> None:
         super().__init__(list)
-        self.repeats, self.keeps_out_non_finite = repeats, drops
+        self.repeats, self.is_patient, self.keeps_out_non_finite = repeats, is_patient, drops
         self._taken, self._undone = taken, undone
 
     def take(self, worker: str | None) -> Taken:
         """Say what the monitor does from now on."""
         del worker
         return Taken(self._taken, lambda: self._undone)
+
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  there is none
+        """Say so again."""
+        del held
+        return self.take(None)
 
     def acts_on(self, thing: object) -> bool:
         """It needs nobody else."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from offbeat import plain_json
 from offbeat.errors import ConfigError, StateError
-from offbeat.monitor.alert import Alert, Release
+from offbeat.monitor.alert import Alert, Recovery, Release
 from offbeat.plots import save
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class MonitorReport:
     """What a monitor saw and did so far.
 
     Attributes:
-        alerts: The newest 1000.
+        alerts: Such as were news (`Alert.is_news`), the newest 1000.
+        recoveries: How each metric came back into its range, the newest 1000.
         releases: The newest 1000.
         num_alerts: How many there were, by metric.
         num_dropped: Gradients that were not used.
@@ -75,6 +76,7 @@ class MonitorReport:
     """
 
     alerts: tuple[Alert, ...]
+    recoveries: tuple[Recovery, ...]
     releases: tuple[Release, ...]
     num_alerts: dict[str, int]
     num_dropped: int

@@ -1,12 +1,15 @@
 """Remedies that set what trains to something milder: more averages, less staleness, a lower learning rate."""
 
+import itertools
 import math
+import operator
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from offbeat.errors import ConfigError
-from offbeat.monitor.attribute import Attribute
+from offbeat.monitor.attribute import attribute_of
+from offbeat.monitor.change import AttributeChange, RateChange, make_all, rates_of, undo_all
 from offbeat.monitor.protocols import HoldsOptimizer, ServesLearningRate, Steps, can_set
 from offbeat.monitor.remedy import MOST_REPEATS, Find, Remedy, Taken
 
@@ -23,29 +26,37 @@ class _SetsAttributes(Remedy):
     _at_its_end: str
     """What to say where there is nothing milder."""
 
-    def __init__(self, find: Find) -> None:
-        super().__init__(find)
-        self._attributes: dict[int, Attribute] = {}  # by object, of those that are set to something else
-
     def take(self, worker: str | None) -> Taken:
         """Do so once more."""
         del worker
         changes = []
-        for thing in self.found():
-            name = self._attribute_of(thing)
-            attribute = self._attributes.get(id(thing)) or Attribute(thing, name)
+        for place, thing in enumerate(self.found()):
+            attribute = attribute_of(thing, self._attribute_of(thing))
             before = attribute.wanted()
             if (after := self._milder(thing, before)) != before:
-                changes.append(_Set(attribute, before, after, self._attributes))
-        _make(changes)
-
-        def undo() -> str:
-            for change in reversed(changes):
-                change.undo()
-            return "; ".join(map(str, (c.attribute for c in changes))) or "nothing was changed"
-
+                changes.append(AttributeChange(attribute, place, before, after))
+        make_all(changes)
         told = "; ".join(f"{c.attribute} instead of {c.before!r}" for c in changes)
-        return Taken(told or self._at_its_end, undo)
+        return self._taken(changes, told or self._at_its_end)
+
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  places, and what was set there from what to what
+        """Set what is as it was before; what is set already, or to something else, stays."""
+        found = self.found()
+        changes = []
+        for place, before, after in held:
+            thing = _at(found, place)
+            attribute = attribute_of(thing, self._attribute_of(thing))
+            change = AttributeChange(attribute, place, before, after)
+            change.make() if change.now() == before else change.note()
+            changes.append(change)
+        return self._taken(changes, "; ".join(str(c.attribute) for c in changes) or self._at_its_end)
+
+    def _taken(self, changes: list[AttributeChange], result: str) -> Taken:
+        def undo() -> str:
+            undo_all(changes)
+            return "; ".join(str(change.attribute) for change in changes) or "nothing was changed"
+
+        return Taken(result, undo, held=[change.entry for change in changes])
 
     @abstractmethod
     def _attribute_of(self, thing: object) -> str:
@@ -106,26 +117,51 @@ class ReduceLr(Remedy):
     def take(self, worker: str | None) -> Taken:
         """Do so once more."""
         del worker
-        changes: list[_Change] = []
-        scaled: list[Steps] = []  # a trainer's optimizer may be its averager's, too, and is scaled once
-        for thing in self.found():
-            if isinstance(thing, ServesLearningRate):
-                rates = _served(thing)
-                if not rates:
-                    raise ConfigError("the server has no optimizer whose learning rate could be set")
-                changes += [_Served(thing, i, rate, rate * self._factor) for i, rate in enumerate(rates)]
-            elif (live := _live(thing)) is not None and not any(live is one for one in scaled):
-                scaled.append(live)
-                changes.append(_Factor(live, self._factor))
-        if not changes:
+        served = []
+        for place, server in enumerate(self._servers()):
+            rates = rates_of(server)
+            if not rates:
+                raise ConfigError("the server has no optimizer whose learning rate could be set")
+            served += [
+                RateChange(server, place, group, rate, rate * self._factor)
+                for group, rate in enumerate(rates)
+            ]
+        factors = [_Factor(live, self._factor) for live in self._live()]
+        if not served and not factors:
             raise ConfigError("there is no optimizer yet")
-        _make(changes)
+        make_all([*served, *factors])
+        return self._taken(served, factors, self._factor)
 
+    def resume(self, held: Any) -> Taken:  # noqa: ANN401  rates of servers, and how many optimizers run here
+        """Scale the optimizers here; set a server's rates that are as they were before."""
+        servers, live = self._servers(), self._live()
+        if len(live) < held["num_live"]:
+            raise ConfigError("there is no optimizer yet")
+        served = [RateChange(_at(servers, place), place, *rest) for place, *rest in held["served"]]
+        factors = [_Factor(one, held["factor"]) for one in live[: held["num_live"]]]
+        is_before = [math.isclose(change.now(), change.before, rel_tol=1e-6) for change in served]
+        make_all([*itertools.compress(served, is_before), *factors])
+        for change in itertools.compress(served, map(operator.not_, is_before)):
+            change.note()
+        return self._taken(served, factors, held["factor"])
+
+    def _servers(self) -> list[ServesLearningRate]:
+        return [thing for thing in self.found() if isinstance(thing, ServesLearningRate)]
+
+    def _live(self) -> list[Steps]:
+        """Give the optimizers here, each once: a trainer's may be its averager's, too."""
+        things = [thing for thing in self.found() if not isinstance(thing, ServesLearningRate)]
+        found = [live for thing in things if (live := _live(thing)) is not None]
+        return list({id(live): live for live in found}.values())
+
+    def _taken(self, served: list[RateChange], factors: "list[_Factor]", factor: float) -> Taken:
         def undo() -> str:
-            kept = [kept for change in reversed(changes) if (kept := change.undo()) is not None]
-            return "; ".join([f"learning rates are divided by {self._factor:g} again", *kept])
+            kept = undo_all([*served, *factors])
+            return "; ".join([f"learning rates are divided by {factor:g} again", *kept])
 
-        return Taken(f"learning rates are multiplied by {self._factor:g}", undo)
+        entries = [change.entry for change in served]
+        held = {"served": entries, "num_live": len(factors), "factor": factor}
+        return Taken(f"learning rates are multiplied by {factor:g}", undo, held=held)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
@@ -136,53 +172,6 @@ class ReduceLr(Remedy):
     def may_act_on(self, thing: object) -> bool:
         """A worker hears of its optimizer in the first `train`; until then it may be one that runs here."""
         return self.acts_on(thing) or bool(getattr(thing, "awaits_optimizer", False))
-
-
-class _Change(Protocol):
-    """Something that is set to something else, and can be set back."""
-
-    def make(self) -> None:
-        """Set it."""
-
-    def undo(self) -> str | None:
-        """Set what was before; where somebody has set something else since, leave that, and say so."""
-
-
-class _Set(NamedTuple):
-    attribute: Attribute
-    before: Any
-    after: Any
-    known: dict[int, Attribute]
-
-    def make(self) -> None:
-        self.attribute.want(self.after)
-        self.attribute.depth += 1
-        self.known[id(self.attribute.thing)] = self.attribute
-
-    def undo(self) -> None:
-        self.attribute.depth -= 1
-        if not self.attribute.depth:
-            self.known.pop(id(self.attribute.thing), None)
-        if self.attribute.wanted() == self.after:
-            self.attribute.want(self.before)
-
-
-class _Served(NamedTuple):
-    server: ServesLearningRate
-    group: int
-    before: float
-    after: float
-
-    def make(self) -> None:
-        self.server.set_lr(self.after, self.group)
-
-    def undo(self) -> str | None:
-        rates = _served(self.server)
-        now = rates[self.group] if self.group < len(rates) else math.nan
-        if math.isclose(now, self.after, rel_tol=1e-6):
-            self.server.set_lr(self.before, self.group)
-            return None
-        return f"that of group {self.group} was set to {now:g} since, and stays"
 
 
 class _Factor(NamedTuple):
@@ -198,15 +187,15 @@ class _Factor(NamedTuple):
         self._replace(by=1 / self.by).make()
 
 
-def _make(changes: Sequence[_Change]) -> None:
-    """Make all of them, or none: what would stay of one that failed halfway, nobody would take back."""
-    for num_made, change in enumerate(changes):
-        try:
-            change.make()
-        except BaseException:
-            for made in reversed(changes[:num_made]):
-                made.undo()
-            raise
+def _at(found: Sequence[Any], place: int) -> Any:  # noqa: ANN401  what is there
+    """Give what is in the place where something was when a remedy was taken.
+
+    Raises:
+        ConfigError: If there is nothing.
+    """
+    if place >= len(found):
+        raise ConfigError(f"of what was acted on, number {place + 1} is not there")
+    return found[place]
 
 
 def _halved(frequency: float | str, least: object) -> float | str:
@@ -227,9 +216,3 @@ def _live(thing: object) -> Steps | None:
         if groups and all("lr" in group for group in groups):
             return cast(Steps, live)
     return None
-
-
-def _served(server: ServesLearningRate) -> list[float]:
-    """Give the learning rates of a server's groups, as they are set; none where it has no optimizer."""
-    groups = (server.status()["optimizer"] or {}).get("spec", {}).get("groups", [])
-    return [group["lr"] for group in groups]

@@ -140,7 +140,10 @@ class OptimizerSpec:
             math.nan if isinstance(value, bool | str) else float(cast(float, value))
         )  # also takes 0-d tensors
         if not (low <= number < high and math.isfinite(number)):
-            raise ValueError(f"it is a number from {low:g} to below {high:g}")
+            bounds = (
+                f"from {low:g} to below {high:g}" if math.isfinite(high) else f"{low:g} or more, and finite"
+            )
+            raise ValueError(f"it is a number, {bounds}")
         return number
 
 

@@ -1,6 +1,7 @@
 """Random generators that belong to a loader, its samplers or its dataset: found as their attributes."""
 
 import random
+from collections.abc import Mapping, ValuesView
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,10 +26,14 @@ class Generators:
         """Find those of a loader or a dataset, of its samplers, and of the datasets that it is made of."""
         batches = getattr(source, "batch_sampler", None)
         places = [source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)]
-        inner = getattr(source, "dataset", None)
-        while inner is not None and not any(inner is place for place in places):
-            places.append(inner)
-            inner = getattr(inner, "dataset", None)  # as a Subset's
+        seen = {id(place) for place in places}
+        waiting = _made_of(source)
+        while waiting:
+            inner = waiting.pop(0)
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                places.append(inner)
+                waiting += _made_of(inner)
         values = [value for place in places for value in getattr(place, "__dict__", {}).values()]
         shared = (
             torch.default_generator
@@ -59,6 +64,15 @@ class Generators:
                     f"the data has a {type(generator).__name__}, and the checkpoint's had another random "
                     f"generator in its place: give the same ({error})"
                 ) from error
+
+
+def _made_of(source: object) -> list[object]:
+    """Give the datasets that a loader or a dataset is made of, as a Subset or a ConcatDataset is."""
+    inner, several = getattr(source, "dataset", None), getattr(source, "datasets", ())
+    if isinstance(several, Mapping):  # as a StackDataset's
+        several = several.values()
+    listed = several if isinstance(several, list | tuple | ValuesView) else ()
+    return [*([] if inner is None else [inner]), *listed]
 
 
 def _state(generator: Generator) -> Any:  # noqa: ANN401  a nest

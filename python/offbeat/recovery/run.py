@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,6 +25,9 @@ from offbeat.termination import TERMINATED, Terminated
 from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Plan", "Run", "taken_apart"]
+
+WORKER_HAS_GONE = "DataLoader worker (pid"
+"""With which torch begins to tell that a process of a loader's has ended before its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +125,7 @@ class Run:
         trainee, account, history = self._trainee, self._account, self._account.history
         self._hear()
         while not (self._plan.is_done(account) or self._pushes.is_out_of_budget):
+            self._check_terminated()
             if self._pass():
                 steps = trainee.end_epoch(account.place.epoch)
                 account.end_epoch(steps)
@@ -143,8 +147,10 @@ class Run:
 
     def _pass(self) -> bool:
         """Train on one pass, or on the rest of one; tell whether it came to its end."""
-        for batch in self._batches():
-            self._check_terminated()  # also before the first step of a life
+        for batch in self._until_cut_off():
+            if self._has_nothing_new:
+                self._check_terminated()
+            # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
             self._account.add(self._trainee.step(batch, self._account.place.epoch))
             self._hear()
             history = self._account.history
@@ -157,7 +163,6 @@ class Run:
                 return False
             if self._pushes.is_out_of_budget:
                 return False
-        self._check_terminated()
         if not self._account.place.batch:
             raise ConfigError(
                 f"the data gave no batch in epoch {self._account.place.epoch + 1}, so that there is nothing "
@@ -174,11 +179,28 @@ class Run:
             place, resumed["data"], lambda: rng.restore(resumed["rng"], self._plan.device)
         )
 
+    def _until_cut_off(self) -> Iterator[Any]:
+        """Give batches, and end the run where SIGTERM has ended the workers that load them."""
+        try:
+            yield from self._batches()
+        except RuntimeError as error:
+            if self._terminated.has_come and str(error).startswith(WORKER_HAS_GONE):
+                self._leave()
+            raise
+
+    @property
+    def _has_nothing_new(self) -> bool:
+        """Whether no step was made in this life: the checkpoint that it went on from says all."""
+        return self._account.history.steps == self._first_step
+
     def _check_terminated(self) -> None:
-        if not self._terminated.has_come or self._trainee.is_about_to_settle:
-            return
+        if self._terminated.has_come and not self._trainee.is_about_to_settle:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Save what is new, and end the process."""
         self._account.history.stopped = "interrupted"
-        if self._account.history.steps > self._first_step:  # else the checkpoint that there is says all
+        if not self._has_nothing_new:
             self._account.history.steps += self._trainee.settle()
             self._hear()
             self._save()

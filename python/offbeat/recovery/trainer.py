@@ -65,7 +65,8 @@ class FaultTolerantTrainer:
     and the momentum that it kept for the server begins anew. All of these are closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
-    process with exit code 143; a second one, a moment later, ends it at once.
+    process with exit code 143; a second one, a moment later, ends it at once. So does SIGINT under `offbeat
+    launch`, which passes SIGTERM and Ctrl-C on as that.
 
     Args:
         model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,

@@ -1,7 +1,8 @@
 """Trackers that write plain files, which any tool reads: JSON lines, and CSV.
 
 A file only grows, by whole calls of `log`, and each is with the system when the call returns: a process that
-is killed costs nothing that was logged. What is opened again is gone on with.
+is killed costs nothing that was logged. What is opened again is gone on with. It has one tracker at a time:
+of two, whose numbers have the same names and steps, nobody could tell afterwards which said what.
 """
 
 import csv
@@ -12,9 +13,9 @@ import json
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -30,24 +31,24 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """What a file system says that has no locks, as Lustre mounted without them, or NFS without its daemon."""
 
 
-@contextmanager
-def _alone(file: BinaryIO) -> Iterator[None]:
-    """Keep the file's other writers waiting: one that opens it would take half a line for a dead one's.
+def _take(file: BinaryIO, path: Path) -> None:
+    """Keep other trackers out of a file until it is closed, however its process ends.
 
     A file system without locks, as clusters have, is written to all the same: nearly always by one alone.
+
+    Raises:
+        ConfigError: If another tracker has it.
     """
-    has_lock = True
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{path} is being written by another tracker, of this process or another one: give each a file "
+            f"of its own, as by the worker's name or rank, or finish() that one before"
+        ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        has_lock = False
-    try:
-        yield
-    finally:
-        if has_lock:
-            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class _File(ABC):
@@ -60,17 +61,19 @@ class _File(ABC):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         refuse(no_name("a file", path=path))
         self._path = Path(path)
-        self._turn = threading.Lock()  # a lock of the file's is the process's, not a thread's
+        self._turn = threading.Lock()  # a lock of the file's keeps other trackers out, and not other threads
+        self._is_inherited = False
         self._is_torn = False  # a line may have been left half written, as on a full disk
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered and for appending: each call is one write, also where several processes share a file.
+        # Unbuffered and for appending: each call is one write, also where a file system has no locks.
         self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
         try:
-            with _alone(self._file):
-                self._take_up(self._file)
+            _take(self._file, self._path)
+            self._take_up(self._file)
         except BaseException:
             self._file.close()
             raise
+        _open.add(self)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write numbers down.
@@ -87,16 +90,19 @@ class _File(ABC):
         numbers = checked(values, step)
         with self._turn:
             if self._file is None:
-                raise ClosedError(f"{self!r} was finished; make a new one, which goes on with the file")
+                raise ClosedError(
+                    f"{self!r} is of the process that forked this one: make one here, of another file"
+                    if self._is_inherited
+                    else f"{self!r} was finished; make a new one, which goes on with the file"
+                )
             if not numbers:
                 return
             text = self._text(numbers, step, time.time())
-            with _alone(self._file):
-                if self._is_torn:
-                    self._take_up(self._file)
-                self._is_torn = True
-                _write(self._file, text)
-                self._is_torn = False
+            if self._is_torn:
+                self._take_up(self._file)
+            self._is_torn = True
+            _write(self._file, text)
+            self._is_torn = False
 
     def finish(self) -> None:
         """Close the file; finishing twice is fine."""
@@ -104,6 +110,16 @@ class _File(ABC):
             if self._file is not None:
                 self._file.close()
                 self._file = None
+
+    def forget(self) -> None:
+        """In a forked child: let go of what is the parent's, which alone writes and has the lock.
+
+        A loader's worker, which outlives a killed trainer by seconds, would else keep the next one out.
+        """
+        if self._file is not None:
+            self._file.close()  # our descriptor alone
+            self._file, self._is_inherited = None, True
+        self._turn = threading.Lock()  # which a thread of the parent's may have had
 
     def __enter__(self) -> Self:
         """Use as a context manager: finished at the end."""
@@ -160,7 +176,7 @@ class JSONL(_File):
         path: The file; one that is there is gone on with. Its folder is made where it is not there.
 
     Raises:
-        ConfigError: If the file holds something else.
+        ConfigError: If the file holds something else, or another tracker writes it.
         OSError: If it cannot be opened, or its folder not be made.
 
     Example:
@@ -195,7 +211,7 @@ class CSV(_File):
         path: The file; one that is there is gone on with. Its folder is made where it is not there.
 
     Raises:
-        ConfigError: If the file holds something else.
+        ConfigError: If the file holds something else, or another tracker writes it.
         OSError: If it cannot be opened, or its folder not be made.
     """
 
@@ -228,3 +244,14 @@ def _end_of_lines(file: BinaryIO, chunk_bytes: int = 1 << 16) -> int:
             return begin + newline + 1
         end = begin
     return 0
+
+
+_open: weakref.WeakSet[_File] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for file in list(_open):
+        file.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

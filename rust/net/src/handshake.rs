@@ -37,6 +37,12 @@ pub enum HandshakeError {
     /// A frame that may not come now.
     #[error("{0}")]
     OutOfPlace(String),
+    /// On the server: what came is no frame of ours. None of its bytes are told, which anybody may choose.
+    #[error("what came is no Offbeat frame{}", .looks_like.map(|it| format!(": it looks like {it}")).unwrap_or_default())]
+    Foreign { looks_like: Option<&'static str> },
+    /// On the server: a message that is not what its kind should be; nor are its words told.
+    #[error("a {kind:?} message of {bytes} bytes cannot be read")]
+    Unreadable { kind: Kind, bytes: u32 },
 }
 
 impl From<io::Error> for HandshakeError {
@@ -83,10 +89,21 @@ pub async fn expect<T: DeserializeOwned>(
     cap: u32,
 ) -> Result<T, HandshakeError> {
     let header = reader.header(socket).await?;
+    expected(socket, reader, &header, kind, cap).await
+}
+
+/// The same, with the header that has come.
+async fn expected<T: DeserializeOwned>(
+    socket: &Socket,
+    reader: &mut FrameReader,
+    header: &Header,
+    kind: Kind,
+    cap: u32,
+) -> Result<T, HandshakeError> {
     if header.kind == kind && header.payload_len <= cap {
-        return Ok(decode(reader.message(socket, &header).await?).map_err(FrameError::from)?);
+        return Ok(decode(reader.message(socket, header).await?).map_err(FrameError::from)?);
     }
-    Err(match refused(socket, reader, &header, cap).await? {
+    Err(match refused(socket, reader, header, cap).await? {
         Some(refused) => HandshakeError::Refused(refused),
         None => HandshakeError::OutOfPlace(format!(
             "a {kind:?} frame was due, a {:?} frame of {} bytes came",
@@ -184,8 +201,7 @@ async fn challenge(
     reader: &mut FrameReader,
     token: Option<&str>,
 ) -> Result<Purpose, HandshakeError> {
-    let hello = expect(socket, reader, Kind::Hello, MAX_HANDSHAKE_BYTES).await;
-    let hello: Hello = hello.map_err(in_our_words)?;
+    let hello: Hello = hear(socket, reader, Kind::Hello).await.map_err(in_our_words)?;
     if !(hello.protocol_min..=hello.protocol_max).contains(&PROTOCOL) {
         return Err(HandshakeError::Refused(Refused {
             code: RefusalCode::Protocol,
@@ -200,7 +216,7 @@ async fn challenge(
     let proof = token.map(|token| prove(token, Side::Server, &hello.nonce, &nonce));
     let challenge = Challenge { protocol: PROTOCOL, nonce, token_required: token.is_some(), proof };
     send(socket, Kind::Challenge, 0, &challenge).await?;
-    let answer: Authenticate = match expect(socket, reader, Kind::Authenticate, MAX_HANDSHAKE_BYTES).await {
+    let answer: Authenticate = match hear(socket, reader, Kind::Authenticate).await {
         Err(HandshakeError::Refused(Refused { code: RefusalCode::Authentication, .. })) => {
             return Err(HandshakeError::Authentication(match token {
                 Some(_) => {
@@ -230,6 +246,36 @@ async fn challenge(
     Ok(hello.purpose)
 }
 
+/// Receives the one kind of message that may come now from somebody who has not proved anything.
+async fn hear<T: DeserializeOwned>(
+    socket: &Socket,
+    reader: &mut FrameReader,
+    kind: Kind,
+) -> Result<T, HandshakeError> {
+    let header = match reader.header(socket).await {
+        Err(FrameError::Header(HeaderError::Magic { first, came })) => {
+            return Err(HandshakeError::Foreign { looks_like: looks_like(&first[..came]) });
+        }
+        header => header?,
+    };
+    match expected(socket, reader, &header, kind, MAX_HANDSHAKE_BYTES).await {
+        Err(HandshakeError::Frame(FrameError::Message(_))) => {
+            Err(HandshakeError::Unreadable { kind: header.kind, bytes: header.payload_len })
+        }
+        heard => heard,
+    }
+}
+
+/// What else speaks so, as far as the first four bytes tell it.
+fn looks_like(first: &[u8]) -> Option<&'static str> {
+    match first {
+        b"GET " | b"POST" | b"HEAD" | b"PUT " | b"OPTI" | b"CONN" | b"PRI " => Some("HTTP"),
+        b"SSH-" => Some("SSH"),
+        [0x16, 0x03, ..] => Some("TLS"),
+        _ => None,
+    }
+}
+
 /// Nobody has to prove anything to refuse, and what fails here goes to the log.
 fn in_our_words(error: HandshakeError) -> HandshakeError {
     match error {
@@ -247,6 +293,8 @@ pub fn refusal(error: &HandshakeError) -> Option<Refused> {
         HandshakeError::Refused(refused) => return Some(refused.clone()),
         HandshakeError::Authentication(_) => RefusalCode::Authentication,
         HandshakeError::OutOfPlace(_) => RefusalCode::State,
+        HandshakeError::Unreadable { .. } => RefusalCode::Malformed,
+        HandshakeError::Foreign { .. } => return None,
         HandshakeError::Frame(error) => return frame_refusal(error),
     };
     Some(Refused { code, message: error.to_string(), fatal: true })

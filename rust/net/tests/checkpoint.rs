@@ -10,6 +10,7 @@ use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::{Contribution, Group, OptimizerSpec, Rule, Schedule, ScheduleShape, Transaction};
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::Want;
+use offbeat_core::wire::message::{Call, Parting, Reply};
 use offbeat_net::checkpoint::{Checkpoint, Watch, checkpoints};
 use offbeat_net::client::{Client, ClientConfig};
 use offbeat_net::server::{Every, Resume, Server, ServerConfig, ServerError, Snapshot};
@@ -498,4 +499,95 @@ fn a_server_that_goes_back_to_a_checkpoint_goes_on_as_one_that_was_started_on_it
     assert_eq!(server.roll_back(None).unwrap(), 5, "the newest");
     let told = start(common::config()).roll_back(None).unwrap_err().to_string();
     assert!(told.contains("keeps no checkpoints"), "{told}");
+}
+
+/// Copies what a server that is killed now leaves behind, and starts another on it.
+fn killed_now(place: &Place, copy: &Place) -> Server {
+    copy_files(&place.0, &copy.0);
+    Server::start(copy.config()).unwrap()
+}
+
+#[test]
+fn a_server_that_is_killed_after_it_went_back_or_its_values_were_replaced_goes_on_from_there() {
+    let (place, gone_back, replaced) = (Place::new(), Place::new(), Place::new());
+    let server = start(place.config());
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    assert_eq!(server.roll_back(None).unwrap(), 0);
+    let again = killed_now(&place, &gone_back);
+    assert!(parameters(&again).iter().all(|&p| p == 0.0), "{:?}", parameters(&again)[0]);
+    assert_eq!(status(&again)["version"], 1, "versions go on");
+    server.load_tensors(&values(7.0)).unwrap();
+    let again = killed_now(&place, &replaced);
+    assert!(parameters(&again).iter().all(|&p| p == 7.0), "{:?}", parameters(&again)[0]);
+}
+
+#[test]
+fn what_cannot_be_kept_of_a_rollback_stands_and_is_told() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    fs::write(place.0.join(".new"), "in the way").unwrap();
+    assert_eq!(server.roll_back(None).unwrap(), 0);
+    let told = status(&server);
+    assert!(told["checkpoints"]["failed"].as_str().unwrap().starts_with("cannot remove"), "{told:#}");
+    assert!(parameters(&server).iter().all(|&p| p == 0.0));
+    assert_eq!(place.numbers(), [1]);
+    fs::remove_file(place.0.join(".new")).unwrap();
+    server.stop();
+    assert!(parameters(&Server::start(place.config()).unwrap()).iter().all(|&p| p == 0.0));
+}
+
+#[test]
+fn what_was_gone_back_from_makes_room_before_what_is_older() {
+    let place = Place::new();
+    let server = start(place.every(Every::Versions(1), Resume::Auto));
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    for version in 1..=2 {
+        worker.push(1.0);
+        eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == version);
+    }
+    assert_eq!(place.numbers(), [3, 2, 1]);
+    assert_eq!(server.roll_back(Some(1)).unwrap(), 1);
+    assert_eq!(place.numbers(), [4, 2, 1], "that of version 2 is of what was gone back from");
+    assert_eq!(server.roll_back(Some(0)).unwrap(), 0, "there it is, to go back further");
+    assert!(parameters(&server).iter().all(|&p| p == 0.0));
+    assert_eq!(place.numbers(), [5, 4, 1], "what is left has room until what is good needs it");
+    worker.try_push(9.0); // on what was gone back from: it reads anew
+    worker.push(1.0);
+    eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 3);
+    assert_eq!(place.numbers(), [6, 5, 1]);
+    assert!(matches!(server.roll_back(Some(1)), Err(ServerError::NoSuchCheckpoint { .. })));
+}
+
+fn goodbye(raw: &mut common::Raw) {
+    raw.call(1000, &Call::Goodbye { parting: Parting::Finished });
+    assert_eq!(raw.reply(), Reply::Goodbye);
+}
+
+#[test]
+fn who_comes_and_goes_between_two_checkpoints_and_changes_nothing_causes_none() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let come_and_go = |name: &str| goodbye(&mut common::Raw::joined(&server, name).0);
+    let age = |s: &Value| s["checkpoints"]["age_s"].as_f64().unwrap();
+    come_and_go("a stranger");
+    // Long enough for one that is due where nobody is there, and for many looks.
+    eventually(&server, "time", |s| age(s) > 3.0);
+    come_and_go("a stranger");
+    come_and_go("another");
+    assert_eq!(place.numbers(), [1]);
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    goodbye(&mut worker.raw);
+    eventually(&server, "what it has done, when nobody is there", |s| s["checkpoints"]["version"] == 1);
+    assert_eq!(place.numbers(), [2, 1]);
+    server.stop();
+    let told = status(&Server::start(place.config()).unwrap());
+    assert_eq!(told["workers"].as_array().unwrap().len(), 3, "the next one has them, too: {told:#}");
 }

@@ -10,7 +10,7 @@ use offbeat_core::wire::auth::{Side, prove, verify};
 use offbeat_core::wire::message::{
     Authenticate, Challenge, Hello, Join, Purpose, RefusalCode, Refused, Welcome,
 };
-use offbeat_core::wire::{Header, Kind, PROTOCOL};
+use offbeat_core::wire::{Header, Kind, PROTOCOL, encode};
 use offbeat_net::client::{Client, ClientConfig, ClientError, fetch_status};
 use offbeat_net::server::{ServerConfig, ServerError};
 use std::net::TcpListener;
@@ -51,6 +51,19 @@ fn the_words_of_a_peer_that_has_proved_nothing_are_not_repeated() {
         let answer = raw.refused();
         assert_eq!((answer.code, answer.message.as_str()), (RefusalCode::State, "the peer refused (State)"));
     }
+}
+
+#[test]
+fn nor_is_what_it_says_in_a_message_that_cannot_be_read() {
+    let server = start(with_token());
+    let forged = serde_json::json!({"purpose": "a line\nof its own"});
+    let mut bytes = vec![];
+    encode(&forged, &mut bytes);
+    let mut raw = Raw::connect(server.address());
+    raw.send(Kind::Hello, 0, &forged);
+    let refused = raw.refused();
+    let told = format!("a Hello message of {} bytes cannot be read", bytes.len());
+    assert_eq!((refused.code, refused.message), (RefusalCode::Malformed, told));
 }
 
 #[test]

@@ -241,3 +241,59 @@ def test_a_server_goes_back_to_a_checkpoint_and_the_run_goes_on(tmp_path, transa
         pytest.raises(StateError, match="keeps no checkpoints"),
     ):
         keeps_none.rollback()
+
+
+GOES_BACK = """
+import os, signal, sys
+import numpy as np
+import offbeat
+server = offbeat.ParameterServer(
+    {"w": np.zeros(5, np.float32)}, optimizer=offbeat.optim.SGD(lr=1.0), checkpoint_dir=sys.argv[1]
+)
+server.start()
+with offbeat.Client(server.address) as client:
+    client.pull()
+    assert client.push({"w": np.ones(5, np.float32)}).applied
+if sys.argv[2] == "rollback":
+    server.rollback(0)
+else:
+    server.load_state_dict({"w": np.full(5, 7.0, np.float32)})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("by", "value"), [("rollback", 0.0), ("load_state_dict", 7.0)])
+def test_a_server_that_is_killed_right_after_a_rollback_goes_on_from_it(tmp_path, by, value):
+    # The first checkpoint, of version 0, has to be there before anything is gone back to.
+    with offbeat.ParameterServer({"w": np.zeros(5, np.float32)}, checkpoint_dir=tmp_path) as first:
+        until_the_first(first)
+        first.stop(restarting=True)
+    done = subprocess.run([sys.executable, "-c", GOES_BACK, str(tmp_path), by], timeout=50, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with offbeat.ParameterServer(
+        optimizer=optim.SGD(lr=1.0), checkpoint_dir=tmp_path, resume="must"
+    ) as again:
+        assert again.state_dict()["w"].tolist() == [value] * 5
+        assert again.status()["version"] == 1, "versions do not go back"
+
+
+def test_a_rollback_that_no_checkpoint_has_stands_and_is_warned_of(tmp_path, caplog):
+    def warned():
+        return [r for r in list(caplog.records) if "no checkpoint has the values" in r.getMessage()]
+
+    with caplog.at_level("WARNING", logger="offbeat"), made(tmp_path) as server:
+        until_the_first(server)
+        push(server.address, 1)
+        wait_for(lambda: server.status()["checkpoints"]["version"] == 1)  # nobody is there any more
+        in_the_way = tmp_path / ".new"
+        in_the_way.write_text("in the way")
+        assert server.rollback(0) == 0
+        assert not server.state_dict()["w"].any()
+        wait_for(warned)
+        (told,) = warned()
+        assert told.levelname == "WARNING"
+        assert f"directory={tmp_path} " in told.getMessage()
+        assert f"cannot remove {in_the_way}" in told.getMessage()
+        in_the_way.unlink()
+    with made(tmp_path) as again:
+        assert not again.state_dict()["w"].any()

@@ -61,15 +61,39 @@ def test_a_flood_hides_no_wrong_token_and_is_counted_where_the_server_stops_in_i
                 scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 scan.settimeout(20)
                 assert scan.recv(1) == b""  # it is refused before the next one comes
-        wait_for(lambda: len(refused("GET")) == told)
+        wait_for(lambda: len(refused("HTTP")) == told)
         with pytest.raises(offbeat.errors.AuthenticationError):
             offbeat.Client(server.address, token=wrong)
         wait_for(lambda: refused("token"))
         assert not [r for r in caplog.records if "more connections" in r.getMessage()]
-    assert ["are counted" in text for text in refused("GET")] == [False] * (told - 1) + [True]
+    assert not refused("GET"), "what a stranger sends is not repeated"
+    assert ["are counted" in text for text in refused("HTTP")] == [False] * (told - 1) + [True]
     (more,) = [r.getMessage() for r in caplog.records if "more connections did not get in" in r.getMessage()]
     assert f"connections={flood - told} " in more
     assert "not what a worker says" in more
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no Offbeat frame: it looks like SSH"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", "is no Offbeat frame: it looks like TLS"),
+        (b"ERR worker=forged", "is no Offbeat frame"),
+    ],
+)
+def test_what_a_stranger_sends_is_told_by_its_kind_and_not_repeated(caplog, sent, said):
+    with (
+        caplog.at_level(logging.WARNING, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, host="127.0.0.1") as server,
+    ):
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as stranger:
+            stranger.sendall(sent)
+            assert stranger.recv(1) == b""
+        wait_for(lambda: [r for r in caplog.records if "did not get in" in r.getMessage()])
+    (told,) = [r.getMessage() for r in caplog.records if "did not get in" in r.getMessage()]
+    assert said in told
+    assert not any(word in told for word in ("SSH-", "ERR", "begins with", "\\x16"))
 
 
 def test_waiting_for_nobody_is_announced(caplog, run_python):
@@ -189,6 +213,7 @@ def test_a_short_token_is_warned_of_and_never_shown(caplog, length, warnings):
         r for r in caplog.records if r.levelno == logging.WARNING and "could be guessed" in r.getMessage()
     ]
     assert len(said) == warnings
+    assert all("openssl rand -hex 16" in r.getMessage() for r in said), "of a command line's user, too"
     assert word not in caplog.text
     assert "OFFBEAT_TOKEN=<the server's token>" in caplog.text
 

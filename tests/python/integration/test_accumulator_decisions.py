@@ -166,15 +166,37 @@ def without_a_scaler(windows, skipped, lateness):
     return [p.detach().numpy() for p in trained.parameters()]
 
 
+def one_of_each(inputs, targets):
+    return 1.0
+
+
 def made_unlike(rank, keywords):
+    given = {"accumulation_steps": 4} | keywords[rank]
+    if "grad_scaler" in given:
+        given["grad_scaler"] = torch.amp.GradScaler("cpu")
     try:
-        offbeat.AsyncGradientAccumulator(model(), **keywords[rank])
+        offbeat.AsyncGradientAccumulator(model(), **given)
     except StateError as error:
         return str(error)
     return None
 
 
-def test_members_that_are_made_otherwise_are_told_at_once():
-    steps = {"accumulation_steps": 4}
-    for told in together(made_unlike, 2, (steps | {"adaptive_accumulation": True}, steps)):
-        assert "have another adaptive_accumulation" in told
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"adaptive_accumulation": True},
+        {"overlap": False},
+        {"loss_reduction": "sum"},
+        {"normalizer": one_of_each},
+        {"grad_scaler": True},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_members_that_are_made_otherwise_are_told_at_once(other):
+    for told in together(made_unlike, 2, ({}, other)):
+        assert "members train different parameters (requires_grad), or have another" in told
+        assert next(iter(other)) in told
+
+
+def test_members_may_have_another_number_of_micro_batches():
+    assert together(made_unlike, 2, ({}, {"accumulation_steps": 2})) == [None, None]

@@ -1,18 +1,25 @@
 """Several processes that accumulate together are one that has all their samples."""
 
 import copy
+import math
 import os
 import signal
+import sys
+import threading
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
 from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
+from offbeat.local.sums import Sums
 from support.group import together
 from support.waiting import wait_for
 
@@ -187,6 +194,138 @@ def test_members_train_whatever_a_model_has(reduction, counts_ignored):
         assert np.abs(first[name] - theirs).max() <= within * np.abs(theirs).max(), name
 
 
+class Odd(nn.Module):
+    """What is used from the second micro-batch on, in the first alone, and several times in a backward."""
+
+    def __init__(self, is_narrow):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Linear(6, 6)
+        self.first = nn.Linear(6, 5)
+        self.later = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 5, dtype=torch.bfloat16 if is_narrow else torch.float64)
+        self.conv = nn.Conv2d(2, 2, (2, 1)).to(memory_format=torch.channels_last)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        x = inputs
+        for _ in range(2):  # each is a backward within the backward, which adds to the same gradient
+            x = checkpoint(self.inside, x, use_reentrant=True)
+        x = x + self.conv(x.view(-1, 2, 3, 1)).flatten(1).repeat(1, 2)[:, :6]
+        out = (self.first if self.calls % 3 == 1 else self.later)(torch.tanh(x))
+        return out + self.last(out.to(self.last.weight.dtype)).float()
+
+
+def odd_parameters(trained):
+    return {name: p.detach().float().numpy() for name, p in trained.named_parameters()}
+
+
+def odd(rank, reduction, has_normalizer, num_frozen):
+    trained = Odd(is_narrow=has_normalizer)
+    ours = offbeat.AsyncGradientAccumulator(
+        trained,
+        3,
+        overlap=False,
+        loss_reduction=reduction,
+        normalizer=(lambda _, targets: float((targets != 0).sum())) if has_normalizer else None,
+    )
+    live = torch.optim.SGD(trained.parameters(), lr=0.02, momentum=0.9)
+    of = nn.CrossEntropyLoss(reduction=reduction, ignore_index=0 if has_normalizer else IGNORED)
+    for number in range(12):
+        inputs, targets = micro_batch(rank, number // 3, number % 3)
+        if number == num_frozen:
+            trained.inside.weight.requires_grad_(requires_grad=False)
+        ours.train_step(inputs=inputs.requires_grad_(), targets=targets, optimizer=live, loss_fn=of)
+    return odd_parameters(trained), ours.updates
+
+
+def odd_alone(reduction, has_normalizer, num_frozen):
+    """Add the gradients of all sums up by hand, and divide them once."""
+    trained = Odd(is_narrow=has_normalizer)
+    live = torch.optim.SGD(trained.parameters(), lr=0.02, momentum=0.9)
+    of = nn.CrossEntropyLoss(reduction="sum", ignore_index=0 if has_normalizer else IGNORED)
+    for window in range(4):
+        counts = 0
+        for rank in range(2):
+            trained.calls = 3 * window
+            for number in range(3):
+                inputs, targets = micro_batch(rank, window, number)
+                trained.inside.weight.requires_grad_(3 * window + number < num_frozen)
+                of(trained(inputs.requires_grad_()), targets).backward()
+                counts += int((targets != 0).sum()) if has_normalizer else len(targets)
+        for parameter in trained.parameters():
+            if parameter.grad is not None and (reduction == "mean" or has_normalizer):
+                parameter.grad /= counts
+        live.step()
+        trained.zero_grad()
+    return odd_parameters(trained)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "has_normalizer"), [("mean", False), ("mean", True), ("sum", False), ("sum", True)]
+)
+@pytest.mark.parametrize("num_frozen", [99, 4])
+def test_windows_of_whatever_a_model_does_are_one_sum_of_all_members(reduction, has_normalizer, num_frozen):
+    first, second = together(odd, 2, reduction, has_normalizer, num_frozen)
+    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[1] == 4
+    for name, theirs in odd_alone(reduction, has_normalizer, num_frozen).items():
+        within = 2e-2 if has_normalizer else 2e-6  # sums of bfloat16 are rounded in another order
+        assert np.abs(first[0][name] - theirs).max() <= within * np.abs(theirs).max(), name
+
+
+class Passes(TorchDispatchMode):
+    """Counts numbers that are read and written, of tensors that are there and not of views of them."""
+
+    def __init__(self, at_least):
+        super().__init__()
+        self.num = 0
+        self._at_least = at_least
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and func.namespace != "c10d":
+            for tensor in tree_leaves((args, result)):  # out= is the result
+                if isinstance(tensor, torch.Tensor) and tensor.numel() >= self._at_least:
+                    self.num += tensor.numel()
+        return result
+
+
+def passes(rank, adaptive):
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+    ours = offbeat.AsyncGradientAccumulator(trained, 4, adaptive_accumulation=adaptive)
+    num = sum(p.numel() for p in trained.parameters())
+    found = []
+    for _ in range(5):
+        with Passes(at_least=1000) as counted:
+            for _ in range(4):
+                inputs, targets = torch.randn(2, 64), torch.randint(64, (2,))
+                ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+        found.append(counted.num / num)
+    alone = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+    live = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        with Passes(at_least=1000) as counted:
+            for _ in range(4):
+                (LOSS(alone(torch.randn(2, 64)), torch.randint(64, (2,))) / 4).backward()
+            live.step()
+            live.zero_grad()
+    ours.flush()
+    return found, counted.num / num
+
+
+def test_a_window_makes_one_pass_over_memory_more_than_a_loop_of_torchs():
+    for found, alone in together(passes, 2, False):
+        assert alone > 10, "something was counted"
+        assert [round(num - alone, 1) for num in found[3:]] == pytest.approx([1.0, 1.0], abs=0.2), (
+            found,
+            alone,
+        )
+
+
 def with_batch_norm(rank, num_batches):
     trained = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 5))
     ours = offbeat.AsyncGradientAccumulator(trained, 1)
@@ -207,6 +346,45 @@ def test_statistics_are_each_members_own_until_flush_gives_all_their_mean_by_sam
     assert first != second
     assert after == also == pytest.approx([(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
     assert number == same == 3
+
+
+def with_tables(rank, num_batches):
+    torch.manual_seed(0)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Linear(2, 5)
+            self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+            self.register_buffer("table", torch.rand(1000, generator=torch.Generator().manual_seed(1)))
+            self.register_buffer("own", torch.zeros(1))
+
+        def forward(self, inputs):
+            self.own += 1
+            return self.inside(inputs) + self.mask[-1]
+
+    trained = Masked()
+    before = {name: buffer.clone() for name, buffer in trained.named_buffers()}
+    ours = offbeat.AsyncGradientAccumulator(trained, 1)
+    if rank == 1 and not num_batches[1]:
+        trained.own.fill_(math.inf)
+    for _ in range(num_batches[rank]):
+        ours.train_step(
+            inputs=torch.ones(3 + rank, 2),
+            targets=torch.zeros(3 + rank, dtype=torch.long),
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=LOSS,
+        )
+    ours.flush(optimizer=optim.SGD(lr=0.1))
+    same = {name: torch.equal(before[name], buffer) for name, buffer in trained.named_buffers()}
+    return same, trained.own.item()
+
+
+@pytest.mark.parametrize(("num_batches", "own"), [((3, 2), (3 * 9 + 2 * 8) / 17), ((2, 0), 2.0)])
+def test_buffers_that_are_alike_keep_their_bits_and_a_member_without_data_breaks_none(num_batches, own):
+    for same, mean in together(with_tables, 2, num_batches):
+        assert same == {"mask": True, "table": True, "own": False}
+        assert mean == pytest.approx(own)
 
 
 def with_scheduler(rank, by_hook):
@@ -337,6 +515,66 @@ def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
     assert "of all members could not be put together, for one is gone" in (tmp_path / "said").read_text()
+
+
+def broken_off(rank, overlap, interrupted):
+    """Train on eight micro-batches; Ctrl-C comes while the first member waits for the other one."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 2, overlap=overlap)
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    asked = threading.Event()
+
+    def interrupt():
+        asked.wait()
+        wait_for(lambda: sys._current_frames()[main].f_code is Sums.wait.__code__, timeout_s=60)
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupted.touch()
+
+    if rank == 0:
+        threading.Thread(target=interrupt, daemon=True).start()
+    else:
+        wait_for(interrupted.exists, timeout_s=60)
+    num_interrupts = 0
+    for number in range(8):
+        if number == (3 if overlap else 1):
+            asked.set()
+        inputs, targets = micro_batch(rank, 0, number)
+        try:
+            ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    ours.flush()
+    signal.signal(signal.SIGINT, before)
+    return [p.detach().numpy() for p in ours.model.parameters()], ours.updates, num_interrupts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wait_that_is_broken_off_loses_nothing(overlap, tmp_path):
+    first, second = together(broken_off, 2, overlap, tmp_path / "interrupted")
+    assert (first[2], second[2]) == (1, 0)
+    assert all(map(np.array_equal, first[0], second[0]))
+    ends = [[2, 4, 6, 8]] * 2
+    if overlap:  # the window that was full stays, and ends with one more
+        ends[0] = [2, 5, 7, 8]
+    assert first[1] == second[1] == 4
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    waiting = []
+    for window in range(4):
+        batches = [
+            micro_batch(rank, 0, number)
+            for rank in range(2)
+            for number in range(([0, *ends[rank]])[window], ends[rank][window])
+        ]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        waiting.append(torch.autograd.grad(LOSS(trained(inputs), targets), list(trained.parameters())))
+        if len(waiting) > overlap:
+            apply(live, trained, waiting.pop(0))
+    for gradients in waiting:
+        apply(live, trained, gradients)
+    for a, b in zip(first[0], trained.parameters(), strict=True):
+        assert np.abs(a - b.detach().numpy()).max() <= 1e-6 * b.abs().max().item()
 
 
 def steps_of(rank, ours, numbers):

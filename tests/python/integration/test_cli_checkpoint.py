@@ -154,7 +154,11 @@ def test_what_is_good_is_said_to_be_and_nothing_is_changed(place, server, run):
     for _ in range(2):
         code, out, err = run("verify", place)
         assert (code, err) == (0, "")
-        assert out == f"{place}/checkpoint-000002: ok\n{place}/checkpoint-000001: ok\n"
+        assert out.splitlines() == [
+            f"{place}/life.json: not there; a server would go by what the checkpoints say",
+            f"{place}/checkpoint-000002: ok",
+            f"{place}/checkpoint-000001: ok",
+        ]
     assert run("verify", place / "checkpoint-000001")[:2] == (0, f"{place}/checkpoint-000001: ok\n")
     assert run("inspect", place)[0] == 0
     assert on_disk(place) == before
@@ -205,7 +209,8 @@ def test_what_is_wrong_is_told_with_its_file_and_nothing_is_set_aside(place, ser
     before = on_disk(place)
     code, out, err = run("verify", place)
     assert code == 11
-    bad, good = out.splitlines()
+    lives, bad, good = out.splitlines()
+    assert lives.startswith(f"{place}/life.json: ok")
     assert bad.startswith(f"{folder}: ")
     assert re.search(said, bad)
     assert good == f"{place}/checkpoint-000001: ok"
@@ -216,6 +221,11 @@ def test_what_is_wrong_is_told_with_its_file_and_nothing_is_set_aside(place, ser
 
 
 def test_what_lives_have_reserved_is_verified_with_a_directory(place, server, run):
+    code, out, _ = run("verify", place)
+    assert (code, out.splitlines()[0]) == (
+        0,
+        f"{place}/life.json: ok, all up to term 1 and incarnation 4,096 are taken",
+    )
     (place / "life.json").write_text("no")
     code, out, err = run("verify", place)
     assert code == 11
@@ -244,7 +254,7 @@ def test_one_that_its_server_removes_meanwhile_is_gone_and_no_failure(place, lar
     monkeypatch.setattr(Reading, "__call__", remove)
     code, out, err = run("verify", place)
     assert (code, err) == (0, "")
-    assert out.splitlines() == [f"{last}: ok", f"{removed}: gone, removed by its server"]
+    assert out.splitlines()[1:] == [f"{last}: ok", f"{removed}: gone, removed by its server"]
     removed = last
     code, out, err = run("verify", place)
     assert (code, err) == (11, f"offbeat: there is no checkpoint in {place} any more\n")
@@ -336,7 +346,8 @@ def test_no_file_is_replaced_that_should_stay(place, server, run, tmp_path):
     assert load_file(to)
 
 
-OWN = ("lock", "life.json", "life.new", ".new", ".old", "checkpoint-000003", "damaged-checkpoint-000002")
+OWN = ("lock", "life.json", "life.new", "token", "token.new")
+OWN += (".new", ".old", "checkpoint-000003", "damaged-checkpoint-000002")
 
 
 def test_nothing_is_written_over_what_a_server_has_whichever_path_is_given(place, server, run, tmp_path):
@@ -443,7 +454,9 @@ def test_a_directory_in_which_there_is_none_yet_is_told(action, run, tmp_path):
     if action == "inspect":
         assert (code, out, err) == (0, f"no checkpoint yet in {tmp_path / 'kept'}\n", "")
     else:
-        assert (code, out) == (11, "")
+        assert code == 11
+        lives = f"{tmp_path / 'kept'}/life.json: ok"
+        assert [line[: len(lives)] for line in out.splitlines()] == [lives] * (action == "verify")
         assert f"there is no checkpoint in {tmp_path / 'kept'}" in err
 
 
@@ -465,7 +478,8 @@ def test_ctrl_c_ends_it(place, large, action, tmp_path):
     given = map(str, arguments(action, place, tmp_path))
     with command("checkpoint", *given, program=INTERRUPTED) as interrupted:
         assert interrupted.ends() == 130
-    assert interrupted.said == "offbeat: interrupted\n"
+    assert "".join(interrupted.err) == "offbeat: interrupted\n"
+    assert len(interrupted.out) == (1 if action == "verify" else 0), "that of life.json"
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 

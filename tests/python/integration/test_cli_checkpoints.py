@@ -1,7 +1,9 @@
 """`offbeat server --checkpoint-dir`: the same command goes on, whatever ended the one before."""
 
 import json
+import shlex
 import signal
+import stat
 
 import numpy as np
 import pytest
@@ -46,6 +48,61 @@ def test_the_same_command_goes_on(tmp_path, number):
         assert server.ends() == 0, server.said
 
 
+def joining(server):
+    """Give the address and the token of the line by which a worker joins."""
+    words = shlex.split(server.line("OFFBEAT_SERVER="))[:2]
+    return dict(word.split("=", 1) for word in words).values()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_token_that_was_made_up_is_taken_again_by_the_same_command(tmp_path, number):
+    model, kept = tmp_path / "model.safetensors", tmp_path / "kept"
+    save_file(ZEROS, model)
+    arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
+    arguments += ["--port", "0", "--host", "127.0.0.1", "--keep-running", "--new-token"]
+    with command("server", *arguments) as server:
+        server.line("The token is new, and kept there for the next start")
+        address, token = joining(server)
+        assert stat.S_IMODE((kept / "token").stat().st_mode) == 0o600
+        wait_for((kept / "checkpoint-000001").exists)
+        client = offbeat.Client(address, token=token)
+        client.pull()
+        server.signal(number)
+        assert server.ends() == (0 if number == signal.SIGTERM else -number), server.said
+    with command("server", *arguments) as server:
+        client.pull()  # it has waited, and is let in
+        assert client.push(ONES).applied
+        client.close()
+        server.line("The token is the one that is kept there")
+        assert list(joining(server)) == [address, token]
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    for action in ("verify", "inspect"):
+        with command("checkpoint", action, str(kept)) as told:
+            assert told.ends() == 0, told.said
+        assert "/token" not in told.said
+        assert token not in told.said
+    with command("server", *arguments, "--resume", "never") as server:  # of the run, and not of the door
+        assert list(joining(server))[1] == token
+
+
+def test_a_token_that_others_may_have_read_opens_no_door(tmp_path):
+    arguments = ["--port", "0", "--host", "127.0.0.1", "--checkpoint-dir", str(tmp_path), "--new-token"]
+    with command("server", *arguments) as server:
+        _, token = joining(server)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+    (tmp_path / "token").chmod(0o644)
+    with command("server", *arguments) as server:
+        assert server.ends() == 11, server.said
+    assert f"{tmp_path}/token may be read or changed by others (mode 0644)" in server.said
+    assert token not in server.said
+    assert "joins" not in server.said
+    (tmp_path / "token").unlink()
+    with command("server", *arguments) as server:
+        assert list(joining(server))[1] != token
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path):
     model = tmp_path / "model.safetensors"
     save_file(ZEROS, model)
@@ -64,10 +121,10 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path):
 def test_what_cannot_be_gone_on_with_is_told_with_its_code(tmp_path):
     with command("server", "--port", "0", "--checkpoint-dir", str(tmp_path), "--resume", "must") as server:
         assert server.ends() == 11, server.said
-    assert f"there is no checkpoint in {tmp_path} to go on from" in server.said
+    assert f"there is no checkpoint in {tmp_path} to go on from: look at --checkpoint-dir, or" in server.said
     with command("server", "--port", "0", "--checkpoint-frequency", "5m") as server:
         assert server.ends() == 2, server.said
-    assert "checkpoint_frequency is '5m', and there is no checkpoint_dir" in server.said
+    assert "--checkpoint-frequency is '5m', and there is no --checkpoint-dir: say" in server.said
 
 
 @pytest.mark.parametrize(
@@ -129,6 +186,7 @@ def test_what_was_done_is_kept_when_all_have_gone_though_no_checkpoint_was_due(t
         address = server.line("OFFBEAT_SERVER=").split("OFFBEAT_SERVER=")[1].split()[0]
         with offbeat.Client(address) as client:
             client.pull()
+            wait_for(lambda: client.status()["checkpoints"]["version"] == 0)
             assert [client.push(ONES).version for _ in range(3)] == [1, 2, 3]
             assert client.status()["checkpoints"]["version"] == 0  # a thousand are between two
         wait_for(lambda: json.loads(fetch_status(address, None, 10.0))["checkpoints"]["version"] == 3)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from support.command import (
     stalled,
     unread,
 )
+from support.waiting import wait_for
 
 WORD = "open-sesame"  # the token of these tests
 ZEROS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -549,6 +551,37 @@ def test_a_model_that_is_lost_is_said_to_be_with_its_file(tmp_path, model):
     assert f"the model is lost: {folder / 'm'} cannot be written: " in server.said
 
 
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "of an earlier version"])
+def test_a_model_that_is_not_saved_is_in_the_checkpoint_and_the_command_that_is_told_takes_it_out(
+    tmp_path, model, is_whole
+):
+    folder, kept = tmp_path / "a folder", tmp_path / "it's kept"
+    folder.mkdir()
+    arguments = ["--model", str(model), "--save", str(folder / "m"), "--optimizer", "SGD(lr=1.0)"]
+    with serving(*arguments, "--checkpoint-dir", str(kept)) as server:
+        variables, _ = joining(server)
+        wait_for((kept / "checkpoint-000001").exists)
+        with offbeat.Client(variables["OFFBEAT_SERVER"]) as client:
+            client.pull()
+            assert client.push(ONES).applied
+        if not is_whole:
+            (kept / ".new").write_text("in the way")
+        folder.rmdir()
+        folder.touch()
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 11, server.said
+    assert f"the model is not saved: {folder / 'm'} cannot be written: " in server.said
+    as_of = "" if is_whole else ", as of version 0 of 1"
+    assert f"the newest checkpoint in {kept} has it{as_of}: `" in server.said
+    told = shlex.split(server.said.partition(": `")[2].partition("`")[0])
+    assert told[0] == "offbeat"
+    folder.unlink()
+    folder.mkdir()
+    with command(*told[1:]) as export:
+        assert export.ends() == 0, export.said
+    assert (load_file(folder / "m")["w"] == (-1 if is_whole else 0)).all()
+
+
 def test_a_server_that_fails_says_so_although_its_model_cannot_be_saved(tmp_path, model):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -791,6 +824,26 @@ def test_status_tells_people_and_programs(model):
         with command("status", address, OFFBEAT_TOKEN=WORD + "?") as status:
             assert status.ends() == 5
             assert "and this client do not share a token" in status.said
+
+
+def test_on_a_terminal_status_is_no_wider_than_that_unless_all_is_asked_for(model):
+    with serving("--model", str(model)) as server:
+        variables, _ = joining(server)
+        address = variables["OFFBEAT_SERVER"]
+        with offbeat.Client(address, worker_id="a-worker-with-a-name-of-some-length") as client:
+            client.pull()
+            wide = {}
+            for words in (["status", address], ["status", address, "--all"]):
+                ours, theirs = os.openpty()
+                termios.tcsetwinsize(theirs, (24, 60))
+                with command(*words, stdout=theirs) as told:
+                    assert told.ends() == 0, told.said
+                os.close(theirs)
+                table = os.read(ours, 65_536).decode().partition("\nworker ")[2].partition("\r\n\r\n")[0]
+                os.close(ours)
+                wide[len(words)] = [len(line) for line in f"worker {table}".splitlines()]
+    assert len(wide[2]) == len(wide[3]) == 2
+    assert max(wide[2]) <= 60 < max(wide[3])
 
 
 def test_status_of_an_http_server_is_code_10():

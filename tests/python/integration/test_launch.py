@@ -81,6 +81,60 @@ def test_a_save_that_found_no_model_is_code_13(script, tmp_path):
     assert not saved.exists()
 
 
+def test_what_all_workers_say_is_told_once_and_of_how_many(script):
+    train = script(
+        """
+        import os, offbeat
+        offbeat.Client(os.environ["OFFBEAT_SERVER"], token="another-token-than-the-server-s")
+        """
+    )
+    with command("launch", "--workers", "4", train) as launch:
+        assert launch.ends() == 1
+    told = [line for line in launch.err if line.startswith("offbeat: ")]
+    assert len(told) == 5
+    assert sum("do not share a token" in line for line in told) == 1
+    first = told[0].split()[2]
+    assert told[0].startswith(f"offbeat: worker {first} failed with exit code 1: offbeat.errors.Auth")
+    assert {line.rpartition(" failed ")[2] for line in told[1:4]} == {
+        f"with exit code 1, as worker {first} did\n"
+    }
+    assert told[4] == (
+        f"offbeat: 4 of 4 workers failed; the first: worker {first} failed with exit code 1; 3 more, in the "
+        "same words\n"
+    )
+
+
+def test_a_long_error_is_whole_in_the_worker_s_own_words_and_cut_in_launch_s(script):
+    train = script("""raise ValueError("long " * 100 + "end")""")
+    with command("launch", "--workers", "1", train) as launch:
+        assert launch.ends() == 1
+    whole = "long " * 100 + "end"
+    assert [line for line in launch.err if whole in line] == [f"[0] ValueError: {whole}\n"]
+    worker, last = [line for line in launch.err if line.startswith("offbeat: ")]
+    assert worker.startswith("offbeat: worker 0 failed with exit code 1: ValueError: long long ")
+    assert worker.endswith("…\n")
+    assert last == "offbeat: 1 of 1 workers failed; the first: worker 0 failed with exit code 1\n"
+
+
+def test_the_first_failure_is_told_again_where_others_have_gone_on_after_it(script, tmp_path):
+    train = script(
+        """
+        import os, sys, threading
+        from pathlib import Path
+        if os.environ["RANK"] == "0":
+            raise ValueError("the loss went up")
+        while not Path(sys.argv[1]).exists():
+            threading.Event().wait(0.05)
+        """
+    )
+    with command("launch", "--workers", "2", train, str(tmp_path / "on")) as launch:
+        launch.line("offbeat: worker 0 failed with exit code 1: ValueError: the loss went up")
+        (tmp_path / "on").touch()
+        assert launch.ends() == 1
+    first = "worker 0 failed with exit code 1: ValueError: the loss went up"
+    assert launch.err[-1] == f"offbeat: 1 of 2 workers failed; the first: {first}\n"
+
+
 def test_the_first_failure_is_the_exit_code_and_its_last_line_is_told(script):
     train = script(
         """
@@ -137,7 +191,7 @@ def test_ctrl_c_reaches_every_worker_once_and_they_end_in_their_own_way(script):
         import threading
         try:
             print("ready")
-            threading.Event().wait()
+            while not threading.Event().wait(0.2): pass
         except KeyboardInterrupt:
             print("interrupted, cleaning up")
         """
@@ -155,7 +209,7 @@ INTERRUPTED = """
     import threading, offbeat
     with offbeat.Client(worker_id="w") as client:
         print("ready")
-        threading.Event().wait()
+        while not threading.Event().wait(0.2): pass
     """
 """A worker that does nothing about Ctrl-C, and says goodbye by its `with`."""
 
@@ -178,7 +232,7 @@ def test_what_else_goes_wrong_as_a_worker_is_interrupted_is_shown_whole(script):
         import threading
         try:
             print("ready")
-            threading.Event().wait()
+            while not threading.Event().wait(0.2): pass
         finally:
             raise ValueError("while cleaning up")
         """
@@ -210,7 +264,7 @@ def test_workers_end_with_a_launch_that_is_killed(script, tmp_path):
         told = os.open(sys.argv[1], os.O_WRONLY)
         signal.signal(signal.SIGTERM, lambda *_: (os.write(told, b"SIGTERM\\n"), sys.exit()))
         print("ready", sys.argv[0])
-        threading.Event().wait()
+        while not threading.Event().wait(0.2): pass
         """
     )
     with command("launch", "--workers", "1", train, str(ended)) as launch, ended.open() as told:
@@ -224,7 +278,7 @@ CLEANING_UP = """
     import sys, threading
     try:
         print("ready")
-        threading.Event().wait()
+        while not threading.Event().wait(0.2): pass
     except KeyboardInterrupt:
         open(sys.argv[1], "w").close()
     """
@@ -255,7 +309,7 @@ def test_no_worker_outlives_a_launch_that_nobody_lets_speak(script, tmp_path, st
             file.write(str(os.getpid()))
         for _ in range(5000):  # more than a pipe holds
             print("x" * 60, file=sys.{stream})
-        threading.Event().wait()
+        while not threading.Event().wait(0.2): pass
         """
     )
     with stalled() as full, command("launch", "--workers", "1", train, **{stream: full}) as launch:
@@ -275,7 +329,7 @@ def test_a_reader_that_is_slow_gets_all_that_the_workers_wrote(script, is_stoppe
             print(n, "x" * 60)
         sys.stdout.flush()
         print("written", file=sys.stderr)
-        sys.argv[1] == "True" and threading.Event().wait()
+        while sys.argv[1] == "True" and not threading.Event().wait(0.2): pass
         """
     )
     reading, writing = os.pipe()
@@ -340,6 +394,13 @@ INITIALIZING = """
 """
 """A worker that gives the server a model."""
 
+READY = """
+    import threading
+    print("ready")
+    while not threading.Event().wait(0.2): pass
+    """
+"""What it does then: nothing, until it is ended."""
+
 
 def test_a_save_that_fails_does_not_hide_that_a_worker_has_failed(script, tmp_path):
     folder = tmp_path / "folder"
@@ -366,7 +427,7 @@ def test_a_worker_that_has_failed_before_a_signal_is_the_exit_code(script):
         if os.environ["RANK"] == "0":
             sys.exit(7)
         print("ready")
-        threading.Event().wait()
+        while not threading.Event().wait(0.2): pass
         """
     )
     with command("launch", "--workers", "2", train) as launch:
@@ -408,7 +469,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 
 def test_the_model_is_saved_where_nobody_reads_what_launch_says(script, tmp_path):
-    train = script(INITIALIZING + "    print('ready'); import threading; threading.Event().wait()\n")
+    train = script(INITIALIZING + READY)
     saved = tmp_path / "model.safetensors"
     arguments = ["launch", "--workers", "1", "--save", str(saved), train]
     with stalled() as full, command(*arguments, stderr=full) as launch:
@@ -420,7 +481,7 @@ def test_the_model_is_saved_where_nobody_reads_what_launch_says(script, tmp_path
 
 
 def test_a_closed_terminal_ends_the_workers_and_saves_the_model(script, tmp_path):
-    train = script(INITIALIZING + "    print('ready'); import threading; threading.Event().wait()\n")
+    train = script(INITIALIZING + READY)
     saved = tmp_path / "model.safetensors"
     with command("launch", "--workers", "1", "--save", str(saved), train) as launch:
         launch.line("ready")
@@ -434,13 +495,14 @@ def test_no_child_of_a_worker_outlives_the_end_that_was_asked_for(script, tmp_pa
     os.mkfifo(held)
     child = (
         "import os, signal, sys, threading; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        "fifo = open(sys.argv[1], 'w'); print(os.getpid(), file=fifo, flush=True); threading.Event().wait()"
+        "fifo = open(sys.argv[1], 'w'); print(os.getpid(), file=fifo, flush=True)\n"
+        "while not threading.Event().wait(0.2): pass"
     )
     train = script(
         f"""
         import subprocess, sys, threading
         subprocess.Popen([sys.executable, "-c", {child!r}, {str(held)!r}])
-        threading.Event().wait()
+        while not threading.Event().wait(0.2): pass
         """
     )
     with command("launch", "--workers", "1", train) as launch, held.open() as fifo:
@@ -483,7 +545,7 @@ def test_the_model_is_saved_when_the_run_is_stopped(script, tmp_path, number):
             client.push({"w": np.ones(2, np.float32)}, samples=8)
             try:
                 print("ready")
-                threading.Event().wait()
+                while not threading.Event().wait(0.2): pass
             except KeyboardInterrupt:
                 client.push({"w": np.ones(2, np.float32)}, samples=8)  # the last before the end
         """
@@ -583,7 +645,7 @@ sys.exit(main.main(sys.argv[2:]))
 
 @pytest.mark.parametrize("when", ["starts", "ends"])
 def test_no_worker_outlives_a_signal_whenever_it_comes(script, when):
-    train = script("__import__('threading').Event().wait()")
+    train = script("while not __import__('threading').Event().wait(0.2): pass")
     with command(when, "launch", "--workers", "1", train, program=SIGNALLED_AS_IT) as launch:
         pid = int(launch.line("pid").split()[-1])
         if when == "ends":

@@ -200,7 +200,7 @@ def test_a_worker_that_has_no_optimizer_yet_is_asked_for_it_when_it_is_time_to(s
     for _ in range(2):  # the second one joins where another's runs on a worker already
         worker = join(server, net(), local_batch_size=6)
         assert worker.awaits_optimizer
-        with AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr", warm_up=2) as monitor:
+        with AsyncTrainingMonitor(worker.model, remediation_strategy="reduce_lr", warm_up=10) as monitor:
             live = torch.optim.SGD(worker.model.parameters(), lr=0.4)
             worker.train(**run, optimizer=live)
             assert not worker.awaits_optimizer
@@ -294,6 +294,27 @@ def test_a_run_whose_loss_is_infinite_goes_back_and_on_in_the_same_train(serve, 
     assert (history.steps, history.receipts) == (9, {"applied": 9})
     assert monitor.report().alerts[0].result == "went back to version 0"
     assert server.status()["term"] == 2
+    assert all(bool(value.isfinite().all()) for value in server.state_dict().values())
+
+
+def test_what_is_not_finite_is_dropped_until_the_remedy_against_it_has_its_turn(serve, join, tmp_path):
+    server = serve(net(), optimizer=SGD, checkpoint_dir=tmp_path)
+    worker = join(server, net(), local_batch_size=6)
+    losses = []
+
+    def loss_fn(outputs, targets):
+        losses.append(nn.functional.cross_entropy(outputs, targets))
+        return losses[-1] * (math.inf if len(losses) in (4, 7) else 1.0)
+
+    ladder = ["reduce_lr", "rollback"]
+    monitor = AsyncTrainingMonitor(worker.model, remediation_strategy=ladder, acts_on=server)
+    history = worker.train(dataset=data(), loss_fn=loss_fn)
+    assert (history.steps, history.receipts) == (8, {"applied": 8})
+    assert [(alert.action, alert.result) for alert in monitor.report().alerts] == [
+        ("reduce_lr", "learning rates are multiplied by 0.5; the step's gradient is dropped"),
+        ("rollback", "went back to version 0"),
+    ]
+    assert monitor.report().num_dropped == 2
     assert all(bool(value.isfinite().all()) for value in server.state_dict().values())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from offbeat.recovery import directory
 from support import fault_tolerant
+from support.command import command
 from support.fault_tolerant import NUM_STEPS, in_process
 
 SEED = 20
@@ -190,6 +191,86 @@ def test_sigterm_saves_and_leaves_with_143_and_the_run_goes_on_with_the_same_bit
     assert in_process(fault_tolerant.train, folder, kill=("term", 33)) == 143
     assert re.fullmatch(r"save-\d+-step-33", directory.names(folder)[0])
     assert finished(folder, tmp_path / "result.json") == uninterrupted
+
+
+SOURCES = {"a dataset": None} | {name: data for name, data in LOADERS.items() if "workers" not in name}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("data", SOURCES.values(), ids=SOURCES)
+def test_sigterm_while_a_batch_is_made_costs_no_bit(data, tmp_path):
+    run = {"data": data, "max_steps": 30}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    kill = "term in a sample", 44  # in the sixth batch
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert directory.names(tmp_path / "kept")
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+def test_sigterm_at_the_end_of_a_pass_costs_no_bit_and_makes_no_pass_twice(tmp_path):
+    run = {"data": fault_tolerant.stateful, "max_steps": 30}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    kill = "term at the end of a pass", 2
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+WITH_WORKERS = {"workers of a pass": fault_tolerant.with_workers, "kept": fault_tolerant.with_kept_workers}
+
+
+@pytest.mark.parametrize("data", WITH_WORKERS.values(), ids=WITH_WORKERS)
+@pytest.mark.parametrize(
+    "kill", [("term of all", 17), ("term of all in a sample", 48)], ids=["in a step", "in a worker"]
+)
+def test_sigterm_to_a_trainer_and_its_loader_s_workers_saves_all_the_same(kill, data, tmp_path, capfd):
+    run = {"data": data, "max_steps": 30, "deterministic": False}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert directory.names(tmp_path / "kept"), "all that was trained is lost"
+    ended = finished(tmp_path / "kept", tmp_path / "result.json", **run)
+    orders = [[row[3] for row in told["records"]] for told in (ended, whole)]
+    assert orders[0] == orders[1]  # what workers that are kept draw at random is in no state
+    assert ended == whole or data is fault_tolerant.with_kept_workers
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_sigterm_to_all_while_batches_are_read_again_leaves_with_143(tmp_path, capfd):
+    run = {"data": fault_tolerant.with_workers, "checkpoint_frequency": 5, "waits": True, "max_steps": 30}
+    killed(tmp_path / "kept", ("step", 11), **run)
+    names = directory.names(tmp_path / "kept")
+    kill = "term of all in a sample", 4  # of a worker's first batch, which is one of those that are dropped
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert directory.names(tmp_path / "kept") == names
+    assert "Traceback" not in capfd.readouterr().err
+
+
+LAUNCHED = """
+import signal, sys, threading, torch, offbeat
+
+def loss_fn(outputs, targets):
+    steps.append(1)
+    handler = signal.getsignal(signal.SIGINT)
+    if len(steps) == 6:
+        print("ready", flush=True)
+        while signal.getsignal(signal.SIGINT) is handler: threading.Event().wait(0.05)
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+steps = []
+data = torch.utils.data.TensorDataset(torch.ones(4000, 4), torch.zeros(4000, dtype=torch.long))
+trainer = offbeat.FaultTolerantTrainer(torch.nn.Linear(4, 3), sys.argv[1])
+trainer.train(dataset=data, optimizer=offbeat.optim.SGD(lr=0.1), loss_fn=loss_fn)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_launch_lets_its_workers_save(number, tmp_path):
+    script, folder = tmp_path / "train.py", tmp_path / "kept"
+    script.write_text(LAUNCHED, "utf-8")
+    with command("launch", "--workers", "1", str(script), str(folder)) as launch:
+        launch.line("ready")
+        launch.signal(number)
+        assert launch.ends() == 130, launch.said
+    assert directory.names(folder) == ["save-000001-step-6"], launch.said
 
 
 def test_a_killed_trainer_s_loader_workers_keep_nobody_out(tmp_path):

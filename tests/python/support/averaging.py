@@ -77,8 +77,7 @@ class Alone:
     def take(self):
         """Give each member's parameters, and what they weigh."""
         own = [[p.detach().double().clone() for p in m.parameters()] for m in self.models]
-        weights = [1] * self.num if self.method == "easgd" else self.samples
-        self.samples = [0] * self.num
+        weights, self.samples = self.samples, [0] * self.num
         return own, weights
 
     def lead(self, own, weights, moved):
@@ -98,9 +97,9 @@ class Alone:
             return [mean] * self.num
         if self.method == "easgd":
             alpha = 0.9 / self.num
-            elastic = [alpha * (o - self.reference[place]) for o in own]
-            self.reference[place] = self.reference[place] + sum(elastic)
-            return [o - e for o, e in zip(own, elastic, strict=True)]
+            centre = self.reference[place]
+            self.reference[place] = centre + alpha * self.num * (mean - centre)
+            return [o - alpha * (o - centre) for o in own]
         lr, momentum, looks_ahead = {"diloco": (0.7, 0.9, True), "slowmo": (1.0, 0.5, False)}.get(
             self.method, (1.0, 1 - 1 / self.num, True)
         )

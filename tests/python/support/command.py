@@ -13,6 +13,10 @@ from pathlib import Path
 TIMEOUT_S = 40
 OFFBEAT = (sys.executable, "-m", "offbeat.cli.main")
 
+# A script that waits for a signal does so by `while not threading.Event().wait(0.2): pass`. Python calls its
+# handlers between two instructions: of a signal that comes just before the lock is waited for, a wait without
+# a timeout knows nothing until the next one.
+
 SIGNALLED_IN_THE_SAVE = (
     sys.executable,
     "-c",

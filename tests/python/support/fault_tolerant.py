@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,20 @@ SAVING = ("mkdir", "fsync", "rename", "unlink", "rmdir")
 
 
 class Noisy(Dataset):
-    """Samples that draw from every global random generator, with their index as target."""
+    """Samples that draw from every global random generator, with their index as target.
+
+    `heard` is told of each that is made, and of the end of a pass where a loader of ours makes it.
+    """
+
+    @staticmethod
+    def heard(kind):
+        pass
 
     def __len__(self):
         return SAMPLES
 
     def __getitem__(self, index):
+        self.heard("sample")
         noise = random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002, S311
         return torch.full((6,), index / SAMPLES) + 0.1 * noise, torch.tensor(index)
 
@@ -60,7 +69,7 @@ def order(outputs, targets):
 
 
 class Killer:
-    """Kills this process at the n-th event of a kind."""
+    """Kills this process at the n-th event of a kind, or all processes of its group."""
 
     def __init__(self, kind, number):
         self.kind, self.left = kind, number
@@ -69,10 +78,24 @@ class Killer:
         if kind in _EVENTS.get(self.kind, ()):
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), signal.SIGTERM if self.kind == "term" else signal.SIGKILL)
+                number = signal.SIGTERM if self.kind.startswith("term") else signal.SIGKILL
+                if self.kind in _OF_ALL:
+                    # By another process: torch's workers tell their parent's signal apart.
+                    subprocess.run(["kill", f"-{int(number)}", "--", f"-{os.getpgrp()}"], check=False)
+                else:
+                    os.kill(os.getpid(), number)
 
 
-_EVENTS = {"step": ("step",), "save": ("save",), "term": ("step",)}
+_EVENTS = {
+    "step": ("step",),
+    "save": ("save",),
+    "term": ("step",),
+    "term in a sample": ("sample",),
+    "term at the end of a pass": ("pass",),
+    "term of all": ("step",),
+    "term of all in a sample": ("sample",),
+}
+_OF_ALL = ("term of all", "term of all in a sample")
 
 
 def averaged(module):
@@ -169,6 +192,14 @@ def with_workers():
     return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=2)}
 
 
+def with_kept_workers():
+    return {
+        "dataloader": DataLoader(
+            Noisy(), batch_size=BATCH_SIZE, num_workers=2, persistent_workers=True, shuffle=True
+        )
+    }
+
+
 def with_generator():
     generator = torch.Generator().manual_seed(5)
     return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, generator=generator)}
@@ -205,6 +236,7 @@ class Stateful:
             samples = [self.dataset[i] for i in order[start : start + self.batch_size]]
             self.at += 1
             yield torch.utils.data.default_collate(samples)
+        self.dataset.heard("pass")
 
     def state_dict(self):
         return {"at": self.at, "began": self.began}
@@ -254,6 +286,10 @@ def train(
 
         return call
 
+    if kill[0] in _OF_ALL:
+        os.setpgrp()  # which is of no test's
+    if "sample" in _EVENTS.get(kill[0], ()) or "pass" in _EVENTS.get(kill[0], ()):
+        Noisy.heard = killer
     module = model()
     data = data() if data is not None else {"dataset": Noisy(), "batch_size": BATCH_SIZE}
 

@@ -400,6 +400,37 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_changes_nothing():
     assert all(p.isfinite().all() for p in trained.parameters())
 
 
+def test_a_sparse_gradient_that_is_not_finite_is_an_error_and_changes_nothing():
+    trained = nn.Embedding(6, 3, sparse=True)
+    ours = offbeat.AsyncGradientAccumulator(trained, 2)
+    given = {"targets": torch.zeros(2), "optimizer": torch.optim.SGD(trained.parameters(), lr=0.1)}
+    before = trained.weight.detach().clone()
+    ours.train_step(inputs=torch.tensor([0, 1]), loss_fn=lambda out, _: out.mean(), **given)
+    with pytest.raises(NonFiniteError, match="the gradient of update 1 is NaN or infinite"):
+        ours.train_step(
+            inputs=torch.tensor([1, 2]), loss_fn=lambda out, _: out.mean() * float("nan"), **given
+        )
+    assert torch.equal(trained.weight, before)
+    for rows in ([0, 1], [1, 2]):
+        ours.train_step(inputs=torch.tensor(rows), loss_fn=lambda out, _: out.mean(), **given)
+    expected = before - 0.1 / 12 * torch.tensor([1.0, 2.0, 1.0, 0.0, 0.0, 0.0])[:, None]
+    assert torch.allclose(trained.weight, expected, rtol=1e-6)
+
+
+def test_an_update_that_a_monitor_drops_is_not_one_that_a_scaler_skipped():
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 1)
+    with offbeat.AsyncTrainingMonitor(trained, ["non_finite"], remediation_strategy="reject"):
+        feed(ours, 4, 4)
+        before = [p.detach().clone() for p in trained.parameters()]
+        inputs, targets = data(4, 0)
+        ours.train_step(
+            inputs=torch.full_like(inputs, float("nan")), targets=targets, loss_fn=nn.CrossEntropyLoss()
+        )
+    assert all(map(torch.equal, before, trained.parameters()))
+    assert (ours.updates, ours.skipped_updates) == (2, 0)
+
+
 def test_a_keyword_that_is_unknown_or_missing_its_name_is_answered_with_the_nearest():
     ours = offbeat.AsyncGradientAccumulator(model(), 2)
     inputs, targets = data(4, 0)

@@ -171,6 +171,23 @@ def test_squared_norms_are_of_all_dtypes_and_layouts():
     assert square_norm(tensors) == pytest.approx(expected, rel=1e-6)
 
 
+def test_sums_that_are_divided_are_taken_as_means_and_others_refused():
+    steps, gains = [], []
+    for keywords in ({}, {"loss_reduction": "sum", "normalizer": lambda _, targets: len(targets)}):
+        ours = adaptive(model(), **keywords)
+        of = nn.CrossEntropyLoss(reduction=keywords.get("loss_reduction", "mean"))
+        for number in range(200):
+            inputs, targets = micro_batch(number)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=of)
+            steps.append(ours.accumulation_steps)
+            gains.append(ours.gain)
+    assert steps[:200] == steps[200:]
+    assert gains[:200] == pytest.approx(gains[200:], rel=1e-3)
+    assert len(set(steps)) > 1, "there is something to decide"
+    with pytest.raises(ConfigError, match='adaptive_accumulation is True and loss_reduction "sum", whose'):
+        adaptive(model(), loss_reduction="sum")
+
+
 def test_what_is_no_switch_is_refused():
     with pytest.raises(ConfigError, match="adaptive_accumulation is 'yes': give True or False"):
         offbeat.AsyncGradientAccumulator(model(), 4, adaptive_accumulation="yes")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.accumulator.updates import Scaler
 from offbeat.errors import ConfigError, NonFiniteError
 
 LOSS = nn.CrossEntropyLoss()
@@ -105,6 +106,19 @@ def test_a_scaler_that_is_not_enabled_is_as_none():
     with pytest.raises(NonFiniteError):
         train(ours, [5], live)
     assert (ours.updates, ours.skipped_updates) == (5, 0)
+
+
+def test_what_becomes_infinite_at_the_scale_of_today_is_no_update():
+    parameter = nn.Parameter(torch.ones(2))
+    live = torch.optim.SGD([parameter], lr=1e-38)
+    scaling = Scaler(scaler(init_scale=4.0), torch.device("cpu"))
+    parameter.grad = torch.full((2,), 2e38)
+    made_at = 1.0  # and the scale has grown since
+    with scaling.unscaled([parameter.grad], live, made_at) as is_finite:
+        scaling.step(live)
+    assert torch.equal(parameter, torch.ones(2)), "torch has skipped it"
+    assert not is_finite
+    assert scaling.scale == 2.0
 
 
 @pytest.mark.parametrize("taken_after", [6, 11])

@@ -340,7 +340,7 @@ def test_a_process_that_failed_before_all_were_ended_is_told_of_however_slowly_i
 
 def test_a_process_that_is_ended_was_asked_to(signals):
     background = Background(Output(io.BytesIO().write))
-    waits = "import threading; threading.Event().wait()"
+    waits = "import threading\nwhile not threading.Event().wait(0.2): pass"
     with Processes([sys.executable, "-c", waits], [os.environ], signals, background) as processes:
         pass
     assert [ended.was_asked for ended in processes.left_over()] == [True]

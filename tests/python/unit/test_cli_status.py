@@ -261,6 +261,27 @@ def test_the_latest_departures_are_told_and_how_many_were_before_them():
     assert len(rows(report(status(departures=gone), asked=ASKED, is_whole=True), "departure")) == len(gone)
 
 
+def test_a_thousand_departures_with_long_causes_are_a_few_lines_that_a_terminal_has_room_for():
+    cause = "left before its work was done: RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB."
+    gone = [departure(f"node-{i:04}.cluster.example", "left", 10 + i) for i in range(1000)]
+    gone = [one | {"cause": f"{one['worker']} {cause}"} for one in gone]
+    told = status(workers=crowd(), departures=gone)
+    text = report(told, asked=ASKED, room=80)
+    tables = [table for table in text.split("\n\n") if table.startswith(("worker ", "departure "))]
+    assert len(tables) == 2
+    assert max(len(line) for table in tables for line in table.splitlines()) <= 80
+    *shown, _ = rows(text, "departure")
+    assert shown == [[f"node-{i:04}.cluster.example", "left"] for i in range(990, 1000)]
+    assert "…" in tables[1].splitlines()[-2]
+    assert tables[1].splitlines()[-1] == "and 990 before them; --all lists them"
+    for heading in ("samples/s", "last push", "rejected"):
+        assert heading in tables[0].splitlines()[0], "what matters most is there"
+    assert "max" not in tables[0].splitlines()[0]
+    long = [worker | {"id": f"node-{worker['incarnation']:04}.cluster.example"[:24]} for worker in crowd()]
+    assert long[999]["id"] in report(status(workers=long), asked=ASKED, room=80), "a name before its host"
+    assert cause in report(told, asked=ASKED), "in a file or a pipe it is whole"
+
+
 def test_all_is_a_flag(capsys):
     assert main.main(["status", "--help"]) == 0
     assert "--all" in capsys.readouterr().out

@@ -231,6 +231,21 @@ MISMATCHES = {
 }
 
 
+def test_of_a_model_with_several_other_tensors_the_first_are_named_and_the_others_counted():
+    table, other = describe(mlp()).table, mlp()
+    other[0] = nn.Linear(4, 5, dtype=torch.bfloat16)
+    with pytest.raises(ModelMismatchError) as caught:
+        Binding(other, table)
+    for name, theirs, ours in (("0.weight", [3, 4], [5, 4]), ("0.bias", [3], [5])):
+        assert f"is parameter {name!r} of shape {theirs} and dtype float32 on the server" in str(caught.value)
+        assert f"model has parameter {name!r} of shape {ours} and dtype bfloat16" in str(caught.value)
+    assert "more differ" not in str(caught.value)
+    count = sum(tensor.is_floating_point() for tensor in mlp().state_dict().values())
+    with pytest.raises(ModelMismatchError, match=rf"; and {count - 3} more differ$") as caught:
+        Binding(mlp().to(torch.bfloat16), table)
+    assert str(caught.value).count("on the server, and this worker's model has") == 3
+
+
 @pytest.mark.parametrize("change", MISMATCHES, ids=lambda f: f.__name__.strip("_"))
 def test_another_model_is_refused_with_the_first_tensor_that_differs(change):
     table = describe(mlp()).table

@@ -13,7 +13,7 @@ from torch import nn
 from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, trained_by
 from offbeat.errors import ClosedError, ConfigError, StateError
 from offbeat.local.lr_scale import factor_of
-from offbeat.monitor import Alert
+from offbeat.monitor import Alert, Recovery
 from offbeat.monitor.report import MOST_POINTS, Series
 from support.small_net import net
 
@@ -72,14 +72,69 @@ def test_an_alert_says_step_metric_value_range_action_and_result_to_all_who_list
         alert.value = 3.0
 
 
-def test_an_alert_that_persists_is_logged_once_and_counted_each_time(caplog):
-    monitor = warmed()
+@pytest.mark.parametrize("value", [9.0, math.nan])
+def test_an_alert_that_persists_is_told_ever_more_seldom_and_counted_each_time(caplog, value):
+    told = []
+    monitor = warmed(callbacks=told.append)
     with caplog.at_level(logging.WARNING, logger="offbeat"):
-        for step in range(10, 40):
-            monitor.observe(step, loss=9.0)
-    assert len(caplog.records) == 1
-    assert monitor.report().num_alerts == {"loss": 30}
+        found = [monitor.observe(step, loss=value)[0] for step in range(10, 1010)]
+    assert [alert.num for alert in found] == list(range(1, 1001))
+    assert [alert.num for alert in told] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert [alert for alert in found if alert.is_news] == told
+    assert len(caplog.records) == len(told)
+    assert caplog.records[-1].message.endswith("alert: in effect since step 10 (alert number 512)")
+    assert monitor.report().alerts == tuple(told)
+    assert monitor.report().num_alerts == {"loss": 1000}
     assert monitor.report().alerts[-1].result == "in effect since step 10"
+
+
+def test_the_end_of_alerts_is_told_once_and_what_comes_after_is_a_new_matter(caplog):
+    monitor = warmed(quiet_steps=1000)
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        for step in range(10, 40):  # one of each two is one matter
+            monitor.observe(step, loss=math.nan if step % 2 else 1.0, worker="w7")
+        assert monitor.report().recoveries == ()
+        for step in range(40, 60):
+            monitor.observe(step, loss=1.0, worker="w7")
+    (recovery,) = monitor.report().recoveries
+    assert recovery == Recovery(44, "loss", 1.0, 11, 15, "w7")
+    assert str(recovery) == (
+        "step 44: loss of worker w7 is 1, in its range again, after 15 alerts since step 11"
+    )
+    assert [record.message for record in caplog.records].count(str(recovery)) == 1
+    assert [alert.num for alert in monitor.report().alerts] == [1, 2, 4, 8]
+    assert json.loads(monitor.report().to_json())["recoveries"][0]["num_alerts"] == 15
+    assert monitor.observe(60, loss=math.nan, worker="w7")[0].num == 1
+
+
+def test_each_worker_s_alerts_are_told_by_themselves():
+    monitor = warmed()
+    found = [monitor.observe(10, loss=math.nan, worker=name)[0] for name in "abc"]
+    assert [(alert.num, alert.is_news) for alert in found] == [(1, True)] * 3
+
+
+def test_an_alert_at_which_a_remedy_is_taken_is_always_told():
+    averager = Averages(averaging_frequency=1024)
+    told = []
+    monitor = warmed(
+        remediation_strategy="increase_sync_frequency", acts_on=averager, patience=5, callbacks=told.append
+    )
+    for step in range(10, 21):
+        monitor.observe(step, loss=9.0)
+    assert [alert.num for alert in told] == [1, 2, 4, 6, 8, 11]
+    assert [a.num for a in told if a.result.startswith("averaging_frequency is")] == [1, 6, 11]
+
+
+def test_who_lets_a_paused_run_go_on_has_peace_for_ever_longer():
+    monitor = warmed(remediation_strategy="pause", pause_timeout_s=0.001, patience=5)
+    results = [monitor.observe(step, loss=math.nan)[0].result for step in range(10, 200)]
+    assert [i for i, result in enumerate(results) if result == "training waits for resume()"] == [
+        0,
+        10,
+        30,
+        70,
+        150,
+    ]
 
 
 def test_a_callback_that_fails_is_told_of_once_and_costs_neither_training_nor_other_callbacks(caplog):
@@ -138,7 +193,10 @@ def test_before_the_warm_up_a_finite_number_is_expected_and_a_report_is_told_in_
     monitor = AsyncTrainingMonitor()
     for step in range(50):
         (alert,) = monitor.observe(step, loss=math.inf)
-    assert str(alert) == "step 49: loss is inf, expected a finite number; alert: in effect since step 0"
+    assert (
+        str(alert)
+        == "step 49: loss is inf, expected a finite number; alert: in effect since step 0 (alert number 50)"
+    )
     assert (
         str(monitor.report())
         == repr(monitor.report())
@@ -368,6 +426,23 @@ def test_whatever_a_remedy_raises_the_run_goes_on_and_nothing_stays_half_done(er
     assert monitor.in_effect == ()
 
 
+def test_a_remedy_that_could_not_be_done_is_never_said_to_be_in_effect():
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=Refuses(ValueError("8 at least")))
+    monitor.observe(10, loss=9.0)
+    said = monitor.observe(11, loss=9.0)[0].result
+    assert said == "at step 10 it could not be done: ValueError: 8 at least"
+
+
+def test_a_remedy_that_could_not_be_done_keeps_nothing_out():
+    class Lost:
+        def rollback(self, version=None):
+            raise OSError("the disk is gone")
+
+    monitor = warmed(remediation_strategy=["rollback", "pause"], acts_on=Lost(), pause_timeout_s=0.001)
+    found = [monitor.observe(step, loss=math.nan)[0].action for step in (10, 11)]
+    assert found == ["rollback", "pause"]
+
+
 def test_a_remedy_that_is_broken_off_is_one_that_was_taken():
     monitor = warmed(remediation_strategy="tighten_staleness", acts_on=Refuses(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -424,6 +499,60 @@ def test_of_several_rates_all_are_reduced_or_none():
     assert "could not be done: no such group" in monitor.observe(10, loss=9.0)[0].result
     assert server.rates == [0.1, 0.3]
     assert factor_of(live) == 1.0
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_two_monitors_of_one_thing_let_go_of_it_in_any_order(newest_first):
+    thing, server = Averages(averaging_frequency=16), Serves([0.1])
+    pairs = [("increase_sync_frequency", thing), ("reduce_lr", server)]
+    for strategy, acts_on in pairs:
+        monitors = [warmed(remediation_strategy=strategy, acts_on=acts_on, patience=1) for _ in range(2)]
+        for monitor in monitors:
+            monitor.observe(10, loss=9.0)
+        monitors[0].observe(11, loss=9.0)
+        states = [monitor.state_dict() for monitor in monitors]
+        before = str(states)
+        for monitor in reversed(monitors) if newest_first else monitors:
+            monitor.close()
+        assert str(states) == before  # they do not follow what comes after them
+    assert (thing.averaging_frequency, server.rates) == (16, [0.1])
+
+
+def test_what_the_user_set_between_two_monitors_stays():
+    thing = Averages(averaging_frequency=16)
+    first, second = (warmed(remediation_strategy="increase_sync_frequency", acts_on=thing) for _ in range(2))
+    first.observe(10, loss=9.0)
+    thing.averaging_frequency = 12
+    second.observe(10, loss=9.0)
+    assert thing.averaging_frequency == 6
+    first.close()
+    second.close()
+    assert thing.averaging_frequency == 12
+
+
+class Leaves(Averages):
+    """One that ends, and takes no setting any more."""
+
+    has_ended = False
+
+    def __setattr__(self, name, value):
+        if self.has_ended:
+            raise ClosedError("it has ended")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_that_has_ended_keeps_no_other_from_being_set_back(place):
+    things = [Averages(max_staleness=8) for _ in range(2)]
+    gone = Leaves(max_staleness=8)
+    things.insert(place, gone)
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=things)
+    monitor.observe(10, loss=9.0)
+    assert [thing.max_staleness for thing in things] == [4, 4, 4]
+    gone.__dict__["has_ended"] = True
+    monitor.close()
+    assert [thing.max_staleness for thing in things if thing is not gone] == [8, 8]
+    assert monitor.report().releases[0].result == "what it acted on has ended: it has ended"
 
 
 def test_a_remedy_that_cannot_be_done_says_why_and_the_next_one_may_do():
@@ -606,6 +735,12 @@ def test_no_remedy_at_all_is_refused(strategy):
 def test_an_unknown_keyword_names_the_nearest():
     with pytest.raises(ConfigError, match="alert_threshold"):
         AsyncTrainingMonitor(alert_treshold=0.5)
+
+
+@pytest.mark.parametrize("value", ["3", b"3", 10**400, 1 + 2j, [1.0], torch.ones(2)], ids=type)
+def test_what_is_no_number_is_refused_as_such(value):
+    with pytest.raises(ConfigError, match=r"loss is .*: give a number"):
+        AsyncTrainingMonitor().observe(0, loss=value)
 
 
 def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():

@@ -292,6 +292,58 @@ def test_an_update_of_which_a_loss_was_out_of_range_is_dropped_whole():
     assert [n for n, has_changed in enumerate(changed) if has_changed] == [2, 5, 8, 14, 17]
 
 
+@pytest.mark.parametrize("ladder", [["alert", "reject"], ["reduce_lr", "clip"], ["pause"]], ids=str)
+@pytest.mark.parametrize("metric", ["loss", "non_finite"])
+def test_a_nan_is_dropped_each_time_where_any_remedy_of_the_ladder_keeps_it_out(ladder, metric):
+    model = normed()
+    optimizer = sgd(model)
+    acts_on = optimizer if "reduce_lr" in ladder else None
+    monitor = AsyncTrainingMonitor(
+        model, [metric], remediation_strategy=ladder, acts_on=acts_on, pause_timeout_s=0.001
+    )
+    for step in range(12):
+        x, y = batch(step)
+        before = state_of(model, optimizer)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x * (math.nan if step > 8 else 1.0)), y)
+        loss.backward()
+        if metric == "loss":
+            monitor.observe(step, loss=loss.detach())
+        optimizer.step()
+        assert same(before, state_of(model, optimizer)) == (step > 8)
+    assert monitor.report().num_dropped == 3
+
+
+def test_a_nan_is_used_where_no_remedy_of_the_ladder_keeps_it_out():
+    model = net()
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reduce_lr", acts_on=optimizer):
+        functional.cross_entropy(model(batch(0)[0] * math.nan), batch(0)[1]).backward()
+        optimizer.step()
+    assert not any(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_an_accumulator_alone_goes_on_from_a_nan_before_a_rollback_has_its_turn():
+    class Keeps:
+        def rollback(self, version=None):
+            return "yesterday"
+
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=2)
+    ladder = ["alert", "rollback"]
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy=ladder, acts_on=Keeps()) as monitor:
+        for number in range(8):
+            x, y = batch(number)
+            accumulator.train_step(
+                inputs=x * (math.nan if number == 3 else 1.0),
+                targets=y,
+                optimizer=optim.SGD(lr=0.1),
+                loss_fn=functional.cross_entropy,
+            )
+        assert monitor.report().num_dropped == 1
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset
 
 from offbeat import optim, termination
 from offbeat.errors import CheckpointError, ConfigError
@@ -139,16 +139,31 @@ def test_state_that_the_model_s_state_dict_lacks_is_not_lost(run, tmp_path):
     assert_goes_on(tmp_path, **run)
 
 
+class Stacked(StackDataset):
+    """Pairs of two datasets' samples, whose inputs are added up."""
+
+    __getitems__ = None  # torch then asks for one by one
+
+    def __getitem__(self, index):
+        inputs = [sample[0] for sample in super().__getitem__(index).values()]
+        return sum(inputs), torch.tensor(index)
+
+
 @pytest.mark.parametrize(
     "data",
     [
         lambda: {"dataset": Noisy(), "batch_size": 8},
         lambda: {"dataset": Subset(Noisy(), range(SAMPLES)), "batch_size": 8},
+        lambda: {"dataset": Subset(ConcatDataset([Noisy(), Noisy()]), range(2 * SAMPLES)), "batch_size": 8},
+        lambda: {"dataset": Stacked(a=Noisy(), b=Noisy()), "batch_size": 8},
         lambda: {"dataloader": DataLoader(Noisy(), batch_size=8)},
         lambda: in_order_of(random.Random(5)),  # noqa: S311
         lambda: in_order_of(np.random.default_rng(5)),
     ],
-    ids=["a dataset", "a part of a dataset", "a dataset in a loader", "a sampler's of Python", "of numpy"],
+    ids=[
+        *("a dataset", "a part of a dataset", "a part of several in a row", "several side by side"),
+        *("a dataset in a loader", "a sampler's of Python", "of numpy"),
+    ],
 )
 def test_generators_of_the_data_s_own_go_on_where_they_were(data, tmp_path):
     assert_goes_on(tmp_path, data=data)

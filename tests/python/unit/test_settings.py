@@ -97,6 +97,10 @@ def test_the_folder_of_one_checkpoint_is_none_to_keep_checkpoints_in(tmp_path, m
             made(checkpoint_dir=given)
         assert f"{one} is the folder of one checkpoint" in str(caught.value)
         assert str(caught.value).endswith(f"give the directory of all of them, {tmp_path}")
+    gone = tmp_path / "checkpoint-000003"
+    with pytest.raises(ConfigError, match="named as one checkpoint is, and is gone: ") as caught:
+        made(checkpoint_dir=gone)
+    assert str(caught.value).endswith(f"give the directory of all of them, {tmp_path}")
     file = tmp_path / "kept.py"
     file.touch()
     with pytest.raises(ConfigError, match=r"kept\.py'\), which is a file: give the path of a directory"):

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -148,23 +149,74 @@ def test_what_was_logged_is_in_the_file_when_the_process_is_killed(tmp_path, cls
     assert [row[0] for row in read] == list(range(100))
 
 
+HOLD = """
+import sys
+from offbeat import tracking
+log = getattr(tracking, sys.argv[1])(sys.argv[2])
+log.log({"loss": 1.0}, 1)
+print("open", flush=True)
+sys.stdin.readline()
+log.log({"loss": 2.0}, 2)
+"""
+
+
 @pytest.mark.parametrize("cls", FILES)
-def test_several_processes_may_write_one_file(tmp_path, cls):
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_a_second_tracker_of_one_file_is_refused_and_the_first_loses_nothing(tmp_path, cls, ends):
     path = tmp_path / "run"
-    cls(path).finish()
-    code = (
-        "import sys; from offbeat import tracking\n"
-        "with getattr(tracking, sys.argv[1])(sys.argv[2]) as log:\n"
-        "    for step in range(200): log.log({f'worker {sys.argv[3]}': step}, step)"
-    )
-    writers = [
-        subprocess.Popen([sys.executable, "-c", code, cls.__name__, str(path), str(i)]) for i in range(3)
-    ]
-    assert [writer.wait(40) for writer in writers] == [0, 0, 0]
+    command = [sys.executable, "-c", HOLD, cls.__name__, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "open\n"
+        before = path.read_bytes()
+        with pytest.raises(ConfigError, match=r"run is being written by another tracker.*a file of its own"):
+            cls(path)
+        assert path.read_bytes() == before
+        if ends == "killed":
+            first.kill()
+        else:
+            first.stdin.write("\n")
+            first.stdin.flush()
+        first.wait(40)
+    with cls(path) as log:
+        with pytest.raises(ConfigError, match="another tracker, of this process"):
+            cls(path)
+        log.log({"loss": 3.0}, 3)
     read = from_jsonl(path) if cls is JSONL else from_csv(path)
-    for i in range(3):
-        name = f"worker {i}"
-        assert [row[0] for row in read if name in row[2]] == list(range(200))
+    assert [row[0] for row in read] == ([1, 3] if ends == "killed" else [1, 2, 3])
+
+
+FORK = """
+import os, signal, sys
+from offbeat import errors, tracking
+log = tracking.JSONL(sys.argv[1])
+if os.fork() == 0:
+    try:
+        log.log({"loss": 1.0}, 1)
+    except errors.ClosedError as error:
+        print(error, flush=True)
+    os.read(int(sys.argv[2]), 1)  # it outlives its parent
+    os._exit(0)
+log.log({"loss": 2.0}, 2)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_neither_writes_nor_keeps_the_file_of_a_killed_parent(tmp_path):
+    path = tmp_path / "run.jsonl"
+    until, end = os.pipe()
+    command = [sys.executable, "-c", FORK, str(path), str(until)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [until]}
+    with subprocess.Popen(command, text=True, **pipes) as parent:
+        assert "make one here, of another file" in parent.stdout.readline()
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.wait(40) == -signal.SIGKILL
+        with JSONL(path) as log:
+            log.log({"loss": 3.0}, 3)
+        os.close(end)
+    os.close(until)
+    assert [step for step, *_ in from_jsonl(path)] == [2, 3]
 
 
 class Halting:

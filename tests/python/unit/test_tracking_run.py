@@ -3,6 +3,9 @@
 import itertools
 import json
 import math
+import re
+import socket
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import AuthenticationError, ConfigError, ConnectError, OffbeatTimeoutError, StateError
 from offbeat.history import History, Record
 from offbeat.tracking import JSONL, Run, watch
 from offbeat.tracking.run import MAX_MOMENTS
@@ -214,6 +217,20 @@ def test_a_history_without_staleness_has_the_metrics_alone():
     assert [axes.get_ylabel() for axes in History([record]).plot().axes] == ["loss", "accuracy"]
 
 
+def test_a_history_of_several_lives_draws_what_some_of_them_measured_with_gaps():
+    records = [
+        Record(1, 1, 1, 1.0, {"loss": 1.0, "top5": 0.5}),
+        Record(2, 2, 2, 2.0, {"loss": 0.5}),
+        Record(3, 3, 3, 3.0, {"loss": 0.4, "accuracy": 0.75}),
+    ]
+    panels = History(records).plot().axes
+    assert [axes.get_ylabel() for axes in panels] == ["loss", "top5", "accuracy"]
+    drawn = [axes.lines[0].get_ydata().tolist() for axes in panels]
+    assert drawn[0] == [1.0, 0.5, 0.4]
+    assert (drawn[1][0], [*map(math.isnan, drawn[1])]) == (0.5, [False, True, True])
+    assert (drawn[2][2], [*map(math.isnan, drawn[2])]) == (0.75, [True, True, False])
+
+
 @pytest.mark.parametrize("records", [[], [Record(1, 1, 1, 1.0, {})]])
 def test_a_history_with_nothing_to_draw_says_so(records, tmp_path):
     with pytest.raises(StateError, match="nothing to draw"):
@@ -339,10 +356,39 @@ def test_a_status_that_cannot_be_read_is_warned_of_and_ends_no_block(caplog):
     assert "the server cannot be watched, which is tried again: KeyError" in caplog.text
 
 
+@pytest.mark.parametrize(("is_taken", "error"), [(False, ConnectError), (True, OffbeatTimeoutError)])
+def test_where_nobody_answers_a_watch_does_not_begin_and_says_so_in_its_time(is_taken, error):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if is_taken:
+            silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(error, match=re.escape(address)), watch(address, timeout_s=0.3):
+            pytest.fail("the block has begun")
+        assert time.monotonic() - begin < 5  # as the answer was waited for before, at the beginning alone
+
+
+def test_a_watch_by_another_token_does_not_begin():
+    ours, theirs = "one", "other"
+    with (
+        offbeat.ParameterServer(ZEROS, token=theirs) as server,
+        pytest.raises(AuthenticationError),
+        watch(server.address, token=ours),
+    ):
+        pytest.fail("the block has begun")
+
+
 def test_what_cannot_be_watched_is_refused_all_at_once():
-    with pytest.raises(ConfigError) as refused, watch(3, interval_s=0, trackers="a", token=5):
+    with pytest.raises(ConfigError) as refused, watch(3, interval_s=0, trackers="a", token=5, timeout_s=-1):
         pass
-    for said in ("server is 3", "interval_s is 0", "trackers has 'a'", "token is of type int"):
+    for said in (
+        "server is 3",
+        "interval_s is 0",
+        "trackers has 'a'",
+        "token is of type int",
+        "timeout_s is -1",
+    ):
         assert said in str(refused.value)
     with pytest.raises(ConfigError, match="server is 'nowhere'"), watch("nowhere"):
         pass

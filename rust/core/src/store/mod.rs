@@ -64,6 +64,7 @@ use log::CommitObserver;
 use model::{ModelEntry, ModelRoot};
 use pins::{Pin, Pins};
 use registry::{Registry, Ruling};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a store is built.
@@ -191,6 +192,12 @@ impl Store {
     #[must_use]
     pub fn attendance(&self) -> Attendance {
         self.registry().attendance()
+    }
+
+    /// How many of these workers have not departed, and how many of them were not given up either.
+    #[must_use]
+    pub fn those_left_of(&self, workers: &BTreeSet<String>) -> (usize, usize) {
+        self.registry().those_left_of(workers)
     }
 
     /// Updates ticketed.

@@ -10,7 +10,7 @@ use super::tally::{Tally, TicketCounts};
 use super::ticket::{Run, Ticket};
 use crate::layout::Layout;
 use crate::pipeline::{PushFacts, Reason, Verdict, admit};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Answers kept per worker: as many as it may have in flight.
@@ -55,8 +55,6 @@ pub(super) enum Ruling {
 pub struct Attendance {
     /// How often somebody came, went or was given up in this life.
     pub comings_and_goings: u64,
-    /// How many of these were for good: the work was done, or its end was told.
-    pub goodbyes: u64,
     /// Whether a worker has a place that it was not found away from.
     pub is_anybody_here: bool,
 }
@@ -74,7 +72,6 @@ pub(super) struct Registry {
     pub(super) slots: Vec<Option<Slot>>,
     /// In this life, as [`Attendance`] has them.
     pub(super) comings_and_goings: u64,
-    pub(super) goodbyes: u64,
     pub(super) max_workers: usize,
     /// The newest incarnation that has a slot or had one, or was issued in a life before.
     pub(super) last_incarnation: u32,
@@ -97,7 +94,6 @@ impl Registry {
             lost_updates: 0,
             slots: Vec::new(),
             comings_and_goings: 0,
-            goodbyes: 0,
             max_workers: max_workers.min(MAX_WORKERS),
             last_incarnation: 0,
             last_forgotten: 0,
@@ -197,14 +193,23 @@ impl Registry {
         if let Some(slot) = self.slot(key) {
             slot.whereabouts = to;
             self.comings_and_goings += 1;
-            self.goodbyes += u64::from(matches!(to, Whereabouts::Left | Whereabouts::Finished));
         }
+    }
+
+    /// How many of these workers have not departed, and for how many of them somebody would wait.
+    pub(super) fn those_left_of(&self, workers: &BTreeSet<String>) -> (usize, usize) {
+        let (mut present, mut awaited) = (0, 0);
+        for slot in self.slots.iter().flatten().filter(|slot| workers.contains(&slot.worker_id)) {
+            let is_present = !matches!(slot.whereabouts, Whereabouts::Left | Whereabouts::Finished);
+            present += usize::from(is_present);
+            awaited += usize::from(is_present && slot.whereabouts != Whereabouts::Away);
+        }
+        (present, awaited)
     }
 
     pub(super) fn attendance(&self) -> Attendance {
         Attendance {
             comings_and_goings: self.comings_and_goings,
-            goodbyes: self.goodbyes,
             is_anybody_here: self.slots.iter().flatten().any(|slot| slot.whereabouts == Whereabouts::Here),
         }
     }
@@ -482,6 +487,23 @@ mod tests {
         let mut registry = Registry::new(1, 1);
         registry.run = Some(Arc::new(Run::after(None, spec, &table)));
         (registry, Layout::of(&table))
+    }
+
+    #[test]
+    fn of_workers_it_is_told_how_many_have_not_departed_and_how_many_of_them_are_not_away() {
+        let (mut registry, _) = registry();
+        registry.max_workers = 2;
+        let workers = ["a", "b"].map(str::to_owned).into();
+        registry.register("a", 1).unwrap();
+        let b = registry.register("b", 2).unwrap();
+        assert_eq!(registry.those_left_of(&workers), (2, 2));
+        registry.absent(b);
+        assert_eq!(registry.those_left_of(&workers), (2, 1));
+        registry.depart(b, true);
+        assert_eq!(registry.those_left_of(&workers), (1, 1));
+        registry.register("a stranger", 3).unwrap();
+        registry.register("a", 4).unwrap();
+        assert_eq!(registry.those_left_of(&workers), (1, 1), "a place that is taken, and a newer process");
     }
 
     #[test]

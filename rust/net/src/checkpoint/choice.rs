@@ -41,25 +41,49 @@ pub(super) fn newest<T>(
     }
 }
 
+/// What is in the place of a checkpoint, as far as it matters for which are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Held<T> {
+    /// So much of it that one that is the same is a copy.
+    Whole(T),
+    /// The same, of a stretch that the run was brought back from.
+    LeftBehind(T),
+    /// It is like no other.
+    Damaged,
+}
+
 /// Which checkpoints are not kept, by their places among what they hold, newest first: all but the newest [`KEPT`] that
 /// differ, and the newest of those that are the same. A server writes what it goes on from again, so that one that fails at
 /// every start would leave nothing else. The newest two are kept whatever they hold: of what was written last, nobody has
-/// read what the disk gives back. `None`: it is damaged, and like no other; of these as many are kept beside the others, for
-/// their owner to look at.
-pub(super) fn superfluous<T: PartialEq>(held: &[Option<T>]) -> Vec<usize> {
-    let (mut kept, mut num_damaged) = (Vec::new(), 0);
+/// read what the disk gives back. Those that were left behind are the first to go, and have what room the others leave:
+/// whoever brings the run back is to find something older when that was not far enough. Of damaged ones as many are kept
+/// beside the others, for their owner to look at.
+pub(super) fn superfluous<T: PartialEq>(held: &[Held<T>]) -> Vec<usize> {
+    let (mut kept, mut num_damaged, mut num_seen) = (Vec::new(), 0, 0);
     let mut superfluous = Vec::new();
     for (place, one) in held.iter().enumerate() {
         let is_kept = match one {
-            None => num_damaged < KEPT,
-            Some(one) => !kept.contains(&one) && kept.len() < KEPT,
-        };
-        if is_kept {
-            match one {
-                None => num_damaged += 1,
-                Some(one) => kept.push(one),
+            Held::LeftBehind(_) => continue,
+            Held::Damaged if num_damaged < KEPT => {
+                num_damaged += 1;
+                true
             }
-        } else if place >= 2 {
+            Held::Whole(one) if !kept.contains(&one) && kept.len() < KEPT => {
+                kept.push(one);
+                true
+            }
+            Held::Whole(_) | Held::Damaged => num_seen < 2,
+        };
+        num_seen += 1;
+        if !is_kept {
+            superfluous.push(place);
+        }
+    }
+    for (place, one) in held.iter().enumerate() {
+        let Held::LeftBehind(one) = one else { continue };
+        if !kept.contains(&one) && kept.len() < KEPT {
+            kept.push(one);
+        } else {
             superfluous.push(place);
         }
     }
@@ -73,7 +97,7 @@ mod tests {
     #[test]
     fn copies_do_not_push_out_what_is_older() {
         let superfluous = |versions: &[u64]| {
-            let versions: Vec<_> = versions.iter().copied().map(Some).collect();
+            let versions: Vec<_> = versions.iter().copied().map(Held::Whole).collect();
             superfluous(&versions)
         };
         assert!(superfluous(&[]).is_empty());
@@ -82,9 +106,31 @@ mod tests {
         assert_eq!(superfluous(&[4, 4, 4, 3, 2]), [2]);
         assert_eq!(superfluous(&[5, 4, 4, 3]), [2]);
         assert_eq!(superfluous(&[9, 10, 9, 8, 7]), [2, 4], "gone on with from an older one");
-        let damaged = [None, None, None, None, Some(1)];
+        let (some, none) = (Held::Whole, Held::Damaged);
+        let damaged = [none, none, none, none, some(1)];
         assert_eq!(super::superfluous(&damaged), [3], "the only one that can be used stays");
-        let between = [Some(4), None, None, Some(3), None, None, Some(2), Some(1)];
+        let between = [some(4), none, none, some(3), none, none, some(2), some(1)];
         assert_eq!(super::superfluous(&between), [5, 7]);
+    }
+
+    #[test]
+    fn what_was_gone_back_from_goes_first_and_has_the_room_that_is_left() {
+        let (some, left) = (Held::Whole, Held::LeftBehind);
+        assert_eq!(
+            superfluous(&[some(8), left(7), some(4), some(0)]),
+            [1],
+            "though it is among the newest two"
+        );
+        assert!(superfluous(&[some(8), left(7), some(4)]).is_empty());
+        assert_eq!(superfluous(&[some(8), left(7), left(6), some(0)]), [2]);
+        assert_eq!(superfluous(&[some(8), left(8), left(6), some(0)]), [1], "a copy");
+        assert_eq!(superfluous(&[some(9), some(8), some(8), left(7), left(6)]), [2, 4]);
+        assert_eq!(
+            superfluous(&[left(7), some(6), some(6), some(6)]),
+            [3],
+            "the newest two of those that count"
+        );
+        let damaged = Held::Damaged;
+        assert_eq!(superfluous(&[damaged, left(7), some(6), some(5), some(4)]), [1]);
     }
 }

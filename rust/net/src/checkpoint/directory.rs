@@ -1,10 +1,10 @@
 //! Where a server keeps its checkpoints: one folder each, which has its name only when everything in it is on the
 //! disk. A crash, a full disk or a lost machine leaves the checkpoint before, or the new one, and never less.
 
-use super::choice::{self, Choice};
+use super::choice::{self, Choice, Held};
 use super::error::DirectoryError;
 use super::files;
-use super::folder::{self, Checkpoint, DAMAGED, EARLIER, folders};
+use super::folder::{self, Checkpoint, DAMAGED, EARLIER, Mark, folders};
 use super::lives::Lives;
 use super::watch::Watch;
 use crate::fork::ClosedInChildren;
@@ -23,11 +23,28 @@ const NEW: &str = ".new";
 /// One that is being removed.
 const OLD: &str = ".old";
 
+/// A run was brought back to one of its checkpoints.
+#[derive(Clone, Copy, Debug)]
+struct Return {
+    to: Mark,
+    /// In which the run goes on from there.
+    term: u64,
+}
+
+impl Return {
+    /// Whether a checkpoint is of what was left behind then.
+    const fn leaves(self, mark: Mark) -> bool {
+        mark.number > self.to.number && mark.term < self.term
+    }
+}
+
 /// A directory of checkpoints, for one server at a time.
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
     lives: Lives,
+    /// Where this server's run was brought back to, oldest term first.
+    returns: Vec<Return>,
     /// A child that is forked must not hold on to it when its parent has died.
     _lock: ClosedInChildren<File>,
 }
@@ -43,7 +60,7 @@ impl Directory {
         for half_done in [NEW, OLD] {
             files::remove(&path.join(half_done))?;
         }
-        Ok(Self { path: path.to_owned(), lives: Lives::open(path)?, _lock: lock })
+        Ok(Self { path: path.to_owned(), lives: Lives::open(path)?, returns: Vec::new(), _lock: lock })
     }
 
     /// The life of a server that begins now, after all that have begun here and `after`, which a checkpoint knows of.
@@ -74,6 +91,14 @@ impl Directory {
     /// As [`Self::begin_life`].
     pub fn reserve_term(&mut self, term: u64) -> Result<(), DirectoryError> {
         self.lives.reserve_term(term)
+    }
+
+    /// The run goes on from one of these checkpoints in a term: what was written since that one, in other terms, is the
+    /// first to make room. That is known as long as the directory is held.
+    pub fn went_back(&mut self, to: Mark, term: u64) {
+        // Where one is gone back to that had been left behind, it counts again, and what led to it.
+        self.returns.retain(|before| before.to.number < to.number && !before.leaves(to));
+        self.returns.push(Return { to, term });
     }
 
     /// Writes a checkpoint, and returns its folder when it is on the disk; then those that are
@@ -200,9 +225,14 @@ impl Directory {
         let (mut found, mut held) = (Vec::new(), Vec::new());
         for folder in folders(&self.path)? {
             held.push(match Checkpoint::unverified(&folder) {
-                // Values may have been replaced between two of one version.
-                Ok(checkpoint) => Some((checkpoint.manifest.book.version, checkpoint.manifest.files)),
-                Err(error) if error.is_damage() => None,
+                Ok(checkpoint) => {
+                    let mark = checkpoint.mark();
+                    let is_left = self.returns.iter().any(|one| one.leaves(mark));
+                    // Values may have been replaced between two of one version.
+                    let what = (checkpoint.manifest.book.version, checkpoint.manifest.files);
+                    if is_left { Held::LeftBehind(what) } else { Held::Whole(what) }
+                }
+                Err(error) if error.is_damage() => Held::Damaged,
                 Err(error) => {
                     tracing::warn!(%error, "a checkpoint that cannot be read is left where it is");
                     continue;

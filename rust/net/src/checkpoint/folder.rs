@@ -98,6 +98,13 @@ fn named(directory: &Path, prefix: &str) -> Result<Vec<(u64, PathBuf, bool)>, Di
     Ok(found)
 }
 
+/// Which of a directory's checkpoints it is, and of which term of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    pub(super) number: u64,
+    pub(super) term: u64,
+}
+
 /// A checkpoint whose every byte is as it was written.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -106,6 +113,11 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
+    pub(crate) fn mark(&self) -> Mark {
+        // By another name it is none of a directory's, and before all of them.
+        Mark { number: number(&short(&self.path)).unwrap_or(0), term: self.manifest.book.term }
+    }
+
     /// Reads a folder's manifest, and holds its files against it.
     ///
     /// # Errors

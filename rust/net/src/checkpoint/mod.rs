@@ -16,7 +16,7 @@ mod watch;
 pub use choice::KEPT;
 pub use directory::{Directory, Others};
 pub use error::DirectoryError;
-pub use folder::{Checkpoint, checkpoints};
+pub use folder::{Checkpoint, Mark, checkpoints};
 pub use inspection::inspect;
 pub use proof::{Model, model, verify, verify_lives};
 pub use survey::names;

@@ -15,7 +15,13 @@ pub enum ClientError {
         if *.attempts == 1 { "" } else { "s" }, .waited.as_secs_f64()
     )]
     Unreachable { address: String, attempts: u32, waited: Duration, cause: String },
-    #[error("{address} accepted the connection but did not answer within {:.1} s ({what})", .waited.as_secs_f64())]
+    #[error(
+        "something accepts connections at {address} but has not answered in {:.1} s ({what} is missing). If it is the \
+         server, it hangs or was stopped (Ctrl-Z, a debugger): look at its process and its log, and start it again; \
+         else another program has the port, or a tunnel or a proxy whose other end is gone: compare the address with \
+         the line to join with that the server prints",
+        .waited.as_secs_f64()
+    )]
     Timeout { address: String, what: &'static str, waited: Duration },
     #[error("the server at {address} and this worker do not share a token: {message}")]
     Authentication { address: String, message: String },
@@ -96,7 +102,11 @@ impl ClientError {
                 Self::Authentication { address: address.to_owned(), message: message.to_owned() }
             }
             HandshakeError::Refused(refused) => Self::from_refused(address, refused),
-            HandshakeError::OutOfPlace(cause) => Self::Protocol { address: address.to_owned(), cause },
+            error @ (HandshakeError::OutOfPlace(_)
+            | HandshakeError::Foreign { .. }
+            | HandshakeError::Unreadable { .. }) => {
+                Self::Protocol { address: address.to_owned(), cause: error.to_string() }
+            }
         }
     }
 }

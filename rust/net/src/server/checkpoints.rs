@@ -4,7 +4,7 @@
 use super::config::{CheckpointConfig, Every, Resume, ServerConfig};
 use super::error::ServerError;
 use super::membership::Standing;
-use crate::checkpoint::{Directory, DirectoryError, Watch};
+use crate::checkpoint::{Directory, DirectoryError, Mark, Watch};
 use offbeat_core::checkpoint::{Agreed, RunRecord};
 use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 /// Before what the workers have agreed on anew, or that one has gone for good, is worth a checkpoint of its own: it may
 /// change once a second.
 const CHANGED: Duration = Duration::from_secs(10);
+/// And so many times as long as the last one took to write, where that is more.
+const TIMES_A_SAVE: u32 = 20;
 /// From checkpoint to checkpoint where nobody is there: whoever has gone is not to find his work undone.
 const DESERTED: Duration = Duration::from_secs(1);
 
@@ -31,6 +33,8 @@ pub(super) struct Checkpoints {
     life: Life,
     /// Until the server has stopped: then another one may have it.
     directory: Mutex<Option<Directory>>,
+    /// Of those that write one.
+    turn: Mutex<()>,
     news: Mutex<News>,
     /// Whether the last one is being written or is. Changed and read with the model whole.
     has_closed: AtomicBool,
@@ -61,6 +65,9 @@ struct What {
     version: u64,
     agreed: Agreed,
     attendance: Attendance,
+    /// Who had not departed, and how many of them had not been given up either.
+    present: BTreeSet<String>,
+    num_awaited: usize,
     /// For whom others are to wait in rounds if another life goes on from here.
     roster: BTreeSet<u32>,
 }
@@ -137,6 +144,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
         resume: kept.resume,
         life,
         directory: Mutex::new(Some(directory)),
+        turn: Mutex::default(),
         news: Mutex::default(),
         has_closed: AtomicBool::new(false),
     };
@@ -191,23 +199,26 @@ impl Checkpoints {
         self.has_closed.store(true, Ordering::Relaxed); // that lock's
     }
 
-    /// Makes a term this life's, before all values are replaced; the model is to be whole from here to their end. Where it
-    /// is too late for the last checkpoint, they are not.
-    pub(super) fn reserve_term(&self, term: u64) -> Result<(), ServerError> {
+    /// Makes a term this life's, before all values are replaced, by those of a checkpoint where one is gone back to; the
+    /// model is to be whole from here to their end. Where it is too late for the last checkpoint, they are not.
+    pub(super) fn reserve_term(&self, term: u64, back_to: Option<Mark>) -> Result<(), ServerError> {
         let mut directory = lock(&self.directory);
-        match directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed)) {
-            Some(directory) => Ok(directory.reserve_term(term)?),
-            None => Err(ServerError::Stopped),
+        let directory = directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed));
+        let directory = directory.ok_or(ServerError::Stopped)?;
+        directory.reserve_term(term)?;
+        if let Some(mark) = back_to {
+            directory.went_back(mark, term);
         }
+        Ok(())
     }
 
-    /// The store that a checkpoint of this model describes, the newest or that of a version.
+    /// A checkpoint of this model, the newest or that of a version, and the store that it describes.
     pub(super) fn recall(
         &self,
         version: Option<u64>,
         table: &TensorTable,
         config: StoreConfig,
-    ) -> Result<Arc<Store>, ServerError> {
+    ) -> Result<(Mark, Arc<Store>), ServerError> {
         // Held, so that it is not removed meanwhile.
         let directory = lock(&self.directory);
         let directory = directory.as_ref().ok_or(ServerError::Stopped)?;
@@ -228,7 +239,19 @@ impl Checkpoints {
         let book = &found.manifest.book;
         // A life that nobody hears of. After the last term there is none, and the restoring says so.
         let life = Life { term: book.term.saturating_add(1), last_incarnation: book.last_incarnation };
-        Ok(found.restore(config, life, &Watch::none())?)
+        let mark = found.mark();
+        Ok((mark, found.restore(config, life, &Watch::none())?))
+    }
+
+    /// Held from the look at what there is to keep until that is kept, so that what was looked at first is not written
+    /// last.
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        lock(&self.turn)
+    }
+
+    /// Whether a checkpoint has the values of this term or of a later one.
+    pub(super) fn has_term(&self, term: u64) -> bool {
+        lock(&self.news).last.as_ref().is_some_and(|last| last.what.term >= term)
     }
 
     pub(super) fn status(&self, now: Instant) -> CheckpointStatus {
@@ -249,23 +272,45 @@ impl Checkpoints {
     pub(super) fn is_due(&self, store: &Store, agreed: Agreed, roster: BTreeSet<u32>, is_last: bool) -> bool {
         let news = lock(&self.news);
         let Some(last) = &news.last else { return true };
-        let (term, version) = (store.term(), store.version());
-        let now = What { term, version, agreed, attendance: store.attendance(), roster };
+        let now = Now {
+            term: store.term(),
+            version: store.version(),
+            agreed,
+            attendance: store.attendance(),
+            roster,
+        };
         if is_last {
-            !last.whole || differs(&now, &last.what)
-        } else {
-            is_due(self.every, &now, &last.what, last.at.elapsed())
+            return !last.whole || now.differs(&last.what) || now.has_other_visits(&last.what);
         }
+        let whereabouts = if now.has_other_visits(&last.what) {
+            Whereabouts::since(&last.what, store.those_left_of(&last.what.present))
+        } else {
+            Whereabouts::AsTheyWere
+        };
+        is_due(self.every, &now, last, whereabouts, last.at.elapsed())
     }
 
-    /// Saves a state; what goes wrong is told, and the run goes on. False then.
-    pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, is_last: bool) -> bool {
+    /// Saves a state; what goes wrong is told, and the run goes on.
+    ///
+    /// # Errors
+    /// What went wrong, in words.
+    pub(super) fn save(
+        &self,
+        store: &Store,
+        state: StoreState,
+        run: RunRecord,
+        is_last: bool,
+    ) -> Result<(), String> {
         let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let (agreed, roster) = (run.agreed.clone(), roster(&state.book.workers));
-        let what = What { term, version, agreed, attendance: state.attendance, roster };
+        let present = || state.book.workers.iter().filter(|page| page.present);
+        let num_awaited = present().filter(|page| !page.away).count();
+        let present = present().map(|page| page.worker_id.clone()).collect();
+        let what = What { term, version, agreed, attendance: state.attendance, present, num_awaited, roster };
         let saved = match lock(&self.directory).as_mut() {
-            None => return true, // the server has stopped, and this was written before
+            // Whoever writes the last one has left; what it could not write it has told.
+            None => return Err("the server has stopped".to_owned()),
             Some(directory) => directory.save(store, state, run),
         };
         match saved {
@@ -279,11 +324,12 @@ impl Checkpoints {
                 );
                 let last = Some(Written { path, what, whole, at, took });
                 *lock(&self.news) = News { last, failed: None };
-                true
+                Ok(())
             }
             Err(error) => {
-                self.tell_failure(error.to_string(), version, is_last);
-                false
+                let error = error.to_string();
+                self.tell_failure(error.clone(), version, is_last);
+                Err(error)
             }
         }
     }
@@ -305,20 +351,63 @@ impl Checkpoints {
     }
 }
 
-/// Whether one has something that the other has not.
-fn differs(now: &What, last: &What) -> bool {
-    let parts = |what: &What| (what.term, what.version, what.attendance.comings_and_goings);
-    parts(now) != parts(last) || now.agreed != last.agreed || now.roster != last.roster
+/// What a checkpoint would have now.
+#[derive(Clone, Debug)]
+struct Now {
+    term: u64,
+    version: u64,
+    agreed: Agreed,
+    attendance: Attendance,
+    roster: BTreeSet<u32>,
+}
+
+impl Now {
+    /// Whether it would have something that the last one has not, apart from who came and went.
+    fn differs(&self, last: &What) -> bool {
+        (self.term, self.version) != (last.term, last.version)
+            || self.agreed != last.agreed
+            || self.roster != last.roster
+    }
+
+    /// Whether anybody came or went since.
+    fn has_other_visits(&self, last: &What) -> bool {
+        self.attendance.comings_and_goings != last.attendance.comings_and_goings
+    }
+}
+
+/// What has become of the workers that the last checkpoint has as present. Of others that came and went nothing would be
+/// missed: what they have pushed is a version of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whereabouts {
+    AsTheyWere,
+    /// Some were given up, or have come back since they were.
+    Changed,
+    /// Some have departed.
+    SomeLeft,
+}
+
+impl Whereabouts {
+    fn since(last: &What, (num_present, num_awaited): (usize, usize)) -> Self {
+        if num_present < last.present.len() {
+            Self::SomeLeft
+        } else if num_awaited != last.num_awaited {
+            Self::Changed
+        } else {
+            Self::AsTheyWere
+        }
+    }
 }
 
 /// Whether a checkpoint is due in mid-run, so long after the last one. Besides those that were asked for: at once when all
 /// values were replaced; soon when workers have agreed on something else, or one has gone for good, whom the next life is
 /// not to wait for; and when nobody is there, so that what was done is kept although nothing more comes.
-fn is_due(every: Every, now: &What, last: &What, elapsed: Duration) -> bool {
-    let has_changed = now.agreed != last.agreed || now.attendance.goodbyes != last.attendance.goodbyes;
-    let is_deserted = !now.attendance.is_anybody_here && differs(now, last);
+fn is_due(every: Every, now: &Now, last: &Written, whereabouts: Whereabouts, elapsed: Duration) -> bool {
+    let Written { what: last, took, .. } = last;
+    let has_changed = now.agreed != last.agreed || whereabouts == Whereabouts::SomeLeft;
+    let has_news = now.differs(last) || whereabouts != Whereabouts::AsTheyWere;
+    let is_deserted = !now.attendance.is_anybody_here && has_news;
     now.term != last.term
-        || has_changed && elapsed >= CHANGED
+        || has_changed && elapsed >= CHANGED.max(took.saturating_mul(TIMES_A_SAVE))
         || is_deserted && elapsed >= DESERTED
         || match every {
             Every::Versions(number) => now.version.saturating_sub(last.version) >= number,
@@ -338,50 +427,88 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
     const RARELY: Every = Every::Versions(1000);
 
-    fn what() -> What {
-        let attendance = Attendance { comings_and_goings: 4, goodbyes: 1, is_anybody_here: true };
-        What { term: 2, version: 500, agreed: Agreed::default(), attendance, roster: BTreeSet::from([7]) }
+    fn now() -> Now {
+        let attendance = Attendance { comings_and_goings: 4, is_anybody_here: true };
+        Now { term: 2, version: 500, agreed: Agreed::default(), attendance, roster: BTreeSet::from([7]) }
     }
 
-    fn pushed(number: u64) -> What {
-        What { version: what().version + number, ..what() }
+    /// One that has what is so now.
+    fn last() -> Written {
+        let Now { term, version, agreed, attendance, roster } = now();
+        let present = ["a", "b", "away"].map(str::to_owned).into();
+        let what = What { term, version, agreed, attendance, present, num_awaited: 2, roster };
+        Written { path: PathBuf::new(), what, whole: true, at: Instant::now(), took: SECOND / 4 }
+    }
+
+    fn pushed(number: u64) -> Now {
+        Now { version: now().version + number, ..now() }
+    }
+
+    fn is_due(every: Every, now: &Now, elapsed: Duration) -> bool {
+        super::is_due(every, now, &last(), Whereabouts::AsTheyWere, elapsed)
     }
 
     #[test]
     fn it_is_due_as_often_as_was_asked_for() {
-        assert!(!is_due(RARELY, &pushed(999), &what(), 100 * SECOND));
-        assert!(is_due(RARELY, &pushed(1000), &what(), Duration::ZERO));
-        assert!(!is_due(Every::Time(30 * SECOND), &pushed(1), &what(), 29 * SECOND));
-        assert!(is_due(Every::Time(30 * SECOND), &pushed(1), &what(), 30 * SECOND));
-        assert!(!is_due(Every::Time(30 * SECOND), &what(), &what(), 100 * SECOND), "nothing is new");
-        assert!(is_due(RARELY, &What { term: 3, ..what() }, &what(), Duration::ZERO));
+        assert!(!is_due(RARELY, &pushed(999), 100 * SECOND));
+        assert!(is_due(RARELY, &pushed(1000), Duration::ZERO));
+        assert!(!is_due(Every::Time(30 * SECOND), &pushed(1), 29 * SECOND));
+        assert!(is_due(Every::Time(30 * SECOND), &pushed(1), 30 * SECOND));
+        assert!(!is_due(Every::Time(30 * SECOND), &now(), 100 * SECOND), "nothing is new");
+        assert!(is_due(RARELY, &Now { term: 3, ..now() }, Duration::ZERO));
     }
 
     #[test]
     fn where_nobody_is_there_all_that_is_new_is_kept() {
         let deserted =
-            |now: What| What { attendance: Attendance { is_anybody_here: false, ..now.attendance }, ..now };
+            |now: Now| Now { attendance: Attendance { is_anybody_here: false, ..now.attendance }, ..now };
         for every in [RARELY, Every::Time(30 * SECOND)] {
-            assert!(!is_due(every, &pushed(1), &what(), 20 * SECOND), "somebody is there");
-            assert!(is_due(every, &deserted(pushed(1)), &what(), SECOND));
-            assert!(!is_due(every, &deserted(pushed(1)), &what(), SECOND / 2));
-            assert!(!is_due(every, &deserted(what()), &what(), 100 * SECOND), "nothing is new");
-            let went = Attendance { comings_and_goings: 5, ..what().attendance };
-            assert!(is_due(every, &deserted(What { attendance: went, ..what() }), &what(), SECOND));
+            assert!(!is_due(every, &pushed(1), 20 * SECOND), "somebody is there");
+            assert!(is_due(every, &deserted(pushed(1)), SECOND));
+            assert!(!is_due(every, &deserted(pushed(1)), SECOND / 2));
+            assert!(!is_due(every, &deserted(now()), 100 * SECOND), "nothing is new");
+            for whereabouts in [Whereabouts::Changed, Whereabouts::SomeLeft] {
+                assert!(
+                    super::is_due(every, &deserted(now()), &last(), whereabouts, SECOND),
+                    "{whereabouts:?}"
+                );
+            }
         }
     }
 
     #[test]
-    fn a_goodbye_is_kept_soon_and_a_coming_with_the_next() {
-        let came = Attendance { comings_and_goings: 5, ..what().attendance };
-        let went = Attendance { comings_and_goings: 5, goodbyes: 2, ..what().attendance };
-        assert!(is_due(RARELY, &What { attendance: went, ..what() }, &what(), CHANGED));
-        assert!(!is_due(RARELY, &What { attendance: went, ..what() }, &what(), CHANGED / 2));
-        assert!(!is_due(RARELY, &What { attendance: came, ..what() }, &what(), 100 * SECOND));
-        assert!(differs(&What { attendance: came, ..what() }, &what()), "the last one has it");
+    fn a_goodbye_of_one_that_it_has_is_kept_soon_and_others_with_the_next() {
+        let left = |took, elapsed| {
+            let last = Written { took, ..last() };
+            super::is_due(RARELY, &now(), &last, Whereabouts::SomeLeft, elapsed)
+        };
+        assert!(left(SECOND / 4, CHANGED));
+        assert!(!left(SECOND / 4, CHANGED / 2));
+        assert!(!left(3 * SECOND, 59 * SECOND), "writing is to be a small part of the time");
+        assert!(left(3 * SECOND, 60 * SECOND));
         assert!(
-            differs(&What { roster: BTreeSet::new(), ..what() }, &what()),
+            !super::is_due(RARELY, &now(), &last(), Whereabouts::Changed, 100 * SECOND),
+            "it may come back"
+        );
+        let came = Attendance { comings_and_goings: 5, ..now().attendance };
+        let visited = Now { attendance: came, ..now() };
+        assert!(!is_due(RARELY, &visited, 100 * SECOND), "a stranger");
+        assert!(
+            visited.has_other_visits(&last().what) && !now().has_other_visits(&last().what),
+            "the last one has it"
+        );
+        assert!(
+            Now { roster: BTreeSet::new(), ..now() }.differs(&last().what),
             "and who is waited for in rounds"
         );
+    }
+
+    #[test]
+    fn what_has_become_of_those_that_it_has() {
+        let of = |left| Whereabouts::since(&last().what, left);
+        assert_eq!(of((3, 2)), Whereabouts::AsTheyWere);
+        assert_eq!(of((3, 1)), Whereabouts::Changed, "one was given up");
+        assert_eq!(of((3, 3)), Whereabouts::Changed, "one is back");
+        assert_eq!(of((2, 2)), Whereabouts::SomeLeft, "or another has its place");
     }
 }

@@ -60,9 +60,12 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
             if is_last {
                 tracing::info!("the last checkpoint is being written");
             }
-            if !save(shared, checkpoints, model, is_last) {
+            let turn = checkpoints.turn();
+            // It may have been another's turn since the first look.
+            if is_due(&model) && save(shared, checkpoints, model, is_last).is_err() {
                 not_before = Instant::now() + RETRY;
             }
+            drop(turn);
         }
         if is_last {
             return checkpoints.release();
@@ -76,21 +79,39 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
     }
 }
 
-/// Saves what there is now; false if that failed.
-fn save(shared: &Shared, checkpoints: &Checkpoints, model: &Model, is_last: bool) -> bool {
+/// Keeps the values of a term, which have just replaced all others, before the caller goes on: who is told that they are in
+/// place is to find them in whatever comes after a crash. Beside the thread, which may be waiting to try again.
+///
+/// # Errors
+/// Why no checkpoint has them, in words. They are in place all the same, and the thread goes on trying.
+pub(super) fn keep_term(
+    shared: &Shared,
+    checkpoints: &Checkpoints,
+    model: &Model,
+    term: u64,
+) -> Result<(), String> {
+    let _turn = checkpoints.turn();
+    if checkpoints.has_term(term) { Ok(()) } else { save(shared, checkpoints, model, false) }
+}
+
+/// Saves what there is now, in its [turn](Checkpoints::turn).
+///
+/// # Errors
+/// What went wrong, in words, when it has been told.
+fn save(shared: &Shared, checkpoints: &Checkpoints, model: &Model, is_last: bool) -> Result<(), String> {
     let saved = unless_it_panics(|| {
         let (state, run) = now(shared, model);
         checkpoints.save(&model.store, state, run, is_last)
     });
     saved.unwrap_or_else(|what| {
         let error = format!("the save in {} broke off: {what}", checkpoints.directory().display());
-        checkpoints.tell_failure(error, model.store.version(), is_last);
-        false
+        checkpoints.tell_failure(error.clone(), model.store.version(), is_last);
+        Err(error)
     })
 }
 
 /// A panic is a failure too, and not the end of the thread: nobody would hear that no checkpoint is written any more.
-fn unless_it_panics(save: impl FnOnce() -> bool) -> Result<bool, String> {
+fn unless_it_panics<T>(save: impl FnOnce() -> T) -> Result<T, String> {
     // Nothing is left half changed: what is on the disk is whole whenever it has its name.
     catch_unwind(AssertUnwindSafe(save)).map_err(|panic| {
         let said = panic.downcast_ref::<String>().map(String::as_str);
@@ -120,9 +141,12 @@ mod tests {
     #[test]
     fn a_save_that_panics_is_a_failure_with_its_words() {
         assert_eq!(unless_it_panics(|| true), Ok(true));
-        assert_eq!(unless_it_panics(|| panic!("as it cannot be")), Err("as it cannot be".to_owned()));
-        let number = std::hint::black_box(7);
-        assert_eq!(unless_it_panics(|| panic!("fragment {number}")), Err("fragment 7".to_owned()));
-        assert!(unless_it_panics(|| std::panic::panic_any(number)).is_err());
+        let panics = |text: &str| -> Result<bool, String> { unless_it_panics(|| panic!("{text}")) };
+        assert_eq!(
+            unless_it_panics(|| -> bool { panic!("as it cannot be") }),
+            Err("as it cannot be".to_owned())
+        );
+        assert_eq!(panics("fragment 7"), Err("fragment 7".to_owned()));
+        assert!(unless_it_panics(|| -> bool { std::panic::panic_any(7) }).is_err());
     }
 }

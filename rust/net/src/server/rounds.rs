@@ -8,7 +8,9 @@
 //!
 //! Nobody is waited for who is not there. Who is lost comes off the roster, and of what it had entered for nothing is
 //! expected any more; if it is heard again before the others are through, it goes on where it was. So does who is there
-//! and does nothing for many times as long as others took ([`Rounds::overdue`]).
+//! and does nothing for many times as long as others took ([`Rounds::overdue`]). Those of a life before are waited for though
+//! they are not there: by who has ended for as long as they may come, and by who is at work for a moment, since a whole job
+//! that was started again comes with others.
 //!
 //! Workers may say by what *terms* they take part: the first on the roster says what it is by, and who says another is
 //! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same. Who was
@@ -107,6 +109,12 @@ impl Closed {
 pub(super) struct Rounds {
     /// Who has ever entered, and is there, or was in the life before and is expected: by incarnation.
     roster: BTreeSet<u32>,
+    /// Of these, who was in the life before and has not come.
+    expected: BTreeSet<u32>,
+    /// How long who is at work waits for them, once in all.
+    patience: Duration,
+    /// Since when somebody does.
+    waits_since: Option<Instant>,
     /// Who has entered the round that is open, and when.
     open: BTreeMap<u32, (Entry, Instant)>,
     /// Those that are not over, by number.
@@ -120,9 +128,16 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Of a life before: those that were there, who are waited for until they are [lost](Self::lose).
-    pub(super) fn expect(&mut self, roster: BTreeSet<u32>) {
-        self.roster = roster;
+    /// Of a life before: those that were there, who are waited for until they are [lost](Self::lose), by who is at work
+    /// for no longer than `patience`.
+    pub(super) fn expect(&mut self, roster: BTreeSet<u32>, patience: Duration) {
+        self.expected.clone_from(&roster);
+        (self.roster, self.patience) = (roster, patience);
+    }
+
+    /// Of those that were expected, some may have come: they are waited for as all others are.
+    pub(super) fn expect_only(&mut self, is_expected: impl Fn(u32) -> bool) {
+        self.expected.retain(|&incarnation| is_expected(incarnation));
     }
 
     /// Who is waited for.
@@ -153,6 +168,10 @@ impl Rounds {
             entry.samples = 0.0; // what it has made, it has made by other terms
         }
         self.roster.insert(incarnation);
+        self.expected.remove(&incarnation);
+        if entry.at_work {
+            self.waits_since.get_or_insert(now);
+        }
         let since = self.open.get(&incarnation).map_or(now, |(_, since)| *since);
         self.open.insert(incarnation, (entry, since));
         self.close_if_due(now);
@@ -204,6 +223,7 @@ impl Rounds {
         if !self.roster.remove(&incarnation) {
             return;
         }
+        self.expected.remove(&incarnation);
         self.open.remove(&incarnation);
         let is_due = |(_, closed): &(&u64, &mut Closed)| {
             matches!(closed.entrants.get(&incarnation), Some((_, Stage::Due)))
@@ -229,10 +249,15 @@ impl Rounds {
 
     /// The server stood still for so long: that time is taken out of every grace, and of what a push took.
     pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
-        let entered = self.open.values_mut().map(|(_, since)| since);
+        let entered = self.open.values_mut().map(|(_, since)| since).chain(&mut self.waits_since);
         for since in entered.chain(self.closed.values_mut().map(|closed| &mut closed.since)) {
             *since = (*since + standstill).min(now);
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn rewind(&mut self, time: Duration) {
+        self.open.values_mut().for_each(|(_, since)| *since -= time);
     }
 
     /// A look at the clock.
@@ -280,7 +305,8 @@ impl Rounds {
     fn close_if_due(&mut self, now: Instant) {
         let is_full = || {
             let at_least = self.open.values().map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
-            self.open.len() >= at_least && self.has_all()
+            self.open.len() >= at_least
+                && self.has_all_but(|incarnation| self.is_missed_by_none(incarnation, now))
         };
         let is_late = || self.deadline().is_some_and(|deadline| now >= deadline);
         if !self.open.is_empty() && (is_full() || is_late()) {
@@ -288,9 +314,19 @@ impl Rounds {
         }
     }
 
-    /// Whether all of the roster have entered the open round.
-    fn has_all(&self) -> bool {
-        self.roster.iter().all(|incarnation| self.open.contains_key(incarnation))
+    /// Whether all of the roster have entered the open round, besides those of whom this holds.
+    fn has_all_but(&self, is_excepted: impl Fn(u32) -> bool) -> bool {
+        self.roster
+            .iter()
+            .all(|&incarnation| self.open.contains_key(&incarnation) || is_excepted(incarnation))
+    }
+
+    /// Whether this is one of the life before, whom those at work who have entered have waited for long enough. Where
+    /// nobody of them is at work, all wait for the end of those who may be.
+    fn is_missed_by_none(&self, incarnation: u32, now: Instant) -> bool {
+        self.expected.contains(&incarnation)
+            && self.waits_since.is_some_and(|since| now.saturating_duration_since(since) >= self.patience)
+            && self.open.values().any(|(entry, _)| entry.at_work)
     }
 
     /// What those wish for who have entered the open round, as far as they say.
@@ -302,7 +338,7 @@ impl Rounds {
         self.num_closed += 1;
         let before = self.terms.clone();
         let wish = self.wishes().next().cloned();
-        let agreed = self.has_all() && self.wishes().all(|one| Some(one) == wish.as_ref());
+        let agreed = self.has_all_but(|_| false) && self.wishes().all(|one| Some(one) == wish.as_ref());
         if agreed && wish.is_some() {
             self.terms = wish;
         }

@@ -152,8 +152,9 @@ impl Shared {
         let mut rounds = lock(&self.rounds);
         // Whom a server that stops sends away is not missed in a round: nobody is left who could go on with it.
         if rounds.has_members() && !self.is_stopping() {
-            let there = members.awaited();
+            let (there, expected) = (members.awaited(), members.expected());
             let now = self.judged(&members, Instant::now());
+            rounds.expect_only(|incarnation| expected.contains(&incarnation));
             rounds.keep(|incarnation| there.contains(&incarnation), now);
         }
         drop((members, rounds));
@@ -230,6 +231,14 @@ impl Shared {
         lock(&self.rounds).excuse(standstill, now);
         drop(members);
         self.round_has_changed();
+    }
+
+    /// Puts what waiting is judged by so far into the past, as if that time had passed without a look at the clock.
+    #[cfg(test)]
+    pub(super) fn rewind(&self, time: Duration) {
+        let mut members = self.members();
+        members.rewind(time);
+        lock(&self.rounds).rewind(time);
     }
 
     /// Goes on without those for whose push others wait, and who do nothing though they are heard. `idle`: for how long
@@ -355,7 +364,7 @@ impl Shared {
         for (id, key, state) in workers {
             self.members().expect(&id, key, state, Instant::now());
         }
-        lock(&self.rounds).expect(roster);
+        lock(&self.rounds).expect(roster, self.config.lease);
         let path = path.display();
         if self.config.checkpoints.as_ref().is_some_and(|kept| kept.resume == Resume::Must) {
             tracing::info!(checkpoint = %path, version, term, "the server goes on from a checkpoint");

@@ -39,6 +39,8 @@ impl Cause {
             HandshakeError::Frame(FrameError::Io(_) | FrameError::Closed { .. }) => Self::Unproved,
             HandshakeError::Refused(_)
             | HandshakeError::OutOfPlace(_)
+            | HandshakeError::Foreign { .. }
+            | HandshakeError::Unreadable { .. }
             | HandshakeError::Frame(
                 FrameError::Header(_) | FrameError::Checksum { .. } | FrameError::Message(_),
             ) => Self::Foreign,

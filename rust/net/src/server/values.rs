@@ -1,8 +1,11 @@
 //! The model's values as its owner copies and replaces them: all at once, while the run goes on.
 
 use super::Server;
+use super::checkpoints::Checkpoints;
 use super::cut;
 use super::error::ServerError;
+use super::keeper;
+use super::model::Model;
 use super::snapshot::check_values;
 use crate::tensors::{self, Tensors, gather};
 use offbeat_core::store::{Load, Store};
@@ -24,7 +27,8 @@ impl Server {
         Ok(Some(tensors::copied(store, state.roots)))
     }
 
-    /// Replaces every value of the model. Pushes that were computed on the old ones are rejected.
+    /// Replaces every value of the model. Pushes that were computed on the old ones are rejected. Where checkpoints are kept
+    /// one has the new values when this returns; if it cannot be written, a warning says so, and they are in place.
     ///
     /// # Errors
     /// [`ServerError`] if there is no model yet, the bytes are not those of its tensors, a parameter is not finite, or the
@@ -36,7 +40,7 @@ impl Server {
         check_values(store.table(), tensors)?;
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(checkpoints) = &self.shared.checkpoints {
-            checkpoints.reserve_term(store.term() + 1)?;
+            checkpoints.reserve_term(store.term() + 1, None)?;
         }
         let layout = Arc::clone(store.layout());
         let load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
@@ -44,11 +48,15 @@ impl Server {
         drop(whole);
         tracing::info!(term, "the model's values were replaced");
         self.shared.members().tell_all(&Event::Term { term });
+        if let Some(checkpoints) = &self.shared.checkpoints {
+            self.keep(checkpoints, model, term);
+        }
         Ok(())
     }
 
     /// Goes back to a checkpoint, the newest or that of a version: model and optimizer state are what they were then, in
-    /// a new term; counts go on. Gives the checkpoint's version.
+    /// a new term; counts go on. Gives the checkpoint's version, once another one has them: a server that goes on from
+    /// that goes on from there. If it cannot be written, a warning says so, and the model stays where it is.
     ///
     /// # Errors
     /// [`ServerError`] if no checkpoints are kept, there is none of that version, it is of another model, or it cannot be
@@ -59,15 +67,30 @@ impl Server {
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
         let store = &model.store;
         // Beside the run: it takes a while.
-        let earlier = checkpoints.recall(version, store.table(), self.shared.config.store())?;
+        let (mark, earlier) = checkpoints.recall(version, store.table(), self.shared.config.store())?;
         let (then, now) = (earlier.version(), store.version());
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        checkpoints.reserve_term(store.term() + 1)?;
+        checkpoints.reserve_term(store.term() + 1, Some(mark))?;
         let term = self.finish(store, store.roll_back(&earlier));
         drop(whole);
         tracing::warn!(from = now, to = then, term, "the model is back where it was");
         self.shared.members().tell_all(&Event::Term { term });
+        drop(earlier); // as large as the model
+        self.keep(checkpoints, model, term);
         Ok(then)
+    }
+
+    /// Waits until a checkpoint has the values of a term.
+    fn keep(&self, checkpoints: &Checkpoints, model: &Model, term: u64) {
+        if let Err(error) = keeper::keep_term(&self.shared, checkpoints, model, term) {
+            tracing::warn!(
+                directory = %checkpoints.directory().display(),
+                error,
+                term,
+                "no checkpoint has the values that are in place now: a server that is killed before one is written \
+                 goes on from the values before them; it is tried again"
+            );
+        }
     }
 
     /// Drives a load to its end; gives its term.

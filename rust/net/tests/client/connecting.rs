@@ -206,7 +206,14 @@ fn a_server_that_says_nothing_is_told_apart() {
     let config =
         ClientConfig { connect_timeout: timeout, ..client_config(listener.local_addr().unwrap(), 1) };
     let refused = Client::connect(config, None, &never);
-    assert!(matches!(refused, Err(ClientError::Timeout { .. })), "{refused:?}");
+    let Err(refused @ ClientError::Timeout { .. }) = refused else { panic!("{refused:?}") };
+    let told = refused.to_string();
+    let address = listener.local_addr().unwrap();
+    assert!(
+        told.starts_with(&format!("something accepts connections at {address} but has not answered in 0.")),
+        "{told}"
+    );
+    assert!(told.contains("look at its process") && told.contains("another program has the port"), "{told}");
 }
 
 #[test]

@@ -336,6 +336,39 @@ fn who_does_not_come_back_after_a_restart_is_waited_for_no_longer_than_its_grace
 }
 
 #[test]
+fn who_works_after_a_restart_waits_a_lease_for_those_of_before_and_who_has_ended_waits_on() {
+    let (directory, config) = keeping("restarted");
+    let lease = Duration::from_secs(1);
+    let config = ServerConfig { lease, rejoin_grace: Duration::from_secs(3600), ..config };
+    let server = start(config.clone());
+    let relay = Relay::new(server.address(), []);
+    let mut workers = vec![worker(relay.address, "back"), worker(server.address(), "gone")];
+    acquaint(&mut workers);
+    let [mut back, _gone] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+    relay.send_on_to_nobody();
+    server.end(Ending::Restarting);
+    let begun = Instant::now();
+    let again = Server::start(config).unwrap();
+    let mut new = worker(again.address(), "new");
+    let is_tired = || begun.elapsed() > DEADLINE;
+    let entered = new.client.enter(&Entry::of(1.0), &is_tired).expect("it waits for those who do not come");
+    assert!(begun.elapsed() >= lease, "{:?}", begun.elapsed());
+    assert_eq!((entered.members, entered.share, entered.agreed), (1, 1.0, false));
+    new.client.gather(1, &never).unwrap();
+    let ended = Entry { at_work: false, ..Entry::of(0.0) };
+    let is_tired = || begun.elapsed() > 3 * lease;
+    assert_eq!(new.client.enter(&ended, &is_tired), Err(ClientError::Interrupted), "others may be at work");
+    // Who is back is waited for as it was before, with the lease long over.
+    relay.come_up(again.address());
+    assert_eq!(back.client.gather(77, &never).unwrap().missing, 0);
+    let is_tired = || begun.elapsed() > 5 * lease;
+    assert_eq!(new.client.enter(&Entry::of(1.0), &is_tired), Err(ClientError::Interrupted));
+    assert_eq!(enter(&mut back, 1.0).members, 2);
+    drop(again);
+    std::fs::remove_dir_all(&directory).ok();
+}
+
+#[test]
 fn what_cannot_be_samples_is_refused_before_it_leaves() {
     let server = start(adding(Transaction::Fragment));
     let mut a = worker(server.address(), "a");

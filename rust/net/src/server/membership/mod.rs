@@ -263,6 +263,11 @@ impl Members {
         self.by_id.values().filter(is_awaited).map(|m| m.incarnation).collect()
     }
 
+    /// Those of the life before who may still come back.
+    pub(super) fn expected(&self) -> BTreeSet<u32> {
+        self.by_id.values().filter(|m| m.is_expected()).map(|m| m.incarnation).collect()
+    }
+
     /// Whether a newer process has a worker's name.
     pub(super) fn is_replaced(&self, id: &str, incarnation: u32) -> bool {
         self.by_id.get(id).is_some_and(|member| member.incarnation > incarnation)
@@ -440,6 +445,11 @@ impl Members {
     /// thread that wakes from a standstill before that look would take the standstill for grace that has passed.
     pub(super) fn looked(&self) -> Option<Instant> {
         self.looked
+    }
+
+    #[cfg(test)]
+    pub(super) fn rewind(&mut self, time: Duration) {
+        self.looked = self.looked.and_then(|looked| looked.checked_sub(time));
     }
 
     /// Forgets the names of those that went first: a worker that crashes and is started again without a name comes

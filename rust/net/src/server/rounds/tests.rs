@@ -220,13 +220,47 @@ fn only_those_who_are_there_are_kept() {
 #[test]
 fn who_was_there_in_the_life_before_is_waited_for_until_it_comes_or_is_given_up() {
     let (mut rounds, now) = (Rounds::default(), Instant::now());
-    rounds.expect([1, 2, 3].into());
+    rounds.expect([1, 2, 3].into(), seconds(10));
     let ends = || Entry { at_work: false, ..work(0.0) };
     assert_eq!(rounds.enters(1, ends(), now), None, "the others train, as far as anybody knows");
     rounds.keep(|member| member <= 2, now);
     assert_eq!(rounds.enters(1, ends(), now), None, "one of them has not been given up");
     assert_eq!(rounds.enters(2, work(1.0), now).map(|p| (p.round, p.members, p.at_work)), Some((1, 2, 1)));
     assert_eq!(rounds.enters(1, ends(), now).map(|p| p.at_work), Some(1), "so that it is not the end");
+}
+
+#[test]
+fn those_of_the_life_before_are_waited_for_by_who_is_at_work_once_for_a_moment_and_by_who_has_ended_on() {
+    let start = Instant::now();
+    let mut rounds = Rounds::default();
+    rounds.expect([1, 2].into(), seconds(10));
+    let ends = || Entry { at_work: false, ..work(0.0) };
+    assert_eq!(rounds.enters(3, ends(), start), None);
+    rounds.tick(start + seconds(100));
+    assert_eq!(rounds.status().open_entrants, 1, "others may be at work, as far as anybody knows");
+    let begun = start + seconds(100);
+    assert_eq!(rounds.enters(3, work(1.0), begun), None);
+    rounds.tick(begun + seconds(9));
+    assert_eq!(rounds.status().closed, 0);
+    rounds.excuse(seconds(60), begun + seconds(69));
+    rounds.tick(begun + seconds(69));
+    assert_eq!(rounds.status().closed, 0, "the server stood still");
+    rounds.tick(begun + seconds(70));
+    let part = Part { round: 1, share: 1.0, members: 1, at_work: 1, agreed: false };
+    assert_eq!(rounds.enters(3, work(1.0), begun + seconds(70)), Some(part));
+    rounds.gathers(3, 1);
+    let later = begun + seconds(71);
+    assert_eq!(rounds.enters(3, work(1.0), later).map(|p| p.members), Some(1), "not once more");
+    rounds.gathers(3, 2);
+    assert_eq!(rounds.enters(3, ends(), later), None, "who has ended waits for them still");
+    rounds.expect_only(|member| member == 2); // the first is back
+    assert_eq!(rounds.enters(3, work(1.0), later), None, "and waited for as all who are there");
+    assert_eq!(rounds.enters(1, work(1.0), later).map(|p| (p.members, p.agreed)), Some((2, false)));
+    rounds.gathers(1, 3);
+    rounds.gathers(3, 3);
+    rounds.enters(1, ends(), later);
+    assert_eq!(rounds.enters(3, ends(), later), None);
+    assert_eq!(rounds.enters(2, ends(), later).map(|p| (p.members, p.agreed)), Some((3, true)));
 }
 
 #[test]
