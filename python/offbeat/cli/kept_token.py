@@ -66,10 +66,11 @@ def read(directory: str) -> str | None:
 
 
 def write(directory: str, token: str) -> None:
-    """Keep a token in a directory, which is there and is locked for us.
+    """Keep a token in a directory, which is there and is locked for us, and has none yet.
 
     Raises:
-        CheckpointError: If it cannot be written, or if this disk shows it to others.
+        CheckpointError: If it cannot be written, or if this disk shows it to others; none is kept then. Or if
+            there is one by now: of a start beside this one, whose workers may wait for it.
     """
     path, unfinished = Path(directory) / TOKEN, Path(directory) / UNFINISHED
     try:
@@ -80,16 +81,27 @@ def write(directory: str, token: str) -> None:
             file.write(f"{token}\n".encode())
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        os.link(unfinished, path)  # which replaces nothing
+        unfinished.unlink()
         _sync(Path(directory))
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+        if isinstance(error, FileExistsError):
+            raise CheckpointError(
+                f"{path} has come since this start looked for it, of another start: start again, to take "
+                "that one"
+            ) from error
         raise CheckpointError(
             f"{path}, where the token of --new-token is kept for the next start, cannot be written: "
             f"{error.strerror}; give a token of your own instead, in OFFBEAT_TOKEN"
         ) from error
-    read(directory)  # now, and not when workers wait: some disks keep neither owner nor mode
+    try:
+        read(directory)  # now, and not when workers wait: some disks keep neither owner nor mode
+    except CheckpointError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _check(path: Path, told: os.stat_result) -> None:

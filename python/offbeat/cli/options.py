@@ -38,7 +38,7 @@ _NAMES = "|".join(name for name in OPTIONS if "_" in name)
 _WORDS = "|".join(name for name in OPTIONS if "_" not in name)
 _KEYWORD = re.compile(
     r"(?<!\w)'(?:[^'\\]|\\.)*'|(?<!\w)\"(?:[^\"\\]|\\.)*\""  # a value, which stays
-    r"|(?<= cause=).*"  # a worker's own words, in the log
+    r"|(?<= cause=).*|(?<= worker=)\S+"  # a worker's own words, in the log
     r"|(?P<none>, or None(?: for [a-z ]+)?)"
     r"|(?<![\w./-])(?:"
     r"(?P<off>momentum_correction=False)|(?P<on>insecure=True)|(?P<token>token=(?=[ ,;)]))"

@@ -25,7 +25,7 @@ from offbeat.cli.serving import (
     stop,
 )
 from offbeat.cli.signals import LOOK_S, Signals, Stopped
-from offbeat.errors import ConfigError
+from offbeat.errors import CheckpointError, ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -155,15 +155,18 @@ def _serve(
     log_to(background)
     with as_typed():
         server.start()
+    if made_up is not None and to_keep_in is not None:
+        try:  # now that the directory is there, and ours alone; as yet nobody knows the token
+            kept_token.write(to_keep_in, made_up)
+        except CheckpointError:
+            server.stop()  # before there is anything to save: what --save names stays as it is
+            raise
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:
         with server:
             try:
                 with signals.raised():
-                    if made_up is not None and to_keep_in is not None:
-                        # Now that the directory is there, and ours alone; as yet nobody knows the token.
-                        kept_token.write(to_keep_in, made_up)
                     with suppress(OSError):  # workers come, whether or not anybody reads how
                         welcome = _welcome(
                             server, token=token, made_up=made_up, is_kept_already=to_keep_in is None

@@ -103,6 +103,21 @@ def test_a_token_that_others_may_have_read_opens_no_door(tmp_path):
         assert list(joining(server))[1] != token
 
 
+def test_a_start_whose_token_cannot_be_kept_replaces_no_model_that_was_saved_before(tmp_path):
+    model, saved, kept = tmp_path / "model.safetensors", tmp_path / "best.safetensors", tmp_path / "kept"
+    save_file(ZEROS, model)
+    saved.write_bytes(b"of a run before")
+    (kept / "token.new").mkdir(parents=True)
+    arguments = ["--port", "0", "--checkpoint-dir", str(kept), "--new-token", "--model", str(model)]
+    with command("server", *arguments, "--save", str(saved)) as server:
+        assert server.ends() == 11, server.said
+    assert (
+        f"{kept}/token, where the token of --new-token is kept for the next start, cannot be" in server.said
+    )
+    assert saved.read_bytes() == b"of a run before"
+    assert not (kept / "token").exists()
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path):
     model = tmp_path / "model.safetensors"
     save_file(ZEROS, model)

@@ -551,9 +551,17 @@ def test_a_model_that_is_lost_is_said_to_be_with_its_file(tmp_path, model):
     assert f"the model is lost: {folder / 'm'} cannot be written: " in server.said
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "of an earlier version"])
+@pytest.mark.parametrize(
+    ("is_whole", "replace"),
+    [
+        (True, Path.touch),
+        (False, Path.touch),
+        (True, lambda folder: folder.symlink_to("x" * 300)),
+    ],
+    ids=["whole", "of an earlier version", "where nothing can be looked up"],
+)
 def test_a_model_that_is_not_saved_is_in_the_checkpoint_and_the_command_that_is_told_takes_it_out(
-    tmp_path, model, is_whole
+    tmp_path, model, is_whole, replace
 ):
     folder, kept = tmp_path / "a folder", tmp_path / "it's kept"
     folder.mkdir()
@@ -567,10 +575,10 @@ def test_a_model_that_is_not_saved_is_in_the_checkpoint_and_the_command_that_is_
         if not is_whole:
             (kept / ".new").write_text("in the way")
         folder.rmdir()
-        folder.touch()
+        replace(folder)
         server.signal(signal.SIGTERM)
         assert server.ends() == 11, server.said
-    assert f"the model is not saved: {folder / 'm'} cannot be written: " in server.said
+    assert "the model is not saved: " in server.said
     as_of = "" if is_whole else ", as of version 0 of 1"
     assert f"the newest checkpoint in {kept} has it{as_of}: `" in server.said
     told = shlex.split(server.said.partition(": `")[2].partition("`")[0])

@@ -103,6 +103,15 @@ def test_one_that_cannot_be_written_is_told_with_its_file_and_another_way(tmp_pa
     assert not (tmp_path / "token").exists()
 
 
+def test_one_that_another_start_has_kept_meanwhile_is_not_replaced(tmp_path):
+    kept_token.write(str(tmp_path), TOKEN)
+    with pytest.raises(CheckpointError, match="has come since this start looked for it") as caught:
+        kept_token.write(str(tmp_path), kept_token.made_up())
+    assert TOKEN not in str(caught.value)
+    assert kept_token.read(str(tmp_path)) == TOKEN
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
 def test_each_token_is_another_and_is_one_that_can_be_kept(tmp_path):
     tokens = {kept_token.made_up() for _ in range(100)}
     assert len(tokens) == 100

@@ -47,6 +47,7 @@ def test_keywords_become_the_options_that_they_are_given_as(worded, for_options)
         "its samples are used up max_samples=100",
         'a worker left cause="ConfigError: max_samples is 0, or None" worker="a"',
         "a worker leaves worker=a cause=left before its end: ConfigError: max_samples is 0, or None",
+        "a worker is lost worker=run_id last_seen_s=10",
         "/srv/run_id/checkpoint-000001: ok, and ./max_samples, too",
         """the checkpoint is of run "max_samples", not of 'run_id', nor of 'it\\'s run_id'""",
     ],
