@@ -570,6 +570,29 @@ fn goodbye(raw: &mut common::Raw) {
 }
 
 #[test]
+fn who_comes_pushes_and_finishes_while_another_stays_is_known_to_the_next_server() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let (_stays, _) = common::Raw::joined(&server, "stays");
+    goodbye(&mut common::Raw::joined(&server, "a stranger").0);
+    // The goodbye of one that matters would be kept by now.
+    eventually(&server, "time", |s| s["checkpoints"]["age_s"].as_f64().unwrap() > 11.0);
+    assert_eq!(place.numbers(), [1]);
+    for round in 1..=2 {
+        // The second time it is one that the last checkpoint has as gone, with fewer pushes.
+        let mut worker = Steps::of(&server, "comes");
+        worker.push(1.0);
+        goodbye(&mut worker.raw);
+        eventually(&server, "what it has done", |s| s["checkpoints"]["version"] == round);
+    }
+    let copy = Place::new();
+    let told = status(&killed_now(&place, &copy));
+    let comes = common::worker(&told, "comes");
+    assert_eq!((&comes["state"], &comes["pushes"]), (&"finished".into(), &2.into()), "{told:#}");
+}
+
+#[test]
 fn who_comes_and_goes_between_two_checkpoints_and_changes_nothing_causes_none() {
     let place = Place::new();
     let server = start(place.config());

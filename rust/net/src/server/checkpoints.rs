@@ -10,7 +10,7 @@ use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
 use offbeat_core::table::TensorTable;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -68,6 +68,8 @@ struct What {
     /// Who had not departed, and how many of them had not been given up either.
     present: BTreeSet<String>,
     num_awaited: usize,
+    /// How often each worker had pushed, whatever became of that.
+    pushes: BTreeMap<String, u64>,
     /// For whom others are to wait in rounds if another life goes on from here.
     roster: BTreeSet<u32>,
 }
@@ -283,7 +285,8 @@ impl Checkpoints {
             return !last.whole || now.differs(&last.what) || now.has_other_visits(&last.what);
         }
         let whereabouts = if now.has_other_visits(&last.what) {
-            Whereabouts::since(&last.what, store.those_left_of(&last.what.present))
+            let has_lost_work = store.has_departed_with_more(&last.what.pushes);
+            Whereabouts::since(&last.what, store.those_left_of(&last.what.present), has_lost_work)
         } else {
             Whereabouts::AsTheyWere
         };
@@ -307,7 +310,10 @@ impl Checkpoints {
         let present = || state.book.workers.iter().filter(|page| page.present);
         let num_awaited = present().filter(|page| !page.away).count();
         let present = present().map(|page| page.worker_id.clone()).collect();
-        let what = What { term, version, agreed, attendance: state.attendance, present, num_awaited, roster };
+        let pushes =
+            state.book.workers.iter().map(|page| (page.worker_id.clone(), page.tally.pushes)).collect();
+        let attendance = state.attendance;
+        let what = What { term, version, agreed, attendance, present, num_awaited, pushes, roster };
         let saved = match lock(&self.directory).as_mut() {
             // Whoever writes the last one has left; what it could not write it has told.
             None => return Err("the server has stopped".to_owned()),
@@ -375,8 +381,9 @@ impl Now {
     }
 }
 
-/// What has become of the workers that the last checkpoint has as present. Of others that came and went nothing would be
-/// missed: what they have pushed is a version of the model.
+/// What has become of the workers that the last checkpoint has as present, and of those that came since and have pushed: a
+/// life that goes on from it would wait for them, and nobody would make what they have pushed again. Of others that came and
+/// went nothing would be missed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whereabouts {
     AsTheyWere,
@@ -387,8 +394,9 @@ enum Whereabouts {
 }
 
 impl Whereabouts {
-    fn since(last: &What, (num_present, num_awaited): (usize, usize)) -> Self {
-        if num_present < last.present.len() {
+    /// `has_lost_work`: whether somebody has departed of whose pushes the last checkpoint does not have all.
+    fn since(last: &What, (num_present, num_awaited): (usize, usize), has_lost_work: bool) -> Self {
+        if num_present < last.present.len() || has_lost_work {
             Self::SomeLeft
         } else if num_awaited != last.num_awaited {
             Self::Changed
@@ -436,7 +444,8 @@ mod tests {
     fn last() -> Written {
         let Now { term, version, agreed, attendance, roster } = now();
         let present = ["a", "b", "away"].map(str::to_owned).into();
-        let what = What { term, version, agreed, attendance, present, num_awaited: 2, roster };
+        let pushes = BTreeMap::new();
+        let what = What { term, version, agreed, attendance, present, num_awaited: 2, pushes, roster };
         Written { path: PathBuf::new(), what, whole: true, at: Instant::now(), took: SECOND / 4 }
     }
 
@@ -505,10 +514,15 @@ mod tests {
 
     #[test]
     fn what_has_become_of_those_that_it_has() {
-        let of = |left| Whereabouts::since(&last().what, left);
+        let of = |left| Whereabouts::since(&last().what, left, false);
         assert_eq!(of((3, 2)), Whereabouts::AsTheyWere);
         assert_eq!(of((3, 1)), Whereabouts::Changed, "one was given up");
         assert_eq!(of((3, 3)), Whereabouts::Changed, "one is back");
         assert_eq!(of((2, 2)), Whereabouts::SomeLeft, "or another has its place");
+        assert_eq!(
+            Whereabouts::since(&last().what, (3, 2), true),
+            Whereabouts::SomeLeft,
+            "one that came since, with what it has pushed"
+        );
     }
 }
