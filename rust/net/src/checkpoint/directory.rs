@@ -124,7 +124,7 @@ impl Directory {
             files::remove(&new).inspect_err(left).ok();
             return Err(error);
         }
-        if let Err(error) = self.prune() {
+        if let Err(error) = self.prune(&folder) {
             tracing::warn!(%error, "older checkpoints could not be removed");
         }
         Ok(folder)
@@ -220,7 +220,9 @@ impl Directory {
         Ok(())
     }
 
-    fn prune(&self) -> Result<(), DirectoryError> {
+    /// Removes what is not kept, but never what has just been written: one that was begun before the run was brought back
+    /// is left behind as soon as it is there, and its caller tells of it.
+    fn prune(&self, written: &Path) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
         let (mut found, mut held) = (Vec::new(), Vec::new());
         for folder in folders(&self.path)? {
@@ -240,7 +242,8 @@ impl Directory {
             });
             found.push(folder);
         }
-        for folder in choice::superfluous(&held).into_iter().map(|place| &found[place]) {
+        let superfluous = choice::superfluous(&held).into_iter().map(|place| &found[place]);
+        for folder in superfluous.filter(|folder| *folder != written) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
             fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
@@ -425,6 +428,31 @@ mod tests {
         let restored = newest.restore(StoreConfig::default(), life, &Watch::none()).unwrap();
         assert_eq!((restored.term(), restored.version()), (2, 9));
         assert_eq!(restored.reader().root(0).held(), store.reader().root(0).held());
+    }
+
+    /// Saves the store as if so many updates had been made in this term.
+    fn save_in(directory: &mut Directory, store: &Arc<Store>, term: u64, version: u64) -> PathBuf {
+        let mut state = store.begin_cut().unwrap().take().unwrap();
+        (state.book.term, state.book.version) = (term, version);
+        directory.save(store, state, RunRecord::default()).unwrap()
+    }
+
+    #[test]
+    fn what_was_just_written_stays_though_the_run_was_brought_back_meanwhile() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let numbers = || checkpoints(&place.0).unwrap().iter().map(|(number, _)| *number).collect::<Vec<_>>();
+        for version in 1..=3 {
+            save_in(&mut directory, &store, 1, version);
+        }
+        let mark = directory.find(None).unwrap().unwrap().mark();
+        directory.went_back(mark, 2);
+        let late = save_in(&mut directory, &store, 1, 4);
+        assert!(late.exists());
+        assert_eq!(numbers(), [4, 3, 2, 1]);
+        save_in(&mut directory, &store_of(2), 2, 5);
+        assert_eq!(numbers(), [5, 3, 2], "it goes with the next");
     }
 
     #[test]

@@ -201,17 +201,20 @@ impl Checkpoints {
         self.has_closed.store(true, Ordering::Relaxed); // that lock's
     }
 
-    /// Makes a term this life's, before all values are replaced, by those of a checkpoint where one is gone back to; the
-    /// model is to be whole from here to their end. Where it is too late for the last checkpoint, they are not.
-    pub(super) fn reserve_term(&self, term: u64, back_to: Option<Mark>) -> Result<(), ServerError> {
+    /// Makes a term this life's, before all values are replaced; the model is to be whole from here to their end. Where it
+    /// is too late for the last checkpoint, they are not.
+    pub(super) fn reserve_term(&self, term: u64) -> Result<(), ServerError> {
         let mut directory = lock(&self.directory);
         let directory = directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed));
         let directory = directory.ok_or(ServerError::Stopped)?;
-        directory.reserve_term(term)?;
-        if let Some(mark) = back_to {
-            directory.went_back(mark, term);
+        Ok(directory.reserve_term(term)?)
+    }
+
+    /// The model's values are those of a checkpoint, in the term that was reserved for them; it is still whole.
+    pub(super) fn went_back(&self, to: Mark, term: u64) {
+        if let Some(directory) = lock(&self.directory).as_mut() {
+            directory.went_back(to, term);
         }
-        Ok(())
     }
 
     /// A checkpoint of this model, the newest or that of a version, and the store that it describes.
@@ -304,7 +307,6 @@ impl Checkpoints {
         run: RunRecord,
         is_last: bool,
     ) -> Result<(), String> {
-        let begun = Instant::now();
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let (agreed, roster) = (run.agreed.clone(), roster(&state.book.workers));
         let present = || state.book.workers.iter().filter(|page| page.present);
@@ -314,11 +316,15 @@ impl Checkpoints {
             state.book.workers.iter().map(|page| (page.worker_id.clone(), page.tally.pushes)).collect();
         let attendance = state.attendance;
         let what = What { term, version, agreed, attendance, present, num_awaited, pushes, roster };
-        let saved = match lock(&self.directory).as_mut() {
+        let mut directory = lock(&self.directory);
+        // Without the wait for whoever reads one there.
+        let begun = Instant::now();
+        let saved = match directory.as_mut() {
             // Whoever writes the last one has left; what it could not write it has told.
             None => return Err("the server has stopped".to_owned()),
             Some(directory) => directory.save(store, state, run),
         };
+        drop(directory);
         match saved {
             Ok(path) => {
                 let (at, took) = (Instant::now(), begun.elapsed());

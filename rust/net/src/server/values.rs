@@ -40,7 +40,7 @@ impl Server {
         check_values(store.table(), tensors)?;
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(checkpoints) = &self.shared.checkpoints {
-            checkpoints.reserve_term(store.term() + 1, None)?;
+            checkpoints.reserve_term(store.term() + 1)?;
         }
         let layout = Arc::clone(store.layout());
         let load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
@@ -70,8 +70,10 @@ impl Server {
         let (mark, earlier) = checkpoints.recall(version, store.table(), self.shared.config.store())?;
         let (then, now) = (earlier.version(), store.version());
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        checkpoints.reserve_term(store.term() + 1, Some(mark))?;
+        checkpoints.reserve_term(store.term() + 1)?;
         let term = self.finish(store, store.roll_back(&earlier));
+        // Not before: what is saved meanwhile is all there is until one has these values.
+        checkpoints.went_back(mark, term);
         drop(whole);
         tracing::warn!(from = now, to = then, term, "the model is back where it was");
         self.shared.members().tell_all(&Event::Term { term });
