@@ -537,6 +537,11 @@ fn what_cannot_be_kept_of_a_rollback_stands_and_is_told() {
     assert!(parameters(&server).iter().all(|&p| p == 0.0));
     assert_eq!(place.numbers(), [1]);
     fs::remove_file(place.0.join(".new")).unwrap();
+    // As after any that could not be written it is not tried at each look.
+    eventually(&server, "time", |s| s["checkpoints"]["age_s"].as_f64().unwrap() > 4.0);
+    assert_eq!(place.numbers(), [1]);
+    eventually(&server, "another try", |s| s["checkpoints"]["failed"].is_null());
+    assert_eq!(place.numbers(), [2, 1]);
     server.stop();
     assert!(parameters(&Server::start(place.config()).unwrap()).iter().all(|&p| p == 0.0));
 }

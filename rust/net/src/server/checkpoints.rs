@@ -21,8 +21,19 @@ use std::time::{Duration, Instant};
 const CHANGED: Duration = Duration::from_secs(10);
 /// And so many times as long as the last one took to write, where that is more.
 const TIMES_A_SAVE: u32 = 20;
+/// After one that could not be written.
+const RETRY: Duration = Duration::from_secs(10);
 /// From checkpoint to checkpoint where nobody is there: whoever has gone is not to find his work undone.
 const DESERTED: Duration = Duration::from_secs(1);
+
+const NOT_WRITTEN: &str =
+    "a checkpoint could not be written: the run goes on, and would be lost from the one before";
+
+const NOT_THE_LAST: &str = "the last checkpoint could not be written: what came after the one before is lost";
+
+const NOT_KEPT: &str = "no checkpoint has the values that are in place now: a server that is killed before one is written goes on from the values before them; it is tried again";
+
+const LOST: &str = "no checkpoint has the values that were put in place last: the next server goes on from the values before them";
 
 /// The checkpoints of a running server.
 pub(super) struct Checkpoints {
@@ -46,6 +57,19 @@ pub(super) struct News {
     last: Option<Written>,
     /// Why the last one that was tried could not be written.
     failed: Option<String>,
+    /// Until when it is not tried again then.
+    not_before: Option<Instant>,
+}
+
+/// Why a checkpoint is written: what it means if it is not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Occasion {
+    /// It is time for one, in mid-run.
+    Due,
+    /// All values were replaced.
+    Replaced,
+    /// Nothing comes after it.
+    Last,
 }
 
 #[derive(Clone, Debug)]
@@ -260,7 +284,7 @@ impl Checkpoints {
     }
 
     pub(super) fn status(&self, now: Instant) -> CheckpointStatus {
-        let News { last, failed } = lock(&self.news).clone();
+        let News { last, failed, .. } = lock(&self.news).clone();
         let last = last.as_ref();
         CheckpointStatus {
             directory: self.path.display().to_string(),
@@ -276,6 +300,9 @@ impl Checkpoints {
     /// Whether it is time for the next one.
     pub(super) fn is_due(&self, store: &Store, agreed: Agreed, roster: BTreeSet<u32>, is_last: bool) -> bool {
         let news = lock(&self.news);
+        if !is_last && news.not_before.is_some_and(|not_before| Instant::now() < not_before) {
+            return false;
+        }
         let Some(last) = &news.last else { return true };
         let now = Now {
             term: store.term(),
@@ -297,16 +324,7 @@ impl Checkpoints {
     }
 
     /// Saves a state; what goes wrong is told, and the run goes on.
-    ///
-    /// # Errors
-    /// What went wrong, in words.
-    pub(super) fn save(
-        &self,
-        store: &Store,
-        state: StoreState,
-        run: RunRecord,
-        is_last: bool,
-    ) -> Result<(), String> {
+    pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, occasion: Occasion) {
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let (agreed, roster) = (run.agreed.clone(), roster(&state.book.workers));
         let present = || state.book.workers.iter().filter(|page| page.present);
@@ -321,7 +339,11 @@ impl Checkpoints {
         let begun = Instant::now();
         let saved = match directory.as_mut() {
             // Whoever writes the last one has left; what it could not write it has told.
-            None => return Err("the server has stopped".to_owned()),
+            None if occasion != Occasion::Replaced => return,
+            None => {
+                let directory = self.path.display();
+                return tracing::warn!(%directory, error = "the server has stopped", version, "{LOST}");
+            }
             Some(directory) => directory.save(store, state, run),
         };
         drop(directory);
@@ -335,26 +357,22 @@ impl Checkpoints {
                     "a checkpoint is written"
                 );
                 let last = Some(Written { path, what, whole, at, took });
-                *lock(&self.news) = News { last, failed: None };
-                Ok(())
+                *lock(&self.news) = News { last, ..News::default() };
             }
-            Err(error) => {
-                let error = error.to_string();
-                self.tell_failure(error.clone(), version, is_last);
-                Err(error)
-            }
+            Err(error) => self.tell_failure(error.to_string(), version, occasion),
         }
     }
 
-    /// Tells that one could not be written.
-    pub(super) fn tell_failure(&self, error: String, version: u64, is_last: bool) {
-        let what = if is_last {
-            "the last checkpoint could not be written: what came after the one before is lost"
-        } else {
-            "a checkpoint could not be written: the run goes on, and would be lost from the one before"
-        };
-        tracing::error!(%error, version, "{what}");
-        lock(&self.news).failed = Some(error);
+    /// Tells that one could not be written, and lets it be tried again after a while.
+    pub(super) fn tell_failure(&self, error: String, version: u64, occasion: Occasion) {
+        let directory = self.path.display();
+        match occasion {
+            Occasion::Last => tracing::error!(%error, version, "{NOT_THE_LAST}"),
+            Occasion::Due => tracing::error!(%error, version, "{NOT_WRITTEN}"),
+            Occasion::Replaced => tracing::warn!(%directory, %error, version, "{NOT_KEPT}"),
+        }
+        let mut news = lock(&self.news);
+        (news.failed, news.not_before) = (Some(error), Some(Instant::now() + RETRY));
     }
 
     /// Leaves the directory to others.

@@ -1,11 +1,9 @@
 //! The model's values as its owner copies and replaces them: all at once, while the run goes on.
 
 use super::Server;
-use super::checkpoints::Checkpoints;
 use super::cut;
 use super::error::ServerError;
 use super::keeper;
-use super::model::Model;
 use super::snapshot::check_values;
 use crate::tensors::{self, Tensors, gather};
 use offbeat_core::store::{Load, Store};
@@ -49,7 +47,7 @@ impl Server {
         tracing::info!(term, "the model's values were replaced");
         self.shared.members().tell_all(&Event::Term { term });
         if let Some(checkpoints) = &self.shared.checkpoints {
-            self.keep(checkpoints, model, term);
+            keeper::keep_term(&self.shared, checkpoints, model, term);
         }
         Ok(())
     }
@@ -78,21 +76,8 @@ impl Server {
         tracing::warn!(from = now, to = then, term, "the model is back where it was");
         self.shared.members().tell_all(&Event::Term { term });
         drop(earlier); // as large as the model
-        self.keep(checkpoints, model, term);
+        keeper::keep_term(&self.shared, checkpoints, model, term);
         Ok(then)
-    }
-
-    /// Waits until a checkpoint has the values of a term.
-    fn keep(&self, checkpoints: &Checkpoints, model: &Model, term: u64) {
-        if let Err(error) = keeper::keep_term(&self.shared, checkpoints, model, term) {
-            tracing::warn!(
-                directory = %checkpoints.directory().display(),
-                error,
-                term,
-                "no checkpoint has the values that are in place now: a server that is killed before one is written \
-                 goes on from the values before them; it is tried again"
-            );
-        }
     }
 
     /// Drives a load to its end; gives its term.
