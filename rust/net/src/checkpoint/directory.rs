@@ -222,13 +222,15 @@ impl Directory {
 
     /// Removes what is not kept, but never what has just been written: one that was begun before the run was brought back
     /// is left behind as soon as it is there, and its caller tells of it.
-    fn prune(&self, written: &Path) -> Result<(), DirectoryError> {
+    fn prune(&mut self, written: &Path) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
-        let (mut found, mut held) = (Vec::new(), Vec::new());
+        let (mut found, mut held, mut marks) = (Vec::new(), Vec::new(), Vec::new());
+        let mut is_all_read = true;
         for folder in folders(&self.path)? {
             held.push(match Checkpoint::unverified(&folder) {
                 Ok(checkpoint) => {
                     let mark = checkpoint.mark();
+                    marks.push(mark);
                     let is_left = self.returns.iter().any(|one| one.leaves(mark));
                     // Values may have been replaced between two of one version.
                     let what = (checkpoint.manifest.book.version, checkpoint.manifest.files);
@@ -237,6 +239,7 @@ impl Directory {
                 Err(error) if error.is_damage() => Held::Damaged,
                 Err(error) => {
                     tracing::warn!(%error, "a checkpoint that cannot be read is left where it is");
+                    is_all_read = false;
                     continue;
                 }
             });
@@ -248,6 +251,10 @@ impl Directory {
             // First its name: what is removed in part is not taken for a checkpoint.
             fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
             files::remove(&old)?;
+        }
+        if is_all_read {
+            // What comes later is of later terms: a return that leaves nothing of these leaves nothing any more.
+            self.returns.retain(|one| marks.iter().any(|&mark| one.leaves(mark)));
         }
         Ok(())
     }
@@ -453,6 +460,23 @@ mod tests {
         assert_eq!(numbers(), [4, 3, 2, 1]);
         save_in(&mut directory, &store_of(2), 2, 5);
         assert_eq!(numbers(), [5, 3, 2], "it goes with the next");
+    }
+
+    #[test]
+    fn a_return_is_forgotten_when_there_is_nothing_that_it_has_left_behind() {
+        let place = Temporary::new();
+        let mut directory = Directory::open(&place.0).unwrap();
+        save_in(&mut directory, &store(), 1, 1);
+        for term in 2..=9 {
+            let mark = directory.find(None).unwrap().unwrap().mark();
+            directory.went_back(mark, term);
+            save_in(&mut directory, &store(), term, term);
+            assert!(directory.returns.is_empty(), "of the newest nothing is left");
+        }
+        let before = directory.find(Some(8)).unwrap().unwrap().mark();
+        directory.went_back(before, 10);
+        save_in(&mut directory, &store(), 10, 10);
+        assert_eq!(directory.returns.len(), 1, "that of version 9 is there");
     }
 
     #[test]
