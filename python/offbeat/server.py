@@ -330,7 +330,8 @@ class ParameterServer(process.Live):
         rejected (`server_rolled_back`), and their workers read anew. It returns once a new checkpoint has
         that state, so that a server that is killed then goes on from it. Where that cannot be written, a
         warning in the log names the directory and the cause, the rollback stands, and the server tries again.
-        Checkpoints of the stretch that was gone back from are the first to make room for new ones.
+        Checkpoints of the stretch that was gone back from are the first to make room for new ones, as long as
+        this server runs.
 
         Args:
             version: That of the checkpoint; None means the newest.

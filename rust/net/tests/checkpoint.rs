@@ -537,6 +537,11 @@ fn what_cannot_be_kept_of_a_rollback_stands_and_is_told() {
     assert!(parameters(&server).iter().all(|&p| p == 0.0));
     assert_eq!(place.numbers(), [1]);
     fs::remove_file(place.0.join(".new")).unwrap();
+    // As after any that could not be written it is not tried at each look.
+    eventually(&server, "time", |s| s["checkpoints"]["age_s"].as_f64().unwrap() > 4.0);
+    assert_eq!(place.numbers(), [1]);
+    eventually(&server, "another try", |s| s["checkpoints"]["failed"].is_null());
+    assert_eq!(place.numbers(), [2, 1]);
     server.stop();
     assert!(parameters(&Server::start(place.config()).unwrap()).iter().all(|&p| p == 0.0));
 }
@@ -567,6 +572,29 @@ fn what_was_gone_back_from_makes_room_before_what_is_older() {
 fn goodbye(raw: &mut common::Raw) {
     raw.call(1000, &Call::Goodbye { parting: Parting::Finished });
     assert_eq!(raw.reply(), Reply::Goodbye);
+}
+
+#[test]
+fn who_comes_pushes_and_finishes_while_another_stays_is_known_to_the_next_server() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let (_stays, _) = common::Raw::joined(&server, "stays");
+    goodbye(&mut common::Raw::joined(&server, "a stranger").0);
+    // The goodbye of one that matters would be kept by now.
+    eventually(&server, "time", |s| s["checkpoints"]["age_s"].as_f64().unwrap() > 11.0);
+    assert_eq!(place.numbers(), [1]);
+    for round in 1..=2 {
+        // The second time it is one that the last checkpoint has as gone, with fewer pushes.
+        let mut worker = Steps::of(&server, "comes");
+        worker.push(1.0);
+        goodbye(&mut worker.raw);
+        eventually(&server, "what it has done", |s| s["checkpoints"]["version"] == round);
+    }
+    let copy = Place::new();
+    let told = status(&killed_now(&place, &copy));
+    let comes = common::worker(&told, "comes");
+    assert_eq!((&comes["state"], &comes["pushes"]), (&"finished".into(), &2.into()), "{told:#}");
 }
 
 #[test]

@@ -64,7 +64,7 @@ use log::CommitObserver;
 use model::{ModelEntry, ModelRoot};
 use pins::{Pin, Pins};
 use registry::{Registry, Ruling};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a store is built.
@@ -198,6 +198,12 @@ impl Store {
     #[must_use]
     pub fn those_left_of(&self, workers: &BTreeSet<String>) -> (usize, usize) {
         self.registry().those_left_of(workers)
+    }
+
+    /// Whether one has departed that has pushed more than is known of it, by worker.
+    #[must_use]
+    pub fn has_departed_with_more(&self, known_pushes: &BTreeMap<String, u64>) -> bool {
+        self.registry().has_departed_with_more(known_pushes)
     }
 
     /// Updates ticketed.

@@ -207,6 +207,13 @@ impl Registry {
         (present, awaited)
     }
 
+    /// Whether one has departed that has pushed more than is known of it.
+    pub(super) fn has_departed_with_more(&self, known_pushes: &BTreeMap<String, u64>) -> bool {
+        let departed = |slot: &&Slot| matches!(slot.whereabouts, Whereabouts::Left | Whereabouts::Finished);
+        let known = |slot: &Slot| known_pushes.get(&slot.worker_id).copied().unwrap_or(0);
+        self.slots.iter().flatten().filter(departed).any(|slot| slot.tally.pushes > known(slot))
+    }
+
     pub(super) fn attendance(&self) -> Attendance {
         Attendance {
             comings_and_goings: self.comings_and_goings,
@@ -504,6 +511,22 @@ mod tests {
         registry.register("a stranger", 3).unwrap();
         registry.register("a", 4).unwrap();
         assert_eq!(registry.those_left_of(&workers), (1, 1), "a place that is taken, and a newer process");
+    }
+
+    #[test]
+    fn of_who_has_departed_it_is_told_whether_it_has_pushed_more_than_is_known() {
+        let (mut registry, _) = registry();
+        let known = |pushes| BTreeMap::from([("a".to_owned(), pushes)]);
+        let a = registry.register("a", 1).unwrap();
+        registry.slot(a).unwrap().tally.pushes = 2;
+        registry.absent(a);
+        assert!(!registry.has_departed_with_more(&known(1)), "it may come back");
+        for finished in [true, false] {
+            registry.depart(a, finished);
+            let [none, one, both] = [BTreeMap::new(), known(1), known(2)];
+            let told = [&none, &one, &both].map(|known| registry.has_departed_with_more(known));
+            assert_eq!(told, [true, true, false]);
+        }
     }
 
     #[test]

@@ -124,7 +124,7 @@ impl Directory {
             files::remove(&new).inspect_err(left).ok();
             return Err(error);
         }
-        if let Err(error) = self.prune() {
+        if let Err(error) = self.prune(&folder) {
             tracing::warn!(%error, "older checkpoints could not be removed");
         }
         Ok(folder)
@@ -220,13 +220,17 @@ impl Directory {
         Ok(())
     }
 
-    fn prune(&self) -> Result<(), DirectoryError> {
+    /// Removes what is not kept, but never what has just been written: one that was begun before the run was brought back
+    /// is left behind as soon as it is there, and its caller tells of it.
+    fn prune(&mut self, written: &Path) -> Result<(), DirectoryError> {
         let old = self.path.join(OLD);
-        let (mut found, mut held) = (Vec::new(), Vec::new());
+        let (mut found, mut held, mut marks) = (Vec::new(), Vec::new(), Vec::new());
+        let mut is_all_read = true;
         for folder in folders(&self.path)? {
             held.push(match Checkpoint::unverified(&folder) {
                 Ok(checkpoint) => {
                     let mark = checkpoint.mark();
+                    marks.push(mark);
                     let is_left = self.returns.iter().any(|one| one.leaves(mark));
                     // Values may have been replaced between two of one version.
                     let what = (checkpoint.manifest.book.version, checkpoint.manifest.files);
@@ -235,16 +239,22 @@ impl Directory {
                 Err(error) if error.is_damage() => Held::Damaged,
                 Err(error) => {
                     tracing::warn!(%error, "a checkpoint that cannot be read is left where it is");
+                    is_all_read = false;
                     continue;
                 }
             });
             found.push(folder);
         }
-        for folder in choice::superfluous(&held).into_iter().map(|place| &found[place]) {
+        let superfluous = choice::superfluous(&held).into_iter().map(|place| &found[place]);
+        for folder in superfluous.filter(|folder| *folder != written) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
             fs::rename(folder, &old).map_err(DirectoryError::io("remove", folder))?;
             files::remove(&old)?;
+        }
+        if is_all_read {
+            // What comes later is of later terms: a return that leaves nothing of these leaves nothing any more.
+            self.returns.retain(|one| marks.iter().any(|&mark| one.leaves(mark)));
         }
         Ok(())
     }
@@ -425,6 +435,48 @@ mod tests {
         let restored = newest.restore(StoreConfig::default(), life, &Watch::none()).unwrap();
         assert_eq!((restored.term(), restored.version()), (2, 9));
         assert_eq!(restored.reader().root(0).held(), store.reader().root(0).held());
+    }
+
+    /// Saves the store as if so many updates had been made in this term.
+    fn save_in(directory: &mut Directory, store: &Arc<Store>, term: u64, version: u64) -> PathBuf {
+        let mut state = store.begin_cut().unwrap().take().unwrap();
+        (state.book.term, state.book.version) = (term, version);
+        directory.save(store, state, RunRecord::default()).unwrap()
+    }
+
+    #[test]
+    fn what_was_just_written_stays_though_the_run_was_brought_back_meanwhile() {
+        let place = Temporary::new();
+        let store = store();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let numbers = || checkpoints(&place.0).unwrap().iter().map(|(number, _)| *number).collect::<Vec<_>>();
+        for version in 1..=3 {
+            save_in(&mut directory, &store, 1, version);
+        }
+        let mark = directory.find(None).unwrap().unwrap().mark();
+        directory.went_back(mark, 2);
+        let late = save_in(&mut directory, &store, 1, 4);
+        assert!(late.exists());
+        assert_eq!(numbers(), [4, 3, 2, 1]);
+        save_in(&mut directory, &store_of(2), 2, 5);
+        assert_eq!(numbers(), [5, 3, 2], "it goes with the next");
+    }
+
+    #[test]
+    fn a_return_is_forgotten_when_there_is_nothing_that_it_has_left_behind() {
+        let place = Temporary::new();
+        let mut directory = Directory::open(&place.0).unwrap();
+        save_in(&mut directory, &store(), 1, 1);
+        for term in 2..=9 {
+            let mark = directory.find(None).unwrap().unwrap().mark();
+            directory.went_back(mark, term);
+            save_in(&mut directory, &store(), term, term);
+            assert!(directory.returns.is_empty(), "of the newest nothing is left");
+        }
+        let before = directory.find(Some(8)).unwrap().unwrap().mark();
+        directory.went_back(before, 10);
+        save_in(&mut directory, &store(), 10, 10);
+        assert_eq!(directory.returns.len(), 1, "that of version 9 is there");
     }
 
     #[test]

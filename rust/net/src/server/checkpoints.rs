@@ -10,7 +10,7 @@ use offbeat_core::store::book::{Answer, WorkerPage};
 use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, WorkerKey};
 use offbeat_core::table::TensorTable;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,8 +21,19 @@ use std::time::{Duration, Instant};
 const CHANGED: Duration = Duration::from_secs(10);
 /// And so many times as long as the last one took to write, where that is more.
 const TIMES_A_SAVE: u32 = 20;
+/// After one that could not be written.
+const RETRY: Duration = Duration::from_secs(10);
 /// From checkpoint to checkpoint where nobody is there: whoever has gone is not to find his work undone.
 const DESERTED: Duration = Duration::from_secs(1);
+
+const NOT_WRITTEN: &str =
+    "a checkpoint could not be written: the run goes on, and would be lost from the one before";
+
+const NOT_THE_LAST: &str = "the last checkpoint could not be written: what came after the one before is lost";
+
+const NOT_KEPT: &str = "no checkpoint has the values that are in place now: a server that is killed before one is written goes on from the values before them; it is tried again";
+
+const LOST: &str = "no checkpoint has the values that were put in place last: the next server goes on from the values before them";
 
 /// The checkpoints of a running server.
 pub(super) struct Checkpoints {
@@ -46,6 +57,19 @@ pub(super) struct News {
     last: Option<Written>,
     /// Why the last one that was tried could not be written.
     failed: Option<String>,
+    /// Until when it is not tried again then.
+    not_before: Option<Instant>,
+}
+
+/// Why a checkpoint is written: what it means if it is not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Occasion {
+    /// It is time for one, in mid-run.
+    Due,
+    /// All values were replaced.
+    Replaced,
+    /// Nothing comes after it.
+    Last,
 }
 
 #[derive(Clone, Debug)]
@@ -68,6 +92,8 @@ struct What {
     /// Who had not departed, and how many of them had not been given up either.
     present: BTreeSet<String>,
     num_awaited: usize,
+    /// How often each worker had pushed, whatever became of that.
+    pushes: BTreeMap<String, u64>,
     /// For whom others are to wait in rounds if another life goes on from here.
     roster: BTreeSet<u32>,
 }
@@ -199,17 +225,20 @@ impl Checkpoints {
         self.has_closed.store(true, Ordering::Relaxed); // that lock's
     }
 
-    /// Makes a term this life's, before all values are replaced, by those of a checkpoint where one is gone back to; the
-    /// model is to be whole from here to their end. Where it is too late for the last checkpoint, they are not.
-    pub(super) fn reserve_term(&self, term: u64, back_to: Option<Mark>) -> Result<(), ServerError> {
+    /// Makes a term this life's, before all values are replaced; the model is to be whole from here to their end. Where it
+    /// is too late for the last checkpoint, they are not.
+    pub(super) fn reserve_term(&self, term: u64) -> Result<(), ServerError> {
         let mut directory = lock(&self.directory);
         let directory = directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed));
         let directory = directory.ok_or(ServerError::Stopped)?;
-        directory.reserve_term(term)?;
-        if let Some(mark) = back_to {
-            directory.went_back(mark, term);
+        Ok(directory.reserve_term(term)?)
+    }
+
+    /// The model's values are those of a checkpoint, in the term that was reserved for them; it is still whole.
+    pub(super) fn went_back(&self, to: Mark, term: u64) {
+        if let Some(directory) = lock(&self.directory).as_mut() {
+            directory.went_back(to, term);
         }
-        Ok(())
     }
 
     /// A checkpoint of this model, the newest or that of a version, and the store that it describes.
@@ -255,7 +284,7 @@ impl Checkpoints {
     }
 
     pub(super) fn status(&self, now: Instant) -> CheckpointStatus {
-        let News { last, failed } = lock(&self.news).clone();
+        let News { last, failed, .. } = lock(&self.news).clone();
         let last = last.as_ref();
         CheckpointStatus {
             directory: self.path.display().to_string(),
@@ -271,6 +300,9 @@ impl Checkpoints {
     /// Whether it is time for the next one.
     pub(super) fn is_due(&self, store: &Store, agreed: Agreed, roster: BTreeSet<u32>, is_last: bool) -> bool {
         let news = lock(&self.news);
+        if !is_last && news.not_before.is_some_and(|not_before| Instant::now() < not_before) {
+            return false;
+        }
         let Some(last) = &news.last else { return true };
         let now = Now {
             term: store.term(),
@@ -283,7 +315,8 @@ impl Checkpoints {
             return !last.whole || now.differs(&last.what) || now.has_other_visits(&last.what);
         }
         let whereabouts = if now.has_other_visits(&last.what) {
-            Whereabouts::since(&last.what, store.those_left_of(&last.what.present))
+            let has_lost_work = store.has_departed_with_more(&last.what.pushes);
+            Whereabouts::since(&last.what, store.those_left_of(&last.what.present), has_lost_work)
         } else {
             Whereabouts::AsTheyWere
         };
@@ -291,28 +324,29 @@ impl Checkpoints {
     }
 
     /// Saves a state; what goes wrong is told, and the run goes on.
-    ///
-    /// # Errors
-    /// What went wrong, in words.
-    pub(super) fn save(
-        &self,
-        store: &Store,
-        state: StoreState,
-        run: RunRecord,
-        is_last: bool,
-    ) -> Result<(), String> {
-        let begun = Instant::now();
+    pub(super) fn save(&self, store: &Store, state: StoreState, run: RunRecord, occasion: Occasion) {
         let (term, version, whole) = (state.book.term, state.book.version, is_whole(&state));
         let (agreed, roster) = (run.agreed.clone(), roster(&state.book.workers));
         let present = || state.book.workers.iter().filter(|page| page.present);
         let num_awaited = present().filter(|page| !page.away).count();
         let present = present().map(|page| page.worker_id.clone()).collect();
-        let what = What { term, version, agreed, attendance: state.attendance, present, num_awaited, roster };
-        let saved = match lock(&self.directory).as_mut() {
+        let pushes =
+            state.book.workers.iter().map(|page| (page.worker_id.clone(), page.tally.pushes)).collect();
+        let attendance = state.attendance;
+        let what = What { term, version, agreed, attendance, present, num_awaited, pushes, roster };
+        let mut directory = lock(&self.directory);
+        // Without the wait for whoever reads one there.
+        let begun = Instant::now();
+        let saved = match directory.as_mut() {
             // Whoever writes the last one has left; what it could not write it has told.
-            None => return Err("the server has stopped".to_owned()),
+            None if occasion != Occasion::Replaced => return,
+            None => {
+                let directory = self.path.display();
+                return tracing::warn!(%directory, error = "the server has stopped", version, "{LOST}");
+            }
             Some(directory) => directory.save(store, state, run),
         };
+        drop(directory);
         match saved {
             Ok(path) => {
                 let (at, took) = (Instant::now(), begun.elapsed());
@@ -323,26 +357,22 @@ impl Checkpoints {
                     "a checkpoint is written"
                 );
                 let last = Some(Written { path, what, whole, at, took });
-                *lock(&self.news) = News { last, failed: None };
-                Ok(())
+                *lock(&self.news) = News { last, ..News::default() };
             }
-            Err(error) => {
-                let error = error.to_string();
-                self.tell_failure(error.clone(), version, is_last);
-                Err(error)
-            }
+            Err(error) => self.tell_failure(error.to_string(), version, occasion),
         }
     }
 
-    /// Tells that one could not be written.
-    pub(super) fn tell_failure(&self, error: String, version: u64, is_last: bool) {
-        let what = if is_last {
-            "the last checkpoint could not be written: what came after the one before is lost"
-        } else {
-            "a checkpoint could not be written: the run goes on, and would be lost from the one before"
-        };
-        tracing::error!(%error, version, "{what}");
-        lock(&self.news).failed = Some(error);
+    /// Tells that one could not be written, and lets it be tried again after a while.
+    pub(super) fn tell_failure(&self, error: String, version: u64, occasion: Occasion) {
+        let directory = self.path.display();
+        match occasion {
+            Occasion::Last => tracing::error!(%error, version, "{NOT_THE_LAST}"),
+            Occasion::Due => tracing::error!(%error, version, "{NOT_WRITTEN}"),
+            Occasion::Replaced => tracing::warn!(%directory, %error, version, "{NOT_KEPT}"),
+        }
+        let mut news = lock(&self.news);
+        (news.failed, news.not_before) = (Some(error), Some(Instant::now() + RETRY));
     }
 
     /// Leaves the directory to others.
@@ -375,8 +405,9 @@ impl Now {
     }
 }
 
-/// What has become of the workers that the last checkpoint has as present. Of others that came and went nothing would be
-/// missed: what they have pushed is a version of the model.
+/// What has become of the workers that the last checkpoint has as present, and of those that came since and have pushed: a
+/// life that goes on from it would wait for them, and nobody would make what they have pushed again. Of others that came and
+/// went nothing would be missed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whereabouts {
     AsTheyWere,
@@ -387,8 +418,9 @@ enum Whereabouts {
 }
 
 impl Whereabouts {
-    fn since(last: &What, (num_present, num_awaited): (usize, usize)) -> Self {
-        if num_present < last.present.len() {
+    /// `has_lost_work`: whether somebody has departed of whose pushes the last checkpoint does not have all.
+    fn since(last: &What, (num_present, num_awaited): (usize, usize), has_lost_work: bool) -> Self {
+        if num_present < last.present.len() || has_lost_work {
             Self::SomeLeft
         } else if num_awaited != last.num_awaited {
             Self::Changed
@@ -436,7 +468,8 @@ mod tests {
     fn last() -> Written {
         let Now { term, version, agreed, attendance, roster } = now();
         let present = ["a", "b", "away"].map(str::to_owned).into();
-        let what = What { term, version, agreed, attendance, present, num_awaited: 2, roster };
+        let pushes = BTreeMap::new();
+        let what = What { term, version, agreed, attendance, present, num_awaited: 2, pushes, roster };
         Written { path: PathBuf::new(), what, whole: true, at: Instant::now(), took: SECOND / 4 }
     }
 
@@ -505,10 +538,15 @@ mod tests {
 
     #[test]
     fn what_has_become_of_those_that_it_has() {
-        let of = |left| Whereabouts::since(&last().what, left);
+        let of = |left| Whereabouts::since(&last().what, left, false);
         assert_eq!(of((3, 2)), Whereabouts::AsTheyWere);
         assert_eq!(of((3, 1)), Whereabouts::Changed, "one was given up");
         assert_eq!(of((3, 3)), Whereabouts::Changed, "one is back");
         assert_eq!(of((2, 2)), Whereabouts::SomeLeft, "or another has its place");
+        assert_eq!(
+            Whereabouts::since(&last().what, (3, 2), true),
+            Whereabouts::SomeLeft,
+            "one that came since, with what it has pushed"
+        );
     }
 }

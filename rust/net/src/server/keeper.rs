@@ -1,7 +1,7 @@
 //! The thread that writes checkpoints: the first when the model is in place, then when it is time, and the last when all
 //! else has ended.
 
-use super::checkpoints::Checkpoints;
+use super::checkpoints::{Checkpoints, Occasion};
 use super::cut;
 use super::error::ServerError;
 use super::model::Model;
@@ -12,12 +12,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Between two looks at whether it is time.
 const LOOK: Duration = Duration::from_millis(50);
-/// After a checkpoint that could not be written.
-const RETRY: Duration = Duration::from_secs(10);
 
 pub(super) struct Keeper {
     end: Sender<()>,
@@ -48,22 +46,21 @@ impl Keeper {
 
 fn keep(shared: &Shared, ends: &Receiver<()>) {
     let Some(checkpoints) = &shared.checkpoints else { return };
-    let mut not_before = Instant::now();
     let mut is_last = false;
     loop {
-        let is_time = is_last || Instant::now() >= not_before;
         let is_due = |model: &&Arc<Model>| {
             let agreed = shared.agreement().agreed();
             checkpoints.is_due(&model.store, agreed, shared.roster(), is_last)
         };
-        if let Some(model) = shared.model.get().filter(|_| is_time).filter(is_due) {
+        if let Some(model) = shared.model.get().filter(is_due) {
             if is_last {
                 tracing::info!("the last checkpoint is being written");
             }
             let turn = checkpoints.turn();
             // It may have been another's turn since the first look.
-            if is_due(&model) && save(shared, checkpoints, model, is_last).is_err() {
-                not_before = Instant::now() + RETRY;
+            if is_due(&model) {
+                let occasion = if is_last { Occasion::Last } else { Occasion::Due };
+                save(shared, checkpoints, model, occasion);
             }
             drop(turn);
         }
@@ -80,34 +77,25 @@ fn keep(shared: &Shared, ends: &Receiver<()>) {
 }
 
 /// Keeps the values of a term, which have just replaced all others, before the caller goes on: who is told that they are in
-/// place is to find them in whatever comes after a crash. Beside the thread, which may be waiting to try again.
-///
-/// # Errors
-/// Why no checkpoint has them, in words. They are in place all the same, and the thread goes on trying.
-pub(super) fn keep_term(
-    shared: &Shared,
-    checkpoints: &Checkpoints,
-    model: &Model,
-    term: u64,
-) -> Result<(), String> {
+/// place is to find them in whatever comes after a crash. Beside the thread, which may be waiting to try again. Where it
+/// fails, that is told; they are in place all the same, and the thread goes on trying.
+pub(super) fn keep_term(shared: &Shared, checkpoints: &Checkpoints, model: &Model, term: u64) {
     let _turn = checkpoints.turn();
-    if checkpoints.has_term(term) { Ok(()) } else { save(shared, checkpoints, model, false) }
+    if !checkpoints.has_term(term) {
+        save(shared, checkpoints, model, Occasion::Replaced);
+    }
 }
 
-/// Saves what there is now, in its [turn](Checkpoints::turn).
-///
-/// # Errors
-/// What went wrong, in words, when it has been told.
-fn save(shared: &Shared, checkpoints: &Checkpoints, model: &Model, is_last: bool) -> Result<(), String> {
+/// Saves what there is now, in its [turn](Checkpoints::turn). What goes wrong is told.
+fn save(shared: &Shared, checkpoints: &Checkpoints, model: &Model, occasion: Occasion) {
     let saved = unless_it_panics(|| {
         let (state, run) = now(shared, model);
-        checkpoints.save(&model.store, state, run, is_last)
+        checkpoints.save(&model.store, state, run, occasion);
     });
-    saved.unwrap_or_else(|what| {
+    if let Err(what) = saved {
         let error = format!("the save in {} broke off: {what}", checkpoints.directory().display());
-        checkpoints.tell_failure(error.clone(), model.store.version(), is_last);
-        Err(error)
-    })
+        checkpoints.tell_failure(error, model.store.version(), occasion);
+    }
 }
 
 /// A panic is a failure too, and not the end of the thread: nobody would hear that no checkpoint is written any more.

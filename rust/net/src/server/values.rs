@@ -1,11 +1,9 @@
 //! The model's values as its owner copies and replaces them: all at once, while the run goes on.
 
 use super::Server;
-use super::checkpoints::Checkpoints;
 use super::cut;
 use super::error::ServerError;
 use super::keeper;
-use super::model::Model;
 use super::snapshot::check_values;
 use crate::tensors::{self, Tensors, gather};
 use offbeat_core::store::{Load, Store};
@@ -40,7 +38,7 @@ impl Server {
         check_values(store.table(), tensors)?;
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(checkpoints) = &self.shared.checkpoints {
-            checkpoints.reserve_term(store.term() + 1, None)?;
+            checkpoints.reserve_term(store.term() + 1)?;
         }
         let layout = Arc::clone(store.layout());
         let load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
@@ -49,7 +47,7 @@ impl Server {
         tracing::info!(term, "the model's values were replaced");
         self.shared.members().tell_all(&Event::Term { term });
         if let Some(checkpoints) = &self.shared.checkpoints {
-            self.keep(checkpoints, model, term);
+            keeper::keep_term(&self.shared, checkpoints, model, term);
         }
         Ok(())
     }
@@ -70,27 +68,16 @@ impl Server {
         let (mark, earlier) = checkpoints.recall(version, store.table(), self.shared.config.store())?;
         let (then, now) = (earlier.version(), store.version());
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        checkpoints.reserve_term(store.term() + 1, Some(mark))?;
+        checkpoints.reserve_term(store.term() + 1)?;
         let term = self.finish(store, store.roll_back(&earlier));
+        // Not before: what is saved meanwhile is all there is until one has these values.
+        checkpoints.went_back(mark, term);
         drop(whole);
         tracing::warn!(from = now, to = then, term, "the model is back where it was");
         self.shared.members().tell_all(&Event::Term { term });
         drop(earlier); // as large as the model
-        self.keep(checkpoints, model, term);
+        keeper::keep_term(&self.shared, checkpoints, model, term);
         Ok(then)
-    }
-
-    /// Waits until a checkpoint has the values of a term.
-    fn keep(&self, checkpoints: &Checkpoints, model: &Model, term: u64) {
-        if let Err(error) = keeper::keep_term(&self.shared, checkpoints, model, term) {
-            tracing::warn!(
-                directory = %checkpoints.directory().display(),
-                error,
-                term,
-                "no checkpoint has the values that are in place now: a server that is killed before one is written \
-                 goes on from the values before them; it is tried again"
-            );
-        }
     }
 
     /// Drives a load to its end; gives its term.
