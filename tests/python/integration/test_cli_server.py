@@ -834,7 +834,8 @@ def test_status_tells_people_and_programs(model):
             assert "and this client do not share a token" in status.said
 
 
-def test_on_a_terminal_status_is_no_wider_than_that_unless_all_is_asked_for(model):
+def test_on_a_terminal_status_is_no_wider_than_that_unless_all_is_asked_for(model, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # which would count more than the width
     with serving("--model", str(model)) as server:
         variables, _ = joining(server)
         address = variables["OFFBEAT_SERVER"]
