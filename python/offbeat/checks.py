@@ -2,7 +2,7 @@
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -59,6 +59,25 @@ def refuse(faults: Iterable[str]) -> None:
     """
     if text := "; ".join(faults):
         raise ConfigError(text)
+
+
+def check_keys(state: object, keys: Iterable[str], *, owner: str) -> None:
+    """See that a state is one at all, before what is in it is looked at.
+
+    Args:
+        state: Whatever a user gave.
+        keys: That every state of this kind has.
+        owner: Whose it is to be, with its article.
+
+    Raises:
+        ConfigError: If it has not all of them.
+    """
+    missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
+    if missing:
+        raise ConfigError(
+            f"the state is a {type(state).__name__} without {', '.join(missing)}: give what {owner}'s "
+            f"state_dict() gave"
+        )
 
 
 def refuse_two_in_flight(run: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ from torch import nn
 
 from offbeat.accumulator.members import Total
 from offbeat.accumulator.window import brought
-from offbeat.checks import Faults
-from offbeat.errors import ConfigError
+from offbeat.checks import Faults, check_keys
 
 __all__ = ["KEYS", "check_state", "total_of_state", "total_state"]
 
@@ -47,13 +46,7 @@ def check_state(
     Raises:
         ConfigError: If it is no state of an accumulator at all.
     """
-    given: object = state  # whatever a user gave
-    missing = [key for key in KEYS if key not in given] if isinstance(given, Mapping) else KEYS
-    if missing:
-        raise ConfigError(
-            f"the state is a {type(state).__name__} without {', '.join(missing)}: give what an accumulator's "
-            f"state_dict() gave"
-        )
+    check_keys(state, KEYS, owner="an accumulator")
     faults = Faults()
     if state["size"] != size:
         faults.append(

@@ -30,7 +30,7 @@ from offbeat.averaging.settings import (
 )
 from offbeat.averaging.timing import Asked, Timing
 from offbeat.averaging.unshared import Unshared
-from offbeat.checks import Faults, is_count, refuse
+from offbeat.checks import Faults, check_keys, is_count, refuse
 from offbeat.errors import ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
@@ -563,11 +563,20 @@ class AsyncModelAverager:
         Raises:
             ConfigError: If it does not.
         """
+        refuse(self._faults_of(state))
+
+    def _faults_of(self, state: Mapping[str, Any]) -> Faults:
+        """Word why a state does not fit.
+
+        Raises:
+            ConfigError: If it is no averager's at all.
+        """
+        check_keys(state, [*self._course.state_dict(), "pace", "rounds", "optimizer"], owner="an averager")
         faults = Faults()
         faults.catch(lambda: self._rounds.check(state["rounds"]))
         if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
-        refuse(faults)
+        return faults
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
@@ -593,8 +602,7 @@ class AsyncModelAverager:
                 "a round is under way, which would move the model that has just been loaded: load into an "
                 "averager that was just made, or call flush() before"
             )
-        faults = Faults()
-        faults.catch(lambda: self.check_state(state))
+        faults = self._faults_of(state)
         if state["optimizer"] is not None:
             faults += faults_of_state(self._optimizer.live, optimizer)
         refuse(faults)

@@ -49,8 +49,7 @@ class Driven:
             stack.enter_context(self._scheduling.steps(live))
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
-            if stage.strategy is not None:
-                stage.strategy.begin()
+            stage.begin()
             yield
 
     def batch(self, given: object, epoch: int) -> tuple[Batch, Made, int]:

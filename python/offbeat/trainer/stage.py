@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from offbeat import process
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
 from offbeat.trainer.accumulated import Accumulated
@@ -24,6 +25,7 @@ class Stage:
     Attributes:
         schedule: Strategies by the epochs that they begin with.
         strategy: At work; None before the first batch.
+        used: What was at work since `begin`, one after the other, in words.
     """
 
     def __init__(
@@ -31,11 +33,19 @@ class Stage:
     ) -> None:
         self.schedule = schedule
         self.strategy: Strategy | None = None
+        self.used: list[str] = []
         self._workshop = workshop
         self._syncs = syncs
         self._server = server
         self._kind: Kind | None = None
         self._epoch = 0
+
+    def begin(self) -> None:
+        """Let what is at work begin again, with the optimizer there is by now."""
+        self.used = []
+        if self.strategy is not None and self._kind is not None:
+            self.used.append(shown_kind(self._kind))
+            self.strategy.begin()
 
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
@@ -45,15 +55,27 @@ class Stage:
             if strategy is not None:
                 strategy.leave()
                 _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-            self.strategy = None  # while there is none yet
+            is_change, self.strategy = strategy is not None, None  # while there is none yet
             strategy = self.strategy = self._made(kind, sync)
             self._kind = kind
+            self.used.append(shown_kind(kind))
+            before = self._values() if is_change and kind == "parameter_server" else None
             strategy.begin()
+            if before is not None and not all(map(torch.equal, before, self._values())):
+                process.warn(
+                    f'epoch {epoch}: "parameter_server" goes on from the model that the server has, in which '
+                    f"what was trained here without it is not: that is lost, unless others have it; let "
+                    f'"parameter_server" come before other strategies, or start a server without a model, '
+                    f"which takes this one"
+                )
         elif sync != strategy.sync:
             if strategy.meets_others:
                 _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
         return strategy
+
+    def _values(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
 
     def state_dict(self) -> dict[str, Any] | None:
         """Give what is at work; None before the first batch."""

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from offbeat import process, trained_by
 from offbeat.averaging.methods import Method
-from offbeat.checks import Faults, of_seed, of_worker_id, refuse, strings
+from offbeat.checks import Faults, check_keys, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
 from offbeat.history import History, Record
 from offbeat.launchers import find
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 __all__ = ["AsyncTrainer"]
 
 
+KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "scaler", "history")
+"""What every state has."""
+
+
 class AsyncTrainer:
     """Trains a model with one call, alone or with others, in whichever way `strategy` says.
 
@@ -65,7 +69,9 @@ class AsyncTrainer:
     optimizer with its state, the scheduler, the loss scale and the count of steps; what a method keeps from
     round to round (a reference, a velocity) begins anew. So does an optimizer on a server, which is not the
     one here, and where members change to ``"accumulate"``, whose updates are the same in all of them, the
-    state of the one here. All members have to change after the same batch of theirs.
+    state of the one here. All members have to change after the same batch of theirs. ``"parameter_server"``
+    goes on from the server's model, where that has one: what was trained here without it is not in that, and
+    a warning says so.
 
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
@@ -304,12 +310,13 @@ class AsyncTrainer:
             stack.enter_context(scheduling.steps(live))
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
-            if self._stage.strategy is not None:
-                self._stage.strategy.begin()
+            self._stage.begin()
             try:
                 run(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
             finally:
                 self._epochs_begun += history.epochs + (history.stopped != "epochs")
+                if self._stage.used:
+                    history.optimizer = self._words()
         if not history.samples and history.stopped == "epochs":
             what = "dataset" if dataloader is None else "dataloader"
             process.warn(f"the trainer trained on nothing: the {what} gave no batch")
@@ -487,7 +494,12 @@ class AsyncTrainer:
         self._history = History(**kept)
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """Word why a state does not fit this trainer; nothing if it does."""
+        """Word why a state does not fit this trainer; nothing if it does.
+
+        Raises:
+            ConfigError: If it is no trainer's at all.
+        """
+        check_keys(state, KEYS, owner="a trainer")
         found = self._stage.differences(state["stage"])
         if (state["scaler"] is None) != (self.scaler is None):
             found.append(
@@ -619,7 +631,8 @@ class AsyncTrainer:
 
     def _words(self) -> str:
         live = self._workshop.live
-        shown = settings.shown_kind(settings.kind_at(self._stage.schedule, self._epochs_begun))
+        planned = settings.shown_kind(settings.kind_at(self._stage.schedule, self._epochs_begun))
+        shown = ", then ".join(self._stage.used or [planned])
         if live is None:
             return f"the server's; strategy {shown}"
         return f"{type(live).__name__}(lr={live.param_groups[0].get('lr')}); strategy {shown}"

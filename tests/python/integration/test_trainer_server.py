@@ -109,6 +109,29 @@ def test_the_end_of_the_budget_ends_the_training(serve, trainer_of):
     assert history.receipts["applied"] == 3
 
 
+def test_what_was_trained_without_the_server_is_said_to_be_lost_where_it_has_a_model(trainer_of, caplog):
+    ours = model()
+    strategies = {0: "parameter_server", 1: "local", 2: "parameter_server"}
+    _, trainer = trainer_of(ours, strategy=strategies)
+    fit(trainer, torch.optim.SGD(ours.parameters(), lr=0.1), epochs=2)
+    assert "goes on from the model that the server has" not in caplog.text
+    history = fit(trainer, None, epochs=1)
+    assert caplog.text.count('epoch 2: "parameter_server" goes on from the model that the server has') == 1
+    assert history.optimizer == "SGD(lr=0.1); strategy 'local', then 'parameter_server'"
+
+
+def test_a_server_without_a_model_takes_what_was_trained_before(serve, trainer_of, caplog):
+    ours, theirs = model(), model()
+    server = serve(None)
+    _, trainer = trainer_of(ours, server=server, strategy={0: "local", 1: "parameter_server"})
+    history = fit(trainer, torch.optim.SGD(ours.parameters(), lr=0.1), epochs=2)
+    loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), epochs=2)
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine, plain, rtol=1e-5, atol=1e-6)
+    assert "goes on from the model that the server has" not in caplog.text
+    assert history.optimizer == "SGD(lr=0.1); strategy 'local', then 'parameter_server'"
+
+
 def test_it_goes_on_from_local_steps_and_back(trainer_of):
     ours, theirs = model(), model()
     server, trainer = trainer_of(ours, strategy={0: "local", 1: "parameter_server", 2: "local"})

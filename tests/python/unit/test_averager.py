@@ -60,6 +60,14 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+@pytest.mark.parametrize("state", [{}, {"pace": None}, 3, None])
+def test_what_is_no_state_at_all_is_refused(state):
+    with pytest.raises(
+        ConfigError, match=rf"the state is a {type(state).__name__} without iterations, .*state_d"
+    ):
+        offbeat.AsyncModelAverager(model()).load_state_dict(state)
+
+
 @pytest.mark.parametrize("method", ["average", "easgd", "gossip"])
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
 def test_one_member_is_a_local_loop_bit_for_bit(spec, method):

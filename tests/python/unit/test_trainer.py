@@ -15,6 +15,7 @@ import offbeat
 from offbeat import averaging, optim
 from offbeat.errors import ConfigError, StateError
 from offbeat.trainer.settings import Sync, Syncs
+from offbeat.trainer.trainer import KEYS
 
 LOSS = nn.CrossEntropyLoss()
 OPTIMIZERS = [
@@ -374,6 +375,18 @@ def test_the_warm_up_is_of_the_trainers_first_epochs():
     for _ in range(3):  # counted over all calls
         train(trainer, optim.SGD(lr=0.1), epochs=1)
     assert seen == [(0, 3, False)] * 9 + [(1, 3, False)] * 9 + [(2, 5, 1)] * 9
+
+
+@pytest.mark.parametrize("state", [{}, {"stage": None}, 3, None])
+def test_what_is_no_state_at_all_is_refused(state):
+    with pytest.raises(
+        ConfigError, match=rf"the state is a {type(state).__name__} without epochs, .*state_dict"
+    ):
+        offbeat.AsyncTrainer(model(), strategy="local").load_state_dict(state)
+
+
+def test_every_state_has_what_is_looked_for():
+    assert set(offbeat.AsyncTrainer(model(), strategy="local").state_dict()) == set(KEYS)
 
 
 def test_local_says_once_that_frequencies_have_no_effect(caplog):
