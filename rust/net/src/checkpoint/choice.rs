@@ -1,6 +1,7 @@
 //! Which checkpoint of several is gone on with, the newest that is not damaged; and which are kept.
 
 use super::error::DirectoryError;
+use offbeat_core::checkpoint::FileEntry;
 use std::path::{Path, PathBuf};
 
 /// How many are kept, besides copies.
@@ -52,14 +53,32 @@ pub(super) enum Held<T> {
     Damaged,
 }
 
+/// What a whole checkpoint has, so far as it tells whether another one is its copy.
+#[derive(Clone, Debug)]
+pub(super) struct Contents {
+    pub(super) term: u64,
+    pub(super) version: u64,
+    /// With their digests.
+    pub(super) files: Vec<FileEntry>,
+}
+
+impl Contents {
+    /// Whether nothing would be missed of another one where this is kept. Values that are gone back to have a later version
+    /// in their new term; within a term another version is other work, though it moved nothing.
+    pub(super) fn is_copy(&self, other: &Self) -> bool {
+        self.files == other.files && (self.version == other.version || self.term != other.term)
+    }
+}
+
 /// Which checkpoints are not kept, by their places among what they hold, newest first: all but the newest [`KEPT`] that
-/// differ, and the newest of those that are the same. A server writes what it goes on from again, so that one that fails at
-/// every start would leave nothing else. The newest two are kept whatever they hold: of what was written last, nobody has
+/// differ, and the newest of those that are the same, as `is_copy` tells. A server writes what it goes on from, or back to,
+/// again, so that one that fails at every start would leave nothing else. The newest two are kept whatever they hold: of what was written last, nobody has
 /// read what the disk gives back. Those that were left behind are the first to go, and have what room the others leave:
 /// whoever brings the run back is to find something older when that was not far enough. Of damaged ones as many are kept
 /// beside the others, for their owner to look at.
-pub(super) fn superfluous<T: PartialEq>(held: &[Held<T>]) -> Vec<usize> {
+pub(super) fn superfluous<T>(held: &[Held<T>], is_copy: impl Fn(&T, &T) -> bool) -> Vec<usize> {
     let (mut kept, mut num_damaged, mut num_seen) = (Vec::new(), 0, 0);
+    let has_room = |kept: &[&T], one: &T| kept.len() < KEPT && !kept.iter().any(|other| is_copy(other, one));
     let mut superfluous = Vec::new();
     for (place, one) in held.iter().enumerate() {
         let is_kept = match one {
@@ -68,7 +87,7 @@ pub(super) fn superfluous<T: PartialEq>(held: &[Held<T>]) -> Vec<usize> {
                 num_damaged += 1;
                 true
             }
-            Held::Whole(one) if !kept.contains(&one) && kept.len() < KEPT => {
+            Held::Whole(one) if has_room(&kept, one) => {
                 kept.push(one);
                 true
             }
@@ -81,7 +100,7 @@ pub(super) fn superfluous<T: PartialEq>(held: &[Held<T>]) -> Vec<usize> {
     }
     for (place, one) in held.iter().enumerate() {
         let Held::LeftBehind(one) = one else { continue };
-        if !kept.contains(&one) && kept.len() < KEPT {
+        if has_room(&kept, one) {
             kept.push(one);
         } else {
             superfluous.push(place);
@@ -94,23 +113,27 @@ pub(super) fn superfluous<T: PartialEq>(held: &[Held<T>]) -> Vec<usize> {
 mod tests {
     use super::*;
 
+    fn superfluous(held: &[Held<u64>]) -> Vec<usize> {
+        super::superfluous(held, PartialEq::eq)
+    }
+
     #[test]
     fn copies_do_not_push_out_what_is_older() {
-        let superfluous = |versions: &[u64]| {
+        let of = |versions: &[u64]| {
             let versions: Vec<_> = versions.iter().copied().map(Held::Whole).collect();
             superfluous(&versions)
         };
-        assert!(superfluous(&[]).is_empty());
-        assert_eq!(superfluous(&[4, 3, 2, 1]), [3]);
-        assert_eq!(superfluous(&[4, 4, 3, 2, 1]), [4], "the copy is of three");
-        assert_eq!(superfluous(&[4, 4, 4, 3, 2]), [2]);
-        assert_eq!(superfluous(&[5, 4, 4, 3]), [2]);
-        assert_eq!(superfluous(&[9, 10, 9, 8, 7]), [2, 4], "gone on with from an older one");
+        assert!(of(&[]).is_empty());
+        assert_eq!(of(&[4, 3, 2, 1]), [3]);
+        assert_eq!(of(&[4, 4, 3, 2, 1]), [4], "the copy is of three");
+        assert_eq!(of(&[4, 4, 4, 3, 2]), [2]);
+        assert_eq!(of(&[5, 4, 4, 3]), [2]);
+        assert_eq!(of(&[9, 10, 9, 8, 7]), [2, 4], "gone on with from an older one");
         let (some, none) = (Held::Whole, Held::Damaged);
         let damaged = [none, none, none, none, some(1)];
-        assert_eq!(super::superfluous(&damaged), [3], "the only one that can be used stays");
+        assert_eq!(superfluous(&damaged), [3], "the only one that can be used stays");
         let between = [some(4), none, none, some(3), none, none, some(2), some(1)];
-        assert_eq!(super::superfluous(&between), [5, 7]);
+        assert_eq!(superfluous(&between), [5, 7]);
     }
 
     #[test]
@@ -132,5 +155,18 @@ mod tests {
         );
         let damaged = Held::Damaged;
         assert_eq!(superfluous(&[damaged, left(7), some(6), some(5), some(4)]), [1]);
+    }
+
+    #[test]
+    fn what_was_gone_back_to_is_a_copy_in_its_new_term_and_work_that_moved_nothing_is_none() {
+        let files = |digest: &str| {
+            vec![FileEntry { name: "model.safetensors".into(), bytes: 1, sha256: digest.into() }]
+        };
+        let of = |term, version, digest| Contents { term, version, files: files(digest) };
+        let at_six = of(1, 6, "a");
+        assert!(of(2, 6, "a").is_copy(&at_six), "a restart");
+        assert!(of(2, 7, "a").is_copy(&at_six), "gone back to");
+        assert!(!of(1, 7, "a").is_copy(&at_six), "a push that moved nothing");
+        assert!(!of(2, 6, "b").is_copy(&at_six), "other values");
     }
 }

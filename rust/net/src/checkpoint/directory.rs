@@ -1,14 +1,14 @@
 //! Where a server keeps its checkpoints: one folder each, which has its name only when everything in it is on the
 //! disk. A crash, a full disk or a lost machine leaves the checkpoint before, or the new one, and never less.
 
-use super::choice::{self, Choice, Held};
+use super::choice::{self, Choice, Contents, Held};
 use super::error::DirectoryError;
 use super::files;
 use super::folder::{self, Checkpoint, DAMAGED, EARLIER, Mark, folders};
 use super::lives::Lives;
 use super::watch::Watch;
 use crate::fork::ClosedInChildren;
-use offbeat_core::checkpoint::{Draft, MANIFEST, RunRecord};
+use offbeat_core::checkpoint::{Draft, MANIFEST, Manifest, RunRecord};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Life, Store, StoreState};
 use std::fmt;
@@ -232,9 +232,9 @@ impl Directory {
                     let mark = checkpoint.mark();
                     marks.push(mark);
                     let is_left = self.returns.iter().any(|one| one.leaves(mark));
-                    // Values may have been replaced between two of one version.
-                    let what = (checkpoint.manifest.book.version, checkpoint.manifest.files);
-                    if is_left { Held::LeftBehind(what) } else { Held::Whole(what) }
+                    let Manifest { book, files, .. } = checkpoint.manifest;
+                    let contents = Contents { term: book.term, version: book.version, files };
+                    if is_left { Held::LeftBehind(contents) } else { Held::Whole(contents) }
                 }
                 Err(error) if error.is_damage() => Held::Damaged,
                 Err(error) => {
@@ -245,7 +245,8 @@ impl Directory {
             });
             found.push(folder);
         }
-        let superfluous = choice::superfluous(&held).into_iter().map(|place| &found[place]);
+        let superfluous =
+            choice::superfluous(&held, Contents::is_copy).into_iter().map(|place| &found[place]);
         for folder in superfluous.filter(|folder| *folder != written) {
             files::remove(&old)?;
             // First its name: what is removed in part is not taken for a checkpoint.
@@ -477,6 +478,22 @@ mod tests {
         directory.went_back(before, 10);
         save_in(&mut directory, &store(), 10, 10);
         assert_eq!(directory.returns.len(), 1, "that of version 9 is there");
+    }
+
+    #[test]
+    fn a_return_to_the_newest_again_and_again_pushes_out_nothing_older() {
+        let place = Temporary::new();
+        let mut directory = Directory::open(&place.0).unwrap();
+        for version in 1..=3 {
+            save_in(&mut directory, &store_of(version), 1, version.into());
+        }
+        for term in 2..=5 {
+            let mark = directory.find(None).unwrap().unwrap().mark();
+            directory.went_back(mark, term);
+            save_in(&mut directory, &store_of(3), term, 2 + term);
+        }
+        let kept = checkpoints(&place.0).unwrap();
+        assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [7, 6, 2, 1]);
     }
 
     #[test]
