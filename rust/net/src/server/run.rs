@@ -112,8 +112,8 @@ impl Agreement {
         let rates = |spec: &OptimizerSpec| spec.groups.iter().map(|g| g.lr).collect::<Vec<_>>();
         if rules(as_set) != rules(&given) {
             let message = format!(
-                "the run's optimizer is {} and {worker} was given {}: give every worker the same, or change it for all \
-                 with server.set_optimizer",
+                "the run's optimizer is {} and {worker} was given {}: give every worker the same or none, or change the \
+                 server's, with server.set_optimizer or, for `offbeat server`, a start with another --optimizer",
                 describe::optimizer(now),
                 describe::optimizer(&given)
             );
@@ -121,7 +121,9 @@ impl Agreement {
         }
         if rates(as_set) != rates(&given) && rates(now) != rates(&given) {
             let message = format!(
-                "the run's learning rate is {} and {worker} was given {}: use server.set_lr or lr_schedule to change it",
+                "the run's learning rate is {} and {worker} was given {}: give every worker the same optimizer or none; \
+                 use server.set_lr or lr_schedule to change the rate for all, with `offbeat server` a start with \
+                 another --optimizer or --lr-schedule",
                 list(&rates(now)),
                 list(&rates(&given))
             );
