@@ -558,14 +558,17 @@ fn what_was_gone_back_from_makes_room_before_what_is_older() {
     }
     assert_eq!(place.numbers(), [3, 2, 1]);
     assert_eq!(server.roll_back(Some(1)).unwrap(), 1);
-    assert_eq!(place.numbers(), [4, 2, 1], "that of version 2 is of what was gone back from");
+    assert_eq!(place.numbers(), [4, 3, 2, 1], "three differ: the fourth is the second again");
     assert_eq!(server.roll_back(Some(0)).unwrap(), 0, "there it is, to go back further");
     assert!(parameters(&server).iter().all(|&p| p == 0.0));
-    assert_eq!(place.numbers(), [5, 4, 1], "what is left has room until what is good needs it");
+    assert_eq!(place.numbers(), [5, 4, 3, 1], "what was gone back from has room until what is good needs it");
     worker.try_push(9.0); // on what was gone back from: it reads anew
-    worker.push(1.0);
+    worker.push(3.0);
     eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 3);
-    assert_eq!(place.numbers(), [6, 5, 1]);
+    assert_eq!(place.numbers(), [6, 5, 4], "the oldest of it goes first, and a copy");
+    worker.push(1.0);
+    eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == 4);
+    assert_eq!(place.numbers(), [7, 6, 5]);
     assert!(matches!(server.roll_back(Some(1)), Err(ServerError::NoSuchCheckpoint { .. })));
 }
 

@@ -72,41 +72,44 @@ impl Contents {
 
 /// Which checkpoints are not kept, by their places among what they hold, newest first: all but the newest [`KEPT`] that
 /// differ, and the newest of those that are the same, as `is_copy` tells. A server writes what it goes on from, or back to,
-/// again, so that one that fails at every start would leave nothing else. The newest two are kept whatever they hold: of what was written last, nobody has
-/// read what the disk gives back. Those that were left behind are the first to go, and have what room the others leave:
-/// whoever brings the run back is to find something older when that was not far enough. Of damaged ones as many are kept
-/// beside the others, for their owner to look at.
+/// again, so that one that fails at every start would leave nothing else. The newest two are kept whatever they hold: of
+/// what was written last, nobody has read what the disk gives back. Those that were left behind are the first to go, and
+/// have what room the others leave: whoever brings the run back is to find something older when that was not far enough.
+/// What room is left then is the copies'. Of damaged ones as many are kept beside the others, for their owner to look at.
 pub(super) fn superfluous<T>(held: &[Held<T>], is_copy: impl Fn(&T, &T) -> bool) -> Vec<usize> {
-    let (mut kept, mut num_damaged, mut num_seen) = (Vec::new(), 0, 0);
-    let has_room = |kept: &[&T], one: &T| kept.len() < KEPT && !kept.iter().any(|other| is_copy(other, one));
-    let mut superfluous = Vec::new();
-    for (place, one) in held.iter().enumerate() {
-        let is_kept = match one {
+    let mut is_kept = vec![false; held.len()];
+    let (mut differing, mut num_damaged, mut num_seen) = (Vec::new(), 0, 0);
+    let has_room = |differing: &[&T], one: &T| {
+        differing.len() < KEPT && !differing.iter().any(|other| is_copy(other, one))
+    };
+    for (one, is_kept) in held.iter().zip(&mut is_kept) {
+        *is_kept = match one {
             Held::LeftBehind(_) => continue,
             Held::Damaged if num_damaged < KEPT => {
                 num_damaged += 1;
                 true
             }
-            Held::Whole(one) if has_room(&kept, one) => {
-                kept.push(one);
+            Held::Whole(one) if has_room(&differing, one) => {
+                differing.push(one);
                 true
             }
             Held::Whole(_) | Held::Damaged => num_seen < 2,
         };
         num_seen += 1;
-        if !is_kept {
-            superfluous.push(place);
+    }
+    for (one, is_kept) in held.iter().zip(&mut is_kept) {
+        if let Held::LeftBehind(one) = one
+            && has_room(&differing, one)
+        {
+            differing.push(one);
+            *is_kept = true;
         }
     }
-    for (place, one) in held.iter().enumerate() {
-        let Held::LeftBehind(one) = one else { continue };
-        if has_room(&kept, one) {
-            kept.push(one);
-        } else {
-            superfluous.push(place);
-        }
-    }
-    superfluous
+    let num_whole =
+        held.iter().zip(&is_kept).filter(|(one, kept)| **kept && !matches!(one, Held::Damaged)).count();
+    let copies = held.iter().zip(&mut is_kept).filter(|(one, kept)| !**kept && matches!(one, Held::Whole(_)));
+    copies.take(KEPT.saturating_sub(num_whole)).for_each(|(_, is_kept)| *is_kept = true);
+    (0..held.len()).filter(|&place| !is_kept[place]).collect()
 }
 
 #[cfg(test)]
@@ -129,6 +132,9 @@ mod tests {
         assert_eq!(of(&[4, 4, 4, 3, 2]), [2]);
         assert_eq!(of(&[5, 4, 4, 3]), [2]);
         assert_eq!(of(&[9, 10, 9, 8, 7]), [2, 4], "gone on with from an older one");
+        assert!(of(&[5, 4, 4]).is_empty(), "there is room");
+        assert_eq!(of(&[4, 4, 4, 4]), [3], "for three, copies or not");
+        assert_eq!(of(&[5, 4, 4, 4]), [3]);
         let (some, none) = (Held::Whole, Held::Damaged);
         let damaged = [none, none, none, none, some(1)];
         assert_eq!(superfluous(&damaged), [3], "the only one that can be used stays");

@@ -497,6 +497,18 @@ mod tests {
     }
 
     #[test]
+    fn what_was_gone_back_to_stays_under_its_version_while_there_is_room() {
+        let place = Temporary::new();
+        let mut directory = Directory::open(&place.0).unwrap();
+        save_in(&mut directory, &store(), 1, 0);
+        let mark = directory.find(Some(0)).unwrap().unwrap().mark();
+        directory.went_back(mark, 2);
+        save_in(&mut directory, &store(), 2, 1);
+        save_in(&mut directory, &store_of(2), 2, 3);
+        assert!(directory.find(Some(0)).unwrap().is_ok());
+    }
+
+    #[test]
     fn values_that_were_replaced_are_no_copy() {
         let place = Temporary::new();
         let (store, replaced) = (store(), store_of(2));

@@ -100,7 +100,7 @@ impl Target {
                 return Err(match failure {
                     Failure::Silent(_) => {
                         let waited = silent_from.elapsed();
-                        ClientError::Timeout { address, what: "its handshake", waited }
+                        ClientError::Timeout { address, waited }
                     }
                     failure => {
                         ClientError::Unreachable { address, attempts, waited, cause: failure.to_string() }

@@ -16,13 +16,13 @@ pub enum ClientError {
     )]
     Unreachable { address: String, attempts: u32, waited: Duration, cause: String },
     #[error(
-        "something accepts connections at {address} but has not answered in {:.1} s ({what} is missing). If it is the \
+        "something accepts connections at {address} but has not answered in {:.1} s (its handshake is missing). If it is the \
          server, it hangs or was stopped (Ctrl-Z, a debugger): look at its process and its log, and start it again; \
          else another program has the port, or a tunnel or a proxy whose other end is gone: compare the address with \
          the line to join with that the server prints",
         .waited.as_secs_f64()
     )]
-    Timeout { address: String, what: &'static str, waited: Duration },
+    Timeout { address: String, waited: Duration },
     #[error("the server at {address} and this worker do not share a token: {message}")]
     Authentication { address: String, message: String },
     /// The server's model is another one.

@@ -114,10 +114,10 @@ pub(super) fn enter(
                 Err(timeout(FAREWELL, over).await.unwrap_or(untold))
             }
             Ok(_) if socket.received() > due => {
-                let waited = FAREWELL; // for the rest of it
+                let cause = format!("the rest of a frame has not come in {:.1} s", FAREWELL.as_secs_f64());
                 let address = address.clone();
-                let late = |_| ClientError::Timeout { address, what: "the rest of a frame", waited };
-                Err(timeout(waited, over).await.unwrap_or_else(late))
+                let late = |_| ClientError::Lost { address, cause };
+                Err(timeout(FAREWELL, over).await.unwrap_or_else(late))
             }
             attached => attached,
         }
