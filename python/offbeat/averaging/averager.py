@@ -125,6 +125,7 @@ class AsyncModelAverager:
         ModelMismatchError: If members hold different models.
         StateError: If members are set differently, or the process group is another one than is asked for.
         ConnectError: If a process group was to be made, and the others did not come.
+        ConnectionLostError: If a member is lost while they meet.
 
     Example:
         >>> averager = offbeat.AsyncModelAverager(nn.Linear(4, 2), averaging_frequency=10)

@@ -258,6 +258,7 @@ class Group:
             ConfigError: If the group has no backend for the parameters' device.
             ModelMismatchError: If members hold different models.
             StateError: If they are set differently.
+            ConnectionLostError: If a member is lost.
         """
         self.size = distributed.get_world_size(group)
         self._rank = distributed.get_rank(group)
@@ -265,10 +266,11 @@ class Group:
         check_device(group, self._device)
         own = own_group(group, more=more_time)
         self._sums = Sums(own, of="the models")
-        check_alike(own, named, self._device)
-        if not is_alike(own, setting, self._device):
-            raise StateError(DIFFERENT)
-        begin_alike(own, (tensor for _, tensor in named))
+        with self._sums.together():
+            check_alike(own, named, self._device)
+            if not is_alike(own, setting, self._device):
+                raise StateError(DIFFERENT)
+            begin_alike(own, (tensor for _, tensor in named))
         self._twos: _Twos | None = None
         self._values: Flat = {}
         self._facts = self._statistics = torch.empty(0)
@@ -321,12 +323,22 @@ class Group:
         return self._heard(facts, means, self._statistics.div_(samples or 1.0))
 
     def is_alike(self, value: object) -> bool:
-        """Compare over the group."""
-        return is_alike(self._sums.group, value, self._device)
+        """Compare over the group.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            return is_alike(group, value, self._device)
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast."""
-        begin_alike(self._sums.group, tensors)
+        """Broadcast.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            begin_alike(group, tensors)
 
     def state(self) -> list[list[float]]:
         """Wait for what is still to be known."""

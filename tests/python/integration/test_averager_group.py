@@ -1,11 +1,14 @@
 """Members of a process group that average are what the methods say, computed in one process."""
 
 import gc
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -542,17 +545,37 @@ def dying(rank, gone, said):
             for _ in range(6):
                 ours.step(1)
         except ConnectionLostError as error:
-            told.append(str(error))
-    said.write_text("\n".join(told))
+            told.append((str(error), "".join(traceback.format_exception(error)).count("Traceback")))
+    said.write_text(json.dumps(told))
 
 
 def test_a_member_that_dies_is_an_error_that_says_so_each_time(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
-    first, second = (tmp_path / "said").read_text().splitlines()
+    (first, num), second = json.loads((tmp_path / "said").read_text())
+    assert re.match(r"averaging cannot go on in round [12]: the models of all members could not be", first)
     assert "for one is gone or was waited for too long" in first
     assert "start all of them again" in first
-    assert first == second
+    assert num == 1, "gloo's own words are in it, and not its traceback beside it"
+    assert second == [first, num]
+
+
+def dying_outside_rounds(rank, gone, said):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=False)
+    if rank == 1:
+        gone.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for(gone.exists, timeout_s=60)
+    try:
+        ours.agree(0)
+    except ConnectionLostError as error:
+        said.write_text(str(error))
+
+
+def test_a_member_that_dies_outside_rounds_is_the_same_error_and_not_torchs(tmp_path):
+    with pytest.raises(EOFError):
+        together(dying_outside_rounds, 2, tmp_path / "gone", tmp_path / "said")
+    assert "for one is gone or was waited for too long" in (tmp_path / "said").read_text()
 
 
 def adaptive(rank, metric):
