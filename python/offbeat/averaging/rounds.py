@@ -423,7 +423,7 @@ class Rounds:
                 drift = self._drift(round_, heard.means)
             if heard.samples:
                 self._follow_rate(round_.fragment, heard.rate)
-            self._move(round_, heard.means, heard.weight, has_moved=has_moved)
+            self._move(round_, heard.means, has_moved=has_moved)
             if heard.samples:
                 self._statistics.settle(heard.statistics, round_.statistics)
         return Outcome(
@@ -482,12 +482,9 @@ class Rounds:
         num = self._members.size
         return 2.0 * (num - 1) / num * sum(way.square().sum().item() for way in ways.values())
 
-    def _move(self, round_: _UnderWay, means: Flat, weight: float, *, has_moved: bool) -> None:
+    def _move(self, round_: _UnderWay, means: Flat, *, has_moved: bool) -> None:
         memory, method, size = self._memories[round_.fragment], self.method, self._members.size
         memory.begin_with(means)
-        if method.has_centre and weight < size:
-            for kind, mean in means.items():  # a member that adds nothing pulls nowhere: as if at the centre
-                mean.lerp_(memory.of(kind)["reference"], 1.0 - weight / size)
         targets = {
             kind: method.target(mean, mean if round_.own is None else round_.own[kind], memory.of(kind), size)
             for kind, mean in means.items()

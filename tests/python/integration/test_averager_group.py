@@ -215,6 +215,23 @@ def test_a_member_that_is_not_finite_goes_on_from_the_others_mean_with_all_that_
     assert all(map(np.array_equal, first[:-1], second[:-1]))
 
 
+def springs(rank, samples, is_ill):
+    """Let the first member alone go away from the centre, which is at 0; the other adds nothing."""
+    one = Counter(by=1.0 if rank == 0 else float("nan"), samples=samples)
+    ours = offbeat.AsyncModelAverager(one.model, averaging_frequency=1, overlap=False, method="easgd")
+    if rank == 0 or is_ill:
+        one.train(ours)
+    ours.flush()
+    return one.value
+
+
+@pytest.mark.parametrize("is_ill", [False, True])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_member_that_has_ended_or_is_not_finite_moves_easgds_centre_nowhere(samples, is_ill):
+    """The centre goes 2 x 0.9 / 2 of the way to whom it is drawn to, however many samples that has had."""
+    assert together(springs, 2, samples, is_ill) == [pytest.approx(0.9)] * 2
+
+
 def unlike(rank, what):
     trained = model()
     settings = {"averaging_frequency": 4}
