@@ -189,7 +189,11 @@ class Arrivals(Served):
             self._enrol(client)
         self.receipt = receipt
         if not receipt.applied:
-            _log.warning("the way of this member is not taken: %s", receipt.detail)
+            _log.warning(
+                "what this member has learnt of %d samples is lost, and it goes on from the server's "
+                "parameters: its push is not taken: %s",
+                counts[0], receipt.detail,
+            )  # fmt: skip
         return int(counts[0])
 
     def _has_arrived(self) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -13,10 +13,10 @@ from torch import nn
 
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
+from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
     ClosedError,
-    ConfigError,
     NonFiniteError,
     OffbeatError,
     OffbeatTimeoutError,
@@ -90,7 +90,7 @@ class Served:
             UnsupportedTensorError: If a parameter is wider than float32.
             ModelMismatchError: If the server has another model.
             StateError: If those who are there average by other terms.
-            ConfigError: If the server weighs pushes by their staleness.
+            ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
             ConnectError: If it cannot be reached.
         """
         self.size = 1
@@ -338,7 +338,11 @@ class Served:
             )  # fmt: skip
             return False
         if not receipt.applied:
-            _log.warning("the way of this member is not in round %d: %s", entered.round, receipt.detail)
+            _log.warning(
+                "what this member has learnt of %d samples is lost: the server does not take it in round %d: "
+                "%s",
+                samples, entered.round, receipt.detail,
+            )  # fmt: skip
         return True
 
     def _check_open(self) -> None:
@@ -349,7 +353,7 @@ class Served:
         """Connect, and bring this model if the server has none.
 
         Raises:
-            ConfigError: If the server weighs pushes by their staleness.
+            ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
         """
         client = self._connect(AGAIN_S if tries_s is None else tries_s)
         try:
@@ -362,12 +366,7 @@ class Served:
     def _agree(self, client: Client) -> None:
         arrays = self._brought()
         client.init(arrays)
-        staleness = client.run["staleness"]
-        if any(weight["name"] != "constant" for weight in staleness["weights"]):
-            raise ConfigError(
-                f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
-                f"worth the same whenever they come: start it with staleness_policy='constant'"
-            )
+        refuse(_staleness_faults(client.run["staleness"]))
         self._version = client.status()["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
 
@@ -419,6 +418,23 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
+
+
+def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:
+    """Tell what a server does to late pushes that shares of a mean cannot bear."""
+    faults = []
+    if any(weight["name"] != "constant" for weight in staleness["weights"]):
+        faults.append(
+            f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
+            f"worth the same whenever they come: start it with staleness_policy='constant'"
+        )
+    if (most := staleness["max_staleness"]) is not None:
+        faults.append(
+            f"the server's max_staleness is {most}, and of a round's shares each comes later than the one "
+            f"before: those rejected would be missing in the mean, and in the models at the end; start it "
+            f"without max_staleness (`--max-staleness`)"
+        )
+    return faults
 
 
 def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:
