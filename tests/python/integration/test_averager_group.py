@@ -252,11 +252,19 @@ def unlike(rank, what):
     return None
 
 
-@pytest.mark.parametrize("what", ["frequency", "method", "frozen", "overlap"])
-def test_members_that_are_set_differently_are_all_told(what):
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("frequency", "averaging_frequency is 4 in member 0 and 5 in member 1"),
+        ("method", "method is ['average'] in member 0 and ['easgd', None] in member 1"),
+        ("frozen", "requires_grad of '0.weight' is True in member 0 and False in member 1"),
+        ("overlap", "overlap is 1 in member 0 and 2 in member 1"),
+    ],
+)
+def test_members_that_are_set_differently_are_all_told_in_what(what, told):
     for kind, text in together(unlike, 2, what):
         assert kind == "StateError"
-        assert "members average differently: method, averaging_policy" in text
+        assert text == f"members average differently: {told}: give the same to all of them"
 
 
 def test_members_with_different_models_are_told_where_they_differ():
