@@ -2,9 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import nn
 
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
+from offbeat.averaging.waiting import for_the_others, missed, telling
 from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
@@ -111,6 +112,7 @@ class Served:
         self._version = -1
         self._future: Future[Heard] | None = None
         self._is_paused = self._is_closed = self.has_gone_on = False
+        self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
         try:
@@ -293,7 +295,8 @@ class Served:
         """
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
-        entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        with self._telling_whom_it_misses(client, is_at_work=is_at_work):
+            entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, entered, max(samples, 1))
@@ -374,6 +377,17 @@ class Served:
         """Give what a server that has nothing is to begin with."""
         return {name: array_of(tensor) for name, tensor in self._tensors.items()}
 
+    @contextmanager
+    def _telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
+        """Say once of each who they are that a server waits for at the end, and that may never come.
+
+        Who is at work waits for them no longer than a lease.
+        """
+        text = None if is_at_work else missed(client.status()["workers"])
+        is_news, self._missed = text != self._missed, text
+        with telling(text if is_news else None):
+            yield
+
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member; of a run that goes on already nobody is.
 
@@ -389,12 +403,18 @@ class Served:
             )
         if num_expected <= 1 or self.has_gone_on:
             return
-        entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
+        with self._telling_of_the_others(client, num_expected):
+            entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
         client.gather(entered.round)
         client.pull(out=self._mean)
         self.size = entered.members
         if entered.members < num_expected:
             self._warn_of_missing(num_expected)
+
+    @staticmethod
+    def _telling_of_the_others(client: Client, num_expected: int) -> AbstractContextManager[None]:
+        there = int(client.status()["rounds"]["open_entrants"]) + 1
+        return telling(for_the_others(num_there=there, num_expected=num_expected, most_s=BEGIN_S))
 
     def _warn_of_missing(self, num_expected: int) -> None:
         process.warn(
