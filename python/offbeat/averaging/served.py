@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,7 @@ class Served:
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None
+        self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
         self._is_paused = self._is_closed = self.has_gone_on = False
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
@@ -137,9 +138,14 @@ class Served:
         self._check_open()
         self._future = future = Future[Heard]()
 
+        device = said.statistics.device
+        self._stream = stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
         def do() -> None:
             try:
-                future.set_result(self._round(said))
+                with _on(stream):
+                    heard = self._round(said)
+                future.set_result(heard)
             except BaseException as error:  # noqa: BLE001  told where the round is waited for
                 future.set_exception(error)
 
@@ -155,6 +161,8 @@ class Served:
         assert self._future is not None  # noqa: S101  something was begun
         heard = self._future.result()
         self._future = None
+        if self._stream is not None:  # on which what was heard may still be on its way to the device
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return heard
 
     def is_alike(self, value: object) -> bool:
@@ -438,6 +446,15 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
+
+
+def _on(stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
+    """Have a thread do its work on a device behind what its maker has begun there, and in that one's memory.
+
+    A thread begins with the first device's default stream, which waits for no other: it would read what has
+    not been written yet.
+    """
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:
