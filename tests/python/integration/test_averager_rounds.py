@@ -350,3 +350,24 @@ def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_who
     waiting = [text for text in told if text.startswith(f"waiting for {name}, who may be training still")]
     assert len(waiting) == 1
     assert "five times its rejoin_grace_s" in waiting[0]
+
+
+def test_one_that_joins_begins_with_the_mean_and_no_velocity_and_comes_to_where_the_others_are(server):
+    settings = {"method": DiLoCo(lr=0.5, momentum=0.5)}
+    first, late = Counter(), Counter()
+    stays = averaging(first.model, server, **settings)
+    first.train(stays, 4)
+    joins = averaging(late.model, server, **settings)
+    assert late.value == held_number(server) != first.value, "where the outer step was taken from"
+    apart = []
+    for _ in range(12):
+        entering = threading.Thread(target=late.train, args=(joins,), daemon=True)
+        entering.start()
+        until_entered(server, 1)
+        first.train(stays)
+        entering.join(AT_ONCE_S)
+        apart.append(abs(first.value - late.value))
+    assert apart[0] > 0.2
+    assert apart[-1] < apart[0] / 500, "for want of what the others had kept"
+    for averager in (stays, joins):
+        averager.close()
