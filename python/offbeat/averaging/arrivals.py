@@ -150,7 +150,8 @@ class Arrivals(Served):
         num_at_work = 1
         num_brought = self._bring(client, own, samples) if weight else 0
         if not is_at_work:
-            entered = client.enter(0.0, at_work=False)
+            with self._telling_whom_it_misses(client, is_at_work=False):
+                entered = client.enter(0.0, at_work=False)
             client.gather(entered.round)
             num_at_work, self.size = entered.at_work, max(entered.members, 1)
         before = int(self._mean[TOTALS][0])
@@ -189,7 +190,11 @@ class Arrivals(Served):
             self._enrol(client)
         self.receipt = receipt
         if not receipt.applied:
-            _log.warning("the way of this member is not taken: %s", receipt.detail)
+            _log.warning(
+                "what this member has learnt of %d samples is lost, and it goes on from the server's "
+                "parameters: its push is not taken: %s",
+                counts[0], receipt.detail,
+            )  # fmt: skip
         return int(counts[0])
 
     def _has_arrived(self) -> None:
@@ -265,7 +270,8 @@ class Arrivals(Served):
         assert client is not None  # noqa: S101  it has met
         if self.size >= num_expected or self.has_gone_on:
             return
-        entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected)
+        with self._telling_of_the_others(client, num_expected):
+            entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected)
         client.gather(entered.round)
         self.size = entered.members
         if self.size < num_expected:

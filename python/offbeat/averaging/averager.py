@@ -31,7 +31,7 @@ from offbeat.averaging.settings import (
 from offbeat.averaging.timing import Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.checks import Faults, check_keys, is_count, refuse
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
@@ -125,6 +125,7 @@ class AsyncModelAverager:
         ModelMismatchError: If members hold different models.
         StateError: If members are set differently, or the process group is another one than is asked for.
         ConnectError: If a process group was to be made, and the others did not come.
+        ConnectionLostError: If a member is lost while they meet.
 
     Example:
         >>> averager = offbeat.AsyncModelAverager(nn.Linear(4, 2), averaging_frequency=10)
@@ -211,6 +212,7 @@ class AsyncModelAverager:
         self._num_disagreed = 0
         self._course = Course()  # now: its clock counts from when all have met
         self._unshared = Unshared(self.rank)
+        self._is_closed = False
         trained_by.register(model, self)
         _log.info("%r", self)
 
@@ -243,7 +245,9 @@ class AsyncModelAverager:
                 differently.
             NonFiniteError: If it was to be averaged, and no member's parameters are finite.
             ConnectionLostError: If a member is lost.
+            ClosedError: After `close()`; nothing is trained.
         """
+        self._check_open()
         live = self._optimizer.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
@@ -275,7 +279,9 @@ class AsyncModelAverager:
             StateError: As `train_step`.
             NonFiniteError: As `train_step`.
             ConnectionLostError: As `train_step`.
+            ClosedError: As `train_step`.
         """
+        self._check_open()
         faults = (
             [] if is_count(samples, least=1) else [f"samples is {samples!r}: give a whole number, 1 or more"]
         )
@@ -309,7 +315,9 @@ class AsyncModelAverager:
             StateError: As `train_step`.
             NonFiniteError: As `train_step`.
             ConnectionLostError: If a member is lost, or does not call this.
+            ClosedError: As `train_step`.
         """
+        self._check_open()
         if self._rounds.is_under_way:
             self._finish()
         if self._rounds.is_to_change:
@@ -330,11 +338,13 @@ class AsyncModelAverager:
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.
 
-        May be called twice. Not to be called while other members have more to do: `flush` comes first. What
-        comes of a round under way is not added here. Its other members still have what this one has said in
-        it: in a process group they are waited for, for a few seconds, and where they have not come to it by
-        then the connections stay open behind until they have, or the process ends.
+        What would train or average after it, which no other member would have, is refused. May be called
+        twice. Not to be called while other members have more to do: `flush` comes first. What comes of a
+        round under way is not added here. Its other members still have what this one has said in it: in a
+        process group they are waited for, for a few seconds, and where they have not come to it by then the
+        connections stay open behind until they have, or the process ends.
         """
+        self._is_closed = True
         self.give_up()
         self._members.close()
         server, self._server = self._server, None
@@ -632,6 +642,13 @@ class AsyncModelAverager:
         )
 
     # ------------------------------------------------------------------ inside
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                "this AsyncModelAverager was closed, and takes part no more: make a new one, or go on alone "
+                "with its model and optimizer"
+            )
 
     @property
     def _is_idle(self) -> bool:

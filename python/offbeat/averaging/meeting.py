@@ -16,7 +16,7 @@ from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import Pace, Seconds
 from offbeat.averaging.served import Served
 from offbeat.averaging.server_place import reached, server_place
-from offbeat.averaging.settings import BACKENDS, server_faults
+from offbeat.averaging.settings import BACKENDS, server_faults, settings_by_name
 from offbeat.averaging.statistics import Statistics
 from offbeat.checks import Faults, strings
 from offbeat.client import Client
@@ -129,10 +129,10 @@ class Meeting:
         if group is None or size == 1:
             return Joined(Alone(), 0)
         buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
-        are_trained = [parameter.requires_grad for _, parameter in named]
         # A member waits for the others' next round, which may be as far away as a round is long.
         more_time = timedelta(seconds=pace.every if isinstance(pace, Seconds) else 0.0)
-        alike = [shown(method), *setting, are_trained]
+        alike = settings_by_name(method, setting)
+        alike |= {f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in named}
         members = Group(group, [*named, *buffers.values()], setting=alike, more_time=more_time)
         return Joined(members, distributed.get_rank(group))
 

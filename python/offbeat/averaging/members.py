@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -16,7 +16,7 @@ from offbeat.local.flat import Flat
 from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other, own_group
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of"]
+__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "differences", "terms_of"]
 
 MOST_TERMS = 1000
 """Characters of the terms that members tell a server, which takes 1024 bytes."""
@@ -28,7 +28,10 @@ DIFFERENT = (
     "in all of "
     "them when they are made"
 )
-"""What to say where members' settings differ."""
+"""What to say where members' settings have come to differ since they were made."""
+
+MOST_DIFFERENCES = 3
+"""Settings named where members differ; of the others it is said how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,7 @@ class Group:
         group: distributed.ProcessGroup,
         named: Sequence[tuple[str, torch.Tensor]],
         *,
-        setting: object,
+        setting: Mapping[str, object],
         more_time: timedelta,
     ) -> None:
         """Begin with the first member's values.
@@ -251,13 +254,14 @@ class Group:
         Args:
             group: The members.
             named: Parameters and buffers, each once, with its name.
-            setting: What has to be the same in all members, as JSON can have it.
+            setting: What has to be the same in all members, as JSON can have it, by its name for people.
             more_time: How much longer a round waits for others than the group given does.
 
         Raises:
             ConfigError: If the group has no backend for the parameters' device.
             ModelMismatchError: If members hold different models.
             StateError: If they are set differently.
+            ConnectionLostError: If a member is lost.
         """
         self.size = distributed.get_world_size(group)
         self._rank = distributed.get_rank(group)
@@ -265,10 +269,13 @@ class Group:
         check_device(group, self._device)
         own = own_group(group, more=more_time)
         self._sums = Sums(own, of="the models")
-        check_alike(own, named, self._device)
-        if not is_alike(own, setting, self._device):
-            raise StateError(DIFFERENT)
-        begin_alike(own, (tensor for _, tensor in named))
+        with self._sums.together():
+            check_alike(own, named, self._device)
+            if not is_alike(own, setting, self._device):
+                everybody: list[Mapping[str, object]] = [{} for _ in range(self.size)]
+                distributed.all_gather_object(everybody, setting, group=own)
+                raise StateError(differences(everybody))
+            begin_alike(own, (tensor for _, tensor in named))
         self._twos: _Twos | None = None
         self._values: Flat = {}
         self._facts = self._statistics = torch.empty(0)
@@ -321,12 +328,22 @@ class Group:
         return self._heard(facts, means, self._statistics.div_(samples or 1.0))
 
     def is_alike(self, value: object) -> bool:
-        """Compare over the group."""
-        return is_alike(self._sums.group, value, self._device)
+        """Compare over the group.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            return is_alike(group, value, self._device)
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast."""
-        begin_alike(self._sums.group, tensors)
+        """Broadcast.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            begin_alike(group, tensors)
 
     def state(self) -> list[list[float]]:
         """Wait for what is still to be known."""
@@ -403,6 +420,27 @@ def _facts(said: Said) -> list[float]:
     marks = said.mark, said.mark**2, said.want, said.want**2
     sizes = said.weight, said.samples, float(said.is_at_work)
     return [*sizes, *metric, said.samples * said.rate, *marks]
+
+
+def differences(everybody: Sequence[Mapping[str, object]]) -> str:
+    """Word in what members' settings differ, in the same words in all of them.
+
+    Args:
+        everybody: Each member's settings, by name; of the same names.
+    """
+    first, *others = everybody
+    told = []
+    for name, value in first.items():
+        own = json.dumps(value)  # by which they were compared: there 1 is not True
+        unlike = ((rank, one[name]) for rank, one in enumerate(others, 1) if json.dumps(one[name]) != own)
+        if (found := next(unlike, None)) is not None:
+            rank, other = found
+            told.append(f"{name} is {value!r} in member 0 and {other!r} in member {rank}")
+    more = f", and {len(told) - MOST_DIFFERENCES} more" if len(told) > MOST_DIFFERENCES else ""
+    return (
+        f"members average differently: {'; '.join(told[:MOST_DIFFERENCES])}{more}: give the same to all of "
+        f"them"
+    )
 
 
 def terms_of(method: object, setting: object) -> str:

@@ -191,7 +191,13 @@ class Gossip(Method):
 
 
 class _Outer(Method, ABC):
-    """An outer step of SGD with momentum, for which the members' mean way is the (negative) gradient."""
+    """An outer step of SGD with momentum, for which the members' mean way is the (negative) gradient.
+
+    What it keeps is the same in all members that began together. At a server, which holds the mean alone, one
+    that comes later begins with that mean for a reference and a velocity of 0: its outer steps differ from
+    the others' at first, and the difference shrinks with the rounds. Where members come and go often, DiLoCo
+    with ``asynchronous=True`` keeps all of it at the server.
+    """
 
     keeps: ClassVar[tuple[Kept, ...]] = ("reference", "velocity")
 
@@ -217,6 +223,9 @@ class DiLoCo(_Outer):
     """DiLoCo (Douillard et al., 2023, algorithm 1): outer SGD with Nesterov momentum on their mean way.
 
     Its inner optimizer is the user's; the paper's is AdamW, which keeps its state in each member.
+
+    A member that comes later, at a server, begins with the mean and a velocity of 0, and is apart from the
+    others until the difference has faded.
 
     Attributes:
         lr: Of the outer step.
@@ -289,6 +298,9 @@ class SlowMo(_Outer):
     The paper divides each way by the learning rate and multiplies the step by it. Here the velocity is in
     units of the parameters and is scaled when the learning rate of a parameter changes, which is the same.
 
+    A member that comes later, at a server, begins with the mean and a velocity of 0, and is apart from the
+    others until the difference has faded.
+
     Attributes:
         alpha: The slow learning rate.
         beta: The slow momentum, 0 to below 1; the paper's own choices are .4 to .8, more for more members.
@@ -318,6 +330,9 @@ class SlowMo(_Outer):
 @dataclass(frozen=True, kw_only=True)
 class BMUF(_Outer):
     """Blockwise model-update filtering (Chen and Huo, 2016, equations 6 to 11): momentum over blocks of data.
+
+    A member that comes later, at a server, begins with the mean and a velocity of 0, and is apart from the
+    others until the difference has faded.
 
     Attributes:
         block_momentum: 0 to below 1; None: 1 - 1 / num_members, as in the paper.

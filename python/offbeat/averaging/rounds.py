@@ -1,6 +1,7 @@
 """Rounds of averaging: what is taken of a model, and what is made of it when the others' has come."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from offbeat.averaging.methods import Method, shown
 from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, ConnectionLostError, StateError
 from offbeat.local.flat import Flat, Room, pack, slices
 from offbeat.local.group import digest
 
@@ -236,7 +237,8 @@ class Rounds:
             partner=partner,
             iterations=progress.iterations - self._iterations,
         )
-        self._members.begin(said)
+        with _told_of(self.number + 1):
+            self._members.begin(said)
         self._under_way = _UnderWay(
             fragment,
             trained,
@@ -270,7 +272,8 @@ class Rounds:
         """
         round_ = self._under_way
         assert round_ is not None  # noqa: S101  one has begun
-        heard = self._members.finish()
+        with _told_of(self.number):
+            heard = self._members.finish()
         self._under_way = None
         if not heard.is_same or (heard.met is not None and not heard.met.is_same):
             raise StateError(DIFFERENT)
@@ -420,7 +423,7 @@ class Rounds:
                 drift = self._drift(round_, heard.means)
             if heard.samples:
                 self._follow_rate(round_.fragment, heard.rate)
-            self._move(round_, heard.means, heard.weight, has_moved=has_moved)
+            self._move(round_, heard.means, has_moved=has_moved)
             if heard.samples:
                 self._statistics.settle(heard.statistics, round_.statistics)
         return Outcome(
@@ -479,12 +482,9 @@ class Rounds:
         num = self._members.size
         return 2.0 * (num - 1) / num * sum(way.square().sum().item() for way in ways.values())
 
-    def _move(self, round_: _UnderWay, means: Flat, weight: float, *, has_moved: bool) -> None:
+    def _move(self, round_: _UnderWay, means: Flat, *, has_moved: bool) -> None:
         memory, method, size = self._memories[round_.fragment], self.method, self._members.size
         memory.begin_with(means)
-        if method.has_centre and weight < size:
-            for kind, mean in means.items():  # a member that adds nothing pulls nowhere: as if at the centre
-                mean.lerp_(memory.of(kind)["reference"], 1.0 - weight / size)
         targets = {
             kind: method.target(mean, mean if round_.own is None else round_.own[kind], memory.of(kind), size)
             for kind, mean in means.items()
@@ -505,6 +505,18 @@ class Rounds:
                     parameter.lerp_(part.to(parameter.dtype), 1.0 - share)
                 else:
                     parameter.copy_(part)
+
+
+@contextmanager
+def _told_of(number: int) -> Iterator[None]:
+    """Say of a member that is lost in which round that is."""
+    try:
+        yield
+    except ConnectionLostError as error:
+        raise ConnectionLostError(
+            f"averaging cannot go on in round {number}: {error}. With communication_backend='tcp' the others "
+            f"go on where one dies"
+        ) from None
 
 
 def _split(places: Sequence[int], sizes: Sequence[int], num: int) -> list[list[int]]:

@@ -2,9 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ from torch import nn
 
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
+from offbeat.averaging.waiting import for_the_others, missed, telling
+from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
     ClosedError,
-    ConfigError,
     NonFiniteError,
     OffbeatError,
     OffbeatTimeoutError,
@@ -90,7 +91,7 @@ class Served:
             UnsupportedTensorError: If a parameter is wider than float32.
             ModelMismatchError: If the server has another model.
             StateError: If those who are there average by other terms.
-            ConfigError: If the server weighs pushes by their staleness.
+            ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
             ConnectError: If it cannot be reached.
         """
         self.size = 1
@@ -110,7 +111,9 @@ class Served:
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None
+        self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
         self._is_paused = self._is_closed = self.has_gone_on = False
+        self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
         try:
@@ -135,9 +138,14 @@ class Served:
         self._check_open()
         self._future = future = Future[Heard]()
 
+        device = said.statistics.device
+        self._stream = stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
         def do() -> None:
             try:
-                future.set_result(self._round(said))
+                with _on(stream):
+                    heard = self._round(said)
+                future.set_result(heard)
             except BaseException as error:  # noqa: BLE001  told where the round is waited for
                 future.set_exception(error)
 
@@ -153,6 +161,8 @@ class Served:
         assert self._future is not None  # noqa: S101  something was begun
         heard = self._future.result()
         self._future = None
+        if self._stream is not None:  # on which what was heard may still be on its way to the device
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return heard
 
     def is_alike(self, value: object) -> bool:
@@ -293,7 +303,8 @@ class Served:
         """
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
-        entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        with self._telling_whom_it_misses(client, is_at_work=is_at_work):
+            entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, entered, max(samples, 1))
@@ -338,7 +349,11 @@ class Served:
             )  # fmt: skip
             return False
         if not receipt.applied:
-            _log.warning("the way of this member is not in round %d: %s", entered.round, receipt.detail)
+            _log.warning(
+                "what this member has learnt of %d samples is lost: the server does not take it in round %d: "
+                "%s",
+                samples, entered.round, receipt.detail,
+            )  # fmt: skip
         return True
 
     def _check_open(self) -> None:
@@ -349,7 +364,7 @@ class Served:
         """Connect, and bring this model if the server has none.
 
         Raises:
-            ConfigError: If the server weighs pushes by their staleness.
+            ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
         """
         client = self._connect(AGAIN_S if tries_s is None else tries_s)
         try:
@@ -362,18 +377,24 @@ class Served:
     def _agree(self, client: Client) -> None:
         arrays = self._brought()
         client.init(arrays)
-        staleness = client.run["staleness"]
-        if any(weight["name"] != "constant" for weight in staleness["weights"]):
-            raise ConfigError(
-                f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
-                f"worth the same whenever they come: start it with staleness_policy='constant'"
-            )
+        refuse(_staleness_faults(client.run["staleness"]))
         self._version = client.status()["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
 
     def _brought(self) -> Arrays:
         """Give what a server that has nothing is to begin with."""
         return {name: array_of(tensor) for name, tensor in self._tensors.items()}
+
+    @contextmanager
+    def _telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
+        """Say once of each who they are that a server waits for at the end, and that may never come.
+
+        Who is at work waits for them no longer than a lease.
+        """
+        text = None if is_at_work else missed(client.status()["workers"])
+        is_news, self._missed = text != self._missed, text
+        with telling(text if is_news else None):
+            yield
 
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member; of a run that goes on already nobody is.
@@ -390,12 +411,18 @@ class Served:
             )
         if num_expected <= 1 or self.has_gone_on:
             return
-        entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
+        with self._telling_of_the_others(client, num_expected):
+            entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
         client.gather(entered.round)
         client.pull(out=self._mean)
         self.size = entered.members
         if entered.members < num_expected:
             self._warn_of_missing(num_expected)
+
+    @staticmethod
+    def _telling_of_the_others(client: Client, num_expected: int) -> AbstractContextManager[None]:
+        there = int(client.status()["rounds"]["open_entrants"]) + 1
+        return telling(for_the_others(num_there=there, num_expected=num_expected, most_s=BEGIN_S))
 
     def _warn_of_missing(self, num_expected: int) -> None:
         process.warn(
@@ -419,6 +446,32 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
+
+
+def _on(stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
+    """Have a thread do its work on a device behind what its maker has begun there, and in that one's memory.
+
+    A thread begins with the first device's default stream, which waits for no other: it would read what has
+    not been written yet.
+    """
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:
+    """Tell what a server does to late pushes that shares of a mean cannot bear."""
+    faults = []
+    if any(weight["name"] != "constant" for weight in staleness["weights"]):
+        faults.append(
+            f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
+            f"worth the same whenever they come: start it with staleness_policy='constant'"
+        )
+    if (most := staleness["max_staleness"]) is not None:
+        faults.append(
+            f"the server's max_staleness is {most}, and of a round's shares each comes later than the one "
+            f"before: those rejected would be missing in the mean, and in the models at the end; start it "
+            f"without max_staleness (`--max-staleness`)"
+        )
+    return faults
 
 
 def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:

@@ -1,10 +1,12 @@
 """The averager's keywords, checked together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import inf
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from offbeat.averaging.methods import DiLoCo, Method
+from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import (
     METRICS,
     POLICIES,
@@ -33,6 +35,7 @@ __all__ = [
     "overlap_faults",
     "pacing",
     "server_faults",
+    "settings_by_name",
 ]
 
 AveragingPolicy: TypeAlias = Literal["iteration", "time", "adaptive"]
@@ -169,6 +172,23 @@ def fitting_faults(
             f"True"
         )
     return faults
+
+
+def settings_by_name(method: Method, setting: Sequence[Any]) -> dict[str, object]:
+    """Give what has to be the same in all members by the keywords that say it.
+
+    Args:
+        method: Of averaging.
+        setting: That of the pace, the overlap, and the metric's name, as JSON can have them.
+    """
+    pace, overlap, metric = setting
+    names = "averaging_policy", "averaging_frequency", "min_averaging_frequency", "max_averaging_frequency"
+    return {
+        "method": shown(method),
+        **dict(zip_longest(names, pace)),
+        "overlap": overlap,
+        "adaptation_metric": metric,
+    }
 
 
 def server_faults(method: Method) -> list[str]:

@@ -4,13 +4,14 @@ import atexit
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import distributed
 
-from offbeat.errors import ClosedError, ConnectionLostError
+from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
 from offbeat.local.group import destroy
 
 if TYPE_CHECKING:
@@ -122,6 +123,21 @@ class Sums:
             self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
             raise
 
+    @contextmanager
+    def together(self) -> Iterator[distributed.ProcessGroup]:
+        """Give the group for calls in which all members wait for one another; one that is gone is told of.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+            ClosedError: If this is closed.
+        """
+        try:
+            yield self.group
+        except OffbeatError:  # some are RuntimeErrors, too, and say themselves what is wrong
+            raise
+        except RuntimeError as error:
+            self._lose(error)
+
     def wait(self, works: Sequence[distributed.Work]) -> None:
         """Wait for what was started; may be called again, and on another thread.
 
@@ -143,7 +159,7 @@ class Sums:
             f"long: {cause}; torch's process groups do not outlive a member: start all of them again. Each "
             f"member has to call flush() when its data is at its end, as others may have more"
         )
-        raise ConnectionLostError(self._lost) from error
+        raise ConnectionLostError(self._lost) from None  # whose cause is in the text
 
 
 def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:

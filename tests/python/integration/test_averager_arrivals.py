@@ -449,6 +449,20 @@ def test_what_does_not_go_together_is_refused(settings, told):
     assert told in str(refused.value)
 
 
+def test_a_way_that_is_too_late_for_the_server_is_told_with_the_samples_that_are_lost():
+    with offbeat.ParameterServer(transaction="model", max_staleness=0) as server:
+        ones = [Counter(samples=3), Counter(samples=3)]
+        first, second = (at(server.address, one.model) for one in ones)
+        ones[0].train(first, EVERY)
+        with warned() as told:
+            ones[1].train(second, EVERY)
+        assert second.receipt.reason == "stale"
+        assert len(told) == 1
+        assert told[0].startswith(f"what this member has learnt of {3 * EVERY} samples is lost")
+        first.close()
+        second.close()
+
+
 def test_an_outer_step_that_is_not_the_servers_is_refused(server):
     with pytest.raises(ConfigError, match="activation is 2: give a number from 0 to 1 / delay"):
         DiLoCo(activation=2)

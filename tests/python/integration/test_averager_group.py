@@ -1,11 +1,14 @@
 """Members of a process group that average are what the methods say, computed in one process."""
 
 import gc
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +215,23 @@ def test_a_member_that_is_not_finite_goes_on_from_the_others_mean_with_all_that_
     assert all(map(np.array_equal, first[:-1], second[:-1]))
 
 
+def springs(rank, samples, is_ill):
+    """Let the first member alone go away from the centre, which is at 0; the other adds nothing."""
+    one = Counter(by=1.0 if rank == 0 else float("nan"), samples=samples)
+    ours = offbeat.AsyncModelAverager(one.model, averaging_frequency=1, overlap=False, method="easgd")
+    if rank == 0 or is_ill:
+        one.train(ours)
+    ours.flush()
+    return one.value
+
+
+@pytest.mark.parametrize("is_ill", [False, True])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_member_that_has_ended_or_is_not_finite_moves_easgds_centre_nowhere(samples, is_ill):
+    """The centre goes 2 x 0.9 / 2 of the way to whom it is drawn to, however many samples that has had."""
+    assert together(springs, 2, samples, is_ill) == [pytest.approx(0.9)] * 2
+
+
 def unlike(rank, what):
     trained = model()
     settings = {"averaging_frequency": 4}
@@ -232,11 +252,19 @@ def unlike(rank, what):
     return None
 
 
-@pytest.mark.parametrize("what", ["frequency", "method", "frozen", "overlap"])
-def test_members_that_are_set_differently_are_all_told(what):
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("frequency", "averaging_frequency is 4 in member 0 and 5 in member 1"),
+        ("method", "method is ['average'] in member 0 and ['easgd', None] in member 1"),
+        ("frozen", "requires_grad of '0.weight' is True in member 0 and False in member 1"),
+        ("overlap", "overlap is 1 in member 0 and 2 in member 1"),
+    ],
+)
+def test_members_that_are_set_differently_are_all_told_in_what(what, told):
     for kind, text in together(unlike, 2, what):
         assert kind == "StateError"
-        assert "members average differently: method, averaging_policy" in text
+        assert text == f"members average differently: {told}: give the same to all of them"
 
 
 def test_members_with_different_models_are_told_where_they_differ():
@@ -542,17 +570,37 @@ def dying(rank, gone, said):
             for _ in range(6):
                 ours.step(1)
         except ConnectionLostError as error:
-            told.append(str(error))
-    said.write_text("\n".join(told))
+            told.append((str(error), "".join(traceback.format_exception(error)).count("Traceback")))
+    said.write_text(json.dumps(told))
 
 
 def test_a_member_that_dies_is_an_error_that_says_so_each_time(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
-    first, second = (tmp_path / "said").read_text().splitlines()
+    (first, num), second = json.loads((tmp_path / "said").read_text())
+    assert re.match(r"averaging cannot go on in round [12]: the models of all members could not be", first)
     assert "for one is gone or was waited for too long" in first
     assert "start all of them again" in first
-    assert first == second
+    assert num == 1, "gloo's own words are in it, and not its traceback beside it"
+    assert second == [first, num]
+
+
+def dying_outside_rounds(rank, gone, said):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, overlap=False)
+    if rank == 1:
+        gone.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for(gone.exists, timeout_s=60)
+    try:
+        ours.agree(0)
+    except ConnectionLostError as error:
+        said.write_text(str(error))
+
+
+def test_a_member_that_dies_outside_rounds_is_the_same_error_and_not_torchs(tmp_path):
+    with pytest.raises(EOFError):
+        together(dying_outside_rounds, 2, tmp_path / "gone", tmp_path / "said")
+    assert "for one is gone or was waited for too long" in (tmp_path / "said").read_text()
 
 
 def adaptive(rank, metric):

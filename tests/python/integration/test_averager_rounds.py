@@ -317,3 +317,57 @@ def test_of_members_that_measured_from_an_older_mean_the_next_round_has_all_by_t
     assert held_number(server) == ones[0].value == ones[1].value == before
     for averager in averagers:
         averager.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "diloco", "asynchronous": True}])
+def test_who_waits_for_the_others_to_begin_says_so_and_for_how_long(server, monkeypatch, settings):
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
+    for module in ("served", "arrivals"):
+        monkeypatch.setattr(f"offbeat.averaging.{module}.BEGIN_S", 1.5)
+    place = {"communication_backend": "tcp", "server_address": server.address}
+    with warned() as told:
+        offbeat.AsyncModelAverager(model(), 3, 0, **place, **settings).close()
+    assert len(told) == 2
+    assert "1 of 3 are there; after 1.5 s at most" in told[0]
+    assert "(world_size=)" in told[0]
+    assert told[1].startswith("1 of 3 members have come, and begin without the others")
+
+
+def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_whom(tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
+    settings = {"transaction": "model", "checkpoint_dir": tmp_path, "rejoin_grace_s": 0.5}
+    with offbeat.ParameterServer(**settings) as first:
+        port = int(first.address.rpartition(":")[2])
+        stays, dies = Member(first), Member(first)
+        acquainted(first, stays, dies)
+        first.stop(restarting=True)
+    name = dies.averager._members._client.worker_id
+    with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
+        stays.averager._rounds.end_alike()  # as at the end of `flush`
+        assert [worker["state"] for worker in again.status()["workers"] if worker["id"] == name] == ["lost"]
+        for member in (stays, dies):
+            member.averager.close()
+    waiting = [text for text in told if text.startswith(f"waiting for {name}, who may be training still")]
+    assert len(waiting) == 1
+    assert "five times its rejoin_grace_s" in waiting[0]
+
+
+def test_one_that_joins_begins_with_the_mean_and_no_velocity_and_comes_to_where_the_others_are(server):
+    settings = {"method": DiLoCo(lr=0.5, momentum=0.5)}
+    first, late = Counter(), Counter()
+    stays = averaging(first.model, server, **settings)
+    first.train(stays, 4)
+    joins = averaging(late.model, server, **settings)
+    assert late.value == held_number(server) != first.value, "where the outer step was taken from"
+    apart = []
+    for _ in range(12):
+        entering = threading.Thread(target=late.train, args=(joins,), daemon=True)
+        entering.start()
+        until_entered(server, 1)
+        first.train(stays)
+        entering.join(AT_ONCE_S)
+        apart.append(abs(first.value - late.value))
+    assert apart[0] > 0.2
+    assert apart[-1] < apart[0] / 500, "for want of what the others had kept"
+    for averager in (stays, joins):
+        averager.close()

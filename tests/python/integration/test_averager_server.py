@@ -400,6 +400,15 @@ def test_a_server_that_weighs_by_staleness_is_refused():
         at(weighing.address, model(), 0, 1)
 
 
+def test_a_server_that_rejects_what_is_late_is_refused():
+    """A round's shares come one after the other: of two members one's would be rejected in each round."""
+    with (
+        offbeat.ParameterServer(transaction="model", max_staleness=0) as rejecting,
+        pytest.raises(ConfigError, match=r"the server's max_staleness is 0, .*; start it without"),
+    ):
+        at(rejecting.address, model(), 0, 1)
+
+
 def test_another_model_and_what_a_server_cannot_hold_are_refused(server):
     at(server.address, model(), 0, 1).close()
     with pytest.raises(ModelMismatchError):

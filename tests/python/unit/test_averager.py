@@ -10,8 +10,9 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
+from offbeat.averaging.members import differences
 from offbeat.averaging.pace import Adaptive
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 
 LOSS = nn.CrossEntropyLoss()
 OPTIMIZERS = [
@@ -669,3 +670,31 @@ def test_one_of_several_without_a_group_is_refused_unless_it_is_to_be_alone(monk
     ):
         offbeat.AsyncModelAverager(model())
     assert offbeat.AsyncModelAverager(model(), process_group=False).is_alone
+
+
+def test_what_is_closed_trains_no_more_and_says_so():
+    """It would go on by itself, and no other member would have what it learns."""
+    with offbeat.AsyncModelAverager(model(), averaging_frequency=100) as ours:
+        inputs, targets = batch(0)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+    before = copy.deepcopy(ours.model.state_dict())
+    for call in (
+        lambda: ours.train_step(inputs=inputs, targets=targets, loss_fn=LOSS),
+        lambda: ours.step(1),
+        ours.flush,
+    ):
+        with pytest.raises(ClosedError, match=r"AsyncModelAverager was closed, .*: make a new one"):
+            call()
+    assert ours.iterations == 1
+    assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
+    ours.close()
+
+
+def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
+    assert "overlap is True in member 0 and 1 in member 1" in differences([{"overlap": True}, {"overlap": 1}])
+    everybody = [{str(name): 0 for name in range(5)}, {str(name): 0 for name in range(5)}]
+    everybody.append({str(name): name for name in range(5)})
+    assert differences(everybody) == (
+        "members average differently: 1 is 0 in member 0 and 1 in member 2; 2 is 0 in member 0 and 2 in "
+        "member 2; 3 is 0 in member 0 and 3 in member 2, and 1 more: give the same to all of them"
+    )

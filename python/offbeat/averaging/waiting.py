@@ -1,0 +1,60 @@
+"""For whom a member at a server waits, which is told once it has waited for some seconds."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from offbeat import process
+
+__all__ = ["for_the_others", "missed", "telling"]
+
+TELL_AFTER_S = 3.0
+"""Less is no wait that anybody wonders about."""
+
+MISSED = "has not come back since the server was started again"
+"""How a status words why one of a server's life before is lost, for whom it waits all the same."""
+
+
+@contextmanager
+def telling(text: str | None) -> Iterator[None]:
+    """Say why this waits, if it does for long; None: there is nothing to say."""
+    if text is None:
+        yield
+        return
+    timer = threading.Timer(TELL_AFTER_S, process.warn, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def for_the_others(*, num_there: int, num_expected: int, most_s: float) -> str:
+    """Word the wait for those who begin together."""
+    return (
+        f"waiting for the members that begin together: {num_there} of {num_expected} are there; after "
+        f"{most_s:g} s at most those who are there begin without the others. If fewer are started, give "
+        f"their number (world_size=)"
+    )
+
+
+def missed(workers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Word the wait for the end of those who were there before the server was started again.
+
+    Args:
+        workers: As a status has them.
+
+    Returns:
+        None where there are no such.
+    """
+    names = [worker["id"] for worker in workers if worker["state"] == "lost" and worker["cause"] == MISSED]
+    if not names:
+        return None
+    return (
+        f"waiting for {', '.join(names)}, who may be training still: no word has come from there since the "
+        f"server was started again; it gives them five times its rejoin_grace_s (60 s, if it was not set) "
+        f"from then on. If they are gone, start them again, or give the server a shorter one "
+        f"(rejoin_grace_s=, `--rejoin-grace`)"
+    )
