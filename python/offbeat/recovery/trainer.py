@@ -28,7 +28,7 @@ from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
 from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.run import Plan, Run, taken_apart
-from offbeat.recovery.saver import Saver
+from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
@@ -154,6 +154,7 @@ class FaultTolerantTrainer:
         self._strategy = Strategy(*strategy, None if monitored is None else monitored.name, mode, overwrite)
         self._is_deterministic = deterministic
         self._loss_fn: LossFunction | None = None
+        self._delays = Delays()
 
     @known_keywords
     def train(
@@ -389,6 +390,7 @@ class FaultTolerantTrainer:
             self._every,
             step=account.history.steps,
             chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
+            delays=self._delays,
         )
 
     def _note(self, found: Found | None, account: Account) -> None:
