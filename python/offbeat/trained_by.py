@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Watcher", "admits", "register", "tell", "trainers_of", "unregister", "unwatch", "watch"]
+__all__ = [
+    "Watcher",
+    "admits",
+    "is_watched",
+    "register",
+    "tell",
+    "trainers_of",
+    "unregister",
+    "unwatch",
+    "watch",
+]
 
 
 class Watcher(Protocol):
@@ -81,6 +91,11 @@ def watch(module: "nn.Module", watcher: Watcher) -> None:
 def unwatch(module: "nn.Module", watcher: Watcher) -> None:
     """Let it hear no more."""
     _watchers.remove(module, watcher)
+
+
+def is_watched(module: "nn.Module") -> bool:
+    """Tell whether anybody hears of a module's training."""
+    return bool(_watchers.of(module))
 
 
 def tell(module: "nn.Module", **readings: object) -> None:

@@ -256,6 +256,7 @@ class FaultTolerantTrainer:
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,
                 device=self.device,
+                may_go_back=not subject.faults_of(strategy="last_good"),
             )
             data = self._data(
                 dataset,
