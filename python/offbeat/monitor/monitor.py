@@ -172,6 +172,8 @@ class AsyncTrainingMonitor:
                 model,
                 self._hear,
                 self._judge_step,
+                self.state_dict,
+                self.load_state_dict,
                 scaler=grad_scaler,
                 is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
                 may_drop=not DROPPING.isdisjoint(settings.names),

@@ -17,6 +17,7 @@ from offbeat.process import announce
 from offbeat.recovery import rng
 from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts
+from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
@@ -269,6 +270,7 @@ class Run:
             "seed": self._plan.seed,
             "member": self._plan.member,
             "num_threads": self._plan.num_threads,
+            "keepers": states_of(self._trainee.keepers),
         }
 
     def _note_time(self) -> None:
