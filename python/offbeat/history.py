@@ -61,6 +61,9 @@ class History:
         optimizer: Which optimizer ran, and on which side.
         skipped: Batches of which nothing was made, for their scaled gradients were not finite
             (`AsyncTrainer(amp="fp16")`, and a `FaultTolerantTrainer`'s `grad_scaler`).
+        first_non_finite: The step with the first loss, of batches that were not skipped, that was NaN or
+            infinite, or after which a parameter was; None: all were finite. Of `AsyncTrainer` and
+            `FaultTolerantTrainer`, whose log lines look; others raise.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -72,6 +75,7 @@ class History:
     stopped: Stopped = "running"
     optimizer: str = ""
     skipped: int = 0
+    first_non_finite: int | None = None
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draw each metric over this worker's steps, and the staleness of its pushes where some were applied.

@@ -7,12 +7,35 @@ References are weak: nothing here keeps a model, a trainer or a watcher.
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Watcher", "admits", "register", "tell", "trainers_of", "unregister", "unwatch", "watch"]
+__all__ = [
+    "Keeper",
+    "Watcher",
+    "admits",
+    "is_watched",
+    "keepers_of",
+    "register",
+    "tell",
+    "trainers_of",
+    "unregister",
+    "unwatch",
+    "watch",
+]
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """Keeps a state that a run's checkpoint is to have."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401  its own
+        """Give what it takes to go on, as plain data and tensors."""
+
+    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401  as `state_dict` gave it
+        """Go on from there."""
 
 
 class Watcher(Protocol):
@@ -81,6 +104,16 @@ def watch(module: "nn.Module", watcher: Watcher) -> None:
 def unwatch(module: "nn.Module", watcher: Watcher) -> None:
     """Let it hear no more."""
     _watchers.remove(module, watcher)
+
+
+def is_watched(module: "nn.Module") -> bool:
+    """Tell whether anybody hears of a module's training."""
+    return bool(_watchers.of(module))
+
+
+def keepers_of(module: "nn.Module") -> list[Keeper]:
+    """Give those that hear of a module's training and keep a state."""
+    return [watcher for watcher in _watchers.of(module) if isinstance(watcher, Keeper)]
 
 
 def tell(module: "nn.Module", **readings: object) -> None:

@@ -17,6 +17,7 @@ from offbeat.accumulator.pushes import PushedUpdates, worker_faults
 from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
 from offbeat.accumulator.sizes import Sizes
 from offbeat.accumulator.state import check_state, total_of_state, total_state
+from offbeat.accumulator.unflushed import Unflushed
 from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
@@ -215,6 +216,7 @@ class AsyncGradientAccumulator:
         self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
         self._has_warned = False
+        self._unflushed = Unflushed()
         self._samples = 0
         self._samples_since_end = 0
         trained_by.register(model, self)
@@ -277,14 +279,19 @@ class AsyncGradientAccumulator:
         if counts:  # a mean over nothing is NaN, and no sign of anything
             trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
-        self._window.add(self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit)
-        if self._sizes.see(samples):
-            self._warn_of_size(samples)
-        self._samples_since_end += samples
-        if self._meter is not None:
-            self._meter.work(began_s)
-        if self._window.batches >= self.accumulation_steps:
-            self._end_window()
+        try:
+            self._window.add(
+                self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
+            )
+            if self._sizes.see(samples):
+                self._warn_of_size(samples)
+            self._samples_since_end += samples
+            if self._meter is not None:
+                self._meter.work(began_s)
+            if self._window.batches >= self.accumulation_steps:
+                self._end_window()
+        finally:
+            self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
         return float(shown)
 
     def is_update_step(self) -> bool:
@@ -355,6 +362,7 @@ class AsyncGradientAccumulator:
         self._updates.end()
         if self._members.size > 1:
             self._end_together()
+        self._unflushed.end()
         self._was_update = self.updates > num_before
 
     def close(self) -> None:
@@ -363,6 +371,7 @@ class AsyncGradientAccumulator:
         What is gathered, or under way, is made no update of: `flush` comes first, in all members. May be
         called twice. Alone, and with a worker, which its owner closes, nothing is held.
         """
+        self._unflushed.end()
         self._members.close()
         self._is_under_way, self._due = False, None  # its sum is nobody's now
 
@@ -389,6 +398,7 @@ class AsyncGradientAccumulator:
         """
         if self._is_under_way:
             self._wait()
+        self._unflushed.end()  # it is to go on from here
         live = self._updates.own
         return {
             "updates": self.updates,
@@ -446,6 +456,7 @@ class AsyncGradientAccumulator:
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None
         self._window.load_state_dict(state["window"])
+        self._unflushed.end()  # what it has is kept where it came from
         if self._meter is not None:
             self._meter.load_state_dict(state["meter"])
         if self._scaler.is_there:

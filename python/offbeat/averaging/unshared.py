@@ -3,14 +3,13 @@
 import os
 
 from offbeat import process
+from offbeat.forgotten import warn_of_forgotten as _warn_of_forgotten
+from offbeat.forgotten import with_something_left as _open
 
 __all__ = ["FAR", "Unshared"]
 
 FAR = 10
 """Times the averaging frequency that a round may take before the member is told."""
-
-_open: "set[Unshared]" = set()
-"""Of averagers, also of those that nobody holds any more: a script's end is often a function's."""
 
 
 class Unshared:
@@ -80,8 +79,3 @@ class Unshared:
                 f"alone, and the process ends: members' models differ; call flush() in every member when its "
                 f"data is at its end, or close() where that is meant"
             )
-
-
-def _warn_of_forgotten(failure: BaseException | None) -> None:
-    for unshared in list(_open) if failure is None else ():
-        unshared._warn_of_forgotten()  # noqa: SLF001  of this module

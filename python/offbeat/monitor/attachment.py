@@ -16,6 +16,8 @@ from offbeat.monitor.gradients import Gradients
 
 __all__ = ["Attachment"]
 
+Keep = Callable[[], dict[str, Any]]
+Bring = Callable[[Mapping[str, Any]], None]
 Hear = Callable[[Mapping[str, Any]], None]
 JudgeStep = Callable[[torch.optim.Optimizer | None], bool]
 
@@ -32,6 +34,8 @@ class Attachment:
         model: nn.Module,
         hear: Hear,
         judge_step: JudgeStep,
+        keep: Keep,
+        bring: Bring,
         *,
         scaler: Any,  # noqa: ANN401  torch has several classes of them
         is_measured: bool,
@@ -44,6 +48,8 @@ class Attachment:
             hear: The monitor's method that takes readings.
             judge_step: The monitor's method that is asked before a step, with the optimizer that is about to
                 make it, if there is one here; False: its gradients are not to be used.
+            keep: The monitor's method that gives its state.
+            bring: The monitor's method that goes on from one.
             scaler: As `Gradients` takes it.
             is_measured: Likewise.
             may_drop: Whether gradients may turn out not to be used.
@@ -51,6 +57,7 @@ class Attachment:
         self._model = reference = weakref.ref(model)
         self._hear = weakref.WeakMethod(hear)
         self._judge_step = weakref.WeakMethod(judge_step)
+        self._keep, self._bring = weakref.WeakMethod(keep), weakref.WeakMethod(bring)
         self._is_judged = False
         self._may_drop = may_drop
         self.gradients = Gradients(
@@ -88,6 +95,18 @@ class Attachment:
         """Judge for a trainer of ours, which may have an optimizer here that steps right after."""
         self._is_judged = True
         return self._is_used(None)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Give the monitor's state, for the checkpoint of a run of the model."""
+        keep = self._keep()
+        return None if keep is None else keep()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Let the monitor go on from there, in a model that has its values back already."""
+        if state is not None and (bring := self._bring()) is not None:
+            bring(state)
+            if self._may_drop:
+                self.gradients.keep_buffers()  # a batch that is dropped next is to leave these
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

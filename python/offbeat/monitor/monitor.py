@@ -17,6 +17,7 @@ from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.course import Course
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.onset import Onset
+from offbeat.monitor.remedies import until_when
 from offbeat.monitor.report import MonitorReport
 from offbeat.monitor.settings import Callback, Given, resolve
 from offbeat.naming import known_keywords
@@ -171,6 +172,8 @@ class AsyncTrainingMonitor:
                 model,
                 self._hear,
                 self._judge_step,
+                self.state_dict,
+                self.load_state_dict,
                 scaler=grad_scaler,
                 is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
                 may_drop=not DROPPING.isdisjoint(settings.names),
@@ -420,7 +423,7 @@ class AsyncTrainingMonitor:
                 self._call(callback, alert)
         is_to_wait = not self._resumed.is_set()
         if is_to_wait:
-            process.warn("training is paused: AsyncTrainingMonitor.resume() lets it go on")
+            process.warn(f"training is paused, and {until_when(self._pause_timeout_s)}")
             self._wait()
             self._resumed.set()
         return is_to_wait

@@ -1,14 +1,38 @@
 """The remedies by name: what each needs, and how it is made."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from offbeat.monitor.leaving_out import Quarantine, Rollback
 from offbeat.monitor.remedy import MOST_REPEATS, Find, OnGradients, Remedy
 from offbeat.monitor.tuning import ReduceLr, SyncOften, TightenStaleness
 
-__all__ = ["NEEDS", "REMEDIES", "make"]
+__all__ = ["NEEDS", "REMEDIES", "Numbers", "make", "until_when"]
 
-_MAKERS: dict[str, Callable[[Find, float], Remedy]] = {
+
+class Numbers(NamedTuple):
+    """What the monitor's keywords say that a remedy goes by.
+
+    Attributes:
+        lr_factor: Of "reduce_lr".
+        pause_timeout_s: Of "pause".
+    """
+
+    lr_factor: float
+    pause_timeout_s: float | None
+
+
+def until_when(timeout_s: float | None) -> str:
+    """Say what a paused run waits for, and for how long: whoever reads that has to do something."""
+    at_most = (
+        "for ever: pause_timeout_s is None"
+        if timeout_s is None
+        else f"{timeout_s:g} s at most, pause_timeout_s"
+    )
+    return f"waits for resume(), from a callback or another thread ({at_most})"
+
+
+_MAKERS: dict[str, Callable[[Find, Numbers], Remedy]] = {
     "alert": lambda *_: OnGradients("told", "nothing was done", drops=False),
     "clip": lambda *_: OnGradients(
         "gradients above their range are scaled down to it", "gradients are left as they are"
@@ -16,11 +40,14 @@ _MAKERS: dict[str, Callable[[Find, float], Remedy]] = {
     "reject": lambda *_: OnGradients("gradients out of range are dropped", "gradients are used again"),
     "increase_sync_frequency": lambda find, _: SyncOften(find),
     "tighten_staleness": lambda find, _: TightenStaleness(find),
-    "reduce_lr": ReduceLr,
+    "reduce_lr": lambda find, numbers: ReduceLr(find, numbers.lr_factor),
     "quarantine": lambda find, _: Quarantine(find),
     "rollback": lambda find, _: Rollback(find),
-    "pause": lambda *_: OnGradients(
-        "training waits for resume()", "training had gone on", repeats=MOST_REPEATS, is_patient=True
+    "pause": lambda _, numbers: OnGradients(
+        f"training {until_when(numbers.pause_timeout_s)}",
+        "training had gone on",
+        repeats=MOST_REPEATS,
+        is_patient=True,
     ),
 }
 
@@ -44,12 +71,12 @@ NEEDS = {
 """What would do, for those that need something."""
 
 
-def make(name: str, find: Find, *, lr_factor: float) -> Remedy:
+def make(name: str, find: Find, numbers: Numbers) -> Remedy:
     """Make a remedy of its name.
 
     Args:
         name: One of `REMEDIES`.
         find: Gives what there is to act on.
-        lr_factor: Of "reduce_lr".
+        numbers: That it may go by.
     """
-    return _MAKERS[name](find, lr_factor)
+    return _MAKERS[name](find, numbers)

@@ -8,7 +8,7 @@ from offbeat.checks import Faults, at_least_one, is_number, objects, refuse, sec
 from offbeat.errors import ConfigError
 from offbeat.monitor.alert import Alert
 from offbeat.monitor.detector import METRICS, Metric
-from offbeat.monitor.remedies import NEEDS, REMEDIES, make
+from offbeat.monitor.remedies import NEEDS, REMEDIES, Numbers, make
 from offbeat.monitor.remedy import Remedy
 from offbeat.naming import unknown
 from offbeat.trained_by import trainers_of
@@ -132,7 +132,8 @@ def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:
     def find() -> Sequence[object]:
         return things if things or model is None else trainers_of(model)
 
-    made = {name: make(name, find, lr_factor=float(cast(float, given.lr_factor))) for name in names}
+    numbers = Numbers(float(cast(float, given.lr_factor)), cast("float | None", given.pause_timeout_s))
+    made = {name: make(name, find, numbers) for name in names}
     found = find()
     faults = []
     for name, remedy in made.items():

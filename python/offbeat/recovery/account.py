@@ -110,6 +110,7 @@ class Account:
             "samples": history.samples,
             "epochs": history.epochs,
             "skipped": history.skipped,
+            "first_non_finite": history.first_non_finite,
             "receipts": dict(history.receipts),
             "seconds": history.seconds,
             "place": (self.place.epoch, self.place.batch),
@@ -127,6 +128,7 @@ class Account:
         history = self.history
         history.steps, history.samples, history.epochs = state["steps"], state["samples"], state["epochs"]
         history.seconds, history.skipped = state["seconds"], state["skipped"]
+        history.first_non_finite = state.get("first_non_finite")  # which older checkpoints do not tell
         history.receipts = dict(state["receipts"])
         history.records = _records(state["records"])
         self.place = Place(*state["place"])

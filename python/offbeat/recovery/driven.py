@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import distributed, nn
 
+from offbeat import trained_by
 from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
 from offbeat.local.loss import LossFunction
@@ -103,6 +104,11 @@ class Trained(Trainee):
         if group is None or distributed.get_world_size(group) == 1:
             return True
         return is_alike(group, value, self._trainer.device)
+
+    @property
+    def keepers(self) -> list[trained_by.Keeper]:
+        """The trainer's callbacks with a state, too."""
+        return [*super().keepers, *self._driven.keepers]
 
     def logged(self, record: Record, numbers: dict[str, float]) -> None:
         """Let the trainer's trackers and callbacks hear of it."""

@@ -10,12 +10,14 @@ import torch
 
 from offbeat.errors import ConfigError
 from offbeat.history import History
+from offbeat.local.finite import Finiteness
 from offbeat.local.log import tracked
 from offbeat.local.loss import wake
 from offbeat.process import announce
 from offbeat.recovery import rng
 from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts
+from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
@@ -25,6 +27,15 @@ from offbeat.termination import TERMINATED, Terminated
 from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Plan", "Run", "taken_apart"]
+
+WHERE_NOT_FINITE = (
+    "give a lower learning rate, clip gradients or, in half precision, scale the loss; or let "
+    "AsyncTrainingMonitor(model, remediation_strategy='reject') drop such gradients"
+)
+"""What a user can do."""
+
+TO_GO_BACK = ". recovery_strategy='last_good' goes on from the newest checkpoint that is finite"
+"""Where it may be asked for."""
 
 WORKER_HAS_GONE = "DataLoader worker (pid"
 """With which torch begins to tell that a process of a loader's has ended before its time."""
@@ -43,6 +54,7 @@ class Plan:
         num_threads: Of torch, where they are fixed.
         monitor: Name of what is monitored, if something is.
         device: Where is trained.
+        may_go_back: Whether a start may choose an older checkpoint.
     """
 
     epochs: int
@@ -53,6 +65,12 @@ class Plan:
     num_threads: int
     monitor: str | None
     device: torch.device
+    may_go_back: bool
+
+    @property
+    def where_not_finite(self) -> str:
+        """What a user can do where something is not finite."""
+        return WHERE_NOT_FINITE + (TO_GO_BACK if self.may_go_back else "")
 
     def is_done(self, account: Account) -> bool:
         """Whether all of it was done."""
@@ -99,6 +117,7 @@ class Run:
         self._terminated = terminated
         self._resumed = resumed
         self._pushes = Pushes(account.history, owner="trainer")
+        self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
         self._first_step = account.history.steps
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
@@ -134,6 +153,7 @@ class Run:
         self._hear()
         if history.steps > account.logged_step:
             self._log()
+        self._finiteness.end()
         self._plan.end(account)
         if self._pushes.is_out_of_budget:
             history.stopped = "budget"
@@ -151,9 +171,12 @@ class Run:
             if self._has_nothing_new:
                 self._check_terminated()
             # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
-            self._account.add(self._trainee.step(batch, self._account.place.epoch))
+            done = self._trainee.step(batch, self._account.place.epoch)
+            self._account.add(done)
             self._hear()
             history = self._account.history
+            if not done.is_skipped:
+                self._finiteness.add(done.loss, history.steps)
             if history.steps - self._account.logged_step >= self._plan.log_frequency:
                 self._log()
             if self._saver.is_wanted(history.steps) and self._trainee.is_settled:
@@ -247,6 +270,7 @@ class Run:
             "seed": self._plan.seed,
             "member": self._plan.member,
             "num_threads": self._plan.num_threads,
+            "keepers": states_of(self._trainee.keepers),
         }
 
     def _note_time(self) -> None:
@@ -267,6 +291,7 @@ class Run:
         aside = f"; {told}" if told else ""
         where = f"epoch {epoch}/{self._plan.epochs}, step {record.step}"
         announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
+        self._finiteness.look()
         self._trainee.logged(record, tracked(record, rate))
 
 

@@ -1,5 +1,7 @@
 """Saves: when one is due, its snapshot on the training thread, and its writing behind it."""
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +19,9 @@ from offbeat.recovery.folder import write_synced
 from offbeat.recovery.manifest import MANIFEST, Manifest
 from offbeat.recovery.snapshot import Buffers, are_finite
 
-__all__ = ["Draft", "Saver", "is_due"]
+__all__ = ["Delays", "Draft", "Saver", "is_due", "words_of_delay"]
+
+_log = logging.getLogger("offbeat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,43 @@ def is_due(every: Every, *, step: int, saved_step: int, since_s: float) -> bool:
     return step > saved_step and since_s >= (every.seconds or 0.0)
 
 
+def words_of_delay(every: Every, *, due_s: float, took_s: float) -> str:
+    """Say that saves take longer than what is to be between them, and what would be enough.
+
+    Args:
+        every: What is to be between two.
+        due_s: Seconds after a save at which the next was due.
+        took_s: Seconds that the save took, until it was on the disk.
+    """
+    if every.count is None:
+        given, enough = f"{every.seconds:g}s", f"'{math.ceil(took_s)}s'"
+    else:
+        given, enough = (
+            f"{every.count} steps",
+            str(math.ceil(every.count * max(took_s / max(due_s, 1e-9), 1))),
+        )
+    return (
+        f"a checkpoint took {took_s:.3g} s to write, and the next one was due {due_s:.3g} s after it was "
+        f"begun (checkpoint_frequency, {given}): saves are put off until the disk is done; "
+        f"checkpoint_frequency={enough}, or more, asks no more of it than it gives"
+    )
+
+
+class Delays:
+    """Saves that were put off, in all calls of `train`: the first is warned of, all are counted."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def tell(self, words: str) -> None:
+        """Take one more down."""
+        self._num += 1
+        if self._num == 1:
+            process.warn(f"{words}; later ones are logged as debug")
+        else:
+            _log.debug("%s (for the time number %d)", words, self._num)
+
+
 class Saver:
     """Writes checkpoints on a thread of its own, one at a time.
 
@@ -60,6 +101,7 @@ class Saver:
         every: What is between two.
         step: Of the run as it starts.
         chosen: Which checkpoints stay, from the manifests, newest first.
+        delays: Is told of saves that are put off.
         clock: Seconds that only grow.
     """
 
@@ -70,6 +112,7 @@ class Saver:
         *,
         step: int,
         chosen: Callable[[Sequence[Manifest]], set[int]],
+        delays: Delays,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
@@ -81,7 +124,9 @@ class Saver:
         self._buffers = Buffers()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offbeat-save")
         self._writing: Future[None] | None = None
-        self._has_warned = False
+        self._written_s = 0.0  # when the newest save was on the disk
+        self._due_s: float | None = None  # seconds after the save under way at which the next one was due
+        self._delays = delays
 
     def is_wanted(self, step: int) -> bool:
         """Whether to save after this step.
@@ -96,12 +141,8 @@ class Saver:
             return False
         if self._writing is None:
             return True
-        if not self._has_warned:
-            self._has_warned = True
-            process.warn(
-                f"at step {step} a checkpoint is due, and the one before is still being written: saves are "
-                f"put off until the disk is done; a larger checkpoint_frequency asks less of it"
-            )
+        if self._due_s is None:
+            self._due_s = self._clock() - time_s
         return False
 
     def save(self, draft: Draft) -> None:
@@ -131,8 +172,13 @@ class Saver:
             CheckpointError: If it has failed.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        due_s, self._due_s = self._due_s, None
+        if writing is None:
+            return
+        writing.result()
+        if due_s is not None:  # told of now, as what it took is known now
+            took_s = self._written_s - self._saved[1]
+            self._delays.tell(words_of_delay(self._every, due_s=due_s, took_s=took_s))
 
     def close(self) -> None:
         """End the thread, after what it is writing; if that fails, nobody else will be told."""
@@ -150,6 +196,7 @@ class Saver:
 
         self._directory.add(manifest.number, manifest.step, fill)
         self._directory.keep(self._chosen)
+        self._written_s = self._clock()
 
 
 def parameters_of(module: torch.nn.Module, tensors: Iterable[str]) -> frozenset[str]:

@@ -11,6 +11,7 @@ from offbeat.recovery.choice import Mode, ranked
 from offbeat.recovery.directory import Directory, entries
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
+from offbeat.recovery.keepers import bring_back
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
 from offbeat.recovery.place import Data
 from offbeat.recovery.trainee import Trainee
@@ -171,6 +172,7 @@ def go_on(
         process.warn(f"{'; '.join(notes)}: what the checkpoint has is taken, {found.path}. {OTHER_SETTINGS}")
     trainee.load_state_dict(state)
     account.load_state_dict(found.rest["account"])
+    bring_back(trainee.keepers, found.rest.get("keepers", ()))  # which older checkpoints do not have
     for name in found.damaged:
         directory.set_aside(name)
     process.announce(f"goes on from step {found.manifest.step:,}, as {found.path} has it")

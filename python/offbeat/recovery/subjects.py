@@ -151,20 +151,20 @@ class _Averager(_Module):
         return [] if self._averager.is_alone else _of_several(strategy)
 
 
-class _Worker(Subject):
-    def __init__(self, worker: AsyncWorker) -> None:
-        self.module, self.device, self.batch_size = worker.model, worker.device, worker.local_batch_size
-        self.reduction = worker.loss_reduction
-        self._worker = worker
-        self._scheduler = _Scheduler()
+class _Ordered(Subject):
+    """One of the family with an order of a dataset, and a way to scale losses, of its own."""
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._worker.live_optimizer
+    on_scaler: str
+    """What is said to who gives a GradScaler."""
+
+    def __init__(self, trains: AsyncWorker | AsyncTrainer) -> None:
+        self.module, self.device, self.batch_size = trains.model, trains.device, trains.local_batch_size
+        self.reduction = trains.loss_reduction
+        self._ordered = trains
 
     @property
     def member(self) -> str:
-        return f"/{self._worker.order}"
+        return f"/{self._ordered.order}"
 
     @property
     def seed(self) -> int:
@@ -173,14 +173,37 @@ class _Worker(Subject):
     def check(self, asked: Asked) -> None:
         faults = Faults()
         if asked.scaler is not None:
-            faults.append("grad_scaler is given, and an AsyncWorker trains here without one: leave it out")
+            faults.append(f"grad_scaler is given, and {self.on_scaler}")
+        refuse(faults + self.faults_asked(asked))
+
+    def faults_asked(self, asked: Asked) -> list[str]:
+        """Word what else cannot be done as asked."""
+        del asked
+        return []
+
+
+class _Worker(_Ordered):
+    on_scaler = "an AsyncWorker trains here without one: leave it out"
+
+    def __init__(self, worker: AsyncWorker) -> None:
+        super().__init__(worker)
+        self._worker = worker
+        self._scheduler = _Scheduler()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._worker.live_optimizer
+
+    def faults_asked(self, asked: Asked) -> list[str]:
         live = asked.optimizer if asked.optimizer is not None else self.optimizer
-        if asked.scheduler is not None and not isinstance(live, torch.optim.Optimizer):
-            faults.append(
+        if asked.scheduler is None or isinstance(live, torch.optim.Optimizer):
+            return []
+        return [
+            (
                 "scheduler is given, and the optimizer runs on the server, as its learning rate does: give "
                 "ParameterServer lr_schedule=, or a live optimizer here"
             )
-        refuse(faults)
+        ]
 
     def trainee(self, asked: Asked) -> Trainee:
         made = Joined(
@@ -194,31 +217,16 @@ class _Worker(Subject):
         return _of_the_server(strategy)
 
 
-class _Trainer(Subject):
+class _Trainer(_Ordered):
+    on_scaler = 'an AsyncTrainer has its own: make it with amp="fp16" instead'
+
     def __init__(self, trainer: AsyncTrainer) -> None:
-        self.module, self.device, self.batch_size = trainer.model, trainer.device, trainer.local_batch_size
-        self.reduction = trainer.loss_reduction
+        super().__init__(trainer)
         self._trainer = trainer
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self._trainer.optimizer
-
-    @property
-    def member(self) -> str:
-        return f"/{self._trainer.order}"
-
-    @property
-    def seed(self) -> int:
-        return 0
-
-    def check(self, asked: Asked) -> None:
-        faults = Faults()
-        if asked.scaler is not None:
-            faults.append(
-                'grad_scaler is given, and an AsyncTrainer has its own: make it with amp="fp16" instead'
-            )
-        refuse(faults)
 
     def trainee(self, asked: Asked) -> Trainee:
         driven = self._trainer.driven(

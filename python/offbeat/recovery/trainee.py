@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offbeat import trained_by
 from offbeat.history import History, Record
 from offbeat.receipt import Receipt
 
@@ -131,6 +132,11 @@ class Trainee(ABC):
         """Tell in all who train together whether a value is the same in all of them."""
         del value
         return True
+
+    @property
+    def keepers(self) -> list[trained_by.Keeper]:
+        """What guards this run, and has a state beside that of what is trained."""
+        return trained_by.keepers_of(self.module)
 
     def logged(self, record: Record, numbers: dict[str, float]) -> None:  # noqa: B027
         """Hear of a log line, and of its numbers by the names under which trackers keep them."""

@@ -26,9 +26,10 @@ from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, kept
 from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
+from offbeat.recovery.keepers import states_of
 from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.run import Plan, Run, taken_apart
-from offbeat.recovery.saver import Saver
+from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
@@ -49,10 +50,11 @@ class FaultTolerantTrainer:
 
     A checkpoint holds the model, with the buffers that its `state_dict` leaves out, the optimizer, the
     learning rate scheduler, the GradScaler, the random states of Python, numpy, torch and the device, and of
-    generators that are attributes of the dataset, the loader or its samplers, the place in the data and the
-    history. It is a copy that is taken between two steps and written behind the next ones; a reader finds it
-    whole, which digests prove, or not at all. Where the newest is damaged, the one before it is taken, with a
-    warning.
+    generators that are attributes of the dataset, the loader or its samplers, the place in the data, the
+    history, and the state of monitors of the model and of callbacks that have `state_dict` and
+    `load_state_dict`. It is a copy that is taken between two steps and written behind the next ones; a reader
+    finds it whole, which digests prove, or not at all. Where the newest is damaged, the one before it is
+    taken, with a warning.
 
     A module is trained here. Around an `AsyncTrainer` or an `AsyncModelAverager`, that trains, with all that
     it keeps; alone, it goes on bit for bit as well. A save waits for the end of a round that is under way.
@@ -154,6 +156,7 @@ class FaultTolerantTrainer:
         self._strategy = Strategy(*strategy, None if monitored is None else monitored.name, mode, overwrite)
         self._is_deterministic = deterministic
         self._loss_fn: LossFunction | None = None
+        self._delays = Delays()
 
     @known_keywords
     def train(
@@ -238,7 +241,9 @@ class FaultTolerantTrainer:
             process.warn(warning)
         trainee = subject.trainee(asked)
         self._loss_fn = loss_fn
-        taken_apart(trainee, dict)  # what no checkpoint can hold is refused now, and not at the first save
+        taken_apart(
+            trainee, lambda: {"keepers": states_of(trainee.keepers)}
+        )  # what no checkpoint can hold is refused now, and not at the first save
         account = Account(measured, self._monitor)
         account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:
@@ -255,6 +260,7 @@ class FaultTolerantTrainer:
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,
                 device=self.device,
+                may_go_back=not subject.faults_of(strategy="last_good"),
             )
             data = self._data(
                 dataset,
@@ -389,6 +395,7 @@ class FaultTolerantTrainer:
             self._every,
             step=account.history.steps,
             chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
+            delays=self._delays,
         )
 
     def _note(self, found: Found | None, account: Account) -> None:

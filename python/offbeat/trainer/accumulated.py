@@ -77,6 +77,10 @@ class Accumulated(Strategy):
         with self._counted():
             self._accumulator.flush(optimizer=self.workshop.live)
 
+    def close(self) -> None:
+        """Make no update of what is gathered, and give back the members' group."""
+        self._accumulator.close()
+
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
         """Give the accumulator's, with what its window has gathered."""
         own = self._accumulator.state_dict() | {"optimizer": None}

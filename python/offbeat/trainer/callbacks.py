@@ -9,6 +9,7 @@ import torch
 from offbeat.checks import objects, refuse
 from offbeat.history import History, Record
 from offbeat.naming import nearest, unknown
+from offbeat.trained_by import Keeper
 
 if TYPE_CHECKING:
     from offbeat.trainer.trainer import AsyncTrainer
@@ -57,10 +58,16 @@ class Callback(Protocol):
 
 
 class Callbacks:
-    """Several, told in their order."""
+    """Several, told in their order.
+
+    Attributes:
+        keepers: Those that have a state for checkpoints.
+    """
 
     def __init__(self, trainer: "AsyncTrainer", callbacks: Iterable[object]) -> None:
+        callbacks = list(callbacks)
         self._trainer = trainer
+        self.keepers: list[Keeper] = [one for one in callbacks if isinstance(one, Keeper)]
         self._by_method = {
             name: [method for one in callbacks if callable(method := getattr(one, name, None))]
             for name in METHODS

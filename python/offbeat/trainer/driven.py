@@ -8,6 +8,7 @@ from torch import nn
 from offbeat.history import History, Record
 from offbeat.receipt import Receipt
 from offbeat.tracking.fanout import Fanout
+from offbeat.trained_by import Keeper
 from offbeat.trainer.callbacks import Callbacks, Step
 from offbeat.trainer.recompute import recomputed
 from offbeat.trainer.scheduling import Scheduling
@@ -113,6 +114,11 @@ class Driven:
     def take_receipts(self) -> list[Receipt]:
         """Give out what a server has answered since the last call."""
         return self._workshop.tally.take_receipts()
+
+    @property
+    def keepers(self) -> list[Keeper]:
+        """The callbacks that have a state."""
+        return self._callbacks.keepers
 
     def logged(self, record: Record, numbers: dict[str, float]) -> None:
         """Tell callbacks and trackers of a log line."""

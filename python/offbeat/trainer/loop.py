@@ -3,8 +3,11 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from offbeat.history import History
 from offbeat.local.batches import Epochs, Given
+from offbeat.local.finite import Finiteness
 from offbeat.local.log import LogLines
 from offbeat.local.loss import wake
 from offbeat.local.progress import Progress
@@ -17,6 +20,13 @@ from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker.account import Account
 
 __all__ = ["TrainPlan", "run"]
+
+WHERE_NOT_FINITE = (
+    "give a lower learning rate, max_grad_norm= or, in half precision, a loss scale (amp='fp16' has one), "
+    "let AsyncTrainingMonitor(model, remediation_strategy='reject') drop such gradients, or begin with "
+    "FaultTolerantTrainer(recovery_strategy='last_good'), which goes back to where all was finite"
+)
+"""What a user can do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +95,7 @@ class _Loop:
         self._account = Account(history, owner="trainer")
         self._steps_before = workshop.tally.steps
         self._skipped_before = workshop.tally.skipped
+        self._finiteness = Finiteness(workshop.model, history, remedy=WHERE_NOT_FINITE)
         self.lines = LogLines(
             history,
             meters=plan.meters,
@@ -104,6 +115,7 @@ class _Loop:
             self._note()
             if self.lines.is_one_missing:
                 self._log(strategy)
+        self._finiteness.end()
         if self._account.is_out_of_budget:
             self._history.stopped = "budget"
         self._plan.callbacks.tell("on_train_end", self._history)
@@ -135,10 +147,12 @@ class _Loop:
         samples = batch.samples
         workshop.numerics.norm = None
         made = strategy.batch(batch)
-        self._measure(batch, made)
+        loss = self._measure(batch, made)
         history.samples += samples
         self._progress.advance()
         self._note()
+        if not made.is_skipped:
+            self._finiteness.add(loss, history.steps)
         if plan.callbacks.has("on_step"):
             norm = workshop.numerics.norm
             step = Step(history.steps, epoch, samples, made.loss, norm, made.is_skipped)
@@ -146,11 +160,13 @@ class _Loop:
         if self.lines.is_due:
             self._log(strategy)
 
-    def _measure(self, batch: Batch, made: Made) -> None:
+    def _measure(self, batch: Batch, made: Made) -> torch.Tensor:
+        """Update what is measured by a batch; give its loss, the mean."""
         loss = made.loss if self._workshop.reduction == "mean" else made.loss / batch.samples
         meter = self._plan.scheduling.meter
         for one in (*self._plan.meters, *(() if meter is None else (meter,))):
             one.update(made.outputs, batch.targets, loss, batch.samples)
+        return loss
 
     def _note(self) -> None:
         tally = self._workshop.tally
@@ -168,4 +184,5 @@ class _Loop:
             fates=told,
             aside=f", with those of rejected pushes; {told}" if told else "",
         )
+        self._finiteness.look()
         self._plan.callbacks.tell("on_log", record)

@@ -83,6 +83,8 @@ def scheduling_of(
     metric: Metric | None,
     live: torch.optim.Optimizer | None,
     before: tuple[object, LRScheduler] | None,
+    *,
+    measures: bool = True,
 ) -> Scheduling:
     """Make a scheduler of what was given, and see that it is of the optimizer.
 
@@ -93,6 +95,7 @@ def scheduling_of(
         live: The optimizer; None where that is on a server.
         before: What was given to the `train` before, and the scheduler that came of it: the same, or its
             equal, goes on.
+        measures: Whether who asks can give a scheduler a metric, if told which.
 
     Raises:
         ConfigError: If they do not fit one another.
@@ -109,6 +112,11 @@ def scheduling_of(
             "lr_schedule= in place of scheduler=, or a live optimizer here"
         )
     scheduler = scheduler_for(given, live, before)
+    if isinstance(scheduler, ReduceLROnPlateau) and not measures:
+        raise ConfigError(
+            f"scheduler is a {type(scheduler).__name__}, whose step() takes a metric, and nothing gives it "
+            f"one here: give one that goes by steps or epochs"
+        )
     _check_metric(scheduler, interval, metric)
     return Scheduling(scheduler, interval, None if metric is None else _one_meter(metric))
 

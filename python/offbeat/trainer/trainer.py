@@ -525,7 +525,12 @@ class AsyncTrainer:
         refuse(Faults(faults_of_scheduler(scheduler, scheduler_interval, None)))
         live, is_here = self._use(optimizer, epochs)
         scheduling = scheduling_of(
-            scheduler, scheduler_interval, None, live if is_here else None, self._scheduled
+            scheduler,
+            scheduler_interval,
+            None,
+            live if is_here else None,
+            self._scheduled,
+            measures=False,  # the account is the other's, and so is any metric
         )
         self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
         self._workshop.loss_fn = loss_fn

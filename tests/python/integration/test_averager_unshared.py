@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.averaging import unshared
-from offbeat.averaging.unshared import _warn_of_forgotten
+from offbeat import forgotten
 from support.averaging import model, step, warned
 from support.waiting import wait_for
 
@@ -20,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_other_tests(monkeypatch):
+def nothing_of_other_tests():
     """Forget what members of tests before have left."""
-    monkeypatch.setattr(unshared, "_open", set())
+    forgotten.with_something_left.clear()
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def train(ours, iterations):
 
 def at_the_end(failure=None):
     with warned() as told:
-        _warn_of_forgotten(failure)
+        forgotten.warn_of_forgotten(failure)
     return told
 
 

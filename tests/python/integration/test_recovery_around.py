@@ -1,6 +1,7 @@
 """A `FaultTolerantTrainer` around an averager, a trainer or a worker: killed with `kill -9`, it goes on."""
 
 import copy
+import functools
 import json
 import os
 import signal
@@ -363,6 +364,25 @@ def test_a_checkpoint_is_of_what_trained(tmp_path):
         train(lambda module: offbeat.AsyncModelAverager(module, method="diloco"))
     with pytest.raises(ConfigError, match='AsyncTrainer has its own: make it with amp="fp16"'):
         train(offbeat.AsyncTrainer, grad_scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("scheduler_step", ["epoch", "step"])
+@pytest.mark.parametrize("wrap", [lambda module: module, offbeat.AsyncTrainer, offbeat.AsyncModelAverager])
+def test_a_scheduler_that_goes_by_a_metric_is_refused_with_what_this_trainer_has(
+    wrap, scheduler_step, tmp_path
+):
+    with pytest.raises(
+        ConfigError, match=r"ReduceLROnPlateau, whose step\(\) takes.*steps or epochs"
+    ) as said:
+        FaultTolerantTrainer(wrap(model()), tmp_path).train(
+            dataset=TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)),
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=LOSS,
+            scheduler=functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau),
+            scheduler_step=scheduler_step,
+        )
+    assert "scheduler_metric" not in str(said.value)
+    assert "scheduler_interval" not in str(said.value)
 
 
 def test_it_does_what_the_trainer_does_and_tells_callbacks_and_trackers(tmp_path):

@@ -33,6 +33,7 @@ def test_to_json_holds_everything():
         "stopped": "epochs",
         "optimizer": "SGD",
         "skipped": 0,
+        "first_non_finite": None,
     }
 
 

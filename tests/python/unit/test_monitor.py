@@ -128,7 +128,7 @@ def test_an_alert_at_which_a_remedy_is_taken_is_always_told():
 def test_who_lets_a_paused_run_go_on_has_peace_for_ever_longer():
     monitor = warmed(remediation_strategy="pause", pause_timeout_s=0.001, patience=5)
     results = [monitor.observe(step, loss=math.nan)[0].result for step in range(10, 200)]
-    assert [i for i, result in enumerate(results) if result == "training waits for resume()"] == [
+    assert [i for i, result in enumerate(results) if result.startswith("training waits")] == [
         0,
         10,
         30,
@@ -604,6 +604,29 @@ def test_a_pause_waits_for_resume_or_its_time():
     monitor = warmed(remediation_strategy="pause", pause_timeout_s=0.01)
     monitor.observe(10, loss=9.0)
     assert not monitor.is_paused
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "at_most"),
+    [(0.01, "0.01 s at most, pause_timeout_s"), (None, "for ever: pause_timeout_s is None")],
+)
+def test_a_pause_says_how_long_it_is_and_who_ends_it(timeout_s, at_most, caplog):
+    class Resumes(logging.Handler):
+        def emit(self, record):
+            if "training is paused" in record.getMessage():
+                monitor.resume()
+
+    monitor = warmed(remediation_strategy="pause", pause_timeout_s=timeout_s)
+    log, handler = logging.getLogger("offbeat"), Resumes()
+    log.addHandler(handler)
+    try:
+        monitor.observe(10, loss=9.0)
+    finally:
+        log.removeHandler(handler)
+    words = f"waits for resume(), from a callback or another thread ({at_most})"
+    assert f"pause: training {words}" in caplog.text
+    assert f"training is paused, and {words}" in caplog.text
+    assert monitor.report().alerts[-1].result == f"training {words}"
 
 
 def test_a_callback_may_resume_itself():

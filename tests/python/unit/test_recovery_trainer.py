@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import signal
 import threading
 
@@ -23,7 +24,7 @@ from offbeat.errors import (
 from offbeat.frequency import Every
 from offbeat.recovery import saver as saver_module
 from offbeat.recovery.directory import names
-from offbeat.recovery.saver import is_due
+from offbeat.recovery.saver import is_due, words_of_delay
 from offbeat.recovery.trainer import FaultTolerantTrainer
 
 LOSS = nn.CrossEntropyLoss()
@@ -484,9 +485,34 @@ def test_a_save_that_is_due_during_another_is_put_off_and_training_goes_on(tmp_p
         return LOSS(outputs, targets)
 
     monkeypatch.setattr(saver_module, "write", slow)
-    run(made(tmp_path, checkpoint_frequency=2), loss_fn=loss_fn, epochs=8)
-    assert caplog.text.count("saves are put off until the disk is done") == 1
-    assert names(tmp_path)[0].endswith("step-40")
+    trainer = made(tmp_path, checkpoint_frequency=2)
+    with caplog.at_level(logging.DEBUG, logger="offbeat"):
+        run(trainer, loss_fn=loss_fn, epochs=8)
+        assert names(tmp_path)[0].endswith("step-40")
+        steps.clear()
+        writing.clear()
+        run(trainer, loss_fn=loss_fn, epochs=16)  # the next `train` is of the same trainer
+    said = [r for r in caplog.records if "saves are put off until the disk is done" in r.getMessage()]
+    assert [r.levelno for r in said][:2] == [logging.WARNING, logging.DEBUG]
+    assert [r.levelno for r in said].count(logging.WARNING) == 1
+    numbers = r"took [\d.e-]+ s to write, and the next one was due [\d.e-]+ s after"
+    assert re.search(
+        numbers + r".*\(checkpoint_frequency, 2 steps\).*checkpoint_frequency=\d+, or more", said[0].message
+    )
+    assert "number 2" in said[1].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("every", "due_s", "took_s", "enough"),
+    [
+        (Every(count=10), 2.0, 5.0, "checkpoint_frequency=25, or more"),
+        (Every(count=3), 2.0, 2.0, "checkpoint_frequency=3, or more"),
+        (Every(count=3), 0.0, 0.0, "checkpoint_frequency=3, or more"),
+        (Every(seconds=0.5), 0.6, 1.2, "checkpoint_frequency='2s', or more"),
+    ],
+)
+def test_a_save_that_is_put_off_says_which_frequency_would_be_enough(every, due_s, took_s, enough):
+    assert enough in words_of_delay(every, due_s=due_s, took_s=took_s)
 
 
 def test_a_save_that_fails_is_raised_at_a_later_step_and_the_lock_is_let_go_of(tmp_path):

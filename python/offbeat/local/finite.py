@@ -1,0 +1,96 @@
+"""Whether what trains stays finite: seen where losses are read anyway, and told once, when it begins."""
+
+import math
+
+import torch
+from torch import nn
+
+from offbeat import process, trained_by
+from offbeat.history import History
+
+__all__ = ["Finiteness", "not_finite", "words_of"]
+
+MOST_NAMED = 3
+"""Parameters in a warning: where one is not finite, most are."""
+
+
+class Finiteness:
+    """Looks at the losses of one `train`, and at the parameters where a loss is not finite, and at the end.
+
+    A loss that is not finite, with parameters that are, is of a batch that was kept out, by a monitor
+    perhaps, which has told so itself; or of one whose gradients were finite.
+    """
+
+    def __init__(self, module: nn.Module, history: History, *, remedy: str) -> None:
+        """Begin.
+
+        Args:
+            module: What is trained.
+            history: Gets the first step.
+            remedy: What there is to do about it where it trains.
+        """
+        self._module = module
+        self._history = history
+        self._remedy = remedy
+        self._losses: list[torch.Tensor] = []  # on their device, until somebody waits for it
+        self._steps: list[int] = []
+        self._has_told = False  # of a loss
+        self._is_lost = False  # all that comes is no news
+
+    def add(self, loss: torch.Tensor, step: int) -> None:
+        """Take the loss of a batch that was trained on, which belongs to a step; waits for nothing."""
+        if not self._is_lost:
+            self._losses.append(loss.detach().reshape(()))
+            self._steps.append(step)
+
+    def look(self) -> None:
+        """Read the losses since the last look, and warn if one is the first that is not finite."""
+        values = torch.stack(self._losses).double().tolist() if self._losses else []  # one wait for all
+        found = [
+            (step, value) for step, value in zip(self._steps, values, strict=True) if not math.isfinite(value)
+        ]
+        self._losses.clear()
+        self._steps.clear()
+        if found:
+            self._find(*found[0])
+
+    def end(self) -> None:
+        """Look, and at the parameters as well: the last step's may have been the first."""
+        self.look()
+        if not self._is_lost and not_finite(self._module):
+            self._find(self._history.steps, None)
+
+    def _find(self, step: int, loss: float | None) -> None:
+        if self._history.first_non_finite is None:
+            self._history.first_non_finite = step
+        names = not_finite(self._module)
+        is_news = bool(names) or not (self._has_told or trained_by.is_watched(self._module))
+        self._has_told, self._is_lost = self._has_told or is_news, bool(names)
+        if is_news:
+            process.warn(f"{words_of(step, loss, names)}; {self._remedy}")
+
+
+def not_finite(module: nn.Module) -> list[str]:
+    """Name the parameters of a module that have a NaN or an infinity; waits for the device."""
+    return [name for name, p in module.named_parameters() if p.requires_grad and not bool(p.isfinite().all())]
+
+
+def words_of(step: int, loss: float | None, names: list[str]) -> str:
+    """Say what is not finite, and since when.
+
+    Args:
+        step: Of the loss; where that is None, the last.
+        loss: The first that is not finite.
+        names: Of parameters that are not.
+    """
+    if not names:
+        return (
+            f"at step {step} the loss is {loss}, and the parameters are finite: training goes on; look at "
+            f"the inputs and targets of that batch"
+        )
+    begin = f"at step {step} the loss is {loss}" if loss is not None else f"training has ended at step {step}"
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"{begin}, and parameters are not finite, {', '.join(names[:MOST_NAMED])}{more}: what is trained "
+        f"from there on learns nothing"
+    )
