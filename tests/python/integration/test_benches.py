@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_diloco_with_a_slow_worker_is_timed_both_ways():
         slow, *others = map(float, line.partition("by worker ")[2].partition(";")[0].split(", "))
         assert slow < max(others)
     assert "times sooner" in done.stdout
+
+
+def test_two_wheels_are_measured_in_turns_each_by_its_own_code(tmp_path):
+    (built,) = sorted((BENCHES.parent / "dist").glob("offbeat-*.whl"))
+    old = tmp_path / "old.whl"
+    with zipfile.ZipFile(old, "w") as archive:
+        archive.writestr("offbeat/__init__.py", "raise SystemExit('the old one was loaded')")
+    load = ("--loads", "offbeat:1000:1", "--rounds", "2", "--seconds", "0.1")
+    done = run_bench("wheels.py", str(built), str(built), *load)
+    assert done.returncode == 0, done.stderr
+    *lines, said = [line for line in done.stdout.splitlines() if line]
+    assert [json.loads(line)["wheel"] for line in lines] == ["old", "new", "new", "old"]
+    assert said.startswith("offbeat, 1000 parameters, 1 workers")
+    assert "in 2 rounds" in said
+    done = run_bench("wheels.py", str(old), str(built), *load)
+    assert done.returncode != 0
+    assert "the old one was loaded" in done.stderr
 
 
 def test_strangers_at_the_door_are_compared_with_none():
