@@ -2,16 +2,23 @@
 
 import os
 import socket
+import threading
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from offbeat.checks import refuse, seconds
 from offbeat.cli.parser import Parser, secret
 from offbeat.cli.parser import seconds as as_seconds
+from offbeat.cli.say import say
 from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
 
-__all__ = ["add_server_arguments", "ask", "server_of"]
+__all__ = ["add_server_arguments", "ask", "server_of", "telling_that_nobody_answers"]
 
 DEFAULT_TIMEOUT_S = 10.0
+
+TELL_AFTER_S = 1.0
+"""Longer than a server takes that is there; before that whoever waits wonders at nothing."""
 
 PROBE_TIMEOUT_S = 2.0
 FIRST_BYTE = b"O"
@@ -69,6 +76,19 @@ def ask(address: str, token: str | None, timeout_s: float) -> str:
                 f"{address} is no Offbeat server: it answers in text, as HTTP servers do"
             ) from error
         raise
+
+
+@contextmanager
+def telling_that_nobody_answers(address: str, timeout_s: float) -> Iterator[None]:
+    """Say so once it takes longer than it should, with how long it is tried."""
+    text = f"nobody has answered at {address} yet: it is tried for {timeout_s:g} s (--timeout)"
+    timer = threading.Timer(TELL_AFTER_S, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _answers_http(address: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offbeat.errors import CheckpointError
 
-__all__ = ["FILES", "made_up", "read", "write"]
+__all__ = ["FILES", "is_kept", "made_up", "read", "write"]
 
 TOKEN = "token"  # noqa: S105  a file's name
 UNFINISHED = "token.new"
@@ -32,6 +32,11 @@ REMEDY = "remove it, and the next start makes a new one, which all workers must 
 def made_up() -> str:
     """Make a token."""
     return secrets.token_hex(TOKEN_BYTES)
+
+
+def is_kept(directory: str) -> bool:
+    """Whether there is something in a token's place, of whatever worth."""
+    return os.path.lexists(Path(directory) / TOKEN)
 
 
 def read(directory: str) -> str | None:

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import suppress
 
 from offbeat import ParameterServer
@@ -161,6 +162,8 @@ def _serve(
         except CheckpointError:
             server.stop()  # before there is anything to save: what --save names stays as it is
             raise
+    for caveat in _caveats(arguments, token, made_up, is_new=server.status()["version"] == 0):
+        _log.warning(caveat)
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:
@@ -185,6 +188,32 @@ def _serve(
     except Stopped as stopped:
         _log.info("stopped by %s", stopped)
     return code
+
+
+def _caveats(arguments: Namespace, token: str | None, made_up: str | None, *, is_new: bool) -> Iterator[str]:
+    """Say what whoever typed this may not have meant, and would find out too late.
+
+    Args:
+        arguments: The command line's.
+        token: The server's.
+        made_up: The same, where it is that of --new-token.
+        is_new: Whether the run begins here.
+    """
+    if arguments.checkpoint_dir is not None:
+        directory = directory_of(arguments.checkpoint_dir)
+        if is_new and arguments.save is not None and arguments.save.path().exists():
+            yield (
+                f"a new run begins, for {directory} has nothing to go on from, and {arguments.save.given} is "
+                "there: the new run's model will take its place; if that is to be kept, copy it now"
+            )
+        if not token and kept_token.is_kept(directory):
+            yield (
+                f"this server has no token, though {directory} has that of an earlier --new-token: give "
+                "--new-token again, and it is asked for"
+            )
+    given = os.environ.get("OFFBEAT_TOKEN")
+    if made_up is not None and given and given != made_up:
+        yield "OFFBEAT_TOKEN holds another token than that of --new-token, and is not this server's"
 
 
 def _welcome(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offbeat.cli.asking import add_server_arguments, ask, server_of
+from offbeat.cli.asking import add_server_arguments, ask, server_of, telling_that_nobody_answers
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.fit import Heading, fit
 from offbeat.cli.parser import Parser
@@ -88,7 +88,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Ask, and print the answer."""
     address, token = server_of(arguments)
-    text = ask(address, token, arguments.timeout_s)
+    with telling_that_nobody_answers(address, arguments.timeout_s):
+        text = ask(address, token, arguments.timeout_s)
     if arguments.format == "json":
         output(text)
     else:

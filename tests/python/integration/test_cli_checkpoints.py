@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import signal
 import stat
 
@@ -211,3 +212,33 @@ def test_what_was_done_is_kept_when_all_have_gone_though_no_checkpoint_was_due(t
     with command("server", *arguments, *ended) as server:
         assert server.ends() == 0, server.said  # and not 8: its work was done
     assert (load_file(saved)["w"] == -3).all()
+
+
+def test_a_new_run_says_at_once_that_it_will_take_the_place_of_a_saved_model(tmp_path):
+    model, kept, saved = tmp_path / "model.safetensors", tmp_path / "kept", tmp_path / "saved.safetensors"
+    save_file(ZEROS, model)
+    arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
+    arguments += ["--save", str(saved), "--port", "0", "--keep-running"]
+    said = []
+    for is_lost in (False, False, True):
+        if is_lost:
+            shutil.rmtree(kept)
+        with command("server", *arguments) as server:
+            pushes(server, 1)
+            server.signal(signal.SIGTERM)
+            assert server.ends() == 0, server.said
+            said.append("will take its place" in server.said)
+    assert said == [False, False, True], "there is none; it is this run's; it is another's"
+
+
+def test_a_token_that_is_kept_and_not_asked_for_is_told_of_and_one_that_is_not_used(tmp_path):
+    arguments = ["--checkpoint-dir", str(tmp_path / "kept"), "--port", "0", "--host", "127.0.0.1"]
+    other = {"OFFBEAT_TOKEN": "of another server"}
+    with command("server", *arguments, "--new-token", **other) as server:
+        server.line("OFFBEAT_TOKEN holds another token than that of --new-token")
+        server.signal(signal.SIGINT)
+        server.ends()
+    with command("server", *arguments) as server:
+        server.line("this server has no token, though")
+        server.signal(signal.SIGINT)
+        server.ends()

@@ -871,7 +871,8 @@ def test_status_of_an_http_server_is_code_10():
 def test_status_of_something_that_says_nothing_is_code_9():
     with socket.create_server(("127.0.0.1", 0)) as quiet:
         address = f"127.0.0.1:{quiet.getsockname()[1]}"
-        with command("status", address, "--timeout", "1") as status:
+        with command("status", address, "--timeout", "3") as status:
+            status.line(f"nobody has answered at {address} yet: it is tried for 3 s (--timeout)")
             assert status.ends() == 9, status.said
 
 
