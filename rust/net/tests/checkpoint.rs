@@ -572,6 +572,34 @@ fn what_was_gone_back_from_makes_room_before_what_is_older() {
     assert!(matches!(server.roll_back(Some(1)), Err(ServerError::NoSuchCheckpoint { .. })));
 }
 
+#[test]
+fn a_version_is_gone_back_to_and_never_the_copy_of_another_that_was_written_at_it() {
+    let place = Place::new();
+    let server = start(place.every(Every::Versions(1), Resume::Auto));
+    until_the_first(&server);
+    let mut worker = Steps::of(&server, "a");
+    for version in 1..=2 {
+        worker.push(1.0);
+        eventually(&server, "a checkpoint", |s| s["checkpoints"]["version"] == version);
+    }
+    let there = |server: &Server, at: f32| assert!(parameters(server).iter().all(|&p| p == -at));
+    assert_eq!(server.roll_back(Some(1)).unwrap(), 1);
+    there(&server, 1.0);
+    // At version 2 there are now the values of 1, too.
+    assert_eq!(server.roll_back(Some(2)).unwrap(), 2);
+    there(&server, 2.0);
+    assert_eq!(server.roll_back(Some(1)).unwrap(), 1);
+    assert_eq!(server.roll_back(None).unwrap(), 1, "the newest has these");
+    server.stop();
+    let again = start(place.every(Every::Versions(1), Resume::Auto));
+    there(&again, 1.0);
+    assert_eq!(status(&again)["version"], 2);
+    assert_eq!(again.roll_back(Some(1)).unwrap(), 1);
+    there(&again, 1.0);
+    assert_eq!(again.roll_back(Some(2)).unwrap(), 2);
+    there(&again, 2.0);
+}
+
 fn goodbye(raw: &mut common::Raw) {
     raw.call(1000, &Call::Goodbye { parting: Parting::Finished });
     assert_eq!(raw.reply(), Reply::Goodbye);

@@ -48,6 +48,9 @@ pub struct RunRecord {
     /// How to build the module.
     pub blueprint: Option<String>,
     pub agreed: Agreed,
+    /// Where the values are those of another version, to which the run was brought back: which one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gone_back_to: Option<u64>,
 }
 
 /// What its workers have agreed on.
@@ -177,6 +180,13 @@ impl Manifest {
             let found = length(name).map_err(CheckpointError::reading(name))?;
             digest::check_length(name, entry, found)
         })
+    }
+
+    /// The version of which it has the values: its own, unless the run was brought back to another, and no push has come
+    /// since.
+    #[must_use]
+    pub fn values_of(&self) -> u64 {
+        self.run.gone_back_to.unwrap_or(self.book.version)
     }
 
     /// Bytes of the files that it names.

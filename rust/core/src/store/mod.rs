@@ -355,13 +355,13 @@ impl Store {
     fn replace_all(self: &Arc<Self>, make: &mut dyn FnMut(usize, u64) -> Root) -> Load {
         // It guards no value: a load that panicked has left the fragments it had queued.
         let _in_order = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
-        let term = {
+        let (term, version) = {
             let mut registry = self.registry();
             registry.term += 1;
-            registry.term
+            (registry.term, registry.version)
         };
         let mut root = |i: usize| make(i, term);
-        let mut load = Load::default();
+        let mut load = Load { version, ..Load::default() };
         if self.config.transaction == Transaction::Model {
             let (done, heard) = oneshot::channel();
             let roots = (0..self.cells.len()).map(&mut root).collect();
@@ -387,6 +387,8 @@ pub struct Load {
     /// One per fragment (or one in all, under "model").
     pub done: Vec<oneshot::Receiver<()>>,
     pub model_role: Option<ModelRole>,
+    /// The model's, at which the new values are in place: no ticket of the new term is up to it.
+    pub version: u64,
 }
 
 fn filled(

@@ -38,6 +38,14 @@ impl Return {
     }
 }
 
+/// Where a server's values are those of another version, until the first push after that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Borrowed {
+    term: u64,
+    version: u64,
+    values_of: u64,
+}
+
 /// A directory of checkpoints, for one server at a time.
 #[derive(Debug)]
 pub struct Directory {
@@ -45,6 +53,8 @@ pub struct Directory {
     lives: Lives,
     /// Where this server's run was brought back to, oldest term first.
     returns: Vec<Return>,
+    /// As long as that is so, a checkpoint says it.
+    borrowed: Option<Borrowed>,
     /// A child that is forked must not hold on to it when its parent has died.
     _lock: ClosedInChildren<File>,
 }
@@ -60,7 +70,13 @@ impl Directory {
         for half_done in [NEW, OLD] {
             files::remove(&path.join(half_done))?;
         }
-        Ok(Self { path: path.to_owned(), lives: Lives::open(path)?, returns: Vec::new(), _lock: lock })
+        Ok(Self {
+            path: path.to_owned(),
+            lives: Lives::open(path)?,
+            returns: Vec::new(),
+            borrowed: None,
+            _lock: lock,
+        })
     }
 
     /// The life of a server that begins now, after all that have begun here and `after`, which a checkpoint knows of.
@@ -93,12 +109,18 @@ impl Directory {
         self.lives.reserve_term(term)
     }
 
-    /// The run goes on from one of these checkpoints in a term: what was written since that one, in other terms, is the
-    /// first to make room. That is known as long as the directory is held.
-    pub fn went_back(&mut self, to: Mark, term: u64) {
+    /// The run goes on from one of these checkpoints in a term, at a version: what was written since that one, in other
+    /// terms, is the first to make room. That is known as long as the directory is held.
+    pub fn went_back(&mut self, to: Mark, (term, version): (u64, u64)) {
+        self.has_values_of(to.values_of, (term, version));
         // Where one is gone back to that had been left behind, it counts again, and what led to it.
         self.returns.retain(|before| before.to.number < to.number && !before.leaves(to));
         self.returns.push(Return { to, term });
+    }
+
+    /// A term has, at a version, the values of a version that may be another.
+    pub fn has_values_of(&mut self, values_of: u64, (term, version): (u64, u64)) {
+        self.borrowed = (values_of != version).then_some(Borrowed { term, version, values_of });
     }
 
     /// Writes a checkpoint, and returns its folder when it is on the disk; then those that are
@@ -110,8 +132,10 @@ impl Directory {
         &mut self,
         store: &Store,
         state: StoreState,
-        run: RunRecord,
+        mut run: RunRecord,
     ) -> Result<PathBuf, DirectoryError> {
+        let is_of = |one: &Borrowed| (one.term, one.version) == (state.book.term, state.book.version);
+        run.gone_back_to = self.borrowed.filter(is_of).map(|one| one.values_of);
         let folder = self.path.join(folder::name(folder::next_number(&self.path)?));
         let new = self.path.join(NEW);
         let draft = Draft::new(store.table(), store.layout(), state);
@@ -167,8 +191,8 @@ impl Directory {
         Ok(Some(used))
     }
 
-    /// The newest checkpoint, or the newest of a version, once its files are found to be as they were written; else what
-    /// there is. Where a version is given, checkpoints whose manifest cannot be read are passed over, with a warning; so
+    /// The newest checkpoint, or the newest with the values of a version, once its files are found to be as they were
+    /// written; else what there is. Where a version is given, checkpoints whose manifest cannot be read are passed over, with a warning; so
     /// is a damaged one of the version, where another of the same term is there: in an older term the values of a version
     /// may have been others.
     ///
@@ -188,7 +212,7 @@ impl Directory {
                 }
                 Err(error) => return Err(error),
             };
-            let (term, found) = (checkpoint.manifest.book.term, checkpoint.manifest.book.version);
+            let (term, found) = (checkpoint.manifest.book.term, checkpoint.manifest.values_of());
             let is_other = damaged.as_ref().is_some_and(|(of, _)| *of != term);
             if version.is_none_or(|wanted| wanted == found) && !is_other {
                 match checkpoint.verify(&Watch::none()) {
@@ -264,7 +288,7 @@ impl Directory {
 /// What is in a directory in place of the checkpoint that was looked for.
 #[derive(Debug, Default)]
 pub struct Others {
-    /// Newest first.
+    /// Of which they have the values, newest first.
     pub versions: Vec<u64>,
     /// Why it is not known of which version others are.
     pub unread: Vec<DirectoryError>,
@@ -455,7 +479,7 @@ mod tests {
             save_in(&mut directory, &store, 1, version);
         }
         let mark = directory.find(None).unwrap().unwrap().mark();
-        directory.went_back(mark, 2);
+        directory.went_back(mark, (2, 3));
         let late = save_in(&mut directory, &store, 1, 4);
         assert!(late.exists());
         assert_eq!(numbers(), [4, 3, 2, 1]);
@@ -470,14 +494,15 @@ mod tests {
         save_in(&mut directory, &store(), 1, 1);
         for term in 2..=9 {
             let mark = directory.find(None).unwrap().unwrap().mark();
-            directory.went_back(mark, term);
+            directory.went_back(mark, (term, term));
             save_in(&mut directory, &store(), term, term);
             assert!(directory.returns.is_empty(), "of the newest nothing is left");
         }
-        let before = directory.find(Some(8)).unwrap().unwrap().mark();
-        directory.went_back(before, 10);
+        let before = directory.find(None).unwrap().unwrap().mark();
+        save_in(&mut directory, &store_of(2), 9, 10);
+        directory.went_back(before, (10, 10));
         save_in(&mut directory, &store(), 10, 10);
-        assert_eq!(directory.returns.len(), 1, "that of version 9 is there");
+        assert_eq!(directory.returns.len(), 1, "the newest of before is there");
     }
 
     #[test]
@@ -489,7 +514,7 @@ mod tests {
         }
         for term in 2..=5 {
             let mark = directory.find(None).unwrap().unwrap().mark();
-            directory.went_back(mark, term);
+            directory.went_back(mark, (term, 2 + term));
             save_in(&mut directory, &store_of(3), term, 2 + term);
         }
         let kept = checkpoints(&place.0).unwrap();
@@ -502,10 +527,35 @@ mod tests {
         let mut directory = Directory::open(&place.0).unwrap();
         save_in(&mut directory, &store(), 1, 0);
         let mark = directory.find(Some(0)).unwrap().unwrap().mark();
-        directory.went_back(mark, 2);
+        directory.went_back(mark, (2, 1));
         save_in(&mut directory, &store(), 2, 1);
-        save_in(&mut directory, &store_of(2), 2, 3);
-        assert!(directory.find(Some(0)).unwrap().is_ok());
+        let newest = save_in(&mut directory, &store_of(2), 2, 3);
+        let kept = checkpoints(&place.0).unwrap();
+        assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [3, 2, 1]);
+        assert_eq!(directory.find(Some(3)).unwrap().unwrap().path, newest);
+    }
+
+    #[test]
+    fn a_checkpoint_is_found_by_the_version_of_its_values_and_one_with_those_of_another_is_not() {
+        let place = Temporary::new();
+        let mut directory = Directory::open(&place.0).unwrap();
+        let three = save_in(&mut directory, &store_of(3), 1, 3);
+        let five = save_in(&mut directory, &store_of(5), 1, 5);
+        let find = |directory: &Directory, version| directory.find(Some(version)).unwrap().unwrap().path;
+        let mark = directory.find(Some(3)).unwrap().unwrap().mark();
+        directory.went_back(mark, (2, 5));
+        let three_again = save_in(&mut directory, &store_of(3), 2, 5);
+        assert_eq!((find(&directory, 5), find(&directory, 3)), (five, three_again.clone()));
+        fs::remove_dir_all(three).unwrap();
+        assert_eq!(find(&directory, 3), three_again, "its values are kept");
+        // What is gone on with in another life, and in mid-term after a push.
+        directory.has_values_of(3, (3, 5));
+        let (resumed, pushed) =
+            (save_in(&mut directory, &store_of(3), 3, 5), save_in(&mut directory, &store_of(6), 3, 6));
+        assert_eq!((find(&directory, 3), find(&directory, 6)), (resumed, pushed));
+        let gone_back_to = |path: &Path| Checkpoint::unverified(path).unwrap().manifest.run.gone_back_to;
+        assert_eq!(gone_back_to(&find(&directory, 3)), Some(3));
+        assert_eq!(gone_back_to(&find(&directory, 6)), None);
     }
 
     #[test]

@@ -98,11 +98,12 @@ fn named(directory: &Path, prefix: &str) -> Result<Vec<(u64, PathBuf, bool)>, Di
     Ok(found)
 }
 
-/// Which of a directory's checkpoints it is, and of which term of the run.
+/// Which of a directory's checkpoints it is, of which term of the run, and the values of which version it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     pub(super) number: u64,
     pub(super) term: u64,
+    pub(crate) values_of: u64,
 }
 
 /// A checkpoint whose every byte is as it was written.
@@ -115,7 +116,8 @@ pub struct Checkpoint {
 impl Checkpoint {
     pub(crate) fn mark(&self) -> Mark {
         // By another name it is none of a directory's, and before all of them.
-        Mark { number: number(&short(&self.path)).unwrap_or(0), term: self.manifest.book.term }
+        let number = number(&short(&self.path)).unwrap_or(0);
+        Mark { number, term: self.manifest.book.term, values_of: self.manifest.values_of() }
     }
 
     /// Reads a folder's manifest, and holds its files against it.

@@ -59,6 +59,8 @@ struct CheckpointTold<'a> {
     port: u16,
     term: u64,
     version: u64,
+    /// The version whose values they are, where the run was brought back to another.
+    gone_back_to: Option<u64>,
     samples: u64,
     max_samples: Option<u64>,
     transaction: Transaction,
@@ -201,6 +203,7 @@ impl<'a> CheckpointTold<'a> {
             port: run.port,
             term: book.term,
             version: book.version,
+            gone_back_to: run.gone_back_to,
             samples: book.samples,
             max_samples: spec.and_then(|spec| spec.max_samples),
             transaction: *transaction,

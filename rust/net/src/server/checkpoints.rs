@@ -137,7 +137,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     if kept.resume == Resume::Must && matches!(kept.directory.try_exists(), Ok(false)) {
         return Err(none()); // a mistyped one is not made
     }
-    let directory = Directory::open(&kept.directory)?;
+    let mut directory = Directory::open(&kept.directory)?;
     let found = match kept.resume {
         Resume::Never => None, // what there is is set aside when the life begins
         Resume::Auto | Resume::Must => directory.newest(|checkpoint| {
@@ -163,6 +163,11 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             found: resumed.run.run_id.clone(),
             run_id: run_id.clone(),
         });
+    }
+    if let Some(resumed) = &resumed
+        && let Some(values_of) = resumed.run.gone_back_to
+    {
+        directory.has_values_of(values_of, (life.term, resumed.store.version()));
     }
     let checkpoints = Checkpoints {
         path: kept.directory.clone(),
@@ -234,10 +239,11 @@ impl Checkpoints {
         Ok(directory.reserve_term(term)?)
     }
 
-    /// The model's values are those of a checkpoint, in the term that was reserved for them; it is still whole.
-    pub(super) fn went_back(&self, to: Mark, term: u64) {
+    /// The model's values are those of a checkpoint, in the term that was reserved for them and from a version on; it is
+    /// still whole.
+    pub(super) fn went_back(&self, to: Mark, at: (u64, u64)) {
         if let Some(directory) = lock(&self.directory).as_mut() {
-            directory.went_back(to, term);
+            directory.went_back(to, at);
         }
     }
 

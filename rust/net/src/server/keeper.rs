@@ -119,7 +119,7 @@ fn now(shared: &Shared, model: &Model) -> (StoreState, RunRecord) {
         page.in_rounds = roster.contains(&page.incarnation);
     }
     let (run_id, port, blueprint) = (shared.run_id.clone(), shared.address.port(), model.blueprint.clone());
-    (state, RunRecord { run_id, port, blueprint, agreed })
+    (state, RunRecord { run_id, port, blueprint, agreed, gone_back_to: None })
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ impl Server {
         }
         let layout = Arc::clone(store.layout());
         let load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
-        let term = self.finish(store, load);
+        let (term, _) = self.finish(store, load);
         drop(whole);
         tracing::info!(term, "the model's values were replaced");
         self.shared.members().tell_all(&Event::Term { term });
@@ -53,7 +53,7 @@ impl Server {
     }
 
     /// Goes back to a checkpoint, the newest or that of a version: model and optimizer state are what they were then, in
-    /// a new term; counts go on. Gives the checkpoint's version, once another one has them: a server that goes on from
+    /// a new term; counts go on. Gives the version whose values these are, once another one has them: a server that goes on from
     /// that goes on from there. If it cannot be written, a warning says so, and the model stays where it is.
     ///
     /// # Errors
@@ -66,13 +66,13 @@ impl Server {
         let store = &model.store;
         // Beside the run: it takes a while.
         let (mark, earlier) = checkpoints.recall(version, store.table(), self.shared.config.store())?;
-        let (then, now) = (earlier.version(), store.version());
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         checkpoints.reserve_term(store.term() + 1)?;
-        let term = self.finish(store, store.roll_back(&earlier));
+        let (term, now) = self.finish(store, store.roll_back(&earlier));
         // Not before: what is saved meanwhile is all there is until one has these values.
-        checkpoints.went_back(mark, term);
+        checkpoints.went_back(mark, (term, now));
         drop(whole);
+        let then = mark.values_of;
         tracing::warn!(from = now, to = then, term, "the model is back where it was");
         self.shared.members().tell_all(&Event::Term { term });
         drop(earlier); // as large as the model
@@ -80,8 +80,8 @@ impl Server {
         Ok(then)
     }
 
-    /// Drives a load to its end; gives its term.
-    fn finish(&self, store: &Arc<Store>, mut load: Load) -> u64 {
+    /// Drives a load to its end; gives its term, and the version at which it came.
+    fn finish(&self, store: &Arc<Store>, mut load: Load) -> (u64, u64) {
         let mut role = load.model_role.take();
         while let Some(held) = role {
             role = held.step();
@@ -90,6 +90,6 @@ impl Server {
             // Driven by whoever held the turn; an error says that the store is gone.
             self.control.block_on(done).ok();
         }
-        store.term()
+        (store.term(), load.version)
     }
 }
