@@ -671,7 +671,7 @@ def closes(rank):
         ours.flush,
         lambda: ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS),
     ):
-        with pytest.raises(ClosedError, match="it was closed, and takes part no more: make a new one"):
+        with pytest.raises(ClosedError, match="was closed, and takes part no more: make a new one"):
             call()
     return groups, ours.updates
 

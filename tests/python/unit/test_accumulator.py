@@ -1,5 +1,7 @@
 """Accumulated micro-batches are one large batch, for one process alone."""
 
+import copy
+
 import hypothesis
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 
 IGNORED = -100
 NUM_CLASSES = 5
@@ -524,10 +526,14 @@ def test_accumulation_steps_with_a_size_that_is_another_are_told_of_likewise(cap
     assert "an update is of 4 of them, so of 24 samples: give base_batch_size=6, or" in caplog.text
 
 
-def test_alone_nothing_is_held_that_a_with_block_would_close():
+def test_what_is_closed_trains_no_more_and_says_so():
+    """Alone, too: a script that is started again as one of several would train apart from the others."""
     with offbeat.AsyncGradientAccumulator(model(), 2) as ours:
         feed(ours, 8)
-    ours.close()
+    before = copy.deepcopy(ours.model.state_dict())
+    for call in (lambda: feed(ours, 8), ours.flush):
+        with pytest.raises(ClosedError, match=r"AsyncGradientAccumulator was closed, .*: make a new one"):
+            call()
     assert ours.updates == 0, "that is flush's"
-    feed(ours, 8)
-    assert ours.updates == 1
+    assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
+    ours.close()
