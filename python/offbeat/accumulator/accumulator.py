@@ -108,6 +108,7 @@ class AsyncGradientAccumulator:
             there is no group of them.
         ModelMismatchError: If members hold different models.
         StateError: If members train different parameters, or what has to be the same for all is another.
+        ConnectionLostError: If a member is lost while they meet.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)

@@ -13,7 +13,7 @@ from torch import distributed
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other, own_group
+from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other
 from offbeat.local.sums import Sums
 
 __all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "differences", "terms_of"]
@@ -267,9 +267,8 @@ class Group:
         self._rank = distributed.get_rank(group)
         self._device = named[0][1].device
         check_device(group, self._device)
-        own = own_group(group, more=more_time)
-        self._sums = Sums(own, of="the models")
-        with self._sums.together():
+        self._sums = Sums.among(group, of="the models", more=more_time)
+        with self._sums.together() as own:
             check_alike(own, named, self._device)
             if not is_alike(own, setting, self._device):
                 everybody: list[Mapping[str, object]] = [{} for _ in range(self.size)]
@@ -370,7 +369,7 @@ class Group:
         if self._twos is None:
             group, sums = self._sums.group, self._sums
             if not carries(group, "cpu"):  # as NCCL's: another one beside it
-                sums = Sums(own_group(group, backend="gloo"), of="the models")
+                sums = Sums.among(group, of="the models", backend="gloo")
             self._twos = _Twos(sums, Pairs(sums, self._device), Later(sums, lag(self.size)))
         return self._twos
 

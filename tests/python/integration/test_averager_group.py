@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
@@ -600,6 +601,22 @@ def dying_outside_rounds(rank, gone, said):
 def test_a_member_that_dies_outside_rounds_is_the_same_error_and_not_torchs(tmp_path):
     with pytest.raises(EOFError):
         together(dying_outside_rounds, 2, tmp_path / "gone", tmp_path / "said")
+    assert "for one is gone or was waited for too long" in (tmp_path / "said").read_text()
+
+
+def dying_before_it_is_made(rank, said):
+    group = distributed.new_group(timeout=timedelta(seconds=5))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        offbeat.AsyncModelAverager(model(), process_group=group)
+    except ConnectionLostError as error:
+        said.write_text(str(error))
+
+
+def test_a_member_that_dies_before_they_meet_is_the_same_error_and_not_torchs(tmp_path):
+    with pytest.raises(EOFError):
+        together(dying_before_it_is_made, 2, tmp_path / "said")
     assert "for one is gone or was waited for too long" in (tmp_path / "said").read_text()
 
 
