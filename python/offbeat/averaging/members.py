@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -248,6 +248,7 @@ class Group:
         *,
         setting: Mapping[str, object],
         more_time: timedelta,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin with the first member's values.
 
@@ -256,9 +257,11 @@ class Group:
             named: Parameters and buffers, each once, with its name.
             setting: What has to be the same in all members, as JSON can have it, by its name for people.
             more_time: How much longer a round waits for others than the group given does.
+            check: Raises if `setting` cannot be used by so many; called once it is the same in all members,
+                who all raise then. One that did so before would leave the others to wait for it.
 
         Raises:
-            ConfigError: If the group has no backend for the parameters' device.
+            ConfigError: If the group has no backend for the parameters' device, or from `check`.
             ModelMismatchError: If members hold different models.
             StateError: If they are set differently.
             ConnectionLostError: If a member is lost.
@@ -274,6 +277,7 @@ class Group:
                 everybody: list[Mapping[str, object]] = [{} for _ in range(self.size)]
                 distributed.all_gather_object(everybody, setting, group=own)
                 raise StateError(differences(everybody))
+            check()
             begin_alike(own, (tensor for _, tensor in named))
         self._twos: _Twos | None = None
         self._values: Flat = {}
