@@ -507,6 +507,7 @@ def test_the_last_batch_of_an_epoch_may_be_shorter(caplog):
     assert (ours.updates, ours.effective_batch_size, caplog.text) == (1, 64, "")
     feed(ours, 9)  # two short ones together are not the ends of two epochs
     assert "base_batch_size is 16, and micro-batches are of 9 samples" in caplog.text
+    ours.close()
 
 
 def test_of_unequal_micro_batches_the_newest_window_counts(caplog):
