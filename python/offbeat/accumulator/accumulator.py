@@ -21,7 +21,7 @@ from offbeat.accumulator.unflushed import Unflushed
 from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
@@ -108,6 +108,7 @@ class AsyncGradientAccumulator:
             there is no group of them.
         ModelMismatchError: If members hold different models.
         StateError: If members train different parameters, or what has to be the same for all is another.
+        ConnectionLostError: If a member is lost while they meet.
 
     Example:
         >>> accumulator = offbeat.AsyncGradientAccumulator(nn.Linear(4, 2), accumulation_steps=2)
@@ -217,6 +218,7 @@ class AsyncGradientAccumulator:
         self._was_update = False
         self._has_warned = False
         self._unflushed = Unflushed()
+        self._is_closed = False
         self._samples = 0
         self._samples_since_end = 0
         trained_by.register(model, self)
@@ -257,7 +259,9 @@ class AsyncGradientAccumulator:
             NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
                 members; the window it is of is dropped.
             ConnectionLostError: If a member is lost.
+            ClosedError: After `close()`; nothing is trained.
         """
+        self._check_open()
         self._updates.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
@@ -351,7 +355,10 @@ class AsyncGradientAccumulator:
         Raises:
             ConfigError: If others make an update and there is no optimizer here.
             StateError: As `train_step`.
+            ConnectionLostError: As `train_step`.
+            ClosedError: As `train_step`.
         """
+        self._check_open()
         if optimizer is not None:
             self._updates.use(optimizer)
         num_before = self.updates
@@ -368,9 +375,11 @@ class AsyncGradientAccumulator:
     def close(self) -> None:
         """Take part no more, and give back the members' own process group; the model stays usable.
 
-        What is gathered, or under way, is made no update of: `flush` comes first, in all members. May be
-        called twice. Alone, and with a worker, which its owner closes, nothing is held.
+        What is gathered, or under way, is made no update of: `flush` comes first, in all members. What would
+        train after it is refused, alone as well: no other member would have it. May be called twice. A worker
+        stays open, which is its owner's to close.
         """
+        self._is_closed = True
         self._unflushed.end()
         self._members.close()
         self._is_under_way, self._due = False, None  # its sum is nobody's now
@@ -467,6 +476,13 @@ class AsyncGradientAccumulator:
         self._sizes.load_state_dict(state["sizes"])
 
     # ------------------------------------------------------------------ inside
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                "this AsyncGradientAccumulator was closed, and takes part no more: make a new one, or go on "
+                "alone with its model and optimizer"
+            )
 
     def _losses_are(self) -> list[object]:
         """Give what a gathered sum means, as JSON can have it."""

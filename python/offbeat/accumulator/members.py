@@ -18,7 +18,6 @@ from offbeat.local.group import (
     digest,
     is_alike,
     is_other,
-    own_group,
 )
 from offbeat.local.sums import Sums
 
@@ -173,6 +172,7 @@ class Group:
             ConfigError: If the group has no backend for the parameters' device.
             ModelMismatchError: If members hold different models.
             StateError: If they train different parameters, or are set differently.
+            ConnectionLostError: If a member is lost.
         """
         self.size, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
         self._named = named
@@ -188,15 +188,15 @@ class Group:
         self._sent_in = 1.0
         self._facts = torch.empty(0)
         check_device(group, self._device)
-        own = own_group(group)
-        self._sums = Sums(own, of="the gradients")
-        check_alike(own, named, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
         # another sums of different sizes otherwise, and torch ends a process to which that happens.
         self._is_sent = self._wanted = self._are_trained()
-        if not is_alike(own, [self._is_sent, setting], self._device):
-            raise StateError(MADE_UNLIKE)
-        begin_alike(own, (*(parameter for _, parameter in named), *buffers))
+        self._sums = Sums.among(group, of="the gradients")
+        with self._sums.together() as own:
+            check_alike(own, named, self._device)
+            if not is_alike(own, [self._is_sent, setting], self._device):
+                raise StateError(MADE_UNLIKE)
+            begin_alike(own, (*(parameter for _, parameter in named), *buffers))
 
     @property
     def unit(self) -> float | None:
@@ -281,22 +281,26 @@ class Group:
         self._unit, self._counts = agreed["unit"], agreed["counts"]
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
-        """Give floating buffers that differ their mean over members, by samples; others the first one's."""
+        """Give floating buffers that differ their mean over members, by samples; others the first one's.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
         seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
-        distributed.all_reduce(seen, group=self._sums.group)
-        total = seen.item()
-        with torch.no_grad():
+        with self._sums.together() as group, torch.no_grad():
+            distributed.all_reduce(seen, group=group)
+            total = seen.item()
             for buffer in buffers:
-                if is_alike(self._sums.group, _bits(buffer), self._device):
+                if is_alike(group, _bits(buffer), self._device):
                     continue  # as a mask or a table is: a mean would round it
                 if buffer.is_floating_point() and total:
                     share = buffer.to(wide(buffer.dtype)).contiguous()
                     # What nobody trained here counts for nothing, also where it is infinite.
                     share = share * (samples / total) if samples else torch.zeros_like(share)
-                    distributed.all_reduce(share, group=self._sums.group)
+                    distributed.all_reduce(share, group=group)
                 else:
                     share = buffer.contiguous()
-                    distributed.broadcast(share, group=self._sums.group, group_src=0)
+                    distributed.broadcast(share, group=group, group_src=0)
                 buffer.copy_(share)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """`AsyncModelAverager`."""
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
@@ -12,9 +11,10 @@ from torch.utils.data import Dataset
 from offbeat import process, trained_by
 from offbeat.averaging.arrivals import Arrivals, guided
 from offbeat.averaging.course import Course
+from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds, relative_variance
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
 from offbeat.averaging.settings import (
     AveragingPolicy,
@@ -23,7 +23,6 @@ from offbeat.averaging.settings import (
     asynchronous_faults,
     changed,
     fitting_faults,
-    name_of,
     overlap_faults,
     pacing,
     server_faults,
@@ -194,7 +193,7 @@ class AsyncModelAverager:
         self.device = where
         self._timing = Timing(pace, overlap)
         self._longest = pace.every
-        self._metric = adaptation_metric if isinstance(pace, Adaptive) else None
+        self._gauge = Gauge(adaptation_metric if isinstance(pace, Adaptive) else None)
         self._named = each_once(model)
         self._optimizer = LocalOptimizer(model)
         joined = meeting.join(model, self._named, how, pace, setting=self._setting())
@@ -206,7 +205,7 @@ class AsyncModelAverager:
             self._members,
             how if self._outer is None else guided(self._outer),
             goes_on=overlap is not False,
-            measures_drift=self._metric == "parameter_variance",
+            measures_drift=self._gauge.needs_drift,
         )
         self._loss_fn: LossFunction | None = None
         self._num_disagreed = 0
@@ -285,7 +284,7 @@ class AsyncModelAverager:
         faults = (
             [] if is_count(samples, least=1) else [f"samples is {samples!r}: give a whole number, 1 or more"]
         )
-        if self._metric == "loss_variance" and loss is None:
+        if self.goes_by_loss and loss is None:
             faults.append('loss is missing, and adaptation_metric is "loss_variance": give the batch\'s loss')
         refuse(faults)
         if optimizer is not None:
@@ -390,7 +389,7 @@ class AsyncModelAverager:
     @property
     def goes_by_loss(self) -> bool:
         """Whether `step` needs the batch's loss."""
-        return self._metric == "loss_variance"
+        return self._gauge.needs_losses
 
     def agree(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them.
@@ -633,8 +632,7 @@ class AsyncModelAverager:
         pace = self._timing.pace
         how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
         if isinstance(pace, Adaptive):
-            assert self._metric is not None  # noqa: S101  an adaptive pace has one
-            how += f" at present, {pace.least} to {pace.most} by {name_of(self._metric)}"
+            how += f" at present, {pace.least} to {pace.most} by {self._gauge.name}"
         return (
             f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}"
             f"{'' if self._outer is None else ', asynchronous'}, {how}, round {self.averaging_round}"
@@ -777,39 +775,14 @@ class AsyncModelAverager:
             rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
             metric=self._measured() if is_at_work else None,
             setting=self._setting(),
-            wish=[*self._timing.wish(), self._name_of_metric()],
+            wish=[*self._timing.wish(), self._gauge.name],
             asked=self._timing.asked(),
         )
 
     def _setting(self) -> list[object]:
         """Give what has to be the same for all members, as JSON can have it."""
-        return [*self._timing.setting(), self._name_of_metric()]
-
-    def _name_of_metric(self) -> str | None:
-        return None if self._metric is None else name_of(self._metric)
+        return [*self._timing.setting(), self._gauge.name]
 
     def _measured(self) -> float | None:
         """Give the metric that the pace goes by, of what was trained since the last round began."""
-        metric = self._metric
-        if metric == "loss_variance":
-            return relative_variance(self._course.losses)
-        if metric == "parameter_variance":
-            return self._course.drift
-        if metric == "gradient_norm":
-            gradients = [p.grad for _, p in self._named if p.grad is not None]
-            return float(nn.utils.get_total_norm(gradients)) if gradients else None
-        return None if metric is None else _number_of(metric, self)
-
-
-def _number_of(metric: Callable[[Any], float], averager: AsyncModelAverager) -> float | None:
-    found = metric(averager)
-    try:
-        number = float(found)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number < 0.0:
-        raise ConfigError(
-            f"adaptation_metric {name_of(metric)} gave {found!r}: it gives a number, 0 or more, which rises "
-            f"where members are to average more often"
-        )
-    return number if math.isfinite(number) else None  # of which no other member's mean is to be infinite
+        return self._gauge.measure(self, self._course, (parameter for _, parameter in self._named))

@@ -125,15 +125,21 @@ class Meeting:
             return self._at_a_server(model, named, method, terms_of(shown(method), setting))
         group = _group(self.backend, self.group, self.rank, self.world_size, is_tried=False)
         size = 1 if group is None else distributed.get_world_size(group)
-        method.check_for(size)
         if group is None or size == 1:
+            method.check_for(size)
             return Joined(Alone(), 0)
         buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
         # A member waits for the others' next round, which may be as far away as a round is long.
         more_time = timedelta(seconds=pace.every if isinstance(pace, Seconds) else 0.0)
         alike = settings_by_name(method, setting)
         alike |= {f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in named}
-        members = Group(group, [*named, *buffers.values()], setting=alike, more_time=more_time)
+        members = Group(
+            group,
+            [*named, *buffers.values()],
+            setting=alike,
+            more_time=more_time,
+            check=lambda: method.check_for(size),
+        )
         return Joined(members, distributed.get_rank(group))
 
     def _at_a_server(self, model: nn.Module, named: Named, method: Method, terms: str) -> Joined:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -13,7 +13,7 @@ from torch import distributed
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other, own_group
+from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other
 from offbeat.local.sums import Sums
 
 __all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "differences", "terms_of"]
@@ -248,6 +248,7 @@ class Group:
         *,
         setting: Mapping[str, object],
         more_time: timedelta,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin with the first member's values.
 
@@ -256,9 +257,11 @@ class Group:
             named: Parameters and buffers, each once, with its name.
             setting: What has to be the same in all members, as JSON can have it, by its name for people.
             more_time: How much longer a round waits for others than the group given does.
+            check: Raises if `setting` cannot be used by so many; called once it is the same in all members,
+                who all raise then. One that did so before would leave the others to wait for it.
 
         Raises:
-            ConfigError: If the group has no backend for the parameters' device.
+            ConfigError: If the group has no backend for the parameters' device, or from `check`.
             ModelMismatchError: If members hold different models.
             StateError: If they are set differently.
             ConnectionLostError: If a member is lost.
@@ -267,14 +270,14 @@ class Group:
         self._rank = distributed.get_rank(group)
         self._device = named[0][1].device
         check_device(group, self._device)
-        own = own_group(group, more=more_time)
-        self._sums = Sums(own, of="the models")
-        with self._sums.together():
+        self._sums = Sums.among(group, of="the models", more=more_time)
+        with self._sums.together() as own:
             check_alike(own, named, self._device)
             if not is_alike(own, setting, self._device):
                 everybody: list[Mapping[str, object]] = [{} for _ in range(self.size)]
                 distributed.all_gather_object(everybody, setting, group=own)
                 raise StateError(differences(everybody))
+            check()
             begin_alike(own, (tensor for _, tensor in named))
         self._twos: _Twos | None = None
         self._values: Flat = {}
@@ -370,7 +373,7 @@ class Group:
         if self._twos is None:
             group, sums = self._sums.group, self._sums
             if not carries(group, "cpu"):  # as NCCL's: another one beside it
-                sums = Sums(own_group(group, backend="gloo"), of="the models")
+                sums = Sums.among(group, of="the models", backend="gloo")
             self._twos = _Twos(sums, Pairs(sums, self._device), Later(sums, lag(self.size)))
         return self._twos
 

@@ -11,7 +11,6 @@ from offbeat.averaging.pace import (
     METRICS,
     POLICIES,
     POWERS,
-    AdaptationMetric,
     Adaptive,
     Iterations,
     Pace,
@@ -31,7 +30,6 @@ __all__ = [
     "Pacing",
     "asynchronous_faults",
     "changed",
-    "name_of",
     "overlap_faults",
     "pacing",
     "server_faults",
@@ -251,8 +249,3 @@ def _adaptive(given: Pacing, start: int) -> tuple[Pace | None, list[str]]:
     is_of_drift = metric == "parameter_variance"
     pace = Adaptive(every=start, start=start, least=least, most=most, power=power, is_of_drift=is_of_drift)
     return pace, []
-
-
-def name_of(metric: AdaptationMetric) -> str:
-    """Give a metric's name."""
-    return metric if isinstance(metric, str) else getattr(metric, "__qualname__", type(metric).__name__)

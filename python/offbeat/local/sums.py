@@ -6,13 +6,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 from torch import distributed
 
 from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
-from offbeat.local.group import destroy
+from offbeat.local.group import destroy, own_group
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -42,6 +43,25 @@ class Sums:
         self._of = of
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
+
+    @classmethod
+    def among(
+        cls,
+        group: distributed.ProcessGroup,
+        *,
+        of: str,
+        more: timedelta = timedelta(0),
+        backend: str | None = None,
+    ) -> Self:
+        """Make a group of the same members for it; see `own_group`. All call this in the same order.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        try:
+            return cls(own_group(group, more=more, backend=backend), of=of)
+        except RuntimeError as error:  # torch's store has waited for a member that did not come
+            raise ConnectionLostError(_lost(of, error)) from None
 
     @property
     def group(self) -> distributed.ProcessGroup:
@@ -153,12 +173,7 @@ class Sums:
             self._lose(error)
 
     def _lose(self, error: RuntimeError) -> NoReturn:
-        cause = str(error).strip().partition("\n")[0]
-        self._lost = (
-            f"{self._of} of all members could not be put together, for one is gone or was waited for too "
-            f"long: {cause}; torch's process groups do not outlive a member: start all of them again. Each "
-            f"member has to call flush() when its data is at its end, as others may have more"
-        )
+        self._lost = _lost(self._of, error)
         raise ConnectionLostError(self._lost) from None  # whose cause is in the text
 
 
@@ -167,6 +182,16 @@ def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed
     work = distributed.all_reduce(tensor, group=group, async_op=True)
     assert work is not None  # noqa: S101  this process is a member
     return work
+
+
+def _lost(of: str, error: RuntimeError) -> str:
+    """Word that a member is lost, with torch's cause."""
+    cause = str(error).strip().partition("\n")[0]
+    return (
+        f"{of} of all members could not be put together, for one is gone or was waited for too "
+        f"long: {cause}; torch's process groups do not outlive a member: start all of them again. Each "
+        f"member has to call flush() when its data is at its end, as others may have more"
+    )
 
 
 def _let_go(held: list[distributed.ProcessGroup], after: "Future[None] | None") -> None:

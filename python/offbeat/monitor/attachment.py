@@ -27,7 +27,10 @@ class Attachment:
 
     Attributes:
         gradients: The model's.
+        keeps_for: The class whose state it gives, as a user knows it.
     """
+
+    keeps_for = "AsyncTrainingMonitor"
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ __all__ = ["bring_back", "states_of"]
 
 def states_of(keepers: Sequence[Keeper]) -> list[dict[str, Any]]:
     """Give their states, each with its class's name."""
-    return [{"class": type(keeper).__name__, "state": keeper.state_dict()} for keeper in keepers]
+    return [{"class": _class_of(keeper), "state": keeper.state_dict()} for keeper in keepers]
 
 
 def bring_back(keepers: Sequence[Keeper], states: Sequence[dict[str, Any]]) -> None:
@@ -23,7 +23,7 @@ def bring_back(keepers: Sequence[Keeper], states: Sequence[dict[str, Any]]) -> N
     """
     left = list(states)
     for keeper in keepers:
-        for kept in [one for one in left if one["class"] == type(keeper).__name__]:
+        for kept in [one for one in left if one["class"] == _class_of(keeper)]:
             if _takes(keeper, kept["state"]):
                 left.remove(kept)
                 break
@@ -33,6 +33,11 @@ def bring_back(keepers: Sequence[Keeper], states: Sequence[dict[str, Any]]) -> N
             f"({', '.join(one['class'] for one in left)}): what guards this run begins anew; make monitors "
             f"with the metrics and remedies they had, before train, and give the callbacks that there were"
         )
+
+
+def _class_of(keeper: Keeper) -> str:
+    """Name the class that a user knows: one may keep a state for another, as hooks do for a monitor."""
+    return str(getattr(keeper, "keeps_for", type(keeper).__name__))
 
 
 def _takes(keeper: Keeper, state: Any) -> bool:  # noqa: ANN401  its own

@@ -96,8 +96,9 @@ class Accumulated(Strategy):
         """Begin windows of another length, in all members after the same update."""
         super().follow(sync)
         self.settle()
-        self._updates += self._accumulator.updates
-        self._accumulator = self._made()
+        before, self._accumulator = self._accumulator, self._made()
+        self._updates += before.updates
+        before.close()
 
     def _made(self) -> AsyncGradientAccumulator:
         workshop = self.workshop

@@ -61,7 +61,7 @@ class Served(Strategy):
         if self.worker is None:
             self._join()
         elif given is not None and given is not self._given and given != self._given:
-            self.leave()
+            self._leave()
             self._join()
 
     def batch(self, batch: Batch) -> Made:
@@ -92,7 +92,8 @@ class Served(Strategy):
 
     def settle(self) -> None:
         """Push what is gathered."""
-        self.end_epoch()
+        if self.worker is not None:
+            self.end_epoch()
 
     def follow(self, sync: Sync) -> None:
         """Take this worker's place with one that pushes as often as that."""
@@ -100,16 +101,10 @@ class Served(Strategy):
             super().follow(sync)
             return
         is_joined = self.worker is not None
-        self.leave()
+        self._leave()
         super().follow(sync)
         if is_joined:
             self._join()
-
-    def leave(self) -> None:
-        """Settle, and say goodbye."""
-        if self.worker is not None:
-            self.settle()
-        self.close()
 
     def close(self) -> None:
         """Say goodbye."""
@@ -142,6 +137,10 @@ class Served(Strategy):
     def abandon(self) -> None:
         """Let go of a batch's gradients."""
         self.workshop.model.zero_grad()
+
+    def _leave(self) -> None:
+        self.settle()
+        self.close()
 
     @property
     def _joined(self) -> AsyncWorker:

@@ -52,10 +52,12 @@ class Stage:
         kind, sync = kind_at(self.schedule, epoch), self._syncs.at(epoch)
         strategy, self._epoch = self.strategy, epoch
         if strategy is None or kind != self._kind:
+            is_change = strategy is not None
             if strategy is not None:
-                strategy.leave()
+                strategy.settle()
+                self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
+                strategy.close()  # whoever holds it: its group is no use to anybody
                 _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-            is_change, self.strategy = strategy is not None, None  # while there is none yet
             strategy = self.strategy = self._made(kind, sync)
             self._kind = kind
             self.used.append(shown_kind(kind))

@@ -153,12 +153,8 @@ class Strategy(ABC):
         """Meet as often as this says from here on."""
         self.sync = sync
 
-    def leave(self) -> None:
-        """Settle, and let go of everything: another strategy is next."""
-        self.settle()
-
     def close(self) -> None:  # noqa: B027
-        """Let go of everything; nobody is waited for."""
+        """Let go of everything; nobody is waited for. What is to be kept is settled before."""
 
     def abandon(self) -> None:  # noqa: B027
         """Forget what a batch that broke off has left."""
@@ -244,6 +240,10 @@ class Averaged(Local):
     def settle(self) -> None:
         """Average what is left."""
         self.averager.flush()
+
+    def close(self) -> None:
+        """Give back the members' group."""
+        self.averager.close()
 
     @property
     def is_under_way(self) -> bool:

@@ -1,11 +1,13 @@
 """Several processes that accumulate together are one that has all their samples."""
 
 import copy
+import json
 import math
 import os
 import signal
 import sys
 import threading
+import traceback
 from datetime import timedelta
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import offbeat
 from offbeat import optim
 from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
+from offbeat.local.group import own_group
 from offbeat.local.sums import Sums
 from support.group import together
 from support.waiting import wait_for
@@ -517,6 +520,52 @@ def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
     assert "of all members could not be put together, for one is gone" in (tmp_path / "said").read_text()
 
 
+class Dies(nn.Module):
+    """Ends its process where it is asked for its buffers: as accumulators are made, and end together."""
+
+    dies = False
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+
+    def forward(self, inputs):
+        return self.inside(inputs)
+
+    def buffers(self, recurse=True):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().buffers(recurse)
+
+
+def dying_outside_sums(rank, when, said):
+    group = distributed.new_group(timeout=timedelta(seconds=5))
+    if rank == 1 and when == "is compared with":  # it has come to the group of all, and no further
+        own_group(group)
+        os.kill(os.getpid(), signal.SIGKILL)
+    trained = Dies()
+    trained.dies = rank == 1 and when == "comes to the group"
+    try:
+        ours = offbeat.AsyncGradientAccumulator(trained, 1, overlap=False, process_group=group)
+        inputs, targets = micro_batch(rank, 0, 1)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+        assert ours.updates == 1
+        trained.dies = rank == 1  # in flush, after its sums
+        ours.flush()
+    except ConnectionLostError as error:
+        num = "".join(traceback.format_exception(error)).count("Traceback")
+        said.write_text(json.dumps([str(error), num]))
+
+
+@pytest.mark.parametrize("when", ["comes to the group", "is compared with", "ends"])
+def test_a_member_that_dies_outside_sums_is_the_same_error_and_not_torchs(when, tmp_path):
+    with pytest.raises(EOFError):
+        together(dying_outside_sums, 2, when, tmp_path / "said")
+    told, num = json.loads((tmp_path / "said").read_text())
+    assert "the gradients of all members could not be put together, for one is gone" in told
+    assert num == 1, "torch's own words are in it, and not its traceback beside it"
+
+
 def broken_off(rank, overlap, interrupted):
     """Train on eight micro-batches; Ctrl-C comes while the first member waits for the other one."""
     ours = offbeat.AsyncGradientAccumulator(model(), 2, overlap=overlap)
@@ -671,7 +720,7 @@ def closes(rank):
         ours.flush,
         lambda: ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS),
     ):
-        with pytest.raises(ClosedError, match="it was closed, and takes part no more: make a new one"):
+        with pytest.raises(ClosedError, match="was closed, and takes part no more: make a new one"):
             call()
     return groups, ours.updates
 

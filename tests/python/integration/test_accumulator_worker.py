@@ -7,7 +7,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError, NonFiniteError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError
 from support.small_net import net, same, values
 
 LOSS = nn.CrossEntropyLoss()
@@ -93,6 +93,20 @@ def test_a_live_optimizer_of_the_worker_steps_once_per_window(serve, join):
     train(ours, range(12), optimizer=worker.optimizer)
     assert server.status()["version"] == 4
     assert close(worker.model.parameters(), large_batches(12, 3))
+
+
+def test_one_that_is_closed_pushes_no_more_and_leaves_its_worker_open(serve, join):
+    server = serve(net())
+    worker = join(server, net(), optimizer=SPEC)
+    with offbeat.AsyncGradientAccumulator(worker=worker, accumulation_steps=1, normalizer=counted) as ours:
+        train(ours, range(1))
+    for call in (lambda: train(ours, range(1)), ours.flush):
+        with pytest.raises(ClosedError, match=r"AsyncGradientAccumulator was closed, .*: make a new one"):
+            call()
+    assert server.status()["version"] == 1
+    again = offbeat.AsyncGradientAccumulator(worker=worker, accumulation_steps=1, normalizer=counted)
+    train(again, range(1))
+    assert server.status()["version"] == 2
 
 
 def test_a_window_in_which_nothing_counts_is_not_pushed(serve, join):

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, StateError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, ModelMismatchError, StateError
 from support.averaging import LOSS, METHODS, SPEC, Alone, Counter, arrays, batch, close, model, step, warned
 from support.group import together
 from support.waiting import wait_for
@@ -239,6 +240,10 @@ def unlike(rank, what):
         settings["averaging_frequency"] = 4 + rank
     if what == "method":
         settings["method"] = ("average", "easgd")[rank]
+    if what == "springs":
+        settings["method"] = averaging.EASGD(alpha=(0.5, 1.5)[rank])
+    if what == "springs of all":
+        settings["method"] = averaging.EASGD(alpha=1.5)
     if what == "frozen" and rank:
         trained[0].weight.requires_grad_(requires_grad=False)
     if what == "model" and rank:
@@ -247,7 +252,7 @@ def unlike(rank, what):
         settings["overlap"] = 1 + rank
     try:
         offbeat.AsyncModelAverager(trained, **settings)
-    except (StateError, ModelMismatchError) as error:
+    except (ConfigError, ConnectionLostError, StateError, ModelMismatchError) as error:
         return type(error).__name__, str(error)
     return None
 
@@ -259,12 +264,18 @@ def unlike(rank, what):
         ("method", "method is ['average'] in member 0 and ['easgd', None] in member 1"),
         ("frozen", "requires_grad of '0.weight' is True in member 0 and False in member 1"),
         ("overlap", "overlap is 1 in member 0 and 2 in member 1"),
+        ("springs", "method is ['easgd', 0.5] in member 0 and ['easgd', 1.5] in member 1"),
     ],
 )
 def test_members_that_are_set_differently_are_all_told_in_what(what, told):
     for kind, text in together(unlike, 2, what):
         assert kind == "StateError"
         assert text == f"members average differently: {told}: give the same to all of them"
+
+
+def test_what_so_many_members_cannot_use_is_refused_in_all_of_them():
+    for kind, text in together(unlike, 2, "springs of all"):
+        assert (kind, text[:41]) == ("ConfigError", "alpha is 1.5 and there are 2 members: the")
 
 
 def test_members_with_different_models_are_told_where_they_differ():
@@ -600,6 +611,22 @@ def dying_outside_rounds(rank, gone, said):
 def test_a_member_that_dies_outside_rounds_is_the_same_error_and_not_torchs(tmp_path):
     with pytest.raises(EOFError):
         together(dying_outside_rounds, 2, tmp_path / "gone", tmp_path / "said")
+    assert "for one is gone or was waited for too long" in (tmp_path / "said").read_text()
+
+
+def dying_before_it_is_made(rank, said):
+    group = distributed.new_group(timeout=timedelta(seconds=5))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        offbeat.AsyncModelAverager(model(), process_group=group)
+    except ConnectionLostError as error:
+        said.write_text(str(error))
+
+
+def test_a_member_that_dies_before_they_meet_is_the_same_error_and_not_torchs(tmp_path):
+    with pytest.raises(EOFError):
+        together(dying_before_it_is_made, 2, tmp_path / "said")
     assert "for one is gone or was waited for too long" in (tmp_path / "said").read_text()
 
 

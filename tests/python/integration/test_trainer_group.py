@@ -1,13 +1,18 @@
 """Members of a process group that train with AsyncTrainer do what its parts do by hand."""
 
+import json
+import os
+import signal
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import StateError
+from offbeat.errors import ConnectionLostError, StateError
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -105,6 +110,72 @@ def test_members_with_less_to_do_change_together_and_end_alike():
     # BatchNorm's own count of batches is each member's; all else is the same.
     places = [i for i, name in enumerate(model().state_dict()) if "num_batches" not in name]
     assert all(np.array_equal(one[i], other[i]) for i in places)
+
+
+class Holds:
+    """Counts process groups, and holds every strategy, as a script does that looks at one."""
+
+    def __init__(self):
+        self.held, self.num = [], []
+
+    def on_step(self, trainer, step):
+        strategy = trainer._stage.strategy
+        if not self.held or strategy is not self.held[-1]:
+            self.held.append(strategy)
+        self.num.append(num_groups())
+
+
+def num_groups():
+    return len(distributed.distributed_c10d._world.pg_map)
+
+
+def holding(rank):
+    holds = Holds()
+    strategies = {0: "accumulate", 2: "average", 3: "gossip", 4: "local"}
+    trainer = offbeat.AsyncTrainer(model(), 1, 2, 3, strategy=strategies, callbacks=holds)
+    before = num_groups()
+    data = data_of(rank, 8)
+    trainer.train(dataloader=data, epochs=5, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    trainer.strategy = "average"
+    trainer.train(dataloader=data, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    trainer.close()
+    return [number - before for number in holds.num[::8]], num_groups() - before, len(holds.held)
+
+
+def test_what_a_change_of_strategy_leaves_behind_is_closed():
+    """The second epoch's windows are of another length than those of the warm-up before it."""
+    for num, left, num_held in together(holding, 2):
+        assert (num, left, num_held) == ([1, 1, 1, 1, 0, 1], 0, 5)
+
+
+def gone_at_a_change(rank, said):
+    group = distributed.new_group(timeout=timedelta(seconds=5))
+    strategies = {0: "average", 1: "accumulate"}
+    trainer = offbeat.AsyncTrainer(model(), 0, 2, 3, strategy=strategies, process_group=group)
+
+    def data():
+        yield from data_of(rank, 3)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    told = []
+    for _ in range(2):
+        try:
+            for _ in range(2):
+                trainer.train(dataloader=data(), optimizer=SPEC, loss_fn=LOSS, progress=False)
+        except ConnectionLostError as error:
+            told.append(str(error))
+    trainer.close()
+    trainer.close()
+    said.write_text(json.dumps(told))
+
+
+def test_where_a_member_has_gone_a_change_of_strategy_says_so_and_hangs_nowhere(tmp_path):
+    with pytest.raises(EOFError):
+        together(gone_at_a_change, 2, tmp_path / "said")
+    told = json.loads((tmp_path / "said").read_text())
+    assert len(told) == 2
+    assert all("for one is gone or was waited for too long" in text for text in told)
 
 
 def clip(theirs):

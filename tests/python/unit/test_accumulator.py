@@ -1,5 +1,7 @@
 """Accumulated micro-batches are one large batch, for one process alone."""
 
+import copy
+
 import hypothesis
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 
 IGNORED = -100
 NUM_CLASSES = 5
@@ -505,6 +507,7 @@ def test_the_last_batch_of_an_epoch_may_be_shorter(caplog):
     assert (ours.updates, ours.effective_batch_size, caplog.text) == (1, 64, "")
     feed(ours, 9)  # two short ones together are not the ends of two epochs
     assert "base_batch_size is 16, and micro-batches are of 9 samples" in caplog.text
+    ours.close()
 
 
 def test_of_unequal_micro_batches_the_newest_window_counts(caplog):
@@ -524,10 +527,14 @@ def test_accumulation_steps_with_a_size_that_is_another_are_told_of_likewise(cap
     assert "an update is of 4 of them, so of 24 samples: give base_batch_size=6, or" in caplog.text
 
 
-def test_alone_nothing_is_held_that_a_with_block_would_close():
+def test_what_is_closed_trains_no_more_and_says_so():
+    """Alone, too: a script that is started again as one of several would train apart from the others."""
     with offbeat.AsyncGradientAccumulator(model(), 2) as ours:
         feed(ours, 8)
-    ours.close()
+    before = copy.deepcopy(ours.model.state_dict())
+    for call in (lambda: feed(ours, 8), ours.flush):
+        with pytest.raises(ClosedError, match=r"AsyncGradientAccumulator was closed, .*: make a new one"):
+            call()
     assert ours.updates == 0, "that is flush's"
-    feed(ours, 8)
-    assert ours.updates == 1
+    assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
+    ours.close()

@@ -54,7 +54,8 @@ def train(ours, numbers, optimizer, **keywords):
 def test_updates_are_a_loop_of_torchs_with_the_rate_times_the_gain(kind, lr, power):
     trained, whole = model(), model()
     live = kind(trained.parameters(), lr=lr)
-    updates = train(adaptive(trained), range(300), live)
+    with adaptive(trained) as ours:  # at whose end some batches may be left
+        updates = train(ours, range(300), live)
     theirs = kind(whole.parameters(), lr=lr)
     for batches, gain in updates:
         assert 1.0 <= gain <= len(batches) <= 8
@@ -132,6 +133,8 @@ def test_a_round_trip_goes_on_bit_for_bit(taken_after):
     assert [gain for _, gain in found] == [gain for _, gain in expected][-len(found) :]
     assert all(map(torch.equal, whole.model.parameters(), second.model.parameters()))
     assert whole.noise_scale == second.noise_scale
+    for ended in (whole, second):
+        ended.close()
     with pytest.raises(ConfigError, match="the state is of one with adaptive_accumulation"):
         offbeat.AsyncGradientAccumulator(model(), 4).load_state_dict(whole.state_dict(), optimizer=spec)
 
@@ -181,6 +184,7 @@ def test_sums_that_are_divided_are_taken_as_means_and_others_refused():
             ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=of)
             steps.append(ours.accumulation_steps)
             gains.append(ours.gain)
+        ours.close()
     assert steps[:200] == steps[200:]
     assert gains[:200] == pytest.approx(gains[200:], rel=1e-3)
     assert len(set(steps)) > 1, "there is something to decide"

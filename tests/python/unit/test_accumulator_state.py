@@ -78,6 +78,8 @@ def test_a_state_stays_as_it_was_taken_while_training_goes_on():
     other.load_state_dict(state, optimizer=optim.SGD(lr=0.1))
     train(other, range(2, 3), optim.SGD(lr=0.1))
     assert all(map(torch.equal, state["window"]["gradients"], before["gradients"]))
+    for ended in (ours, other):
+        ended.close()
 
 
 def test_what_was_gathered_here_gives_way_to_the_state():

@@ -17,7 +17,9 @@ LOSS = nn.CrossEntropyLoss()
 
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests():
-    """Forget what those of tests before have left."""
+    """Forget what those of tests before have left, and what is left here, which is what these are about."""
+    forgotten.with_something_left.clear()
+    yield
     forgotten.with_something_left.clear()
 
 

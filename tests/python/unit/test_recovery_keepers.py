@@ -111,7 +111,7 @@ def test_a_monitor_that_is_set_otherwise_begins_anew_with_a_warning_and_a_new_on
     assert train([["reject"], ["alert"]], 6) == [2, 6]
     assert "the state of" not in caplog.text
     assert train([["clip"], ["alert"]], 7) == [1, 7]
-    assert "the state of 1 that is not here, or set otherwise (Attachment)" in caplog.text
+    assert "the state of 1 that is not here, or set otherwise (AsyncTrainingMonitor)" in caplog.text
 
 
 def test_a_train_after_the_other_lets_go_of_nothing_that_is_in_effect(tmp_path):
