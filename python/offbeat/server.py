@@ -334,10 +334,12 @@ class ParameterServer(process.Live):
         this server runs.
 
         Args:
-            version: That of the checkpoint; None means the newest.
+            version: That whose values are wanted; None means those of the newest checkpoint. The checkpoint
+                that a rollback has written counts as one of the version to which it went back, and not of
+                the run's version at that time.
 
         Returns:
-            The checkpoint's version.
+            The version whose values are in place now.
 
         Raises:
             CheckpointError: If there is none of that version (the error says which there are), or it is

@@ -61,11 +61,16 @@ def _row(entry: Told) -> Sequence[str]:
         entry["name"],
         _when(told["written_unix_s"]),
         told["run_id"],
-        f"{told['version']:,}",
+        _version(told),
         f"{told['term']:,}",
         f"{told['samples']:,}",
         _size(told["bytes"]),
     ]
+
+
+def _version(told: Told) -> str:
+    again = told["gone_back_to"]
+    return f"{told['version']:,}" + (f" ({again:,} again)" if again is not None else "")
 
 
 def _checkpoint(told: Told) -> str:
@@ -74,6 +79,9 @@ def _checkpoint(told: Told) -> str:
     lines = {
         "checkpoint": f"{told['name']}, file time {time}, by Offbeat {told['offbeat']}",
         "run": f"{told['run_id']}, at port {told['port']}",
+        "values": f"of version {told['gone_back_to']:,}, to which the run was brought back"
+        if told["gone_back_to"] is not None
+        else None,
         "model": model(told),
         "optimizer": optimizer(told),
         "learning rate": learning_rate(told) if told["schedule"] is not None else "-",
@@ -86,7 +94,7 @@ def _checkpoint(told: Told) -> str:
         "files": f"{files}; {_size(told['bytes'])} in all",
     }
     parts = [
-        columns([[name, value] for name, value in lines.items()], left=2),
+        columns([[name, value] for name, value in lines.items() if value is not None], left=2),
         _workers(told["workers"]),
         _unfinished(told["workers"]),
     ]

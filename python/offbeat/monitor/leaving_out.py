@@ -131,8 +131,9 @@ def _stays() -> str:
 
 
 def _kept_by(server: Any) -> list[int]:  # noqa: ANN401  a server
-    """List the versions of a server's good checkpoints."""
+    """List of which versions a server's good checkpoints have the values."""
     from offbeat._offbeat import inspect_checkpoints
 
     found = json.loads(inspect_checkpoints(server.status()["checkpoints"]["directory"]))
-    return [c["checkpoint"]["version"] for c in found["checkpoints"] if c["checkpoint"] and not c["error"]]
+    good = [c["checkpoint"] for c in found["checkpoints"] if c["checkpoint"] and not c["error"]]
+    return [c["version"] if c["gone_back_to"] is None else c["gone_back_to"] for c in good]

@@ -12,6 +12,8 @@ import pytest
 
 import offbeat
 from offbeat import optim
+from offbeat._offbeat import inspect_checkpoints
+from offbeat.cli import checkpoint_report
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError, StateError
 from support.waiting import wait_for
 
@@ -241,6 +243,31 @@ def test_a_server_goes_back_to_a_checkpoint_and_the_run_goes_on(tmp_path, transa
         pytest.raises(StateError, match="keeps no checkpoints"),
     ):
         keeps_none.rollback()
+
+
+def test_a_rollback_can_be_undone_though_it_was_written_at_the_same_version(tmp_path):
+    add = offbeat.optim.SGD(lr=1.0)
+    with offbeat.ParameterServer(
+        {"w": np.zeros(5, np.float32)}, optimizer=add, checkpoint_dir=tmp_path, checkpoint_frequency=1
+    ) as server:
+        with offbeat.Client(server.address) as client:
+            client.pull()
+            for version in (1, 2):
+                assert client.push_pull({"w": -np.ones(5, np.float32)}).version == version
+                wait_for(lambda version=version: server.status()["checkpoints"]["version"] == version)
+        for version in (1, 2, 1):  # at version 2 each
+            assert server.rollback(version) == version
+            assert server.state_dict()["w"].tolist() == [version] * 5
+        told = json.loads(inspect_checkpoints(str(tmp_path)))["checkpoints"][0]["checkpoint"]
+        assert (told["version"], told["gone_back_to"]) == (2, 1)
+        report = checkpoint_report.report(json.loads(inspect_checkpoints(str(tmp_path))), tmp_path)
+        assert "2 (1 again)" in report
+        with offbeat.Client(server.address) as client:
+            client.pull()
+            assert client.push({"w": -np.ones(5, np.float32)}).version == 3
+        wait_for(lambda: server.status()["checkpoints"]["version"] == 3)
+        told = json.loads(inspect_checkpoints(str(tmp_path)))["checkpoints"][0]["checkpoint"]
+        assert (told["version"], told["gone_back_to"]) == (3, None)
 
 
 GOES_BACK = """

@@ -22,6 +22,7 @@ def checkpoint(**changes):
         "port": 5000,
         "term": 2,
         "version": 1234,
+        "gone_back_to": None,
         "samples": 39_488,
         "max_samples": None,
         "transaction": "model",
@@ -101,6 +102,14 @@ def test_a_model_without_an_optimizer_has_a_report_too():
     assert "no worker had joined" in text
     assert "file time unknown, by Offbeat" in text
     assert "file time unknown, by Offbeat" in report(checkpoint(written_unix_s=1e18), PLACE)
+
+
+def test_one_that_was_gone_back_to_is_told_by_both_versions():
+    again = checkpoint() | {"gone_back_to": 1000}
+    assert "values         of version 1,000, to which the run was brought back" in report(again, PLACE)
+    assert "values  " not in report(checkpoint(), PLACE)
+    text = report(directory(entry("checkpoint-000006", told=again)), PLACE)
+    assert "r1   1,234 (1,000 again)" in text.splitlines()[3]
 
 
 def test_what_is_gone_or_damaged_has_a_row_and_its_reason():

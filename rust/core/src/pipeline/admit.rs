@@ -32,7 +32,7 @@ impl Default for PushFacts {
 #[must_use]
 pub fn admit(spec: &StalenessSpec, facts: &PushFacts) -> Verdict {
     if !facts.same_term {
-        let detail = "the model's values were replaced after it had read them: pull and go on";
+        let detail = "after it had read, the server was started again or the model's values were replaced: pull and go on";
         return Verdict::reject(Reason::ServerRolledBack, detail);
     }
     if !facts.awake {

@@ -15,7 +15,8 @@ pub enum DirectoryError {
     )]
     Locked { path: PathBuf },
     #[error(
-        "{} is damaged ({what}): if no worker of the runs before is left, remove it and start again",
+        "{} is damaged ({what}): see that no worker of the runs before is left, remove it and start again; checkpoints stay \
+         as they are",
         path.display()
     )]
     Life { path: PathBuf, what: String },
@@ -57,6 +58,31 @@ impl DirectoryError {
             {
                 let told =
                     format!("{cause}; the checkpoints there are untouched: make room, and start again");
+                Self::Io { doing, path, cause: io::Error::new(cause.kind(), told) }
+            }
+            other => other,
+        }
+    }
+
+    /// The same where the model's values were to be replaced, and have not been.
+    pub(crate) fn before_a_replacement(self) -> Self {
+        match self {
+            Self::Io { doing, path, cause } => {
+                let told = format!(
+                    "{cause}; the model's values are as they were: see that the directory can be written, and do it again"
+                );
+                Self::Io { doing, path, cause: io::Error::new(cause.kind(), told) }
+            }
+            other => other,
+        }
+    }
+
+    /// The same where a directory could not be taken.
+    pub(crate) fn of_the_directory(self) -> Self {
+        match self {
+            Self::Io { doing, path, cause } => {
+                let told =
+                    format!("{cause}; checkpoint_dir has to be a directory that can be written, or made");
                 Self::Io { doing, path, cause: io::Error::new(cause.kind(), told) }
             }
             other => other,

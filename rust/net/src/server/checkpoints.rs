@@ -29,7 +29,7 @@ const DESERTED: Duration = Duration::from_secs(1);
 const NOT_WRITTEN: &str =
     "a checkpoint could not be written: the run goes on, and would be lost from the one before";
 
-const NOT_THE_LAST: &str = "the last checkpoint could not be written: what came after the one before is lost";
+const NOT_THE_LAST: &str = "the last checkpoint could not be written: what came after the one before (of the version in kept) is lost";
 
 const NOT_KEPT: &str = "no checkpoint has the values that are in place now: a server that is killed before one is written goes on from the values before them; it is tried again";
 
@@ -40,6 +40,8 @@ pub(super) struct Checkpoints {
     path: PathBuf,
     every: Every,
     resume: Resume,
+    /// Of the checkpoint that is gone on with.
+    resumed_version: Option<u64>,
     /// That is to begin, once nothing but the machine can refuse the start any more.
     life: Life,
     /// Until the server has stopped: then another one may have it.
@@ -137,7 +139,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     if kept.resume == Resume::Must && matches!(kept.directory.try_exists(), Ok(false)) {
         return Err(none()); // a mistyped one is not made
     }
-    let mut directory = Directory::open(&kept.directory)?;
+    let mut directory = Directory::open(&kept.directory).map_err(DirectoryError::of_the_directory)?;
     let found = match kept.resume {
         Resume::Never => None, // what there is is set aside when the life begins
         Resume::Auto | Resume::Must => directory.newest(|checkpoint| {
@@ -173,6 +175,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
         path: kept.directory.clone(),
         every: kept.every,
         resume: kept.resume,
+        resumed_version: resumed.as_ref().map(|resumed| resumed.store.version()),
         life,
         directory: Mutex::new(Some(directory)),
         turn: Mutex::default(),
@@ -236,7 +239,7 @@ impl Checkpoints {
         let mut directory = lock(&self.directory);
         let directory = directory.as_mut().filter(|_| !self.has_closed.load(Ordering::Relaxed));
         let directory = directory.ok_or(ServerError::Stopped)?;
-        Ok(directory.reserve_term(term)?)
+        Ok(directory.reserve_term(term).map_err(DirectoryError::before_a_replacement)?)
     }
 
     /// The model's values are those of a checkpoint, in the term that was reserved for them and from a version on; it is
@@ -372,12 +375,13 @@ impl Checkpoints {
     /// Tells that one could not be written, and lets it be tried again after a while.
     pub(super) fn tell_failure(&self, error: String, version: u64, occasion: Occasion) {
         let directory = self.path.display();
+        let mut news = lock(&self.news);
+        let kept = news.last.as_ref().map(|last| last.what.version).or(self.resumed_version);
         match occasion {
-            Occasion::Last => tracing::error!(%error, version, "{NOT_THE_LAST}"),
+            Occasion::Last => tracing::error!(%error, version, kept, "{NOT_THE_LAST}"),
             Occasion::Due => tracing::error!(%error, version, "{NOT_WRITTEN}"),
             Occasion::Replaced => tracing::warn!(%directory, %error, version, "{NOT_KEPT}"),
         }
-        let mut news = lock(&self.news);
         (news.failed, news.not_before) = (Some(error), Some(Instant::now() + RETRY));
     }
 
