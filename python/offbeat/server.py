@@ -342,8 +342,8 @@ class ParameterServer(process.Live):
             The version whose values are in place now.
 
         Raises:
-            CheckpointError: If there is none of that version (the error says which there are), or it is
-                damaged.
+            CheckpointError: If there is none of that version (the error says which there are), it is damaged,
+                or the directory takes no new term.
             StateError: If this server keeps no checkpoints, or has no model yet.
         """
         if version is not None and not is_count(version):

@@ -26,7 +26,7 @@ from offbeat.cli.serving import (
     stop,
 )
 from offbeat.cli.signals import LOOK_S, Signals, Stopped
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 
 __all__ = ["add_arguments", "run"]
 
@@ -137,6 +137,7 @@ def _serve(
     background: Background,
 ) -> ExitCode:
     signals = Signals()
+    is_new = not _has_checkpoints(arguments) or arguments.resume == "never"
     try:
         with signals.raised():
             server = make_server(
@@ -162,7 +163,7 @@ def _serve(
         except CheckpointError:
             server.stop()  # before there is anything to save: what --save names stays as it is
             raise
-    for caveat in _caveats(arguments, token, made_up, is_new=server.status()["version"] == 0):
+    for caveat in _caveats(arguments, token, made_up, is_new=is_new):
         _log.warning(caveat)
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
@@ -190,6 +191,17 @@ def _serve(
     return code
 
 
+def _has_checkpoints(arguments: Namespace) -> bool:
+    from offbeat._offbeat import checkpoint_names
+
+    try:
+        return arguments.checkpoint_dir is not None and bool(
+            checkpoint_names(directory_of(arguments.checkpoint_dir))
+        )
+    except (OffbeatError, OSError):  # there is no such directory; where that is a fault the start says so
+        return False
+
+
 def _caveats(arguments: Namespace, token: str | None, made_up: str | None, *, is_new: bool) -> Iterator[str]:
     """Say what whoever typed this may not have meant, and would find out too late.
 
@@ -203,8 +215,8 @@ def _caveats(arguments: Namespace, token: str | None, made_up: str | None, *, is
         directory = directory_of(arguments.checkpoint_dir)
         if is_new and arguments.save is not None and arguments.save.path().exists():
             yield (
-                f"a new run begins, for {directory} has nothing to go on from, and {arguments.save.given} is "
-                "there: the new run's model will take its place; if that is to be kept, copy it now"
+                f"a new run begins, from no checkpoint in {directory}, and {arguments.save.given} is there: "
+                "the new run's model will take its place; if that is to be kept, copy it now"
             )
         if not token and kept_token.is_kept(directory):
             yield (

@@ -108,7 +108,7 @@ class Rollback(Remedy):
         before, gone_to = self._before.get(id(server)), self._gone_to.get(id(server))
         older = [version for version in kept if before is None or version < before]
         if older:
-            return max(older)
+            return older[0]  # above it may be what was gone back from before
         if gone_to is None:  # nothing is left of before the alert: the oldest is the nearest to it
             return min(kept, default=None)
         if gone_to in kept:
@@ -131,7 +131,7 @@ def _stays() -> str:
 
 
 def _kept_by(server: Any) -> list[int]:  # noqa: ANN401  a server
-    """List of which versions a server's good checkpoints have the values."""
+    """List of which versions a server's good checkpoints have the values, those written last first."""
     from offbeat._offbeat import inspect_checkpoints
 
     found = json.loads(inspect_checkpoints(server.status()["checkpoints"]["directory"]))

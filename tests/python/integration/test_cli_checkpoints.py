@@ -220,11 +220,14 @@ def test_a_new_run_says_at_once_that_it_will_take_the_place_of_a_saved_model(tmp
     arguments = ["--model", str(model), "--optimizer", "SGD(lr=1.0)", "--checkpoint-dir", str(kept)]
     arguments += ["--save", str(saved), "--port", "0", "--keep-running"]
     said = []
-    for is_lost in (False, False, True):
+    for is_lost, times in ((False, 0), (False, 1), (True, 1)):
         if is_lost:
             shutil.rmtree(kept)
         with command("server", *arguments) as server:
-            pushes(server, 1)
+            if times:
+                pushes(server, times)
+            else:
+                server.line("OFFBEAT_SERVER=")
             server.signal(signal.SIGTERM)
             assert server.ends() == 0, server.said
             said.append("will take its place" in server.said)

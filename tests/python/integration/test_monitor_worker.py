@@ -245,7 +245,7 @@ def test_a_rollback_goes_to_before_the_alert_and_then_further_back(serve, join, 
 
 
 def test_a_rollback_is_never_forward(monkeypatch):
-    kept, went = [97, 126, 130], []
+    kept, went = [130, 126, 97], []  # as they are listed, newest first
 
     class Server:
         keeps_checkpoints = True
@@ -268,13 +268,17 @@ def test_a_rollback_is_never_forward(monkeypatch):
     remedy.take(None)
     remedy.take(None)
     assert went == [126, 97, 97]  # where none is older, once more to the same
-    kept[:] = [126, 130, 140]
+    kept[:] = [140, 130, 126]
     with pytest.raises(ConfigError, match=r"as old as version 97, .*: kept are 126, 130, 140"):
         remedy.take(None)
     remedy.begin()  # of another alert, at which all that is kept is newer: the oldest is nearest to it
-    kept[:] = [130, 140]
+    kept[:] = [140, 130]
     remedy.take(None)
     assert went == [126, 97, 97, 130]
+    remedy.begin()  # of another, after a return to 30: 40 was left behind, and is older by number alone
+    kept[:] = [30, 40, 30, 20]
+    remedy.take(None)
+    assert went[-1] == 30
 
 
 def test_a_run_whose_loss_is_infinite_goes_back_and_on_in_the_same_train(serve, join, tmp_path):

@@ -8,7 +8,7 @@ use super::folder::{self, Checkpoint, DAMAGED, EARLIER, Mark, folders};
 use super::lives::Lives;
 use super::watch::Watch;
 use crate::fork::ClosedInChildren;
-use offbeat_core::checkpoint::{Draft, MANIFEST, Manifest, RunRecord};
+use offbeat_core::checkpoint::{Draft, FileEntry, MANIFEST, Manifest, RunRecord};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{Life, Store, StoreState};
 use std::fmt;
@@ -38,14 +38,6 @@ impl Return {
     }
 }
 
-/// Where a server's values are those of another version, until the first push after that.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Borrowed {
-    term: u64,
-    version: u64,
-    values_of: u64,
-}
-
 /// A directory of checkpoints, for one server at a time.
 #[derive(Debug)]
 pub struct Directory {
@@ -53,8 +45,6 @@ pub struct Directory {
     lives: Lives,
     /// Where this server's run was brought back to, oldest term first.
     returns: Vec<Return>,
-    /// As long as that is so, a checkpoint says it.
-    borrowed: Option<Borrowed>,
     /// A child that is forked must not hold on to it when its parent has died.
     _lock: ClosedInChildren<File>,
 }
@@ -70,13 +60,7 @@ impl Directory {
         for half_done in [NEW, OLD] {
             files::remove(&path.join(half_done))?;
         }
-        Ok(Self {
-            path: path.to_owned(),
-            lives: Lives::open(path)?,
-            returns: Vec::new(),
-            borrowed: None,
-            _lock: lock,
-        })
+        Ok(Self { path: path.to_owned(), lives: Lives::open(path)?, returns: Vec::new(), _lock: lock })
     }
 
     /// The life of a server that begins now, after all that have begun here and `after`, which a checkpoint knows of.
@@ -109,18 +93,12 @@ impl Directory {
         self.lives.reserve_term(term)
     }
 
-    /// The run goes on from one of these checkpoints in a term, at a version: what was written since that one, in other
-    /// terms, is the first to make room. That is known as long as the directory is held.
-    pub fn went_back(&mut self, to: Mark, (term, version): (u64, u64)) {
-        self.has_values_of(to.values_of, (term, version));
+    /// The run goes on from one of these checkpoints in a term: what was written since that one, in other terms, is the
+    /// first to make room. That is known as long as the directory is held.
+    pub fn went_back(&mut self, to: Mark, term: u64) {
         // Where one is gone back to that had been left behind, it counts again, and what led to it.
         self.returns.retain(|before| before.to.number < to.number && !before.leaves(to));
         self.returns.push(Return { to, term });
-    }
-
-    /// A term has, at a version, the values of a version that may be another.
-    pub fn has_values_of(&mut self, values_of: u64, (term, version): (u64, u64)) {
-        self.borrowed = (values_of != version).then_some(Borrowed { term, version, values_of });
     }
 
     /// Writes a checkpoint, and returns its folder when it is on the disk; then those that are
@@ -132,10 +110,8 @@ impl Directory {
         &mut self,
         store: &Store,
         state: StoreState,
-        mut run: RunRecord,
+        run: RunRecord,
     ) -> Result<PathBuf, DirectoryError> {
-        let is_of = |one: &Borrowed| (one.term, one.version) == (state.book.term, state.book.version);
-        run.gone_back_to = self.borrowed.filter(is_of).map(|one| one.values_of);
         let folder = self.path.join(folder::name(folder::next_number(&self.path)?));
         let new = self.path.join(NEW);
         let draft = Draft::new(store.table(), store.layout(), state);
@@ -192,16 +168,16 @@ impl Directory {
     }
 
     /// The newest checkpoint, or the newest with the values of a version, once its files are found to be as they were
-    /// written; else what there is. Where a version is given, checkpoints whose manifest cannot be read are passed over, with a warning; so
-    /// is a damaged one of the version, where another of the same term is there: in an older term the values of a version
-    /// may have been others.
+    /// written; else what there is. Where a version is given, checkpoints whose manifest cannot be read are passed over,
+    /// with a warning; so is a damaged one of the version, where another of the same term, or with the same files, is
+    /// there: in an older term the values of a version may have been others.
     ///
     /// # Errors
     /// As [`Checkpoint::verified`]: of the newest where no version is given; of the newest of the version where none of it
     /// can be used.
     pub fn find(&self, version: Option<u64>) -> Result<Result<Checkpoint, Others>, DirectoryError> {
         let mut others = Others::default();
-        let mut damaged: Option<(u64, DirectoryError)> = None;
+        let mut damaged: Option<(u64, Vec<FileEntry>, DirectoryError)> = None;
         for folder in folders(&self.path)? {
             let checkpoint = match Checkpoint::unverified(&folder) {
                 Ok(checkpoint) => checkpoint,
@@ -213,20 +189,21 @@ impl Directory {
                 Err(error) => return Err(error),
             };
             let (term, found) = (checkpoint.manifest.book.term, checkpoint.manifest.values_of());
-            let is_other = damaged.as_ref().is_some_and(|(of, _)| *of != term);
+            let files = &checkpoint.manifest.files;
+            let is_other = damaged.as_ref().is_some_and(|(of, same, _)| *of != term && same != files);
             if version.is_none_or(|wanted| wanted == found) && !is_other {
                 match checkpoint.verify(&Watch::none()) {
                     Ok(()) => return Ok(Ok(checkpoint)),
                     Err(error) if version.is_none() => return Err(error),
                     Err(error) => {
                         tracing::warn!(%error, "a checkpoint of the version cannot be used");
-                        damaged.get_or_insert((term, error));
+                        damaged.get_or_insert((term, files.clone(), error));
                     }
                 }
             }
             others.versions.push(found);
         }
-        damaged.map_or(Ok(Err(others)), |(_, error)| Err(error))
+        damaged.map_or(Ok(Err(others)), |(.., error)| Err(error))
     }
 
     /// Gives every checkpoint another name: a run that begins anew neither goes on from them nor removes them.
@@ -479,7 +456,7 @@ mod tests {
             save_in(&mut directory, &store, 1, version);
         }
         let mark = directory.find(None).unwrap().unwrap().mark();
-        directory.went_back(mark, (2, 3));
+        directory.went_back(mark, 2);
         let late = save_in(&mut directory, &store, 1, 4);
         assert!(late.exists());
         assert_eq!(numbers(), [4, 3, 2, 1]);
@@ -494,13 +471,13 @@ mod tests {
         save_in(&mut directory, &store(), 1, 1);
         for term in 2..=9 {
             let mark = directory.find(None).unwrap().unwrap().mark();
-            directory.went_back(mark, (term, term));
+            directory.went_back(mark, term);
             save_in(&mut directory, &store(), term, term);
             assert!(directory.returns.is_empty(), "of the newest nothing is left");
         }
         let before = directory.find(None).unwrap().unwrap().mark();
         save_in(&mut directory, &store_of(2), 9, 10);
-        directory.went_back(before, (10, 10));
+        directory.went_back(before, 10);
         save_in(&mut directory, &store(), 10, 10);
         assert_eq!(directory.returns.len(), 1, "the newest of before is there");
     }
@@ -514,7 +491,7 @@ mod tests {
         }
         for term in 2..=5 {
             let mark = directory.find(None).unwrap().unwrap().mark();
-            directory.went_back(mark, (term, 2 + term));
+            directory.went_back(mark, term);
             save_in(&mut directory, &store_of(3), term, 2 + term);
         }
         let kept = checkpoints(&place.0).unwrap();
@@ -527,12 +504,25 @@ mod tests {
         let mut directory = Directory::open(&place.0).unwrap();
         save_in(&mut directory, &store(), 1, 0);
         let mark = directory.find(Some(0)).unwrap().unwrap().mark();
-        directory.went_back(mark, (2, 1));
+        directory.went_back(mark, 2);
         save_in(&mut directory, &store(), 2, 1);
         let newest = save_in(&mut directory, &store_of(2), 2, 3);
         let kept = checkpoints(&place.0).unwrap();
         assert_eq!(kept.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [3, 2, 1]);
         assert_eq!(directory.find(Some(3)).unwrap().unwrap().path, newest);
+    }
+
+    /// Saves the store at a term and version, with the values of another version.
+    fn save_again(
+        directory: &mut Directory,
+        store: &Arc<Store>,
+        (term, version): (u64, u64),
+        values_of: u64,
+    ) -> PathBuf {
+        let mut state = store.begin_cut().unwrap().take().unwrap();
+        (state.book.term, state.book.version) = (term, version);
+        let run = RunRecord { gone_back_to: Some(values_of), ..RunRecord::default() };
+        directory.save(store, state, run).unwrap()
     }
 
     #[test]
@@ -542,20 +532,14 @@ mod tests {
         let three = save_in(&mut directory, &store_of(3), 1, 3);
         let five = save_in(&mut directory, &store_of(5), 1, 5);
         let find = |directory: &Directory, version| directory.find(Some(version)).unwrap().unwrap().path;
-        let mark = directory.find(Some(3)).unwrap().unwrap().mark();
-        directory.went_back(mark, (2, 5));
-        let three_again = save_in(&mut directory, &store_of(3), 2, 5);
-        assert_eq!((find(&directory, 5), find(&directory, 3)), (five, three_again.clone()));
+        let again = save_again(&mut directory, &store_of(3), (2, 5), 3);
+        assert_eq!((find(&directory, 5), find(&directory, 3)), (five, again.clone()));
+        fs::write(again.join("model.safetensors"), "damaged").unwrap();
+        assert_eq!(find(&directory, 3), three, "it has the same files, of another term");
+        fs::remove_dir_all(again).unwrap();
+        let again = save_again(&mut directory, &store_of(3), (3, 5), 3);
         fs::remove_dir_all(three).unwrap();
-        assert_eq!(find(&directory, 3), three_again, "its values are kept");
-        // What is gone on with in another life, and in mid-term after a push.
-        directory.has_values_of(3, (3, 5));
-        let (resumed, pushed) =
-            (save_in(&mut directory, &store_of(3), 3, 5), save_in(&mut directory, &store_of(6), 3, 6));
-        assert_eq!((find(&directory, 3), find(&directory, 6)), (resumed, pushed));
-        let gone_back_to = |path: &Path| Checkpoint::unverified(path).unwrap().manifest.run.gone_back_to;
-        assert_eq!(gone_back_to(&find(&directory, 3)), Some(3));
-        assert_eq!(gone_back_to(&find(&directory, 6)), None);
+        assert_eq!(find(&directory, 3), again, "its values are kept");
     }
 
     #[test]

@@ -29,11 +29,19 @@ const DESERTED: Duration = Duration::from_secs(1);
 const NOT_WRITTEN: &str =
     "a checkpoint could not be written: the run goes on, and would be lost from the one before";
 
-const NOT_THE_LAST: &str = "the last checkpoint could not be written: what came after the one before (of the version in kept) is lost";
+const NOT_THE_LAST: &str = "the last checkpoint could not be written: what came after the one before is lost";
 
 const NOT_KEPT: &str = "no checkpoint has the values that are in place now: a server that is killed before one is written goes on from the values before them; it is tried again";
 
 const LOST: &str = "no checkpoint has the values that were put in place last: the next server goes on from the values before them";
+
+/// Where the model's values are those of another version: in a term, until the first push after that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Borrowed {
+    term: u64,
+    version: u64,
+    values_of: u64,
+}
 
 /// The checkpoints of a running server.
 pub(super) struct Checkpoints {
@@ -44,6 +52,8 @@ pub(super) struct Checkpoints {
     resumed_version: Option<u64>,
     /// That is to begin, once nothing but the machine can refuse the start any more.
     life: Life,
+    /// Changed and read with the model whole.
+    borrowed: Mutex<Option<Borrowed>>,
     /// Until the server has stopped: then another one may have it.
     directory: Mutex<Option<Directory>>,
     /// Of those that write one.
@@ -139,7 +149,7 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
     if kept.resume == Resume::Must && matches!(kept.directory.try_exists(), Ok(false)) {
         return Err(none()); // a mistyped one is not made
     }
-    let mut directory = Directory::open(&kept.directory).map_err(DirectoryError::of_the_directory)?;
+    let directory = Directory::open(&kept.directory).map_err(DirectoryError::of_the_directory)?;
     let found = match kept.resume {
         Resume::Never => None, // what there is is set aside when the life begins
         Resume::Auto | Resume::Must => directory.newest(|checkpoint| {
@@ -166,17 +176,17 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             run_id: run_id.clone(),
         });
     }
-    if let Some(resumed) = &resumed
-        && let Some(values_of) = resumed.run.gone_back_to
-    {
-        directory.has_values_of(values_of, (life.term, resumed.store.version()));
-    }
+    let borrowed = resumed.as_ref().and_then(|resumed| {
+        let values_of = resumed.run.gone_back_to?;
+        Some(Borrowed { term: life.term, version: resumed.store.version(), values_of })
+    });
     let checkpoints = Checkpoints {
         path: kept.directory.clone(),
         every: kept.every,
         resume: kept.resume,
         resumed_version: resumed.as_ref().map(|resumed| resumed.store.version()),
         life,
+        borrowed: Mutex::new(borrowed),
         directory: Mutex::new(Some(directory)),
         turn: Mutex::default(),
         news: Mutex::default(),
@@ -244,10 +254,19 @@ impl Checkpoints {
 
     /// The model's values are those of a checkpoint, in the term that was reserved for them and from a version on; it is
     /// still whole.
-    pub(super) fn went_back(&self, to: Mark, at: (u64, u64)) {
+    pub(super) fn went_back(&self, to: Mark, (term, version): (u64, u64)) {
+        *lock(&self.borrowed) = Some(Borrowed { term, version, values_of: to.values_of });
         if let Some(directory) = lock(&self.directory).as_mut() {
-            directory.went_back(to, at);
+            directory.went_back(to, term);
         }
+    }
+
+    /// The version whose values the model has in a term at a version, if it is another. To be called with the model
+    /// [whole](super::model::Model::whole).
+    pub(super) fn gone_back_to(&self, (term, version): (u64, u64)) -> Option<u64> {
+        let borrowed = *lock(&self.borrowed);
+        let is_it = |one: &Borrowed| (one.term, one.version) == (term, version) && one.values_of != version;
+        borrowed.filter(is_it).map(|one| one.values_of)
     }
 
     /// A checkpoint of this model, the newest or that of a version, and the store that it describes.

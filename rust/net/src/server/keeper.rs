@@ -89,7 +89,7 @@ pub(super) fn keep_term(shared: &Shared, checkpoints: &Checkpoints, model: &Mode
 /// Saves what there is now, in its [turn](Checkpoints::turn). What goes wrong is told.
 fn save(shared: &Shared, checkpoints: &Checkpoints, model: &Model, occasion: Occasion) {
     let saved = unless_it_panics(|| {
-        let (state, run) = now(shared, model);
+        let (state, run) = now(shared, checkpoints, model);
         checkpoints.save(&model.store, state, run, occasion);
     });
     if let Err(what) = saved {
@@ -108,7 +108,7 @@ fn unless_it_panics<T>(save: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// The store's state and the run's, which belong together: who changes the run holds its lock until the store obeys.
-fn now(shared: &Shared, model: &Model) -> (StoreState, RunRecord) {
+fn now(shared: &Shared, checkpoints: &Checkpoints, model: &Model) -> (StoreState, RunRecord) {
     let _whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
     let (mut state, agreed) = cut::take_by(&model.store, shared.config.cut_deadline, |cut| {
         let agreement = shared.agreement();
@@ -119,7 +119,8 @@ fn now(shared: &Shared, model: &Model) -> (StoreState, RunRecord) {
         page.in_rounds = roster.contains(&page.incarnation);
     }
     let (run_id, port, blueprint) = (shared.run_id.clone(), shared.address.port(), model.blueprint.clone());
-    (state, RunRecord { run_id, port, blueprint, agreed, gone_back_to: None })
+    let gone_back_to = checkpoints.gone_back_to((state.book.term, state.book.version));
+    (state, RunRecord { run_id, port, blueprint, agreed, gone_back_to })
 }
 
 #[cfg(test)]
