@@ -1,6 +1,6 @@
 """One wheel of Offbeat beside another, under the same loads in turns: whether a change has made it slower.
 
-    python benches/wheels.py OLD.whl NEW.whl                 seven loads, six rounds: about eight minutes
+    python benches/wheels.py OLD.whl NEW.whl                 seven loads, six rounds: about five minutes
     python benches/wheels.py OLD.whl NEW.whl --loads offbeat:1e6:4 --rounds 3 --seconds 3
 
 A load is SYSTEM:PARAMETERS:WORKERS, with a system of `measure.py`. In a round each wheel is measured once

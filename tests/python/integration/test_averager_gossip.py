@@ -367,15 +367,15 @@ def beside_another_group(rank):
         patched.setattr("offbeat.averaging.members.carries", lambda group, device: False)
         beside = run()
     torch.distributed.barrier()
-    return plain, beside, before, num_open()
+    # What a group held is let go of on a thread, which on a busy machine takes a while.
+    wait_for(lambda: all(now <= then for now, then in zip(num_open(), before, strict=True)))
+    return plain, beside
 
 
 def test_where_the_group_carries_nothing_of_the_cpus_pairs_have_one_beside_it_and_leave_nothing_open():
-    for (is_beside, plain), (is_other_beside, beside), before, after in together(beside_another_group, 2):
+    for (is_beside, plain), (is_other_beside, beside) in together(beside_another_group, 2):
         assert (is_beside, is_other_beside) == (False, True)
         assert all(map(np.array_equal, plain, beside))
-        assert after[0] <= before[0]
-        assert after[1] <= before[1]
 
 
 def interrupted(rank):
