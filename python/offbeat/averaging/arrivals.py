@@ -136,7 +136,7 @@ class Arrivals(Served):
     # ------------------------------------------------------------------ on the thread
 
     def _exchange(
-        self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
+        self, own: Arrays, room: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
     ) -> tuple[int, bool, bool]:
         """Push and pull; who has ended waits, before it pulls, until all have.
 
@@ -144,7 +144,7 @@ class Arrivals(Served):
             How many have not ended; that what this member wishes for holds, since each goes by its own; and
             that nothing is left to come.
         """
-        del wish
+        del wish, room
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
         num_at_work = 1

@@ -40,7 +40,9 @@ class Said:
 
     Attributes:
         parameters: Of which it speaks.
-        values: What they are, in flat memory, which is nobody's from here on.
+        values: What they are, in flat memory, which is not to be written to while it is not `room`.
+        room: As much memory, which is nobody's: for what is sent, and for the answer. That of `values` itself
+            where this member has no need of them from here on.
         weight: Of these; 0 adds nothing, whatever they are.
         samples: It has had since the round before; weigh all but the parameters.
         is_at_work: It has not ended.
@@ -59,6 +61,7 @@ class Said:
 
     parameters: Sequence[torch.Tensor]
     values: Flat
+    room: Flat
     weight: float
     samples: float
     is_at_work: bool
@@ -176,6 +179,9 @@ class Alone:
 
     def begin(self, said: Said) -> None:
         """Keep it."""
+        for kind, flat in said.values.items():
+            if said.room[kind] is not flat:
+                said.room[kind].copy_(flat)
         self._said = said
 
     def is_there(self) -> bool:
@@ -187,7 +193,7 @@ class Alone:
         said, self._said = self._said, None
         assert said is not None  # noqa: S101  something was begun
         return Heard(
-            said.values,
+            said.room,
             said.weight,
             said.samples,
             int(said.is_at_work),
@@ -301,8 +307,8 @@ class Group:
         if self._twos is not None:
             self._twos.later.forget()  # of a round of all everything is known in it
         self._facts = torch.tensor(_facts(said), dtype=torch.float64, device=self._device)
-        self._values = {kind: _times(flat, said.weight) for kind, flat in said.values.items()}
-        self._statistics = _times(said.statistics.clone(), said.samples)
+        self._values = {k: _times(flat, said.weight, out=said.room[k]) for k, flat in said.values.items()}
+        self._statistics = _times(said.statistics, said.samples, out=torch.empty_like(said.statistics))
         self._sums.begin([self._facts, self._statistics, *self._values.values()])
 
     def is_there(self) -> bool:
@@ -454,6 +460,6 @@ def terms_of(method: object, setting: object) -> str:
     return f"{text[: MOST_TERMS - 64]}{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _times(flat: torch.Tensor, weight: float) -> torch.Tensor:
-    """Multiply in place; by 0 what is not finite as well."""
-    return flat.mul_(weight) if weight else flat.zero_()
+def _times(flat: torch.Tensor, weight: float, *, out: torch.Tensor) -> torch.Tensor:
+    """Multiply; by 0 what is not finite as well."""
+    return torch.mul(flat, weight, out=out) if weight else out.zero_()

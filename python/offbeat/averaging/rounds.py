@@ -16,7 +16,7 @@ from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
 from offbeat.errors import ConfigError, ConnectionLostError, StateError
-from offbeat.local.flat import Flat, Room, pack, slices
+from offbeat.local.flat import Flat, Room, add_way, pack, slices
 from offbeat.local.group import digest
 
 __all__ = ["Outcome", "Progress", "Rounds"]
@@ -217,11 +217,12 @@ class Rounds:
         if self._are_apart[fragment] and not is_pairwise:
             samples = float(is_finite)  # what each has learnt is in all of them
         needs_own = is_pairwise or self.goes_on or self._measures_drift or self.method.has_centre
-        is_overwritten = needs_own and not is_pairwise
+        is_apart = needs_own and not is_pairwise  # who meet in twos write to neither
         wanted = _Wanted(self._wanted(), progress.asked)
         said = Said(
             parameters=trained,
-            values={kind: self._room.like(flat) for kind, flat in own.items()} if is_overwritten else own,
+            values=own,
+            room=self._room.empty(trained) if trained and is_apart else own,
             weight=float(is_finite) if self.method.weighs == "members" else samples,
             samples=samples,
             is_at_work=progress.is_at_work,
@@ -253,7 +254,7 @@ class Rounds:
             self._iterations,
         )
         if not is_pairwise or partner is not None:
-            self.num_bytes += sum(flat.nbytes for flat in (*said.values.values(), said.statistics))
+            self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
         self._samples[fragment], self._iterations = progress.samples, progress.iterations
         self._are_apart[fragment] = is_pairwise
         self.number += 1
@@ -491,16 +492,15 @@ class Rounds:
         }
         if not round_.is_finite and method.has_centre:
             targets = {kind: memory.of(kind)["reference"] for kind in means}
+        parts = slices(round_.parameters, targets)
         share = method.share_kept
         # Where it was not to go on, and has after a wait was broken off, what it has learnt since is dropped.
         adds = has_moved and round_.is_finite and share is None and round_.own is not None
-        if adds and round_.own is not None:
-            for kind, target in targets.items():
-                target.sub_(round_.own[kind])
+        own = parts if round_.own is None else slices(round_.parameters, round_.own)
         with torch.no_grad():
-            for parameter, part in zip(round_.parameters, slices(round_.parameters, targets), strict=True):
+            for parameter, part, before in zip(round_.parameters, parts, own, strict=True):
                 if adds:
-                    parameter.add_(part)
+                    add_way(parameter, before, part)
                 elif has_moved and round_.is_finite and share is not None:
                     parameter.lerp_(part.to(parameter.dtype), 1.0 - share)
                 else:

@@ -24,12 +24,13 @@ from offbeat.errors import (
     StateError,
     UnsupportedTensorError,
 )
-from offbeat.local.flat import slices
+from offbeat.local.flat import PIECE, slices
 from offbeat.rounds import Entered
 
 __all__ = ["Arrays", "Served", "array_of"]
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
 
 BEGIN_S = 60.0
 """Longest wait for those who are started together; as long as a client tries to reach its server."""
@@ -185,7 +186,7 @@ class Served:
             while not is_brought:
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
                 _, _, is_brought = self._exchange(
-                    own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
+                    own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
                 )
         except LOST as error:
             self._pause(error)
@@ -239,21 +240,26 @@ class Served:
 
     def _averaged(self, said: Said) -> Heard:
         own: Arrays = {}
+        room: Arrays = {}
         names = [self._names[id(parameter)] for parameter in said.parameters]
-        parts = slices(said.parameters, said.values)
+        parts = slices(said.parameters, said.room)
         if said.weight:
-            # What is said is nobody's: its memory takes the way, and then the mean. Fresh memory costs more
-            # than what is written into it.
-            own = {name: part.cpu().numpy() for name, part in zip(names, parts, strict=True)}
+            # The room takes the way, and then the mean: fresh memory costs more than what is written into it.
+            values = slices(said.parameters, said.values)
+            own = {name: part.cpu().numpy() for name, part in zip(names, values, strict=True)}
+            is_near = said.statistics.device.type == "cpu"  # else what is own is a copy already
+            room = {n: part.numpy() for n, part in zip(names, parts, strict=True)} if is_near else dict(own)
             start = 1
             for name in self._statistics:
                 end = start + self._tensors[name].numel()
                 own[name] = array_of(said.statistics[start:end].view(self._tensors[name].shape))
+                room[name] = own[name]
                 start = end
         before = self._version
         self._terms = said.terms
         num_at_work, are_agreed, is_brought = self._exchange(
             own,
+            room,
             weight=said.weight,
             samples=round(said.samples),
             is_at_work=said.is_at_work,
@@ -272,7 +278,7 @@ class Served:
         # Where nobody had anything to add, there is no step to be made of it.
         weight = float(self.size) if self._version != before else 0.0
         return Heard(
-            said.values,
+            said.room,
             weight,
             weight,
             num_at_work,
@@ -283,12 +289,13 @@ class Served:
         )
 
     def _exchange(
-        self, own: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
+        self, own: Arrays, room: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
     ) -> tuple[int, bool, bool]:
         """Enter, push, gather and pull.
 
         Args:
-            own: What this member has, whose memory is used: it becomes the share that is pushed.
+            own: What this member has.
+            room: As much memory, which may be the same: what is in it becomes the share that is pushed.
             weight: Of it.
             samples: That it comes of.
             is_at_work: This member has not ended.
@@ -307,7 +314,7 @@ class Served:
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
-        is_brought = not weight or self._push(client, own, entered, max(samples, 1))
+        is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
         gathered = client.gather(entered.round)
         if gathered.missing:
             _log.warning(
@@ -319,7 +326,7 @@ class Served:
         self.size = max(entered.members, 1)
         return entered.at_work, are_agreed, is_brought
 
-    def _push(self, client: Client, own: Arrays, entered: Entered, samples: int) -> bool:
+    def _push(self, client: Client, own: Arrays, room: Arrays, entered: Entered, samples: int) -> bool:
         """Push the way from the mean, times the share; nothing where that is 0, or too large for float32.
 
         Returns:
@@ -332,13 +339,10 @@ class Served:
                 entered.round, self._terms,
             )  # fmt: skip
             return False
-        share = np.float32(entered.share)
-        with np.errstate(over="ignore"):
-            for name, array in own.items():
-                np.subtract(array, self._mean[name], out=array)
-                np.multiply(array, share, out=array)
+        for name, array in own.items():
+            _set_share(room[name], array, self._mean[name], entered.share)
         try:
-            receipt = client.push(own, samples=samples)
+            receipt = client.push(room, samples=samples)
         except NonFiniteError as error:
             process.warn(f"this member is so far from the mean that it adds nothing to a round: {error}")
             return True
@@ -474,6 +478,16 @@ def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def _set_share(to: Array, own: Array, mean: Array, share: float) -> None:
+    """Set a contiguous array to the way from the mean, times the share; on one core, as numpy does it."""
+    to, own, mean = to.reshape(-1), own.reshape(-1), mean.reshape(-1)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(to), PIECE):
+            part = to[start : start + PIECE]
+            np.subtract(own[start : start + PIECE], mean[start : start + PIECE], out=part)
+            np.multiply(part, np.float32(share), out=part)
+
+
 def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:
     """Give what leaves a member as it is, with all that it has said still to be said."""
     return Heard(
@@ -489,6 +503,6 @@ def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:
     )
 
 
-def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def array_of(tensor: torch.Tensor) -> Array:
     """Give a copy, float32."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()

@@ -9,7 +9,13 @@ import torch
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Flat", "Room", "empty", "fill", "pack", "slices", "wide"]
+__all__ = ["PIECE", "Flat", "Room", "add_way", "empty", "fill", "pack", "slices", "wide"]
+
+PIECE = 1 << 16
+"""Numbers that several operations are done to before the next: a core's own memory holds three times as many.
+
+What is done there goes through the machine's memory once for all of them, and that is what it takes time for.
+"""
 
 Flat = dict[torch.dtype, torch.Tensor]
 """One-dimensional tensors by their dtype, which is float32 at least."""
@@ -88,6 +94,17 @@ def fill(
             torch.mul(value.detach(), scale, out=part)  # once through memory, with the same bits
         else:
             part.copy_(value.detach()).mul_(scale)
+
+
+def add_way(to: torch.Tensor, begin: torch.Tensor, end: torch.Tensor) -> None:
+    """Add what it is from a beginning to an end, which stay as they are."""
+    if to.device.type != "cpu" or not to.is_contiguous():
+        to.add_(end - begin)
+        return
+    way = begin.new_empty(min(PIECE, begin.numel()))
+    pieces = (tensor.view(-1).split(PIECE) for tensor in (to, begin, end))
+    for piece, first, last in zip(*pieces, strict=True):
+        piece.add_(torch.sub(last, first, out=way[: piece.numel()]))
 
 
 class Room:
