@@ -140,7 +140,7 @@ class AsyncModelAverager:
     """
 
     @known_keywords
-    def __init__(  # noqa: PLR0917  the document's order
+    def __init__(  # noqa: PLR0917  all that say which member this is, how often it averages and where
         self,
         model: nn.Module,
         world_size: int | None = None,
