@@ -1,8 +1,10 @@
 """The examples run, in separate processes, as a user would start them."""
 
+import ast
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.command import command
 from support.ports import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -164,6 +167,17 @@ def test_three_lines_make_a_plain_loop_asynchronous(start):
     }
     ranks = [start("three_lines.py", "asynchronous", RANK=str(rank), **place) for rank in range(2)]
     found = [re.search(r"asynchronous: accuracy ([\d.]+)", printed)[1] for printed in finish(*ranks)]
+    assert found[0] == found[1], "they have the same model"
+    assert float(found[0]) > 0.8
+
+
+def test_three_lines_run_by_the_very_command_that_the_page_gives():
+    page = ast.get_docstring(ast.parse((EXAMPLES / "three_lines.py").read_text()))
+    (given,) = [line for line in page.splitlines() if line.strip().startswith("offbeat launch ")]
+    with command(*shlex.split(given, comments=True)[1:], cwd=EXAMPLES.parent) as launch:
+        assert launch.ends() == 0, launch.said
+    found = re.findall(r"^\[\d\] asynchronous: accuracy ([\d.]+)$", "".join(launch.out), re.MULTILINE)
+    assert len(found) == 2, launch.said
     assert found[0] == found[1], "they have the same model"
     assert float(found[0]) > 0.8
 
