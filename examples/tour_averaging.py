@@ -1,4 +1,4 @@
-"""A tutorial, "Implementing Asynchronous Model Averaging": a ResNet for 28 x 28, in several processes.
+"""A tutorial of averaging models: a ResNet for 28 x 28, in several processes.
 
     offbeat launch --workers 2 examples/tour_averaging.py
 

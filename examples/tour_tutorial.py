@@ -1,4 +1,4 @@
-"""A tutorial, "Implementing Asynchronous Parameter Server Training": pictures, in separate processes.
+"""A tutorial of the parameter server: pictures, in separate processes.
 
     export TUTORIAL_SERVER=127.0.0.1:5000
     python examples/tour_tutorial.py server
@@ -8,7 +8,7 @@
 or all of them under `multiprocessing.Process`: python examples/tour_tutorial.py all 2
 
 The pictures are the digits that scikit-learn carries; TUTORIAL_PICTURES=fashion-mnist takes the 60,000
-of Debian's package dataset-fashion-mnist: as many, and as large, as the tutorial was written for.
+of Debian's package dataset-fashion-mnist, as many and as large as MNIST's.
 
 The code between the lines drawn across the page is a program of yours as it stands; imports, data, address,
 device and the place of checkpoints are this example's. With TUTORIAL_CHECKPOINTS=DIRECTORY the server keeps
