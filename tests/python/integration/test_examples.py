@@ -178,6 +178,7 @@ def test_three_lines_run_by_the_very_command_that_the_page_gives():
         assert launch.ends() == 0, launch.said
     found = re.findall(r"^\[\d\] asynchronous: accuracy ([\d.]+)$", "".join(launch.out), re.MULTILINE)
     assert len(found) == 2, launch.said
+    assert "[server] " in "".join(launch.err), "launch has started it"
     assert found[0] == found[1], "they have the same model"
     assert float(found[0]) > 0.8
 
