@@ -5,8 +5,8 @@
 A server with a token, and workers that push as fast as they can. For every second measurement a process of
 its own holds idle connections open, and others on which it sends a byte of a header now and then; what the
 server cuts off comes back a second later. One line of JSON: updates a second of every round, without and with
-strangers, and the median of the rounds' ratios, of which the target is 0.8; what the server had resident; how
-often it has cut a stranger off.
+strangers, and the median of the rounds' ratios; what the server had resident; how often it has cut a stranger
+off. The ratio is to be 0.8 at least: whoever has no token takes a fifth of the workers' pace at most.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""From a plain loop of torch to asynchronous training in three lines.
+"""From a plain loop of torch to asynchronous training in three lines, and the import.
 
     python examples/three_lines.py                                   # the plain loop
     offbeat launch --workers 2 examples/three_lines.py asynchronous  # the same in two processes that average
 
-`plain` is a loop as it is in any tutorial; `asynchronous` is that loop with three more lines, and nothing
-else changed: each process trains on samples of its own at its own speed, and their models are averaged
-behind the training. (`offbeat launch` starts the processes here and says to each which one it is; a server
-is started by the first of them.)
+`plain` is a loop as it is in any tutorial, and knows nothing of Offbeat; `asynchronous` is that loop with
+three more lines, and nothing else changed: each process trains on samples of its own at its own speed, and
+their models are averaged behind the training. (`offbeat launch` starts a server, at which they meet, and the
+processes, and tells each where the server is and which of them it is. Where processes are started in another
+way, the first of them starts the server.)
 """
 
 # pyright: reportUnknownMemberType=false

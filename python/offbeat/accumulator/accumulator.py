@@ -124,11 +124,11 @@ class AsyncGradientAccumulator:
     """
 
     gathers_gradients = True
-    """What its optimizer steps by is of several backwards: a monitor measures it then, not after each."""
+    """For `AsyncTrainingMonitor`: what its optimizer steps by is of several backwards, and measured then."""
 
     @property
     def shares_updates(self) -> bool:
-        """Whether there are other members, whose parameters stay equal to these."""
+        """Whether other members have the same parameters, and keep them so; for `AsyncTrainingMonitor`."""
         return self._members.size > 1
 
     @known_keywords

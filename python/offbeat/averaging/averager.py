@@ -140,7 +140,7 @@ class AsyncModelAverager:
     """
 
     @known_keywords
-    def __init__(  # noqa: PLR0917  the document's order
+    def __init__(  # noqa: PLR0917  all that say which member this is, how often it averages and where
         self,
         model: nn.Module,
         world_size: int | None = None,
@@ -373,12 +373,15 @@ class AsyncModelAverager:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round has begun and not ended."""
+        """Whether a round has begun and not ended; a state taken now would end it."""
         return self._rounds.is_under_way
 
     @property
     def has_joined_others(self) -> bool:
-        """Whether the model that this member began with is what others have made at a server."""
+        """Whether the model that this member began with is what others have made at a server.
+
+        For `FaultTolerantTrainer`, which then keeps that model and not its checkpoint's.
+        """
         return self._members.has_gone_on
 
     @property
@@ -388,18 +391,22 @@ class AsyncModelAverager:
 
     @property
     def goes_by_loss(self) -> bool:
-        """Whether `step` needs the batch's loss."""
+        """Whether `step` needs the batch's loss. For `FaultTolerantTrainer`'s own loop."""
         return self._gauge.needs_losses
 
     def agree(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them.
 
-        To be called by all members, where no round is under way. At a server nobody is asked: True.
+        To be called by all members, where no round is under way. At a server nobody is asked: True. For
+        `FaultTolerantTrainer`, whose members ask one another whether all have a checkpoint, or are done.
         """
         return self._members.is_alike(value)
 
     def give_up(self) -> None:
-        """Take no notice of what comes of the round under way: the others are gone, or this member goes."""
+        """Take no notice of what comes of the round under way: the others are gone, or this member goes.
+
+        For `FaultTolerantTrainer` and `AsyncTrainer`; who is done with an averager calls `close`.
+        """
         self._unshared.leave()
         self._rounds.drop()
         self._course.end_round()
@@ -564,7 +571,7 @@ class AsyncModelAverager:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """See that a state fits this averager.
+        """See that a state fits this averager, before anything is loaded; for `FaultTolerantTrainer`.
 
         Args:
             state: As `state_dict` gave it.

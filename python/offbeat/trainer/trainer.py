@@ -494,7 +494,7 @@ class AsyncTrainer:
         self._history = History(**kept)
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """Word why a state does not fit this trainer; nothing if it does.
+        """Word why a state does not fit this trainer; nothing if it does. For `FaultTolerantTrainer`.
 
         Raises:
             ConfigError: If it is no trainer's at all.
@@ -517,7 +517,7 @@ class AsyncTrainer:
         scheduler: GivenScheduler = None,
         scheduler_interval: Interval = "epoch",
     ) -> Driven:
-        """Get ready for a loop of another's, which hands over batches and keeps the account.
+        """Get ready for `FaultTolerantTrainer`'s loop, which hands over batches and keeps the account.
 
         Raises:
             ConfigError: If these cannot be used, as in `train`.
@@ -559,7 +559,7 @@ class AsyncTrainer:
 
     @property
     def needs_group(self) -> bool:
-        """Whether a strategy's members are a process group of torch's."""
+        """Whether a strategy's members are a process group of torch's. For `FaultTolerantTrainer`."""
         return any(settings.needs_group(kind) for kind in self._stage.schedule.values())
 
     @property
@@ -569,7 +569,7 @@ class AsyncTrainer:
 
     @property
     def classes(self) -> dict[str, str | None]:
-        """The classes of what goes with the model, by name."""
+        """The classes of what goes with the model, by name. For `FaultTolerantTrainer`'s checkpoints."""
         made = None if self._scheduled is None else self._scheduled[1]
         parts = {"optimizer": self.optimizer, "scheduler": made, "grad_scaler": self.scaler}
         return {name: None if part is None else type(part).__name__ for name, part in parts.items()}

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-TUTORIAL = (sys.executable, Path(__file__).parents[3] / "examples" / "document_tutorial.py")
+TUTORIAL = (sys.executable, Path(__file__).parents[3] / "examples" / "tour_tutorial.py")
 SEEDS = range(3)
 NUM_WORKERS = 2
 NUM_DEATHS = 3

@@ -1,8 +1,10 @@
 """The examples run, in separate processes, as a user would start them."""
 
+import ast
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.command import command
 from support.ports import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -80,7 +83,7 @@ def test_every_example_has_a_test():
 
 def test_the_parameter_server_in_two_processes(start):
     address = free_address()
-    name = "document_parameter_server.py"
+    name = "tour_parameter_server.py"
     server = start(name, "server", address.rpartition(":")[2])
     workers = [start(name, "worker", address) for _ in range(2)]
     _, *histories = finish(server, *workers)
@@ -90,7 +93,7 @@ def test_the_parameter_server_in_two_processes(start):
 
 
 def test_late_pushes_are_worth_what_the_policy_says(start):
-    (printed,) = finish(start("document_staleness.py"))
+    (printed,) = finish(start("tour_staleness.py"))
     lines = printed.splitlines()
     assert "version 1: 0 updates late, weight 1.00" in lines
     for late in (0, 1, 2, 3, 5, 10, 20):
@@ -99,7 +102,7 @@ def test_late_pushes_are_worth_what_the_policy_says(start):
     assert "21 updates late, rejected: " in lines[-1]
 
 
-@pytest.mark.parametrize("name", ["document_parameter_server.py", "document_tutorial.py"])
+@pytest.mark.parametrize("name", ["tour_parameter_server.py", "tour_tutorial.py"])
 def test_an_example_without_its_arguments_says_what_it_takes(start, name):
     process, output = start(name)
     assert process.wait(timeout=200) == 1
@@ -115,8 +118,8 @@ def accuracies(printed):
 
 def test_the_tutorial_in_separate_processes(start):
     environment = {"TUTORIAL_SERVER": free_address()}
-    server = start("document_tutorial.py", "server", **environment)
-    workers = [start("document_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
+    server = start("tour_tutorial.py", "server", **environment)
+    workers = [start("tour_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
     _, *printed = finish(server, *workers)
     found = accuracies("".join(printed))
     assert sorted(found) == ["0", "1"]
@@ -126,13 +129,13 @@ def test_the_tutorial_in_separate_processes(start):
 def test_the_tutorial_on_the_network_s_address_with_one_environment_variable(start):
     address = f"{network_address()}:{free_address().rpartition(':')[2]}"
     environment = {"TUTORIAL_SERVER": address, "OFFBEAT_TOKEN": "the same here and there"}
-    server = start("document_tutorial.py", "server", **environment)
-    stranger = start("document_tutorial.py", "worker", "0", "2", **environment | {"OFFBEAT_TOKEN": "another"})
+    server = start("tour_tutorial.py", "server", **environment)
+    stranger = start("tour_tutorial.py", "worker", "0", "2", **environment | {"OFFBEAT_TOKEN": "another"})
     refused, output = stranger
     assert refused.wait(timeout=200) == 1
     output.seek(0)
     assert "AuthenticationError" in output.read()
-    workers = [start("document_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
+    workers = [start("tour_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
     _, *printed = finish(server, *workers)
     assert sorted(accuracies("".join(printed))) == ["0", "1"]
 
@@ -144,7 +147,7 @@ def test_the_tutorial_under_multiprocessing_with_two_loader_processes(start, sta
         "TUTORIAL_NUM_WORKERS": "2",
         "TUTORIAL_START_METHOD": start_method,
     }
-    (printed,) = finish(start("document_tutorial.py", "all", "2", **environment))
+    (printed,) = finish(start("tour_tutorial.py", "all", "2", **environment))
     assert sorted(accuracies(printed)) == ["0", "1"]
 
 
@@ -164,6 +167,18 @@ def test_three_lines_make_a_plain_loop_asynchronous(start):
     }
     ranks = [start("three_lines.py", "asynchronous", RANK=str(rank), **place) for rank in range(2)]
     found = [re.search(r"asynchronous: accuracy ([\d.]+)", printed)[1] for printed in finish(*ranks)]
+    assert found[0] == found[1], "they have the same model"
+    assert float(found[0]) > 0.8
+
+
+def test_three_lines_run_by_the_very_command_that_the_page_gives():
+    page = ast.get_docstring(ast.parse((EXAMPLES / "three_lines.py").read_text()))
+    (given,) = [line for line in page.splitlines() if line.strip().startswith("offbeat launch ")]
+    with command(*shlex.split(given, comments=True)[1:], cwd=EXAMPLES.parent) as launch:
+        assert launch.ends() == 0, launch.said
+    found = re.findall(r"^\[\d\] asynchronous: accuracy ([\d.]+)$", "".join(launch.out), re.MULTILINE)
+    assert len(found) == 2, launch.said
+    assert "[server] " in "".join(launch.err), "launch has started it"
     assert found[0] == found[1], "they have the same model"
     assert float(found[0]) > 0.8
 
@@ -189,13 +204,13 @@ def test_one_server_and_two_workers_train_on_pictures(start):
     assert min(found) > 0.75
 
 
-def test_the_family_as_it_was_first_described(start, tmp_path):
-    (printed,) = finish(start("document_family.py", str(tmp_path / "kept")))
+def test_each_of_the_family_does_what_its_few_lines_say(start, tmp_path):
+    (printed,) = finish(start("tour_family.py", str(tmp_path / "kept")))
     assert float(re.search(r"averaged: 7 times, accuracy ([\d.]+)", printed)[1]) > 0.95
     assert "accumulated: 40 updates of 512 samples" in printed
     assert "survived: 640 steps, resumed from None" in printed
     assert re.search(r"tuned: 192 steps, 0 alerts, \d+ updates", printed)
-    (again,) = finish(start("document_family.py", str(tmp_path / "kept")))
+    (again,) = finish(start("tour_family.py", str(tmp_path / "kept")))
     assert re.search(r"survived: 640 steps, resumed from .*save-", again), "the same command trains nothing"
 
 
@@ -207,7 +222,7 @@ def test_the_averaging_tutorial_in_separate_processes(start):
         "TUTORIAL_EPOCHS": "20",
         "OMP_NUM_THREADS": "1",
     }
-    name = "document_averaging.py"
+    name = "tour_averaging.py"
     printed, also = finish(*(start(name, RANK=str(rank), **environment) for rank in range(2)))
     accuracy = float(re.search(r"Averaged, accuracy: ([\d.]+)", printed)[1])
     assert accuracy > 0.7, "after twenty passes over half of the digits each"

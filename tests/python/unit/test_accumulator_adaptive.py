@@ -71,7 +71,7 @@ def test_updates_are_a_loop_of_torchs_with_the_rate_times_the_gain(kind, lr, pow
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_the_documents_keywords_work_as_they_stand_and_what_changes_is_logged(caplog):
+def test_the_two_sizes_are_enough_and_what_changes_is_logged(caplog):
     caplog.set_level(logging.INFO, "offbeat")
     ours = offbeat.AsyncGradientAccumulator(
         model=model(), base_batch_size=32, target_batch_size=512, adaptive_accumulation=True

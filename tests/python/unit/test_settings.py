@@ -14,7 +14,7 @@ from offbeat.errors import ClosedError, ConfigError, StateError, UnsupportedTens
 
 WORD = "open-sesame-of-these-tests"
 
-# Issue 3's signature, in its order.
+# Behind `model`, in this order; newer keywords come after these.
 KEYWORDS = {
     "port": 0,
     "host": None,
@@ -44,14 +44,14 @@ def config(**keywords):
     return made(**keywords)._config
 
 
-def test_keywords_and_defaults_are_the_documents():
+def test_the_first_keywords_keep_their_order_and_their_defaults():
     parameters = inspect.signature(offbeat.ParameterServer).parameters
     ours = {name: p.default for name, p in parameters.items() if name != "model"}
     assert dict(list(ours.items())[: len(KEYWORDS)]) == KEYWORDS
     assert next(iter(parameters)) == "model"
 
 
-def test_document_of_the_first_user_is_understood():
+def test_a_policy_by_name_takes_its_factor_and_bound_from_their_own_keywords():
     made(port=5000, update_rule="async_sgd", staleness_policy="adaptive_lr", max_staleness=10)
     read = config(staleness_policy="adaptive_lr", staleness_lr_factor=0.8, max_staleness=20)
     assert read["staleness"] == {

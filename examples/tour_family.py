@@ -1,6 +1,6 @@
-"""Averaging, accumulation, fault tolerance, warm-up and a monitor, each as the interface was first described.
+"""Averaging, accumulation, fault tolerance, warm-up and a monitor, each in a few lines.
 
-    python examples/document_family.py [DIRECTORY]
+    python examples/tour_family.py [DIRECTORY]
 
 One process, on random numbers: each part is there to be read and taken over. With `offbeat launch` or
 torchrun, and `offbeat.init_distributed("gloo")` first, averaging and accumulation are of several processes.
@@ -36,8 +36,7 @@ def layers() -> nn.Module:
 
 def average() -> None:
     optimizer = optim.SGD(lr=0.1)
-    loss = float("nan")  # of no batch yet
-    # ------------------------------------------------------------ as the interface was first described
+    # ------------------------------------------------------------ to be taken over as it stands
     # Create an asynchronous model averager
     averager = AsyncModelAverager(
         model=layers(),
@@ -52,7 +51,7 @@ def average() -> None:
         for batch in dataloader:
             inputs, targets = batch
             loss = averager.train_step(inputs=inputs, targets=targets, optimizer=optimizer, loss_fn=loss_fn)
-        print(f"Epoch {epoch}, Loss: {loss}")
+            print(f"Epoch {epoch}, Loss: {loss}")
     # ------------------------------------------------------------ to here
     averager.flush()
     print(f"averaged: {averager.averaging_round} times, accuracy {averager.evaluate(train_dataset):.3f}")
@@ -60,7 +59,7 @@ def average() -> None:
 
 def accumulate() -> None:
     optimizer = optim.SGD(lr=0.5)
-    # ------------------------------------------------------------ as the interface was first described
+    # ------------------------------------------------------------ to be taken over as it stands
     # Create an asynchronous gradient accumulator
     accumulator = AsyncGradientAccumulator(
         model=layers(),
@@ -83,7 +82,7 @@ def accumulate() -> None:
 
 
 def survive(directory: str) -> None:
-    # ------------------------------------------------------------ as the interface was first described
+    # ------------------------------------------------------------ to be taken over as it stands
     # Create a fault-tolerant trainer
     trainer = FaultTolerantTrainer(
         model=layers(),
@@ -106,7 +105,7 @@ def survive(directory: str) -> None:
 
 def tune() -> None:
     model = layers()
-    # ------------------------------------------------------------ as the interface was first described
+    # ------------------------------------------------------------ to be taken over as it stands
     # Example: Adaptive averaging frequency
     averager = AsyncModelAverager(
         model=model,

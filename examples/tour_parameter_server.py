@@ -1,10 +1,10 @@
 """A parameter server and a worker, in two processes.
 
-    python examples/document_parameter_server.py server 5000
-    python examples/document_parameter_server.py worker 127.0.0.1:5000
+    python examples/tour_parameter_server.py server 5000
+    python examples/tour_parameter_server.py worker 127.0.0.1:5000
 
-Where the page is divided by lines, the code between them is the interface as it was first described, and
-keeps running as it stands; only imports, model, data, address and device are this example's.
+The code between the lines drawn across the page is a program of yours as it stands; imports, model, data,
+address and device are this example's.
 """
 
 import sys
@@ -17,7 +17,7 @@ from offbeat import AsyncWorker, ParameterServer, optim
 
 
 def run_server(port: int) -> None:
-    # ---------------------------------------------------------------- as the interface was first described
+    # ---------------------------------------------------------------- to be taken over as it stands
     # Create a parameter server
     server = ParameterServer(
         model=nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)),
@@ -37,7 +37,7 @@ def run_server(port: int) -> None:
 def run_worker(address: str) -> None:
     features = torch.randn(640, 20)
     train_dataset = TensorDataset(features, (features.sum(1) > 0).long())
-    # ---------------------------------------------------------------- as the interface was first described
+    # ---------------------------------------------------------------- to be taken over as it stands
     # On worker nodes
     worker = AsyncWorker(
         server_address=address,
@@ -64,4 +64,4 @@ if __name__ == "__main__":
         case ["worker", address]:
             run_worker(address)
         case _:
-            sys.exit("usage: document_parameter_server.py server PORT | worker HOST:PORT")
+            sys.exit("usage: tour_parameter_server.py server PORT | worker HOST:PORT")

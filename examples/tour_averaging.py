@@ -1,14 +1,14 @@
-"""A tutorial, "Implementing Asynchronous Model Averaging": a ResNet for 28 x 28, in several processes.
+"""A tutorial of averaging models: a ResNet for 28 x 28, in several processes.
 
-    offbeat launch --workers 2 examples/document_averaging.py
+    offbeat launch --workers 2 examples/tour_averaging.py
 
-or with torchrun in the place of offbeat launch, or alone: python examples/document_averaging.py
+or with torchrun in the place of offbeat launch, or alone: python examples/tour_averaging.py
 
 The pictures are the digits that scikit-learn carries; TUTORIAL_PICTURES=fashion-mnist takes the 60,000 of
 Debian's package dataset-fashion-mnist. TUTORIAL_EPOCHS says how many passes there are; 10.
 
-Where the page is divided by lines, the code between them is the interface as it was first described; only
-imports, model, data, device and backend are this example's.
+The code between the lines drawn across the page is a program of yours as it stands; imports, model, data,
+device and backend are this example's.
 """
 
 import logging
@@ -64,7 +64,7 @@ def resnet() -> nn.Module:
     )
 
 
-# -------------------------------------------------------------------- as the interface was first described
+# -------------------------------------------------------------------- to be taken over as it stands
 # Initialize distributed environment
 rank, world_size = init_distributed(backend="gloo")
 
@@ -104,7 +104,7 @@ loss_fn = nn.CrossEntropyLoss()
 # Training loop
 for epoch in range(EPOCHS):
     for batch_idx, (inputs, targets) in enumerate(dataloader):
-        inputs = inputs.to(averager.device)  # noqa: PLW2901  as it was first described
+        inputs = inputs.to(averager.device)  # noqa: PLW2901  a batch keeps its name on the device
         targets = targets.to(averager.device)  # noqa: PLW2901
 
         # Train step with automatic model averaging

@@ -1,19 +1,18 @@
-"""A tutorial, "Implementing Asynchronous Parameter Server Training": pictures, in separate processes.
+"""A tutorial of the parameter server: pictures, in separate processes.
 
     export TUTORIAL_SERVER=127.0.0.1:5000
-    python examples/document_tutorial.py server
-    python examples/document_tutorial.py worker 0 2
-    python examples/document_tutorial.py worker 1 2
+    python examples/tour_tutorial.py server
+    python examples/tour_tutorial.py worker 0 2
+    python examples/tour_tutorial.py worker 1 2
 
-or all of them under `multiprocessing.Process`: python examples/document_tutorial.py all 2
+or all of them under `multiprocessing.Process`: python examples/tour_tutorial.py all 2
 
 The pictures are the digits that scikit-learn carries; TUTORIAL_PICTURES=fashion-mnist takes the 60,000
-of Debian's package dataset-fashion-mnist: as many, and as large, as the tutorial was written for.
+of Debian's package dataset-fashion-mnist, as many and as large as MNIST's.
 
-Where the page is divided by lines, the code between them is the interface as it was first described, and
-keeps running as it stands; only imports, data, address, device and the place of checkpoints are this
-example's. With TUTORIAL_CHECKPOINTS=DIRECTORY the server keeps some there: killed and started again, it goes
-on from the newest, and so do the workers, by themselves.
+The code between the lines drawn across the page is a program of yours as it stands; imports, data, address,
+device and the place of checkpoints are this example's. With TUTORIAL_CHECKPOINTS=DIRECTORY the server keeps
+some there: killed and started again, it goes on from the newest, and so do the workers, by themselves.
 """
 
 import functools
@@ -55,7 +54,7 @@ def pictures(*, train: bool) -> TensorDataset:
     return TensorDataset(torch.tensor(images).flatten(1), torch.tensor(labels))
 
 
-# -------------------------------------------------------------------- as the interface was first described
+# -------------------------------------------------------------------- to be taken over as it stands
 # Define model
 model = nn.Sequential(
     nn.Linear(784, 256),
@@ -147,4 +146,4 @@ if __name__ == "__main__":
         case ["all", world_size]:
             sys.exit(run_all(int(world_size)))
         case _:
-            sys.exit("usage: document_tutorial.py server | worker RANK WORLD_SIZE | all WORLD_SIZE")
+            sys.exit("usage: tour_tutorial.py server | worker RANK WORLD_SIZE | all WORLD_SIZE")

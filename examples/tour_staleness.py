@@ -1,6 +1,6 @@
 """A tuned staleness policy: what a push is worth that comes late, and which one comes too late.
 
-    python examples/document_staleness.py
+    python examples/tour_staleness.py
 
 Two workers of one process. While one holds a gradient back, the other makes updates, more of them each time.
 """
@@ -12,7 +12,7 @@ from offbeat import AsyncWorker, ParameterServer, optim
 
 model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 
-# ---------------------------------------------------------------- as the interface was first described
+# ---------------------------------------------------------------- to be taken over as it stands
 # Example: Adaptive staleness handling
 server = ParameterServer(
     model=model,
