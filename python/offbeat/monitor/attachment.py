@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat import trained_by
+from offbeat.local import lr_scale
 from offbeat.monitor.gradients import Gradients
 
 __all__ = ["Attachment"]
@@ -73,6 +74,7 @@ class Attachment:
             attachment = ours()
             return None if attachment is None else attachment.before_step(optimizer, args, kwargs)
 
+        lr_scale.listen()  # before the hook in which "reduce_lr" may be taken
         handle = register_optimizer_step_pre_hook(before)
         self._detach = weakref.finalize(self, handle.remove)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim
+from offbeat.local import lr_scale
 from support.small_net import net, normed
 
 MEASURED = ["gradient_norm", "update_ratio", "non_finite"]
@@ -370,6 +371,7 @@ def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
 def test_a_monitor_that_nobody_keeps_leaves_no_hook_and_no_monitor():
     from torch.optim import optimizer as hooks
 
+    lr_scale.listen()  # which stays for good
     before = len(hooks._global_optimizer_pre_hooks)
     model = net()
     monitor = AsyncTrainingMonitor(model, MEASURED)
@@ -416,10 +418,17 @@ def test_what_measures_nothing_hooks_no_parameter():
 # ------------------------------------------------------------------------------------------- learning rates
 
 
-def rate_of_each_step(optimizer):
-    rates = []
-    optimizer.register_step_pre_hook(lambda o, *_: rates.append(float(o.param_groups[0]["lr"])))
-    return rates
+class Notes(torch.optim.Optimizer):
+    """Notes the rate by which it would step: hooks of a step are not to see it."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        self.rates = []
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        self.rates.append(float(self.param_groups[0]["lr"]))
 
 
 @pytest.mark.parametrize(
@@ -435,10 +444,9 @@ def rate_of_each_step(optimizer):
 def test_a_reduced_learning_rate_is_the_scheduled_one_times_the_factor(schedule, as_tensor):
     model, twin = net(), net()
     optimizer, plain = (
-        torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1) for m in (model, twin)
+        Notes(m.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1) for m in (model, twin)
     )
     scheduler, plain_scheduler = schedule(optimizer), schedule(plain)
-    rates, plain_rates = rate_of_each_step(optimizer), rate_of_each_step(plain)
     factors = []
     with AsyncTrainingMonitor(
         model, remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=3, patience=1, quiet_steps=3
@@ -452,12 +460,49 @@ def test_a_reduced_learning_rate_is_the_scheduled_one_times_the_factor(schedule,
             assert float(optimizer.param_groups[0]["lr"]) == float(plain.param_groups[0]["lr"])
     assert min(factors) == 0.25
     assert factors[-1] == 1
-    assert rates == pytest.approx([r * f for r, f in zip(plain_rates, factors, strict=True)])
+    assert optimizer.rates == pytest.approx([r * f for r, f in zip(plain.rates, factors, strict=True)])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_hooks_of_the_step_see_and_set_the_rate_that_is_not_reduced_whenever_they_came(as_tensor):
+    live = Notes(net().parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
+    seen = []
+
+    def doubles(optimizer, *_):
+        group = optimizer.param_groups[0]
+        seen.append(float(group["lr"]))
+        group["lr"] = 2 * group["lr"]
+
+    live.register_step_pre_hook(doubles)
+    live.register_step_post_hook(doubles)
+    lr_scale.scale(live, 0.5)
+    live.register_step_pre_hook(doubles)
+    live.register_step_post_hook(doubles)
+    live.step()
+    live.step()
+    assert seen == pytest.approx([0.1 * 2**i for i in range(8)])
+    assert live.rates == pytest.approx([0.1 * 4 / 2, 0.1 * 64 / 2])
+    lr_scale.scale(live, 2.0)
+    live.step()
+    assert live.rates[-1] == pytest.approx(0.1 * 1024)
+
+
+def test_a_rate_is_reduced_and_whole_again_in_the_midst_of_steps_with_another_monitor_of_the_model():
+    model = net()
+    optimizer = Notes(model.parameters())
+    settings = {"divergence_metrics": ["gradient_norm"], "warm_up": 3, "quiet_steps": 3}
+    ours = AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", acts_on=optimizer, **settings)
+    other = AsyncTrainingMonitor(model, **settings)
+    for step in range(12):
+        optimizer.zero_grad()
+        (sum(p.sum() for p in model.parameters()) * (100.0 if step == 5 else 1.0)).backward()
+        optimizer.step()
+    assert optimizer.rates == [0.1] * 5 + [0.05] * 4 + [0.1] * 3
+    assert len(ours.report().releases) == len(other.report().releases) == 1
 
 
 def test_a_step_that_raises_leaves_no_scaled_rate_behind():
-    model = net()
-    optimizer = sgd(model)
+    optimizer = Notes(net().parameters())
     monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=1)
     monitor.observe(0, loss=1.0)
     monitor.observe(1, loss=9.0)
@@ -465,15 +510,16 @@ def test_a_step_that_raises_leaves_no_scaled_rate_behind():
     def closure():
         raise ZeroDivisionError
 
-    rates = rate_of_each_step(optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(closure)
     optimizer.step()
-    assert rates == [0.05, 0.05]
+    assert optimizer.rates == [0.05]
     assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
     monitor.close()
     optimizer.step()
-    assert rates[-1] == 0.1
+    assert optimizer.rates[-1] == optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
@@ -487,10 +533,13 @@ def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
         accumulator.train_step(
             inputs=x, targets=y, optimizer=optim.SGD(lr=0.1), loss_fn=functional.cross_entropy
         )
-        rates = rate_of_each_step(accumulator.optimizer)
         monitor.observe(3, loss=99.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, 0).backward()
+        expected = [b - 0.05 * p.grad for b, p in zip(before, model.parameters(), strict=True)]
+        model.zero_grad()
         accumulator.train_step(inputs=x, targets=y, loss_fn=functional.cross_entropy)
-        assert rates == [0.05]
+        torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
 
 
 def test_steps_that_nobody_observes_are_steps_and_count_for_letting_go():

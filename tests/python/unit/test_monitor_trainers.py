@@ -1,10 +1,13 @@
 """A monitor hears what trains its model, and acts on it: every trainer of ours, by its `train` alone."""
 
+import functools
+import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
@@ -75,6 +78,44 @@ def test_a_trainer_is_found_by_its_model_and_its_rate_is_reduced_once(kind, tmp_
             monitor.observe(step, loss=loss)
         assert factor_of(trainer.optimizer) == 0.5
     assert factor_of(trainer.optimizer) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
+@pytest.mark.parametrize(
+    ("schedule", "closed_form"),
+    [
+        (
+            functools.partial(CosineAnnealingLR, T_max=40),
+            lambda step: 0.5 * (1 + math.cos(math.pi * step / 40)),
+        ),
+        (functools.partial(ExponentialLR, gamma=0.9), lambda step: 0.9**step),
+    ],
+    ids=["cosine", "exponential"],
+)
+def test_a_scheduler_that_steps_with_the_optimizer_goes_on_as_if_the_rate_were_not_reduced(
+    kind, schedule, closed_form, tmp_path
+):
+    model = nn.Linear(1, 1, bias=False)
+    live = torch.optim.SGD(model.parameters(), lr=1.0)
+    places = []
+
+    def loss_fn(outputs, targets):
+        places.append(model.weight.item())
+        return outputs.sum()  # whose gradient is 1: a step is as long as its rate
+
+    run = {"dataloader": [(torch.ones(1, 1), torch.zeros(1))] * 20, "loss_fn": loss_fn, "optimizer": live}
+    with AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=live, warm_up=2) as monitor:
+        for step, loss in enumerate([1.0, 1.0, 1.0, 9.0]):
+            monitor.observe(step, loss=loss)
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / "kept")
+            trainer.train(**run, scheduler=schedule, scheduler_step="step")
+        else:
+            trainer = offbeat.AsyncTrainer(model, strategy=kind)
+            trainer.train(**run, scheduler=schedule, scheduler_interval="step", progress=False)
+    used = [before - after for before, after in itertools.pairwise([*places, model.weight.item()])]
+    assert used == pytest.approx([0.5 * closed_form(step) for step in range(20)], abs=1e-5)
+    assert live.param_groups[0]["lr"] == pytest.approx(closed_form(20))
 
 
 def test_a_monitor_made_before_the_first_train_reduces_the_rate_of_the_optimizer_that_came_with_it(tmp_path):
