@@ -378,7 +378,7 @@ class AsyncTrainingMonitor:
             if is_used and is_clipping and most < reading.norm:
                 self._course.num_clipped += gradients.clip(most, optimizer)
             is_used &= not (self.is_paused or self._is_outdated)
-            self._course.num_dropped += not is_used
+            self._course.count(is_used=is_used)
             self._num_steps += 1
             self._is_suspect = self._is_outdated = self._is_broken = False
         self._tell(alerts)

@@ -276,6 +276,41 @@ def test_a_loss_that_was_observed_before_the_step_drops_its_gradient():
             assert same(before, state_of(model, optimizer)) == (step == 8)
 
 
+def test_where_no_gradient_passes_for_long_that_is_told_and_the_new_level_becomes_the_range(caplog):
+    model, moved = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(400):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            before = next(model.parameters()).clone()
+            monitor.observe(step, loss=1.0 if step < 10 else 100.0 if step == 390 else 3.0)
+            optimizer.step()
+            moved.append(not torch.equal(next(model.parameters()), before))
+        assert monitor.report().num_dropped == 201
+        assert [release.remedy for release in monitor.report().releases] == ["reject"]
+    assert [step for step, has_moved in enumerate(moved) if not has_moved] == [*range(10, 210), 390]
+    said = [r.getMessage() for r in caplog.records if "no gradient has passed" in r.getMessage()]
+    assert len(said) == 2
+    assert "step 109: no gradient has passed for 100 steps, and the model learns nothing" in said[0]
+    assert "dropped by what is in effect (reject)" in said[0]
+    assert "step 209: no gradient has passed for 200 steps: what loss is now is taken for usual" in said[1]
+
+
+def test_what_is_not_finite_is_never_taken_for_usual(caplog):
+    model = net()
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(400):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            monitor.observe(step, loss=1.0 if step < 10 else math.nan)
+            optimizer.step()
+        assert monitor.report().num_dropped == 390
+        assert monitor.report().series["loss"].high[-1] == 1.0
+    assert sum("no gradient has passed" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_an_update_of_which_a_loss_was_out_of_range_is_dropped_whole():
     model, changed = net(), []
     accumulator = AsyncGradientAccumulator(model, accumulation_steps=3)
