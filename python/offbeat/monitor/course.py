@@ -185,6 +185,17 @@ class Course:
         while self._in_effect:
             self._release()
 
+    def was_set(self, thing: object, name: str) -> None:
+        """Let go of what has set an attribute to which somebody else has a right, and which he set since."""
+        for place in reversed(range(len(self._in_effect))):
+            effect = self._in_effect[place]
+            if effect.waits is None and effect.taken.is_done and effect.taken.forget(thing, name):
+                del self._in_effect[place]
+                self._judge.end(place)
+                said = f"{name} was set to {getattr(thing, name)!r} since, and stays"
+                self._releases.append(release := Release(self._step, effect.name, said))
+                process.warn(str(release))
+
     def has_seen(self, metric: str) -> bool:
         """Tell whether a metric has had a value."""
         return any(series.num_seen for name, series in self._series.items() if name == metric)

@@ -98,7 +98,9 @@ class AsyncTrainingMonitor:
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again.
         lr_factor: Of "reduce_lr".
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
+            a loop of your own an alert on a batch whose step it skips costs no later one. Without it, the
+            first step that is made after an alert is taken for that batch's.
         pause_timeout_s: How long a pause lasts without `resume()`; None: for ever.
 
     Raises:
@@ -160,6 +162,8 @@ class AsyncTrainingMonitor:
         self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
         self._is_broken = False  # likewise, by something that is not finite
+        self._scaler = grad_scaler
+        self._scale_then = 0.0  # its scale when one of these came about
         self._resumed = threading.Event()
         self._resumed.set()
         self._pause_timeout_s = pause_timeout_s
@@ -172,8 +176,10 @@ class AsyncTrainingMonitor:
                 model,
                 self._hear,
                 self._judge_step,
-                self.state_dict,
-                self.load_state_dict,
+                forget=self._forget,
+                was_set=self._was_set,
+                keep=self.state_dict,
+                bring=self.load_state_dict,
                 scaler=grad_scaler,
                 is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
                 may_drop=not DROPPING.isdisjoint(settings.names),
@@ -386,10 +392,22 @@ class AsyncTrainingMonitor:
             self._warn_of_silence()
         return is_used
 
+    def _forget(self) -> None:
+        """Hear that the gradients of what was seen so far are gone: the next ones are others."""
+        with self._lock:
+            self._is_suspect = self._is_outdated = self._is_broken = False
+
+    def _was_set(self, thing: object, name: str) -> None:
+        """Hear that a trainer has set an attribute of a thing's anew: a remedy that had set it has ended."""
+        with self._lock:
+            self._course.was_set(thing, name)
+
     # ------------------------------------------------------------------ inside
 
     def _take(self, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
         """Judge readings of the step under way, and act on what is out of range."""
+        if self._was_skipped():
+            self._forget()
         step = self._num_steps + self._ahead
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
         is_alone = self._attachment is not None and not self._attachment.are_shared()
@@ -398,8 +416,19 @@ class AsyncTrainingMonitor:
             self._resumed.clear()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
+        if alerts and self._scaler is not None:
+            self._scale_then = float(self._scaler.get_scale())
         self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
+
+    def _was_skipped(self) -> bool:
+        """Tell whether the GradScaler has skipped the step of which there was an alert: it told by its scale.
+
+        Of an optimizer that does not step no hook hears, and gradients that are gathered over several losses
+        are still to come to theirs.
+        """
+        is_any = self._is_suspect or self._is_outdated or self._is_broken
+        return is_any and self._scaler is not None and float(self._scaler.get_scale()) < self._scale_then
 
     def _clipped(self, norm: float) -> float:
         """Give what "clip" leaves of a norm, and take the norm up."""

@@ -56,7 +56,13 @@ class _SetsAttributes(Remedy):
             undo_all(changes)
             return "; ".join(str(change.attribute) for change in changes) or "nothing was changed"
 
-        return Taken(result, undo, held=[change.entry for change in changes])
+        def forget(thing: object, name: str) -> bool:
+            changes[:] = [change for change in changes if not change.attribute.is_of(thing, name)]
+            held[:] = [change.entry for change in changes]
+            return not changes and self.acts_on(thing) and self._attribute_of(thing) == name
+
+        held = [change.entry for change in changes]
+        return Taken(result, undo, held=held, forget=forget)
 
     @abstractmethod
     def _attribute_of(self, thing: object) -> str:

@@ -618,6 +618,48 @@ def test_a_step_that_an_optimizer_skips_leaves_the_next_one_out_of_suspicion():
     assert monitor.report().num_dropped == 0
 
 
+@pytest.mark.parametrize("is_observed_after_backward", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_a_grad_scaler_skips_leaves_the_next_one_out_of_suspicion(
+    is_observed_after_backward, set_to_none
+):
+    model, changed = net(), []
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=3, grad_scaler=scaler) as monitor:
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            before = [p.clone() for p in model.parameters()]
+            loss = loss_of(model, step) * (math.inf if step == 5 else 1.0)
+            if not is_observed_after_backward:
+                monitor.observe(step, loss=loss.detach())
+            scaler.scale(loss).backward()
+            if is_observed_after_backward:
+                monitor.observe(step, loss=loss.detach())
+            scaler.step(optimizer)
+            scaler.update()
+            changed.append(not same(before, list(model.parameters())))
+        assert monitor.report().num_alerts == {"loss": 1}
+        assert monitor.report().num_dropped == 0
+    assert [step for step, has_changed in enumerate(changed) if not has_changed] == [5]
+
+
+def test_with_a_grad_scaler_too_one_of_several_losses_drops_the_step_that_is_made_of_all():
+    model, changed = net(), []
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=3, grad_scaler=scaler) as monitor:
+        for step in range(12):
+            loss = loss_of(model, step)
+            monitor.observe(step, loss=100.0 if step == 6 else 1.0)
+            scaler.scale(loss).backward()
+            if step % 3 == 2:
+                before = [p.clone() for p in model.parameters()]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                changed.append(not same(before, list(model.parameters())))
+    assert changed == [True, True, False, True]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_micro_batch_of_which_nothing_counts_is_no_alert(reduction):
     model = nn.Linear(4, 3)

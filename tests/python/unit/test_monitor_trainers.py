@@ -19,15 +19,15 @@ BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 10
 
 
 class Loss:
-    """Cross entropy, whose tenth batch is NaN."""
+    """Cross entropy, whose tenth batch is NaN, or whatever the factor makes of it."""
 
-    def __init__(self, reduction="mean"):
-        self._loss = nn.CrossEntropyLoss(reduction=reduction)
-        self._num = 0
+    def __init__(self, factor=math.nan):
+        self._loss = nn.CrossEntropyLoss()
+        self._num, self._factor = 0, factor
 
     def __call__(self, outputs, targets):
         self._num += 1
-        return self._loss(outputs, targets) * (math.nan if self._num == 10 else 1.0)
+        return self._loss(outputs, targets) * (self._factor if self._num == 10 else 1.0)
 
 
 def trained(kind, model, directory, reduction="mean"):
@@ -55,6 +55,37 @@ def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a
     assert report.num_alerts == {"loss": 1}
     assert report.num_dropped == 1
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
+def test_an_alert_on_a_batch_that_a_loss_scale_skips_costs_no_other(kind, tmp_path):
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    run = {"dataloader": BATCHES * 2, "loss_fn": Loss(math.inf), "optimizer": optim.SGD(lr=0.1)}
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / "kept")
+            history = trainer.train(**run, grad_scaler=scaler)
+        else:
+            trainer = offbeat.AsyncTrainer(model, strategy=kind, amp="fp16")
+            trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
+            history = trainer.train(**run, progress=False)
+    report = monitor.report()
+    assert report.num_alerts == {"loss": 1}
+    assert (history.skipped, history.steps, report.num_dropped) == (1, 19, 0)
+
+
+def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_other():
+    model, scaler, loss_fn = net(), torch.amp.GradScaler("cpu"), Loss(math.inf)
+    accumulator = offbeat.AsyncGradientAccumulator(model, accumulation_steps=2, grad_scaler=scaler)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for inputs, targets in BATCHES * 2:
+            accumulator.train_step(
+                inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=loss_fn
+            )
+        accumulator.flush()
+    report = monitor.report()
+    assert report.num_alerts == {"loss": 1}
+    assert (accumulator.skipped_updates, accumulator.updates, report.num_dropped) == (1, 9, 0)
 
 
 def test_the_loss_is_the_mean_over_samples_where_it_is_a_sum(tmp_path):
@@ -140,6 +171,30 @@ def test_a_trainer_that_will_average_is_asked_for_its_averager_when_it_is_time_t
         trainer.train(**run)
         (alert,) = monitor.observe(30, loss=1e9)
         assert alert.result == "averaging_frequency is to be 2 instead of 4"
+
+
+def test_the_end_of_a_warm_up_ends_what_a_remedy_had_set_and_is_told_of():
+    model = net()
+    trainer = offbeat.AsyncTrainer(
+        model,
+        strategy="average",
+        warm_up_epochs=1,
+        warm_up_sync_frequency=8,
+        regular_sync_frequency=4,
+        overlap=False,
+    )
+    run = {"dataloader": BATCHES, "loss_fn": nn.CrossEntropyLoss(), "progress": False}
+    with AsyncTrainingMonitor(model, remediation_strategy="increase_sync_frequency", warm_up=2) as monitor:
+        trainer.train(**run, optimizer=optim.SGD(lr=0.1))
+        (alert,) = monitor.observe(20, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 4 instead of 8"
+        trainer.train(**run)
+        assert monitor.in_effect == ()
+        (release,) = monitor.report().releases
+        assert release.result == "averaging_frequency was set to 4 since, and stays"
+        (alert,) = monitor.observe(30, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 2 instead of 4"
+    assert monitor.report().releases[-1].result == "averaging_frequency is 4"
 
 
 def test_a_trainer_that_averages_nothing_will_not_do():
