@@ -217,7 +217,8 @@ class AsyncTrainingMonitor:
             The alerts that this raised.
 
         Raises:
-            ConfigError: If a value is no number, or is of a metric that is not judged, or `worker` no name.
+            ConfigError: If a value is no number, or below 0 where only the loss may be, or is of a metric
+                that is not judged; or `worker` is no name.
             ClosedError: After `close()`.
         """
         given = {
@@ -229,10 +230,16 @@ class AsyncTrainingMonitor:
             "parameter_variance": parameter_variance,
             "non_finite": non_finite,
         }
-        readings = {name: _number(value) for name, value in given.items() if value is not None}
+        readings = {name: _observed(value) for name, value in given.items() if value is not None}
         faults = [] if is_count(step) else [f"step is {step!r}: give a whole number, 0 or more"]
         faults += strings(worker=worker)
         faults += [f"{name} is {given[name]!r}: give a number" for name, v in readings.items() if v is None]
+        faults += [
+            f"{name} is {given[name]!r}, and never below 0: give what it is, or 0 where that is below it by "
+            f"rounding"
+            for name, v in readings.items()
+            if name != "loss" and v is not None and v < 0
+        ]
         faults += [
             f"{name} is observed and is not among divergence_metrics: name it there"
             for name in readings
@@ -504,6 +511,12 @@ class AsyncTrainingMonitor:
 
 def _no_state(error: Exception) -> ConfigError:
     return ConfigError(f"state is no state_dict() of an AsyncTrainingMonitor's: {process.cause_of(error)}")
+
+
+def _observed(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
+    """Give what a user gave as a float; None if it is no number, as what is true or false is none."""
+    is_boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    return None if is_boolean else _number(value)
 
 
 def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
