@@ -49,11 +49,13 @@ class AsyncTrainingMonitor:
     """Watches a run, tells when it leaves the range that its own past lets expect, and acts on it.
 
     Each metric has a range: the mean of what was, and 2.5 standard deviations to both sides, of which the
-    newest values count most (ZClip). A value raises an alert if it exceeds the upper edge by more than
-    `alert_threshold`, and so does the mean of the last five; or it alone, where it is 16 standard deviations
-    out. What is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all
-    that the first values let expect: three in a row of more than a thousand times their median, or one of a
-    million times the largest.
+    newest values count most (ZClip); its upper edge is never below a quarter of the mean of the warm-up. The
+    limit is above that edge by `alert_threshold` times the edge's size; of "staleness" by that share of 8 at
+    least. A value raises an alert if it and the mean of the last five, with it, both exceed the limit; or it
+    alone, where it is also 16 standard deviations above the mean. What is below the range raises none. What
+    is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all that the
+    first values let expect: three in a row of more than a thousand times their median, or one of a million
+    times the largest.
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
@@ -69,7 +71,8 @@ class AsyncTrainingMonitor:
             judged by its root, as "parameter_variance" is), "gradient_norm", "update_ratio" (how far a step
             moves the parameters, by their norm), "staleness", "parameter_variance" (among members; only as
             observed), "non_finite" (elements of the gradient).
-        alert_threshold: The share by which a value may exceed the upper edge: 0.5 is half as much again.
+        alert_threshold: The share of the upper edge's size by which the limit is above it: 0.5 is half as
+            much again.
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
             when `patience` steps with an alert have come in spite of it, the next one is taken; of what is
             NaN or infinite at its next occurrence, where nothing taken keeps that out, and where one on the
@@ -77,8 +80,10 @@ class AsyncTrainingMonitor:
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
-            buffers. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
-            "tighten_staleness" a `max_staleness`. "reduce_lr" multiplies learning rates by `lr_factor`: a
+            buffers; where none has passed for 100 steps it is warned of, and after 200 the range is learnt
+            anew. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
+            "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
+            when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
