@@ -19,10 +19,12 @@ __all__ = [
     "is_watched",
     "keepers_of",
     "register",
+    "skipped",
     "tell",
     "trainers_of",
     "unregister",
     "unwatch",
+    "was_set",
     "watch",
 ]
 
@@ -49,6 +51,12 @@ class Watcher(Protocol):
 
         Whoever asks drops them then. The module's buffers are as they were when it last said yes.
         """
+
+    def skipped(self) -> None:
+        """Hear that nothing comes of what was computed since the last step: its gradients are dropped."""
+
+    def was_set(self, thing: object, name: str) -> None:
+        """Hear that an attribute of what trains the module is not as the watcher may have set it any more."""
 
 
 class _Known:
@@ -120,6 +128,18 @@ def tell(module: "nn.Module", **readings: object) -> None:
     """Tell a module's watchers what a trainer knows of the step under way."""
     for watcher in _watchers.of(module):
         watcher.told(readings)
+
+
+def skipped(module: "nn.Module") -> None:
+    """Tell a module's watchers that a loss scale skips the step under way, about which nobody asks them."""
+    for watcher in _watchers.of(module):
+        watcher.skipped()
+
+
+def was_set(module: "nn.Module", thing: object, name: str) -> None:
+    """Tell a module's watchers that an attribute of what trains it was set anew, whatever they made it."""
+    for watcher in _watchers.of(module):
+        watcher.was_set(thing, name)
 
 
 def admits(module: "nn.Module") -> bool:

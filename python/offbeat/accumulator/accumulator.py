@@ -548,7 +548,9 @@ class AsyncGradientAccumulator:
             )
             self.updates += self._was_update
             is_any = any(gradient is not None for gradient in total.gradients)
-            self.skipped_updates += is_any and not self._was_update and self._scaler.is_there
+            if is_any and not self._was_update and self._scaler.is_there:
+                self.skipped_updates += 1
+                trained_by.skipped(self.model)
             self._samples = total.samples
         return total.num_at_work
 

@@ -443,6 +443,18 @@ class AsyncModelAverager:
         self._timing.ask(pace=pace)
 
     @property
+    def min_averaging_frequency(self) -> int | None:
+        """Least iterations from average to average, with ``"adaptive"``; None with another policy."""
+        pace = self._timing.pace
+        return pace.least if isinstance(pace, Adaptive) else None
+
+    @property
+    def max_averaging_frequency(self) -> int | None:
+        """Most of them; None likewise."""
+        pace = self._timing.pace
+        return pace.most if isinstance(pace, Adaptive) else None
+
+    @property
     def overlap(self) -> bool | int:
         """When a round ends, at present, as the constructor has it.
 

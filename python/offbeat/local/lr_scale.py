@@ -1,63 +1,111 @@
 """A learning rate that is scaled only while an optimizer steps.
 
 What stands in the parameter groups stays the user's and the scheduler's: one that computes each rate anew
-would undo a change there with its next step, and one that multiplies would keep it for ever.
+would undo a change there with its next step, and one that multiplies would keep it for ever. So no other hook
+of the step sees the scaled rate either: one that lets a scheduler step reads and writes what was set.
 """
 
 import math
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["factor_of", "scale"]
+__all__ = ["factor_of", "listen", "scale"]
 
-_factors: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
-_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
+@dataclass(slots=True)
+class _Scaled:
+    """An optimizer's factor, and the hooks of its that apply it.
+
+    Attributes:
+        factor: What its rates are multiplied by.
+        pre: Before its step.
+        post: After it.
+        held: By group the rate that was set and the scaled one, while it steps.
+    """
+
+    factor: float
+    pre: RemovableHandle
+    post: RemovableHandle
+    held: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+_scaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Scaled] = weakref.WeakKeyDictionary()
 _hooks: list[RemovableHandle] = []
 
 
 def factor_of(optimizer: torch.optim.Optimizer) -> float:
     """Give what an optimizer's learning rates are multiplied by while it steps."""
-    return _factors.get(optimizer, 1.0)
+    known = _scaled.get(optimizer)
+    return 1.0 if known is None else known.factor
 
 
 def scale(optimizer: torch.optim.Optimizer, by: float) -> None:
     """Multiply an optimizer's factor, from its next step on; the inverse takes it back."""
-    factor = factor_of(optimizer) * by
-    if math.isclose(factor, 1.0):
-        _factors.pop(optimizer, None)
-    else:
-        _factors[optimizer] = factor
-    if _factors and not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
-        _hooks.append(register_optimizer_step_post_hook(_after))
-    elif not _factors:
-        while _hooks:
-            _hooks.pop().remove()
+    listen()
+    known = _scaled.get(optimizer)
+    if known is None:
+        _scaled[optimizer] = known = _Scaled(
+            1.0, optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)
+        )
+        _enclose(optimizer, known)
+    known.factor *= by
+    if math.isclose(known.factor, 1.0):
+        del _scaled[optimizer]
+        _put_back(optimizer, known)
+        known.pre.remove()
+        known.post.remove()
+
+
+def listen() -> None:
+    """Hear of each step of any optimizer, of which those that are scaled need it; from the first time on.
+
+    Whoever scales within such a hook of his own calls this before he registers that: torch goes through them
+    while he scales, and bears no change of them then. For the same reason it is never taken back.
+    """
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_arrange))
+
+
+def _arrange(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Enclose the step with our hooks once more, before torch goes through the optimizer's own."""
+    del args, kwargs
+    if (known := _scaled.get(optimizer)) is not None:
+        _put_back(optimizer, known)  # a step that raised has left them
+        _enclose(optimizer, known)
+
+
+def _enclose(optimizer: torch.optim.Optimizer, known: _Scaled) -> None:
+    """Let ours be the last hook before the step and the first after it, whoever has registered since."""
+    hooks: Any = optimizer  # torch prepends only a module's
+    hooks._optimizer_step_pre_hooks.move_to_end(known.pre.id)  # noqa: SLF001  see above
+    hooks._optimizer_step_post_hooks.move_to_end(known.post.id, last=False)  # noqa: SLF001  see above
 
 
 def _before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     del args, kwargs
-    _put_back(optimizer)  # a step that raised has left them
-    factor = _factors.get(optimizer)
-    if factor is None:
+    if (known := _scaled.get(optimizer)) is None:
         return
+    _put_back(optimizer, known)  # where a step calls the one of its base class, that has hooks, too
     rates = [group["lr"] for group in optimizer.param_groups]
-    _held[optimizer] = [(_copy(rate), rate * factor) for rate in rates]
-    for group, (_, scaled) in zip(optimizer.param_groups, _held[optimizer], strict=True):
+    known.held = [(_copy(rate), rate * known.factor) for rate in rates]
+    for group, (_, scaled) in zip(optimizer.param_groups, known.held, strict=True):
         _set(group, scaled)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     del args, kwargs
-    _put_back(optimizer)
+    if (known := _scaled.get(optimizer)) is not None:
+        _put_back(optimizer, known)
 
 
-def _put_back(optimizer: torch.optim.Optimizer) -> None:
-    for group, (rate, scaled) in zip(optimizer.param_groups, _held.pop(optimizer, []), strict=False):
+def _put_back(optimizer: torch.optim.Optimizer, known: _Scaled) -> None:
+    held, known.held = known.held, []
+    for group, (rate, scaled) in zip(optimizer.param_groups, held, strict=False):
         if bool(group["lr"] == scaled):  # else somebody has set it since
             _set(group, rate)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat import trained_by
+from offbeat.local import lr_scale
 from offbeat.monitor.gradients import Gradients
 
 __all__ = ["Attachment"]
@@ -20,6 +21,8 @@ Keep = Callable[[], dict[str, Any]]
 Bring = Callable[[Mapping[str, Any]], None]
 Hear = Callable[[Mapping[str, Any]], None]
 JudgeStep = Callable[[torch.optim.Optimizer | None], bool]
+Forget = Callable[[], None]
+WasSet = Callable[[object, str], None]
 
 
 class Attachment:
@@ -37,9 +40,11 @@ class Attachment:
         model: nn.Module,
         hear: Hear,
         judge_step: JudgeStep,
+        *,
+        forget: Forget,
+        was_set: WasSet,
         keep: Keep,
         bring: Bring,
-        *,
         scaler: Any,  # noqa: ANN401  torch has several classes of them
         is_measured: bool,
         may_drop: bool,
@@ -51,6 +56,8 @@ class Attachment:
             hear: The monitor's method that takes readings.
             judge_step: The monitor's method that is asked before a step, with the optimizer that is about to
                 make it, if there is one here; False: its gradients are not to be used.
+            forget: The monitor's method that hears that there is no such step.
+            was_set: The monitor's method that hears of an attribute that a trainer has set anew.
             keep: The monitor's method that gives its state.
             bring: The monitor's method that goes on from one.
             scaler: As `Gradients` takes it.
@@ -60,6 +67,7 @@ class Attachment:
         self._model = reference = weakref.ref(model)
         self._hear = weakref.WeakMethod(hear)
         self._judge_step = weakref.WeakMethod(judge_step)
+        self._forget, self._was_set = weakref.WeakMethod(forget), weakref.WeakMethod(was_set)
         self._keep, self._bring = weakref.WeakMethod(keep), weakref.WeakMethod(bring)
         self._is_judged = False
         self._may_drop = may_drop
@@ -73,6 +81,7 @@ class Attachment:
             attachment = ours()
             return None if attachment is None else attachment.before_step(optimizer, args, kwargs)
 
+        lr_scale.listen()  # before the hook in which "reduce_lr" may be taken
         handle = register_optimizer_step_pre_hook(before)
         self._detach = weakref.finalize(self, handle.remove)
 
@@ -98,6 +107,16 @@ class Attachment:
         """Judge for a trainer of ours, which may have an optimizer here that steps right after."""
         self._is_judged = True
         return self._is_used(None)
+
+    def skipped(self) -> None:
+        """Hear of a step that a loss scale skips."""
+        if (forget := self._forget()) is not None:
+            forget()
+
+    def was_set(self, thing: object, name: str) -> None:
+        """Hear that a trainer has set an attribute of a thing's."""
+        if (was_set := self._was_set()) is not None:
+            was_set(thing, name)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Give the monitor's state, for the checkpoint of a run of the model."""

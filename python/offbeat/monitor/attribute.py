@@ -34,6 +34,10 @@ class Attribute:
         setattr(self.thing, self._name, value)
         self._seen, self._wanted = getattr(self.thing, self._name), value
 
+    def is_of(self, thing: object, name: str) -> bool:
+        """Tell whether it is this one."""
+        return self.thing is thing and self._name == name
+
     def __str__(self) -> str:
         wanted = self.wanted()
         is_there = getattr(self.thing, self._name) == wanted

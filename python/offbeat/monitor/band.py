@@ -39,7 +39,7 @@ class Band:
         seen: Values that were taken so far, up to `warm_up`.
         mean: Of them.
         variance: Of them.
-        least_high: The upper edge is no lower.
+        least_high: The upper edge is no lower: a quarter of the mean of the warm-up, where that is above 0.
 
     Source: Kumar, Owen, Chowdhury, Güra 2025, "ZClip: Adaptive Spike Mitigation for LLM Pre-Training",
     section 3. Differs in the upper edge's least value, and in that an edge below 0 is allowed.

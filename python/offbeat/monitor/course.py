@@ -23,6 +23,12 @@ __all__ = ["Course"]
 MOST_KEPT = 1000
 """Alerts, recoveries, and releases, for the report."""
 
+LONG = 100
+"""Steps in a row whose gradients are dropped, after which that is told of; after as many more the level that
+there is by then is taken for the range. Nothing has moved the parameters meanwhile: either the run is well,
+and its range is of a past that does not come back, as after a warm restart; or what it trains on is broken,
+and then to drop all of it trains no more than an end would. An end is not ours to make."""
+
 _log = logging.getLogger("offbeat")
 
 
@@ -55,6 +61,7 @@ class Course:
         self._recoveries: deque[Recovery] = deque(maxlen=MOST_KEPT)
         self._releases: deque[Release] = deque(maxlen=MOST_KEPT)
         self._num_alerts: Counter[str] = Counter()
+        self._num_dropped_in_a_row = 0
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -101,6 +108,29 @@ class Course:
                     self._recover(metric, judged[metric], spell, worker)
         return tuple(raised)
 
+    def count(self, *, is_used: bool) -> None:
+        """Count a step's gradient, used or dropped; where none passes for long, see that one does."""
+        self.num_dropped += not is_used
+        is_left_out = any(effect.taken.left_out is not None for effect in self._in_effect)
+        if is_used or is_left_out:  # that one is out for as long as its values are
+            self._num_dropped_in_a_row = 0
+            return
+        self._num_dropped_in_a_row += 1
+        if self._num_dropped_in_a_row == LONG:
+            process.warn(
+                f"step {self._step}: no gradient has passed for {LONG} steps, and the model learns nothing: "
+                f"each was dropped by what is in effect ({', '.join(self.in_effect)}). Where such values are "
+                f"right from now on, as after a warm restart or with harder data, call monitor.reset(); else "
+                f'mend the data, or put "rollback" behind "reject". After {LONG} steps more, what is finite '
+                f"is taken for the range"
+            )
+        elif self._num_dropped_in_a_row == 2 * LONG and (metrics := self._judge.take_level()):
+            process.warn(
+                f"step {self._step}: no gradient has passed for {2 * LONG} steps: what "
+                f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew, and gradients "
+                f"are used meanwhile"
+            )
+
     def state(self) -> dict[str, Any]:
         """Give what it takes to go on in another process, as plain data; what was told stays here."""
         return {
@@ -109,6 +139,7 @@ class Course:
             "num_alerts": dict(self._num_alerts),
             "num_taken": dict(self.num_taken),
             "num_dropped": self.num_dropped,
+            "num_dropped_in_a_row": self._num_dropped_in_a_row,
             "num_clipped": self.num_clipped,
             "step": self._step,
         }
@@ -121,10 +152,12 @@ class Course:
         effects = [_InEffect.of(one, remedies[one["name"]]) for one in state["in_effect"]]
         num_alerts, num_taken = Counter(state["num_alerts"]), Counter(state["num_taken"])
         num_dropped, num_clipped, step = state["num_dropped"], state["num_clipped"], state["step"]
+        in_a_row = state.get("num_dropped_in_a_row", 0)  # which states had not, once
         self.let_go()
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
+        self._num_dropped_in_a_row = in_a_row
         self._resume()
 
     def _resume(self) -> None:
@@ -145,11 +178,23 @@ class Course:
         """Let go of all remedies, and forget the ranges."""
         self.let_go()
         self._judge = self._make_judge()
+        self._num_dropped_in_a_row = 0
 
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
         while self._in_effect:
             self._release()
+
+    def was_set(self, thing: object, name: str) -> None:
+        """Let go of what has set an attribute to which somebody else has a right, and which he set since."""
+        for place in reversed(range(len(self._in_effect))):
+            effect = self._in_effect[place]
+            if effect.waits is None and effect.taken.is_done and effect.taken.forget(thing, name):
+                del self._in_effect[place]
+                self._judge.end(place)
+                said = f"{name} was set to {getattr(thing, name)!r} since, and stays"
+                self._releases.append(release := Release(self._step, effect.name, said))
+                process.warn(str(release))
 
     def has_seen(self, metric: str) -> bool:
         """Tell whether a metric has had a value."""

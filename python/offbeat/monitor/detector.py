@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from offbeat.monitor.band import Band, is_usable
-from offbeat.monitor.onset import Onset
+from offbeat.monitor.onset import IN_A_ROW, Onset
 
 __all__ = ["METRICS", "SQUARES", "Detector", "Metric", "Verdict"]
 
@@ -117,6 +117,17 @@ class Detector:
         band = self.band.after(value)
         onset = None if band.is_ready else before.after(value)  # which nobody asks for any more
         return replace(self, band=band, recent=recent, onset=onset), "warm_up"
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the last values, of those that are finite, were above what gives an alert."""
+        if not self.band.is_ready:
+            return self._first().num_beyond >= IN_A_ROW
+        return bool(self.recent) and sum(self.recent) / len(self.recent) > self.limit
+
+    def anew(self) -> "Detector":
+        """Give one that has seen nothing yet."""
+        return Detector(self.metric, self.threshold, Band(self.band.warm_up))
 
     def _first(self) -> Onset:
         return self.onset or Onset(LEAST_SCALES.get(self.metric, 0.0))

@@ -6,7 +6,7 @@ Holds what the pure parts (`Detector`, `Ladder`) have come to, and nothing else:
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offbeat.monitor.band import Band, is_usable
@@ -150,6 +150,17 @@ class Judge:
         """Take an alert into account for which there is nothing more to do: nothing is let go of."""
         self._quiet.clear()
         self.standing = noted(self.standing)
+
+    def take_level(self) -> list[Metric]:
+        """Learn the range anew of each metric whose last values are above it; give which."""
+        above = [metric for metric, detector in self.detectors.items() if detector.is_above]
+        self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
+        return above
+
+    def end(self, place: int) -> None:
+        """Take a rung out of those in effect, by its place: somebody else has ended it."""
+        taken = self.standing.taken
+        self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
 
     def state(self) -> dict[str, Any]:
         """Give all of it as plain data."""

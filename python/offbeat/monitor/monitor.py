@@ -49,11 +49,13 @@ class AsyncTrainingMonitor:
     """Watches a run, tells when it leaves the range that its own past lets expect, and acts on it.
 
     Each metric has a range: the mean of what was, and 2.5 standard deviations to both sides, of which the
-    newest values count most (ZClip). A value raises an alert if it exceeds the upper edge by more than
-    `alert_threshold`, and so does the mean of the last five; or it alone, where it is 16 standard deviations
-    out. What is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all
-    that the first values let expect: three in a row of more than a thousand times their median, or one of a
-    million times the largest.
+    newest values count most (ZClip); its upper edge is never below a quarter of the mean of the warm-up. The
+    limit is above that edge by `alert_threshold` times the edge's size; of "staleness" by that share of 8 at
+    least. A value raises an alert if it and the mean of the last five, with it, both exceed the limit; or it
+    alone, where it is also 16 standard deviations above the mean. What is below the range raises none. What
+    is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all that the
+    first values let expect: three in a row of more than a thousand times their median, or one of a million
+    times the largest.
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
@@ -69,7 +71,8 @@ class AsyncTrainingMonitor:
             judged by its root, as "parameter_variance" is), "gradient_norm", "update_ratio" (how far a step
             moves the parameters, by their norm), "staleness", "parameter_variance" (among members; only as
             observed), "non_finite" (elements of the gradient).
-        alert_threshold: The share by which a value may exceed the upper edge: 0.5 is half as much again.
+        alert_threshold: The share of the upper edge's size by which the limit is above it: 0.5 is half as
+            much again.
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
             when `patience` steps with an alert have come in spite of it, the next one is taken; of what is
             NaN or infinite at its next occurrence, where nothing taken keeps that out, and where one on the
@@ -77,8 +80,10 @@ class AsyncTrainingMonitor:
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
-            buffers. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
-            "tighten_staleness" a `max_staleness`. "reduce_lr" multiplies learning rates by `lr_factor`: a
+            buffers; where none has passed for 100 steps it is warned of, and after 200 the range is learnt
+            anew. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
+            "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
+            when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
@@ -98,7 +103,9 @@ class AsyncTrainingMonitor:
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again.
         lr_factor: Of "reduce_lr".
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
+            a loop of your own an alert on a batch whose step it skips costs no later one. Without it, the
+            first step that is made after an alert is taken for that batch's.
         pause_timeout_s: How long a pause lasts without `resume()`; None: for ever.
 
     Raises:
@@ -160,6 +167,8 @@ class AsyncTrainingMonitor:
         self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
         self._is_broken = False  # likewise, by something that is not finite
+        self._scaler = grad_scaler
+        self._scale_then = 0.0  # its scale when one of these came about
         self._resumed = threading.Event()
         self._resumed.set()
         self._pause_timeout_s = pause_timeout_s
@@ -172,8 +181,10 @@ class AsyncTrainingMonitor:
                 model,
                 self._hear,
                 self._judge_step,
-                self.state_dict,
-                self.load_state_dict,
+                forget=self._forget,
+                was_set=self._was_set,
+                keep=self.state_dict,
+                bring=self.load_state_dict,
                 scaler=grad_scaler,
                 is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
                 may_drop=not DROPPING.isdisjoint(settings.names),
@@ -211,7 +222,8 @@ class AsyncTrainingMonitor:
             The alerts that this raised.
 
         Raises:
-            ConfigError: If a value is no number, or is of a metric that is not judged, or `worker` no name.
+            ConfigError: If a value is no number, or below 0 where only the loss may be, or is of a metric
+                that is not judged; or `worker` is no name.
             ClosedError: After `close()`.
         """
         given = {
@@ -223,10 +235,16 @@ class AsyncTrainingMonitor:
             "parameter_variance": parameter_variance,
             "non_finite": non_finite,
         }
-        readings = {name: _number(value) for name, value in given.items() if value is not None}
+        readings = {name: _observed(value) for name, value in given.items() if value is not None}
         faults = [] if is_count(step) else [f"step is {step!r}: give a whole number, 0 or more"]
         faults += strings(worker=worker)
         faults += [f"{name} is {given[name]!r}: give a number" for name, v in readings.items() if v is None]
+        faults += [
+            f"{name} is {given[name]!r}, and never below 0: give what it is, or 0 where that is below it by "
+            f"rounding"
+            for name, v in readings.items()
+            if name != "loss" and v is not None and v < 0
+        ]
         faults += [
             f"{name} is observed and is not among divergence_metrics: name it there"
             for name in readings
@@ -378,7 +396,7 @@ class AsyncTrainingMonitor:
             if is_used and is_clipping and most < reading.norm:
                 self._course.num_clipped += gradients.clip(most, optimizer)
             is_used &= not (self.is_paused or self._is_outdated)
-            self._course.num_dropped += not is_used
+            self._course.count(is_used=is_used)
             self._num_steps += 1
             self._is_suspect = self._is_outdated = self._is_broken = False
         self._tell(alerts)
@@ -386,10 +404,22 @@ class AsyncTrainingMonitor:
             self._warn_of_silence()
         return is_used
 
+    def _forget(self) -> None:
+        """Hear that the gradients of what was seen so far are gone: the next ones are others."""
+        with self._lock:
+            self._is_suspect = self._is_outdated = self._is_broken = False
+
+    def _was_set(self, thing: object, name: str) -> None:
+        """Hear that a trainer has set an attribute of a thing's anew: a remedy that had set it has ended."""
+        with self._lock:
+            self._course.was_set(thing, name)
+
     # ------------------------------------------------------------------ inside
 
     def _take(self, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
         """Judge readings of the step under way, and act on what is out of range."""
+        if self._was_skipped():
+            self._forget()
         step = self._num_steps + self._ahead
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
         is_alone = self._attachment is not None and not self._attachment.are_shared()
@@ -398,8 +428,19 @@ class AsyncTrainingMonitor:
             self._resumed.clear()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
+        if alerts and self._scaler is not None:
+            self._scale_then = float(self._scaler.get_scale())
         self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
+
+    def _was_skipped(self) -> bool:
+        """Tell whether the GradScaler has skipped the step of which there was an alert: it told by its scale.
+
+        Of an optimizer that does not step no hook hears, and gradients that are gathered over several losses
+        are still to come to theirs.
+        """
+        is_any = self._is_suspect or self._is_outdated or self._is_broken
+        return is_any and self._scaler is not None and float(self._scaler.get_scale()) < self._scale_then
 
     def _clipped(self, norm: float) -> float:
         """Give what "clip" leaves of a norm, and take the norm up."""
@@ -475,6 +516,12 @@ class AsyncTrainingMonitor:
 
 def _no_state(error: Exception) -> ConfigError:
     return ConfigError(f"state is no state_dict() of an AsyncTrainingMonitor's: {process.cause_of(error)}")
+
+
+def _observed(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
+    """Give what a user gave as a float; None if it is no number, as what is true or false is none."""
+    is_boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    return None if is_boolean else _number(value)
 
 
 def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps

@@ -7,7 +7,7 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
-__all__ = ["Onset"]
+__all__ = ["IN_A_ROW", "Onset"]
 
 LEAST_SEEN = 5
 """Values that it takes to say anything."""

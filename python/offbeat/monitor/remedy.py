@@ -25,6 +25,8 @@ class Taken(NamedTuple):
         goes_back: Whether the parameters are what they were before, and gradients of now are of others.
         is_done: Whether it could be done.
         held: What `Remedy.resume` needs to have it in effect in another process: plain data.
+        forget: Takes an object and the name of its attribute, which somebody has set since, out of what is to
+            be taken back; tells whether nothing is left, and the remedy has ended.
     """
 
     result: str
@@ -33,6 +35,7 @@ class Taken(NamedTuple):
     goes_back: bool = False
     is_done: bool = True
     held: Any = None
+    forget: Callable[[object, str], bool] = lambda *_: False
 
 
 class Remedy(ABC):

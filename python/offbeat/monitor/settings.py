@@ -58,7 +58,11 @@ class Given:
             )
         if not _is_between(0, self.lr_factor, 1) or self.lr_factor in (0, 1):
             faults.append(f"lr_factor is {self.lr_factor!r}: give a number between 0 and 1")
-        if not (self.grad_scaler is None or hasattr(self.grad_scaler, "get_scale")):
+        if isinstance(self.grad_scaler, type):
+            faults.append(
+                f"grad_scaler is the class {self.grad_scaler.__name__}: give the one that multiplies the loss"
+            )
+        elif not (self.grad_scaler is None or hasattr(self.grad_scaler, "get_scale")):
             faults.append(f"grad_scaler is {self.grad_scaler!r}: give a torch.amp.GradScaler, or None")
         return faults
 
@@ -93,6 +97,11 @@ def resolve(given: Given) -> Settings:
     )
     if metrics and len(set(metrics)) < len(metrics):
         faults.append(f"divergence_metrics is {given.divergence_metrics!r}: name each metric once")
+    if names and len(set(names)) < len(names):
+        faults.append(
+            f"remediation_strategy is {given.remediation_strategy!r}: name each remedy once; the last is "
+            f"taken again where it does more each time"
+        )
     told = (given.callbacks,) if callable(given.callbacks) else given.callbacks
     if not isinstance(told, list | tuple) or not all(map(callable, told)):
         faults.append(f"callbacks is {given.callbacks!r}: give a function of an Alert, or a list of them")

@@ -56,7 +56,13 @@ class _SetsAttributes(Remedy):
             undo_all(changes)
             return "; ".join(str(change.attribute) for change in changes) or "nothing was changed"
 
-        return Taken(result, undo, held=[change.entry for change in changes])
+        def forget(thing: object, name: str) -> bool:
+            changes[:] = [change for change in changes if not change.attribute.is_of(thing, name)]
+            held[:] = [change.entry for change in changes]
+            return not changes and self.acts_on(thing) and self._attribute_of(thing) == name
+
+        held = [change.entry for change in changes]
+        return Taken(result, undo, held=held, forget=forget)
 
     @abstractmethod
     def _attribute_of(self, thing: object) -> str:
@@ -128,7 +134,7 @@ class ReduceLr(Remedy):
             ]
         factors = [_Factor(live, self._factor) for live in self._live()]
         if not served and not factors:
-            raise ConfigError("there is no optimizer yet")
+            raise self._none()
         make_all([*served, *factors])
         return self._taken(served, factors, self._factor)
 
@@ -136,7 +142,7 @@ class ReduceLr(Remedy):
         """Scale the optimizers here; set a server's rates that are as they were before."""
         servers, live = self._servers(), self._live()
         if len(live) < held["num_live"]:
-            raise ConfigError("there is no optimizer yet")
+            raise self._none()
         served = [RateChange(_at(servers, place), place, *rest) for place, *rest in held["served"]]
         factors = [_Factor(one, held["factor"]) for one in live[: held["num_live"]]]
         is_before = [math.isclose(change.now(), change.before, rel_tol=1e-6) for change in served]
@@ -144,6 +150,17 @@ class ReduceLr(Remedy):
         for change in itertools.compress(served, map(operator.not_, is_before)):
             change.note()
         return self._taken(served, factors, held["factor"])
+
+    def _none(self) -> ConfigError:
+        """Say that there is no optimizer here, and where it is."""
+        if any(getattr(thing, "awaits_optimizer", True) is False for thing in self._find()):  # a worker knows
+            return ConfigError(
+                "the optimizer runs on the server, and so does its learning rate: give acts_on= the "
+                "ParameterServer, in its process, or train with a live torch optimizer here"
+            )
+        return ConfigError(
+            "there is no optimizer yet (of one that runs on a server, acts_on= is to be the ParameterServer)"
+        )
 
     def _servers(self) -> list[ServesLearningRate]:
         return [thing for thing in self.found() if isinstance(thing, ServesLearningRate)]

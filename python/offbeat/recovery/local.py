@@ -89,6 +89,8 @@ class Local(Trainee):
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
         is_skipped = not self._make_step()
+        if is_skipped:
+            trained_by.skipped(self._module)
         self.optimizer.zero_grad()
         if self._scheduler is not None and self._per_step and not is_skipped:
             self._scheduler.step()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from offbeat import trained_by
 from offbeat.errors import StateError
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
@@ -73,6 +74,7 @@ class Served(Strategy):
         if not workshop.numerics.is_usable(optimizer):
             optimizer.zero_grad()
             workshop.tally.skipped += 1
+            trained_by.skipped(workshop.model)
             return Made(outputs, loss, is_skipped=True)
         if not self._is_live:  # whose own step clips
             workshop.numerics.clip([p for p in workshop.model.parameters() if p.grad is not None])

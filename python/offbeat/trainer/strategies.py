@@ -196,6 +196,7 @@ class Local(Strategy):
         outputs, loss = workshop.compute(batch)
         if not workshop.numerics.is_usable(live):
             tally.skipped += 1
+            trained_by.skipped(workshop.model)
             return Made(outputs, loss, is_skipped=True)
         live.step()
         tally.steps += 1
@@ -286,3 +287,4 @@ class Averaged(Local):
                 f"regular_sync_frequency and "
                 f"overlap"
             )
+        trained_by.was_set(self.workshop.model, averager, "averaging_frequency")

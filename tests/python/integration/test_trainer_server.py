@@ -1,6 +1,7 @@
 """AsyncTrainer against a parameter server."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -99,6 +100,31 @@ def test_a_batch_whose_scaled_gradients_are_not_finite_pushes_nothing_and_is_cou
     assert trainer.skipped_steps == history.skipped >= 2
     assert history.receipts == {"applied": 8 - history.skipped}
     assert history.steps == server.status()["version"] == 8 - history.skipped
+
+
+def test_an_alert_on_a_batch_that_is_skipped_costs_no_other(trainer_of):
+    ours, losses = model(), []
+
+    def loss_fn(outputs, targets):
+        losses.append(LOSS(outputs, targets) * (math.inf if len(losses) == 4 else 1.0))
+        return losses[-1]
+
+    _, trainer = trainer_of(ours, amp="fp16")
+    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
+    with offbeat.AsyncTrainingMonitor(ours, remediation_strategy="reject") as monitor:
+        history = fit(trainer, optim.SGD(lr=0.01), loss_fn=loss_fn)
+    assert monitor.report().num_alerts == {"loss": 1}
+    assert (history.skipped, history.receipts, monitor.report().num_dropped) == (1, {"applied": 7}, 0)
+
+
+def test_a_monitor_that_is_to_reduce_the_rate_of_an_optimizer_on_the_server_says_what_to_give(trainer_of):
+    ours = model()
+    _, trainer = trainer_of(ours)
+    with offbeat.AsyncTrainingMonitor(ours, remediation_strategy="reduce_lr") as monitor:
+        fit(trainer, optim.SGD(lr=0.01))
+        (alert,) = monitor.observe(99, loss=float("inf"))
+    assert "could not be done: the optimizer runs on the server" in alert.result
+    assert "give acts_on= the ParameterServer" in alert.result
 
 
 def test_the_end_of_the_budget_ends_the_training(serve, trainer_of):

@@ -646,6 +646,32 @@ def test_a_monitor_halves_what_is_not_yet_in_force_and_sets_it_back_whole(settin
     assert ours.averaging_frequency == whole
 
 
+def test_a_monitor_halves_down_to_the_least_of_an_adaptive_pace_and_no_further():
+    ours = offbeat.AsyncModelAverager(
+        model(),
+        averaging_frequency=75,
+        averaging_policy="adaptive",
+        min_averaging_frequency=50,
+        max_averaging_frequency=500,
+        process_group=False,
+    )
+    assert (ours.min_averaging_frequency, ours.max_averaging_frequency) == (50, 500)
+    monitor = offbeat.AsyncTrainingMonitor(
+        remediation_strategy="increase_sync_frequency", acts_on=ours, warm_up=5, patience=1
+    )
+    for step in range(6):
+        monitor.observe(step, loss=1.0)
+    assert [monitor.observe(6 + i, loss=9.0)[0].result for i in range(2)] == [
+        "averaging_frequency is to be 50 instead of 75",
+        "every object averages as often as it can already",
+    ]
+
+
+def test_what_is_not_adaptive_has_no_bounds():
+    ours = offbeat.AsyncModelAverager(model(), process_group=False)
+    assert (ours.min_averaging_frequency, ours.max_averaging_frequency) == (None, None)
+
+
 def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=8, method="diloco", overlap=False)
     monitor = offbeat.AsyncTrainingMonitor(

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, trained_by
 from offbeat.errors import ClosedError, ConfigError, StateError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor import Alert, Recovery
+from offbeat.monitor.detector import METRICS
 from offbeat.monitor.report import MOST_POINTS, Series
 from support.small_net import net
 
@@ -697,7 +699,7 @@ def test_all_that_is_wrong_is_told_at_once():
         ("clip", "model="),
         ("reject", "model="),
         ("increase_sync_frequency", "averaging_frequency"),
-        ("tighten_staleness", "max_staleness"),
+        ("tighten_staleness", "an object of your own with a max_staleness"),
         ("reduce_lr", "optimizer"),
         ("quarantine", "AsyncWorker"),
         ("rollback", "ParameterServer"),
@@ -764,6 +766,27 @@ def test_an_unknown_keyword_names_the_nearest():
 def test_what_is_no_number_is_refused_as_such(value):
     with pytest.raises(ConfigError, match=r"loss is .*: give a number"):
         AsyncTrainingMonitor().observe(0, loss=value)
+
+
+@pytest.mark.parametrize("value", [True, False, torch.tensor(True), np.bool_(True)], ids=type)
+def test_what_is_true_or_false_is_no_number(value):
+    with pytest.raises(ConfigError, match=r"loss is .*: give a number"):
+        AsyncTrainingMonitor().observe(0, loss=value)
+
+
+@pytest.mark.parametrize("metric", [metric for metric in METRICS if metric != "loss"])
+def test_what_cannot_be_below_0_is_refused_there_and_a_loss_may_be(metric):
+    monitor = AsyncTrainingMonitor(divergence_metrics=["loss", metric])
+    with pytest.raises(ConfigError, match=rf"{metric} is -1, and never below 0: give"):
+        monitor.observe(0, **{metric: -1})
+    assert monitor.observe(0, loss=-1.0, **{metric: 0}) == ()
+
+
+def test_a_scaler_s_class_and_a_remedy_that_is_named_twice_are_refused():
+    with pytest.raises(ConfigError) as error:
+        AsyncTrainingMonitor(remediation_strategy=["alert", "alert"], grad_scaler=torch.amp.GradScaler)
+    assert "grad_scaler is the class GradScaler: give the one" in str(error.value)
+    assert "remediation_strategy is ['alert', 'alert']: name each remedy once" in str(error.value)
 
 
 def test_what_cannot_be_observed_is_told_all_at_once_and_counts_for_nothing():

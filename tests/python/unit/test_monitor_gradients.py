@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim
+from offbeat.local import lr_scale
 from support.small_net import net, normed
 
 MEASURED = ["gradient_norm", "update_ratio", "non_finite"]
@@ -275,6 +276,41 @@ def test_a_loss_that_was_observed_before_the_step_drops_its_gradient():
             assert same(before, state_of(model, optimizer)) == (step == 8)
 
 
+def test_where_no_gradient_passes_for_long_that_is_told_and_the_new_level_becomes_the_range(caplog):
+    model, moved = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(400):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            before = next(model.parameters()).clone()
+            monitor.observe(step, loss=1.0 if step < 10 else 100.0 if step == 390 else 3.0)
+            optimizer.step()
+            moved.append(not torch.equal(next(model.parameters()), before))
+        assert monitor.report().num_dropped == 201
+        assert [release.remedy for release in monitor.report().releases] == ["reject"]
+    assert [step for step, has_moved in enumerate(moved) if not has_moved] == [*range(10, 210), 390]
+    said = [r.getMessage() for r in caplog.records if "no gradient has passed" in r.getMessage()]
+    assert len(said) == 2
+    assert "step 109: no gradient has passed for 100 steps, and the model learns nothing" in said[0]
+    assert "dropped by what is in effect (reject)" in said[0]
+    assert "step 209: no gradient has passed for 200 steps: what loss is now is taken for usual" in said[1]
+
+
+def test_what_is_not_finite_is_never_taken_for_usual(caplog):
+    model = net()
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(400):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            monitor.observe(step, loss=1.0 if step < 10 else math.nan)
+            optimizer.step()
+        assert monitor.report().num_dropped == 390
+        assert monitor.report().series["loss"].high[-1] == 1.0
+    assert sum("no gradient has passed" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_an_update_of_which_a_loss_was_out_of_range_is_dropped_whole():
     model, changed = net(), []
     accumulator = AsyncGradientAccumulator(model, accumulation_steps=3)
@@ -370,6 +406,7 @@ def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
 def test_a_monitor_that_nobody_keeps_leaves_no_hook_and_no_monitor():
     from torch.optim import optimizer as hooks
 
+    lr_scale.listen()  # which stays for good
     before = len(hooks._global_optimizer_pre_hooks)
     model = net()
     monitor = AsyncTrainingMonitor(model, MEASURED)
@@ -416,10 +453,17 @@ def test_what_measures_nothing_hooks_no_parameter():
 # ------------------------------------------------------------------------------------------- learning rates
 
 
-def rate_of_each_step(optimizer):
-    rates = []
-    optimizer.register_step_pre_hook(lambda o, *_: rates.append(float(o.param_groups[0]["lr"])))
-    return rates
+class Notes(torch.optim.Optimizer):
+    """Notes the rate by which it would step: hooks of a step are not to see it."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        self.rates = []
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        self.rates.append(float(self.param_groups[0]["lr"]))
 
 
 @pytest.mark.parametrize(
@@ -435,10 +479,9 @@ def rate_of_each_step(optimizer):
 def test_a_reduced_learning_rate_is_the_scheduled_one_times_the_factor(schedule, as_tensor):
     model, twin = net(), net()
     optimizer, plain = (
-        torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1) for m in (model, twin)
+        Notes(m.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1) for m in (model, twin)
     )
     scheduler, plain_scheduler = schedule(optimizer), schedule(plain)
-    rates, plain_rates = rate_of_each_step(optimizer), rate_of_each_step(plain)
     factors = []
     with AsyncTrainingMonitor(
         model, remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=3, patience=1, quiet_steps=3
@@ -452,12 +495,49 @@ def test_a_reduced_learning_rate_is_the_scheduled_one_times_the_factor(schedule,
             assert float(optimizer.param_groups[0]["lr"]) == float(plain.param_groups[0]["lr"])
     assert min(factors) == 0.25
     assert factors[-1] == 1
-    assert rates == pytest.approx([r * f for r, f in zip(plain_rates, factors, strict=True)])
+    assert optimizer.rates == pytest.approx([r * f for r, f in zip(plain.rates, factors, strict=True)])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_hooks_of_the_step_see_and_set_the_rate_that_is_not_reduced_whenever_they_came(as_tensor):
+    live = Notes(net().parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
+    seen = []
+
+    def doubles(optimizer, *_):
+        group = optimizer.param_groups[0]
+        seen.append(float(group["lr"]))
+        group["lr"] = 2 * group["lr"]
+
+    live.register_step_pre_hook(doubles)
+    live.register_step_post_hook(doubles)
+    lr_scale.scale(live, 0.5)
+    live.register_step_pre_hook(doubles)
+    live.register_step_post_hook(doubles)
+    live.step()
+    live.step()
+    assert seen == pytest.approx([0.1 * 2**i for i in range(8)])
+    assert live.rates == pytest.approx([0.1 * 4 / 2, 0.1 * 64 / 2])
+    lr_scale.scale(live, 2.0)
+    live.step()
+    assert live.rates[-1] == pytest.approx(0.1 * 1024)
+
+
+def test_a_rate_is_reduced_and_whole_again_in_the_midst_of_steps_with_another_monitor_of_the_model():
+    model = net()
+    optimizer = Notes(model.parameters())
+    settings = {"divergence_metrics": ["gradient_norm"], "warm_up": 3, "quiet_steps": 3}
+    ours = AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", acts_on=optimizer, **settings)
+    other = AsyncTrainingMonitor(model, **settings)
+    for step in range(12):
+        optimizer.zero_grad()
+        (sum(p.sum() for p in model.parameters()) * (100.0 if step == 5 else 1.0)).backward()
+        optimizer.step()
+    assert optimizer.rates == [0.1] * 5 + [0.05] * 4 + [0.1] * 3
+    assert len(ours.report().releases) == len(other.report().releases) == 1
 
 
 def test_a_step_that_raises_leaves_no_scaled_rate_behind():
-    model = net()
-    optimizer = sgd(model)
+    optimizer = Notes(net().parameters())
     monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=1)
     monitor.observe(0, loss=1.0)
     monitor.observe(1, loss=9.0)
@@ -465,15 +545,16 @@ def test_a_step_that_raises_leaves_no_scaled_rate_behind():
     def closure():
         raise ZeroDivisionError
 
-    rates = rate_of_each_step(optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(closure)
     optimizer.step()
-    assert rates == [0.05, 0.05]
+    assert optimizer.rates == [0.05]
     assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
     monitor.close()
     optimizer.step()
-    assert rates[-1] == 0.1
+    assert optimizer.rates[-1] == optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
@@ -487,10 +568,13 @@ def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
         accumulator.train_step(
             inputs=x, targets=y, optimizer=optim.SGD(lr=0.1), loss_fn=functional.cross_entropy
         )
-        rates = rate_of_each_step(accumulator.optimizer)
         monitor.observe(3, loss=99.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, 0).backward()
+        expected = [b - 0.05 * p.grad for b, p in zip(before, model.parameters(), strict=True)]
+        model.zero_grad()
         accumulator.train_step(inputs=x, targets=y, loss_fn=functional.cross_entropy)
-        assert rates == [0.05]
+        torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
 
 
 def test_steps_that_nobody_observes_are_steps_and_count_for_letting_go():
@@ -532,6 +616,48 @@ def test_a_step_that_an_optimizer_skips_leaves_the_next_one_out_of_suspicion():
     step()
     assert not torch.equal(next(model.parameters()), before)
     assert monitor.report().num_dropped == 0
+
+
+@pytest.mark.parametrize("is_observed_after_backward", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_a_grad_scaler_skips_leaves_the_next_one_out_of_suspicion(
+    is_observed_after_backward, set_to_none
+):
+    model, changed = net(), []
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=3, grad_scaler=scaler) as monitor:
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            before = [p.clone() for p in model.parameters()]
+            loss = loss_of(model, step) * (math.inf if step == 5 else 1.0)
+            if not is_observed_after_backward:
+                monitor.observe(step, loss=loss.detach())
+            scaler.scale(loss).backward()
+            if is_observed_after_backward:
+                monitor.observe(step, loss=loss.detach())
+            scaler.step(optimizer)
+            scaler.update()
+            changed.append(not same(before, list(model.parameters())))
+        assert monitor.report().num_alerts == {"loss": 1}
+        assert monitor.report().num_dropped == 0
+    assert [step for step, has_changed in enumerate(changed) if not has_changed] == [5]
+
+
+def test_with_a_grad_scaler_too_one_of_several_losses_drops_the_step_that_is_made_of_all():
+    model, changed = net(), []
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=3, grad_scaler=scaler) as monitor:
+        for step in range(12):
+            loss = loss_of(model, step)
+            monitor.observe(step, loss=100.0 if step == 6 else 1.0)
+            scaler.scale(loss).backward()
+            if step % 3 == 2:
+                before = [p.clone() for p in model.parameters()]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                changed.append(not same(before, list(model.parameters())))
+    assert changed == [True, True, False, True]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

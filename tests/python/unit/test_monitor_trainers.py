@@ -1,10 +1,13 @@
 """A monitor hears what trains its model, and acts on it: every trainer of ours, by its `train` alone."""
 
+import functools
+import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
@@ -16,15 +19,15 @@ BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 10
 
 
 class Loss:
-    """Cross entropy, whose tenth batch is NaN."""
+    """Cross entropy, whose tenth batch is NaN, or whatever the factor makes of it."""
 
-    def __init__(self, reduction="mean"):
-        self._loss = nn.CrossEntropyLoss(reduction=reduction)
-        self._num = 0
+    def __init__(self, factor=math.nan):
+        self._loss = nn.CrossEntropyLoss()
+        self._num, self._factor = 0, factor
 
     def __call__(self, outputs, targets):
         self._num += 1
-        return self._loss(outputs, targets) * (math.nan if self._num == 10 else 1.0)
+        return self._loss(outputs, targets) * (self._factor if self._num == 10 else 1.0)
 
 
 def trained(kind, model, directory, reduction="mean"):
@@ -54,6 +57,37 @@ def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
+def test_an_alert_on_a_batch_that_a_loss_scale_skips_costs_no_other(kind, tmp_path):
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    run = {"dataloader": BATCHES * 2, "loss_fn": Loss(math.inf), "optimizer": optim.SGD(lr=0.1)}
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / "kept")
+            history = trainer.train(**run, grad_scaler=scaler)
+        else:
+            trainer = offbeat.AsyncTrainer(model, strategy=kind, amp="fp16")
+            trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
+            history = trainer.train(**run, progress=False)
+    report = monitor.report()
+    assert report.num_alerts == {"loss": 1}
+    assert (history.skipped, history.steps, report.num_dropped) == (1, 19, 0)
+
+
+def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_other():
+    model, scaler, loss_fn = net(), torch.amp.GradScaler("cpu"), Loss(math.inf)
+    accumulator = offbeat.AsyncGradientAccumulator(model, accumulation_steps=2, grad_scaler=scaler)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for inputs, targets in BATCHES * 2:
+            accumulator.train_step(
+                inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=loss_fn
+            )
+        accumulator.flush()
+    report = monitor.report()
+    assert report.num_alerts == {"loss": 1}
+    assert (accumulator.skipped_updates, accumulator.updates, report.num_dropped) == (1, 9, 0)
+
+
 def test_the_loss_is_the_mean_over_samples_where_it_is_a_sum(tmp_path):
     found = []
     for reduction in ("mean", "sum"):
@@ -75,6 +109,44 @@ def test_a_trainer_is_found_by_its_model_and_its_rate_is_reduced_once(kind, tmp_
             monitor.observe(step, loss=loss)
         assert factor_of(trainer.optimizer) == 0.5
     assert factor_of(trainer.optimizer) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
+@pytest.mark.parametrize(
+    ("schedule", "closed_form"),
+    [
+        (
+            functools.partial(CosineAnnealingLR, T_max=40),
+            lambda step: 0.5 * (1 + math.cos(math.pi * step / 40)),
+        ),
+        (functools.partial(ExponentialLR, gamma=0.9), lambda step: 0.9**step),
+    ],
+    ids=["cosine", "exponential"],
+)
+def test_a_scheduler_that_steps_with_the_optimizer_goes_on_as_if_the_rate_were_not_reduced(
+    kind, schedule, closed_form, tmp_path
+):
+    model = nn.Linear(1, 1, bias=False)
+    live = torch.optim.SGD(model.parameters(), lr=1.0)
+    places = []
+
+    def loss_fn(outputs, targets):
+        places.append(model.weight.item())
+        return outputs.sum()  # whose gradient is 1: a step is as long as its rate
+
+    run = {"dataloader": [(torch.ones(1, 1), torch.zeros(1))] * 20, "loss_fn": loss_fn, "optimizer": live}
+    with AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=live, warm_up=2) as monitor:
+        for step, loss in enumerate([1.0, 1.0, 1.0, 9.0]):
+            monitor.observe(step, loss=loss)
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / "kept")
+            trainer.train(**run, scheduler=schedule, scheduler_step="step")
+        else:
+            trainer = offbeat.AsyncTrainer(model, strategy=kind)
+            trainer.train(**run, scheduler=schedule, scheduler_interval="step", progress=False)
+    used = [before - after for before, after in itertools.pairwise([*places, model.weight.item()])]
+    assert used == pytest.approx([0.5 * closed_form(step) for step in range(20)], abs=1e-5)
+    assert live.param_groups[0]["lr"] == pytest.approx(closed_form(20))
 
 
 def test_a_monitor_made_before_the_first_train_reduces_the_rate_of_the_optimizer_that_came_with_it(tmp_path):
@@ -99,6 +171,30 @@ def test_a_trainer_that_will_average_is_asked_for_its_averager_when_it_is_time_t
         trainer.train(**run)
         (alert,) = monitor.observe(30, loss=1e9)
         assert alert.result == "averaging_frequency is to be 2 instead of 4"
+
+
+def test_the_end_of_a_warm_up_ends_what_a_remedy_had_set_and_is_told_of():
+    model = net()
+    trainer = offbeat.AsyncTrainer(
+        model,
+        strategy="average",
+        warm_up_epochs=1,
+        warm_up_sync_frequency=8,
+        regular_sync_frequency=4,
+        overlap=False,
+    )
+    run = {"dataloader": BATCHES, "loss_fn": nn.CrossEntropyLoss(), "progress": False}
+    with AsyncTrainingMonitor(model, remediation_strategy="increase_sync_frequency", warm_up=2) as monitor:
+        trainer.train(**run, optimizer=optim.SGD(lr=0.1))
+        (alert,) = monitor.observe(20, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 4 instead of 8"
+        trainer.train(**run)
+        assert monitor.in_effect == ()
+        (release,) = monitor.report().releases
+        assert release.result == "averaging_frequency was set to 4 since, and stays"
+        (alert,) = monitor.observe(30, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 2 instead of 4"
+    assert monitor.report().releases[-1].result == "averaging_frequency is 4"
 
 
 def test_a_trainer_that_averages_nothing_will_not_do():
