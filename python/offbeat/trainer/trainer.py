@@ -89,7 +89,8 @@ class AsyncTrainer:
         device: Where to train.
         callbacks: Objects with any of ``on_step(trainer, step)``, ``on_log(trainer, record)``,
             ``on_epoch_end(trainer, epoch)`` and ``on_train_end(trainer, history)``. Their errors are raised.
-            A method with nearly such a name, as ``on_epochs_end``, is refused.
+            A method with nearly such a name, as ``on_epochs_end``, is refused. An `AsyncTrainingMonitor` is
+            one, too: it hears the losses, and clipped gradients' norms, where hooks do not tell it already.
         max_grad_norm: Gradients are clipped to this total norm before each step of the optimizer; with one on
             a server, before each batch's are gathered. None: not at all.
         amp: ``"none"``; ``"bf16"``: autocast; ``"fp16"``: autocast, and a `torch.amp.GradScaler`: a batch
