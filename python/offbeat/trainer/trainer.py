@@ -35,12 +35,20 @@ from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
 from offbeat.trainer.callbacks import Callbacks, callbacks_of
 from offbeat.trainer.driven import Driven
-from offbeat.trainer.loop import TrainPlan, run
+from offbeat.trainer.loop import Loop, TrainPlan
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.predict import predict
 from offbeat.trainer.recompute import parts_of, recomputed
 from offbeat.trainer.scheduling import Given as GivenScheduler
-from offbeat.trainer.scheduling import Interval, faults_of_scheduler, scheduler_for, scheduling_of
+from offbeat.trainer.scheduling import (
+    Interval,
+    Scheduling,
+    as_it_was_if_refused,
+    faults_of_scheduler,
+    idle_faults,
+    scheduler_for,
+    scheduling_of,
+)
 from offbeat.trainer.served import Server
 from offbeat.trainer.settings import Amp, Kind, Sync, Syncs
 from offbeat.trainer.stage import Stage
@@ -271,7 +279,7 @@ class AsyncTrainer:
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         measured = faults.catch(lambda: meters(metrics)) or []
-        faults += faults_of_scheduler(scheduler, scheduler_interval, scheduler_metric)
+        faults += idle_faults(scheduler, scheduler_interval, scheduler_metric)
         source = faults.catch(
             lambda: batches_of(
                 dataset,
@@ -282,11 +290,8 @@ class AsyncTrainer:
                 pin_memory=self.device.type == "cuda",
             )
         )
-        refuse(faults)
-        assert source is not None  # noqa: S101  else there is a fault
-        live, is_here = self._use(optimizer, epochs)
-        scheduling = scheduling_of(
-            scheduler, scheduler_interval, scheduler_metric, live if is_here else None, self._scheduled
+        live, scheduling = self._chosen(
+            faults, optimizer, epochs, (scheduler, scheduler_interval, scheduler_metric)
         )
         if scheduling.scheduler is not None:
             self._scheduled = scheduler, scheduling.scheduler
@@ -312,10 +317,11 @@ class AsyncTrainer:
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
             self._stage.begin()
+            loop = Loop(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
             try:
-                run(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
+                loop.run()
             finally:
-                self._epochs_begun += history.epochs + (history.stopped != "epochs")
+                self._epochs_begun += history.epochs + loop.is_within_a_pass
                 if self._stage.used:
                     history.optimizer = self._words()
         if not history.samples and history.stopped == "epochs":
@@ -470,13 +476,14 @@ class AsyncTrainer:
             wrong = faults_of_state(chosen.live, optimizer)
             faults += wrong
             live = None if wrong else faults.catch(lambda: chosen.use(optimizer))
-        if state["scheduler"] is not None and live is not None:
-            if scheduler is None and scheduled is None:
-                faults.append("the state has a scheduler's, and there is none here: give scheduler=")
-            elif scheduler is not None:
-                made = faults.catch(lambda: scheduler_for(scheduler, live, scheduled))
-                scheduled = scheduled if made is None else (scheduler, made)
-        refuse(faults)
+        with as_it_was_if_refused(live):
+            if state["scheduler"] is not None and live is not None:
+                if scheduler is None and scheduled is None:
+                    faults.append("the state has a scheduler's, and there is none here: give scheduler=")
+                elif scheduler is not None:
+                    made = faults.catch(lambda: scheduler_for(scheduler, live, scheduled))
+                    scheduled = scheduled if made is None else (scheduler, made)
+            refuse(faults)
         self._optimizer, self._scheduled = chosen, scheduled
         if live is not None:
             workshop.live = live
@@ -523,14 +530,11 @@ class AsyncTrainer:
         Raises:
             ConfigError: If these cannot be used, as in `train`.
         """
-        refuse(Faults(faults_of_scheduler(scheduler, scheduler_interval, None)))
-        live, is_here = self._use(optimizer, epochs)
-        scheduling = scheduling_of(
-            scheduler,
-            scheduler_interval,
-            None,
-            live if is_here else None,
-            self._scheduled,
+        _, scheduling = self._chosen(
+            Faults(),
+            optimizer,
+            epochs,
+            (scheduler, scheduler_interval, None),
             measures=False,  # the account is the other's, and so is any metric
         )
         self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
@@ -624,16 +628,41 @@ class AsyncTrainer:
         place = find(os.environ)
         return f"member {place.rank} of {place.world_size}"
 
-    def _use(self, optimizer: object, epochs: int) -> tuple[torch.optim.Optimizer | None, bool]:
-        """Give the optimizer that is here, if one is needed, and whether all steps are its own."""
-        workshop = self._workshop
-        kinds = settings.kinds_in(self._stage.schedule, self._epochs_begun, epochs)
+    def _chosen(
+        self,
+        faults: Faults,
+        optimizer: object,
+        epochs: int,
+        asked: tuple[GivenScheduler, Interval, Metric | None],
+        *,
+        measures: bool = True,
+    ) -> tuple[torch.optim.Optimizer | None, Scheduling]:
+        """Give the optimizer that is here, if one is needed, and the scheduler; keep both if all is right.
+
+        Raises:
+            ConfigError: Naming all that is wrong with them beside the other faults; nothing is changed then.
+        """
+        workshop, kept, num_others = self._workshop, self._optimizer, len(faults)
+        span = epochs if type(epochs) is int else 1
+        kinds = settings.kinds_in(self._stage.schedule, self._epochs_begun, span)
         given = workshop.given if optimizer is None else optimizer
         is_here = "parameter_server" not in kinds or isinstance(given, torch.optim.Optimizer)
         is_needed = is_here or any(kind != "parameter_server" for kind in kinds)
-        workshop.live = self._optimizer.use(optimizer) if is_needed else None
-        workshop.given = given
-        return workshop.live, is_here
+        # A new one, so that a call that is refused leaves no optimizer behind.
+        chosen = LocalOptimizer(self.model) if kept.live is None else kept
+        live = faults.catch(lambda: chosen.use(optimizer)) if is_needed else None
+        faults += faults_of_scheduler(*asked)
+        scheduling = None
+        with as_it_was_if_refused(live):
+            if len(faults) == num_others:
+                own = live if is_here else None
+                scheduling = faults.catch(
+                    lambda: scheduling_of(*asked, own, self._scheduled, measures=measures)
+                )
+            refuse(faults)
+        assert scheduling is not None  # noqa: S101  else there is a fault
+        self._optimizer, workshop.live, workshop.given = chosen, live, given
+        return live, scheduling
 
     def _words(self) -> str:
         live = self._workshop.live

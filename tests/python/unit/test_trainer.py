@@ -450,6 +450,44 @@ def test_ctrl_c_keeps_the_history_and_the_next_train_goes_on():
         assert trainer.history.stopped == "max_steps"
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_ends_a_train_between_two_passes_leaves_no_number_out(error):
+    epochs = []
+
+    class Ends:
+        def on_step(self, trainer, step):
+            epochs.append(step.epoch)
+
+        def on_epoch_end(self, trainer, epoch):
+            if epoch == 1:
+                raise error
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Ends())
+    with pytest.raises(error):
+        train(trainer, optim.SGD(lr=0.1), data=DATA[:2], epochs=3)
+    train(trainer, None, data=DATA[:2], epochs=2)
+    assert epochs == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_pass_that_was_begun_and_not_finished_is_not_begun_again_and_one_without_a_batch_is():
+    epochs = []
+
+    class Seen:
+        def on_step(self, trainer, step):
+            epochs.append(step.epoch)
+
+    def broken(number):
+        yield from DATA[:number]
+        raise ZeroDivisionError
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Seen())
+    for number in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            train(trainer, optim.SGD(lr=0.1), data=broken(number), epochs=1)
+    train(trainer, None, data=DATA[:2], epochs=1)
+    assert epochs == [0, 1, 1]
+
+
 def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -705,16 +743,64 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
         ),
         ({"scheduler": lambda live: StepLR(live, 2), "scheduler_metric": "loss"}, "StepLR goes by no metric"),
         ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
+        ({"scheduler_interval": "step"}, 'scheduler_interval is "step", and there is no scheduler'),
         ({"scheduler": lambda live: 5}, "scheduler gave 5"),
+        (
+            {"scheduler": functools.partial(StepLR)},
+            r"StepLR.*cannot make one of the SGD: TypeError: .*step_size.*step_size=10",
+        ),
+        ({"scheduler": lambda live: OneCycleLR(live, 0.1)}, "cannot make one of the SGD: ValueError: "),
         (
             {"scheduler": StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 2)},
             "the StepLR is of another optimizer than the SGD",
         ),
     ],
 )
-def test_a_scheduler_that_does_not_fit_is_refused(keywords, told):
+def test_a_scheduler_that_does_not_fit_is_refused_and_no_optimizer_stays_behind(keywords, told):
+    trainer = offbeat.AsyncTrainer(model())
     with pytest.raises(ConfigError, match=told):
-        train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), **keywords)
+        train(trainer, optim.SGD(lr=0.1), **keywords)
+    assert trainer.optimizer is None
+    train(trainer, optim.Adam(lr=0.01), epochs=1)
+    assert type(trainer.optimizer) is torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        (
+            {"scheduler": lambda live: OneCycleLR(live, 0.1, total_steps=9), "scheduler_metric": "loss"},
+            "metric",
+        ),
+        ({"scheduler": lambda live: OneCycleLR(live, 0.1, total_steps=9), "max_steps": 0}, "max_steps is 0"),
+    ],
+)
+def test_a_refused_train_leaves_a_live_optimizer_as_it_was(keywords, told):
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=torch.tensor(0.3), momentum=0.8)
+    before, own = copy.deepcopy(live.state_dict()), set(vars(live))
+    trainer = offbeat.AsyncTrainer(trained)
+    with pytest.raises(ConfigError, match=told):
+        train(trainer, live, **keywords)
+    assert live.state_dict() == before
+    assert set(vars(live)) == own
+
+
+def test_what_is_wrong_with_optimizer_scheduler_and_the_rest_is_told_at_once():
+    trainer = offbeat.AsyncTrainer(model())
+    with pytest.raises(ConfigError) as refused:
+        train(trainer, 5, scheduler=StepLR, scheduler_interval="batch", max_steps=0)
+    for told in ("optimizer", "scheduler is the class StepLR", "interval 'batch'", "max_steps is 0"):
+        assert told in str(refused.value)
+    with pytest.raises(ConfigError, match=r"max_steps is 0: .*; .*StepLR goes by no metric"):
+        train(
+            trainer,
+            optim.SGD(lr=0.1),
+            scheduler=lambda live: StepLR(live, 2),
+            scheduler_metric="loss",
+            max_steps=0,
+        )
+    assert trainer.optimizer is None
 
 
 @pytest.mark.parametrize(
