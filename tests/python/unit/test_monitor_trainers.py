@@ -59,13 +59,13 @@ def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a
 def test_a_monitor_among_the_callbacks_hears_each_loss_once(watches, reduction):
     model = net()
     watched = {"nothing": None, "the model": model, "a part": model[0]}[watches]
-    alerts = []
+    loss_fn, alerts = nn.CrossEntropyLoss(reduction=reduction), []
+    spoilt = torch.full((6, 4), math.nan), torch.zeros(6, dtype=torch.long)
     with AsyncTrainingMonitor(watched, warm_up=5, callbacks=alerts.append) as monitor:
         trainer = offbeat.AsyncTrainer(model, callbacks=[monitor], loss_reduction=reduction)
         history = trainer.train(
-            dataloader=BATCHES,
-            epochs=1,
-            loss_fn=Loss(reduction),
+            dataloader=[*BATCHES[:9], spoilt],
+            loss_fn=loss_fn,
             optimizer=optim.SGD(lr=0.01),
             log_frequency=1,
             progress=False,
@@ -76,7 +76,7 @@ def test_a_monitor_among_the_callbacks_hears_each_loss_once(watches, reduction):
         10 if watches == "a part" else 9
     ]  # before that's step, or after
     assert series.values[:9] == pytest.approx([record.metrics["loss"] for record in history.records[:9]])
-    trainer.train(dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(reduction=reduction), progress=False)
+    trainer.train(dataloader=BATCHES, loss_fn=loss_fn, progress=False)
     assert monitor.report().series["loss"].num_seen == 10  # a closed one hears no more
 
 
