@@ -9,7 +9,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from offbeat import process, termination
+from offbeat import process, termination, trained_by
 from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError, ConfigError
 from offbeat.monitor.alert import Alert, is_finite
@@ -257,6 +257,21 @@ class AsyncTrainingMonitor:
             alerts = self._take({name: v for name, v in readings.items() if v is not None}, worker)
         self._is_outdated |= self._tell(alerts)
         return alerts
+
+    def on_step(self, trainer: Any, step: Any) -> None:  # noqa: ANN401  of a package that this is not above
+        """Hear of a batch, where it is one of an `AsyncTrainer`'s `callbacks`.
+
+        What watches the trainer's model has heard of it already, by hooks, and what is closed hears no more.
+        """
+        hears_all = self._attachment in trained_by.keepers_of(trainer.model)
+        if self._is_closed or hears_all:
+            return
+        mean = step.loss if trainer.loss_reduction == "mean" else step.loss / step.samples
+        self._hear({"loss": mean, "gradient_norm": step.gradient_norm})
+        if self._attachment is None:  # else the steps of what it watches count
+            self._num_steps += 1
+            if self._num_steps == SILENT_STEPS:
+                self._warn_of_silence()
 
     def resume(self) -> None:
         """Let training go on after a "pause"; any thread may call it."""

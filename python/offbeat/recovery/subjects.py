@@ -243,7 +243,7 @@ class _Trainer(_Ordered):
         faults = _of_the_server(strategy) if "parameter_server" in kinds else []
         group = group_of(self._trainer.process_group) if self._trainer.needs_group else None
         if group is None or distributed.get_world_size(group) == 1:
-            return faults
+            return faults or (_of_several(strategy) if self._trainer.averages_at_a_server else [])
         if "accumulate" in kinds:
             faults.append(
                 'the AsyncTrainer\'s strategy is "accumulate", whose updates are the same in all members, '

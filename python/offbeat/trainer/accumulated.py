@@ -108,7 +108,7 @@ class Accumulated(Strategy):
             overlap=self.sync.overlap is not False,
             device=workshop.device,
             loss_reduction=workshop.reduction,
-            process_group=workshop.process_group,
+            process_group=workshop.places.group,
         )
 
     @contextmanager
@@ -122,7 +122,7 @@ class Accumulated(Strategy):
 
 def _forget_what_differs(workshop: Workshop) -> None:
     """Let an optimizer that has stepped apart from the others' begin anew: updates are to be the same."""
-    group = group_of(workshop.process_group)
+    group = group_of(workshop.places.group)
     live = workshop.live
     if live is None or group is None or distributed.get_world_size(group) == 1 or not workshop.tally.steps:
         return

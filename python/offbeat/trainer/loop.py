@@ -19,7 +19,7 @@ from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker.account import Account
 
-__all__ = ["TrainPlan", "run"]
+__all__ = ["Loop", "TrainPlan"]
 
 WHERE_NOT_FINITE = (
     "give a lower learning rate, max_grad_norm= or, in half precision, a loss scale (amp='fp16' has one), "
@@ -62,31 +62,17 @@ class TrainPlan:
         return None
 
 
-def run(plan: TrainPlan, *, workshop: Workshop, stage: Stage, history: History, progress: Progress) -> None:
-    """Train by the plan and write down in `history` what happened; of an exception, `stop_noted` does.
+class Loop:
+    """One run of the loop.
 
-    Raises:
-        RejectedError: After 100 rejections by a server in a row, with their reasons.
-        ConfigError: If a batch or a loss is not what can be trained on.
+    Attributes:
+        is_within_a_pass: One has given a batch, and has not come to its end.
     """
-    loop = _Loop(plan, workshop, stage, history, progress)
-    try:
-        with progress:
-            loop.run()
-    except BaseException:
-        if stage.strategy is not None:
-            stage.strategy.abandon()
-        raise
-    finally:
-        loop.lines.note_time()
-
-
-class _Loop:
-    """The state of one run of the loop."""
 
     def __init__(
-        self, plan: TrainPlan, workshop: Workshop, stage: Stage, history: History, progress: Progress
+        self, plan: TrainPlan, *, workshop: Workshop, stage: Stage, history: History, progress: Progress
     ) -> None:
+        self.is_within_a_pass = False
         self._plan = plan
         self._workshop = workshop
         self._stage = stage
@@ -96,7 +82,7 @@ class _Loop:
         self._steps_before = workshop.tally.steps
         self._skipped_before = workshop.tally.skipped
         self._finiteness = Finiteness(workshop.model, history, remedy=WHERE_NOT_FINITE)
-        self.lines = LogLines(
+        self._lines = LogLines(
             history,
             meters=plan.meters,
             log_frequency=plan.log_frequency,
@@ -107,13 +93,30 @@ class _Loop:
         )
 
     def run(self) -> None:
+        """Train by the plan and write down in the history what happened; of an exception, `stop_noted` does.
+
+        Raises:
+            RejectedError: After 100 rejections by a server in a row, with their reasons.
+            ConfigError: If a batch or a loss is not what can be trained on.
+        """
+        try:
+            with self._progress:
+                self._run()
+        except BaseException:
+            if self._stage.strategy is not None:
+                self._stage.strategy.abandon()
+            raise
+        finally:
+            self._lines.note_time()
+
+    def _run(self) -> None:
         wake(self._workshop.model)
         self._train()
         strategy = self._stage.strategy
         if strategy is not None:
             strategy.settle()
             self._note()
-            if self.lines.is_one_missing:
+            if self._lines.is_one_missing:
                 self._log(strategy)
         self._finiteness.end()
         if self._account.is_out_of_budget:
@@ -125,6 +128,7 @@ class _Loop:
         for epoch in range(plan.first_epoch, plan.first_epoch + plan.epochs):
             strategy = self._stage.at(epoch)
             for batch in plan.source.epoch(epoch):
+                self.is_within_a_pass = True
                 strategy = self._stage.at(epoch)  # a callback may have chosen another
                 self._batch(strategy, batch, epoch)
                 if self._account.is_out_of_budget:
@@ -135,6 +139,7 @@ class _Loop:
             strategy.end_epoch()
             self._note()
             history.epochs += 1
+            self.is_within_a_pass = False
             plan.scheduling.end_epoch()
             plan.callbacks.tell("on_epoch_end", epoch)
             if self._account.is_out_of_budget:
@@ -157,7 +162,7 @@ class _Loop:
             norm = workshop.numerics.norm
             step = Step(history.steps, epoch, samples, made.loss, norm, made.is_skipped)
             plan.callbacks.tell("on_step", step)
-        if self.lines.is_due:
+        if self._lines.is_due:
             self._log(strategy)
 
     def _measure(self, batch: Batch, made: Made) -> torch.Tensor:
@@ -177,7 +182,7 @@ class _Loop:
     def _log(self, strategy: Strategy) -> None:
         fates = self._account.fates
         staleness, told = fates.mean_staleness, fates.read()
-        record = self.lines.write(
+        record = self._lines.write(
             version=strategy.version,
             where=f"{strategy.version_is} {strategy.version}" if strategy.version_is else "",
             staleness=staleness,

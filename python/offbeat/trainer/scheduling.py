@@ -1,5 +1,6 @@
 """A learning rate that a scheduler of torch's moves: after each step of the optimizer, or each epoch."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
@@ -7,13 +8,23 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from offbeat import process
 from offbeat.checks import Faults, objects
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, meters
 from offbeat.naming import unknown
 
-__all__ = ["Given", "Interval", "Scheduling", "faults_of_scheduler", "scheduler_for", "scheduling_of"]
+__all__ = [
+    "Given",
+    "Interval",
+    "Scheduling",
+    "as_it_was_if_refused",
+    "faults_of_scheduler",
+    "idle_faults",
+    "scheduler_for",
+    "scheduling_of",
+]
 
 Given: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 """A scheduler, or what makes one of the optimizer."""
@@ -77,6 +88,47 @@ def faults_of_scheduler(given: object, interval: object, metric: object) -> list
     return faults
 
 
+def idle_faults(given: object, interval: object, metric: object) -> list[str]:
+    """Tell what is given for a scheduler, where there is none."""
+    if given is not None:
+        return []
+    faults = []
+    if interval == "step":
+        faults.append(
+            'scheduler_interval is "step", and there is no scheduler, which would step then: give '
+            "scheduler=, or leave it out"
+        )
+    if metric is not None:
+        faults.append("scheduler_metric is given, and no scheduler, which would go by it: leave it out")
+    return faults
+
+
+@contextmanager
+def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Undo what making a scheduler does to its optimizer, where that is refused in here.
+
+    Most set the learning rate at once, and each puts its own step around the optimizer's.
+    """
+    if live is None:
+        yield
+        return
+    own = dict(vars(live))
+    groups = [{name: _copied(name, value) for name, value in group.items()} for group in live.param_groups]
+    try:
+        yield
+    except ConfigError:
+        vars(live).clear()
+        vars(live).update(own)
+        for group, before in zip(live.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        raise
+
+
+def _copied(name: str, value: Any) -> Any:  # noqa: ANN401  of a parameter group
+    return value if name == "params" else copy.deepcopy(value)
+
+
 def scheduling_of(
     given: Any,  # noqa: ANN401  looked at already
     interval: Interval,
@@ -101,10 +153,6 @@ def scheduling_of(
         ConfigError: If they do not fit one another.
     """
     if given is None:
-        if metric is not None:
-            raise ConfigError(
-                "scheduler_metric is given, and no scheduler, which would go by it: leave it out"
-            )
         return Scheduling(None, interval, None)
     if live is None:
         raise ConfigError(
@@ -134,7 +182,7 @@ def scheduler_for(
     if isinstance(given, LRScheduler):
         scheduler = given
     else:
-        scheduler = before[1] if before is not None and are_equal(given, before[0]) else given(live)
+        scheduler = before[1] if before is not None and are_equal(given, before[0]) else _made(given, live)
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(f"scheduler gave {scheduler!r}: it makes one of torch.optim.lr_scheduler")
     if scheduler.optimizer is not live:
@@ -144,6 +192,17 @@ def scheduler_for(
             f"functools.partial({type(scheduler).__name__}, ...)"
         )
     return scheduler
+
+
+def _made(given: Any, live: torch.optim.Optimizer) -> Any:  # noqa: ANN401  whatever came
+    try:
+        return given(live)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"scheduler is {given!r:.200}, which cannot make one of the {type(live).__name__}: "
+            f"{process.cause_of(error)}; give all that it needs, as functools.partial(StepLR, step_size=10) "
+            f"does"
+        ) from error
 
 
 def _check_metric(scheduler: LRScheduler, interval: Interval, metric: Metric | None) -> None:

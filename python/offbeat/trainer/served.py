@@ -1,6 +1,5 @@
 """Training against a parameter server."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,22 +10,7 @@ from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker import AsyncWorker
 
-__all__ = ["Served", "Server"]
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where the server is, as a user says it.
-
-    Attributes:
-        address: "HOST:PORT"; None: OFFBEAT_SERVER.
-        token: None: OFFBEAT_TOKEN.
-        worker_id: The name there; None: the server gives one.
-    """
-
-    address: str | None
-    token: str | None
-    worker_id: str | None
+__all__ = ["Served"]
 
 
 class Served(Strategy):
@@ -38,10 +22,9 @@ class Served(Strategy):
 
     version_is = "version"
 
-    def __init__(self, workshop: Workshop, sync: Sync, server: Server) -> None:
+    def __init__(self, workshop: Workshop, sync: Sync) -> None:
         super().__init__(workshop, sync)
-        self._server = server
-        self._worker_id = server.worker_id
+        self._worker_id = workshop.places.worker_id
         self._gathered = 0
         self._given: object = None
         self._run: str | None = None  # which it has to be; None: any
@@ -150,16 +133,16 @@ class Served(Strategy):
         return self.worker
 
     def _join(self) -> None:
-        workshop, server = self.workshop, self._server
+        workshop, places = self.workshop, self.workshop.places
         given: Any = workshop.given if workshop.given is not None else self._given
         self.worker = AsyncWorker(
-            server.address,
+            places.address,
             workshop.model,
             update_frequency=self.sync.every,
             device=workshop.device,
             optimizer=given,
             loss_reduction=workshop.reduction,
-            token=server.token,
+            token=places.token,
             worker_id=self._worker_id,
         )
         self._given = given

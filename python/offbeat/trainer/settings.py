@@ -1,8 +1,7 @@
 """What a trainer is told when it is made: checked together, and what of it holds in which epoch."""
 
 import math
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,11 +9,12 @@ from offbeat.averaging.methods import METHODS, Method, as_method
 from offbeat.averaging.settings import overlap_faults
 from offbeat.checks import Faults, at_least_one, is_count, is_number
 from offbeat.errors import ConfigError
-from offbeat.local.group import group_of
 from offbeat.naming import unknown
 
 __all__ = [
     "AMP",
+    "REGULAR_EVERY",
+    "WARM_UP_EVERY",
     "Amp",
     "Given",
     "Kind",
@@ -22,10 +22,8 @@ __all__ = [
     "Syncs",
     "as_kind",
     "faults_of",
-    "faults_of_kinds",
     "kind_at",
     "kinds_in",
-    "needs_group",
     "schedule_of",
     "shown_kind",
 ]
@@ -39,10 +37,10 @@ Given: TypeAlias = Kind | Mapping[int, Kind]
 
 AMP = ("none", "bf16", "fp16")
 NAMES = ("local", *METHODS, "accumulate", "parameter_server")
-NO_FP16 = (
-    'amp is "fp16" and the strategy "accumulate", which refuses an update that is not finite, as the first '
-    'ones of a loss scale often are: take amp="bf16", or strategy="average"'
-)
+WARM_UP_EVERY = 10
+"""Batches from meeting to meeting, where nothing is said: in the warm-up."""
+REGULAR_EVERY = 100
+"""Likewise, after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,20 @@ class Syncs:
     def at(self, epoch: int) -> Sync:
         """Give what holds in an epoch, counted from 0."""
         return self.warm_up if epoch < self.warm_up_epochs else self.regular
+
+    def within(self, begin: int, end: float) -> list[Sync]:
+        """Give all that hold from one epoch on, up to another."""
+        found = [self.warm_up] if begin < min(self.warm_up_epochs, end) else []
+        return [*found, self.regular] if end > max(begin, self.warm_up_epochs) else found
+
+    def given(self) -> list[str]:
+        """Give what is known to have been set, for it is other than where nothing is said; as it was said."""
+        usual = {
+            "warm_up_epochs": (self.warm_up_epochs, 0),
+            "warm_up_sync_frequency": (self.warm_up.every, WARM_UP_EVERY),
+            "regular_sync_frequency": (self.regular.every, REGULAR_EVERY),
+        }
+        return [f"{name}={value}" for name, (value, other) in usual.items() if value != other]
 
 
 def as_kind(given: object) -> Kind:
@@ -126,11 +138,6 @@ def kind_at(schedule: Mapping[int, Kind], epoch: int) -> Kind:
     return schedule[max(begin for begin in schedule if begin <= epoch)]
 
 
-def needs_group(kind: Kind) -> bool:
-    """Tell whether a strategy's members are a process group of torch's."""
-    return isinstance(kind, Method) or kind == "accumulate"
-
-
 def kinds_in(schedule: Mapping[int, Kind], first: int, epochs: int) -> list[Kind]:
     """Give the strategies of so many epochs."""
     return [kind_at(schedule, first), *(kind for e, kind in schedule.items() if first < e < first + epochs)]
@@ -139,23 +146,6 @@ def kinds_in(schedule: Mapping[int, Kind], first: int, epochs: int) -> list[Kind
 def shown_kind(kind: Kind) -> str:
     """Give a strategy as a user would."""
     return repr(kind)
-
-
-def faults_of_kinds(
-    kinds: Collection[Kind], *, amp: object, server: object, process_group: object
-) -> list[str]:
-    """Tell what strategies lack, or cannot be used with."""
-    faults = Faults()
-    if amp == "fp16" and "accumulate" in kinds:
-        faults.append(NO_FP16)
-    if "parameter_server" in kinds and not server and not os.environ.get("OFFBEAT_SERVER"):
-        faults.append(
-            'strategy is "parameter_server", and nobody says where it is: give server_address="HOST:PORT", '
-            "or set OFFBEAT_SERVER"
-        )
-    if any(needs_group(kind) for kind in kinds):
-        faults.catch(lambda: group_of(process_group))
-    return faults
 
 
 def faults_of(

@@ -10,7 +10,7 @@ from offbeat import process
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
 from offbeat.trainer.accumulated import Accumulated
-from offbeat.trainer.served import Served, Server
+from offbeat.trainer.served import Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
 
@@ -24,19 +24,17 @@ class Stage:
 
     Attributes:
         schedule: Strategies by the epochs that they begin with.
+        syncs: How often members meet in which epoch.
         strategy: At work; None before the first batch.
         used: What was at work since `begin`, one after the other, in words.
     """
 
-    def __init__(
-        self, workshop: Workshop, schedule: Mapping[int, Kind], syncs: Syncs, server: Server
-    ) -> None:
+    def __init__(self, workshop: Workshop, schedule: Mapping[int, Kind], syncs: Syncs) -> None:
         self.schedule = schedule
         self.strategy: Strategy | None = None
         self.used: list[str] = []
         self._workshop = workshop
-        self._syncs = syncs
-        self._server = server
+        self.syncs = syncs
         self._kind: Kind | None = None
         self._epoch = 0
 
@@ -49,8 +47,12 @@ class Stage:
 
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
-        kind, sync = kind_at(self.schedule, epoch), self._syncs.at(epoch)
+        kind, sync = kind_at(self.schedule, epoch), self.syncs.at(epoch)
         strategy, self._epoch = self.strategy, epoch
+        if kind != self._kind and self._became(kind):
+            _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
+            self._kind = kind
+            self.used.append(shown_kind(kind))
         if strategy is None or kind != self._kind:
             is_change = strategy is not None
             if strategy is not None:
@@ -58,23 +60,33 @@ class Stage:
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
+            before = self._values() if is_change and self._is_served(kind) else None
             strategy = self.strategy = self._made(kind, sync)
             self._kind = kind
             self.used.append(shown_kind(kind))
-            before = self._values() if is_change and kind == "parameter_server" else None
             strategy.begin()
             if before is not None and not all(map(torch.equal, before, self._values())):
+                named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
                 process.warn(
-                    f'epoch {epoch}: "parameter_server" goes on from the model that the server has, in which '
+                    f"epoch {epoch}: {named} goes on from the model that the server has, in which "
                     f"what was trained here without it is not: that is lost, unless others have it; let "
-                    f'"parameter_server" come before other strategies, or start a server without a model, '
-                    f"which takes this one"
+                    f"it come before other strategies, or start a server without a model, which takes this "
+                    f"one"
                 )
         elif sync != strategy.sync:
             if strategy.meets_others:
                 _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
         return strategy
+
+    def _became(self, kind: Kind) -> bool:
+        """Tell whether what is at work goes on as that strategy."""
+        strategy = self.strategy
+        return isinstance(strategy, Averaged) and isinstance(kind, Method) and strategy.become(kind)
+
+    def _is_served(self, kind: Kind) -> bool:
+        is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
+        return kind == "parameter_server" or is_averaged
 
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
@@ -102,10 +114,11 @@ class Stage:
         values = [tensor.detach().clone() for tensor in tensors]
         epoch = self._epoch = state["epoch"]
         kind = self._kind = kind_at(self.schedule, epoch)
-        self.strategy = self._made(kind, self._syncs.at(epoch))  # members of a group begin with the first's
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
+        self.strategy = self._made(kind, self.syncs.at(epoch))  # members of a group begin with the first's
+        if not self.strategy.has_joined_others:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
         self.strategy.load_state_dict(state["work"])
 
     def close(self) -> None:
@@ -125,6 +138,14 @@ class Stage:
         if kind == "accumulate":
             return Accumulated(self._workshop, sync)
         if kind == "parameter_server":
-            return Served(self._workshop, sync, self._server)
-        _log.info('strategy "local" trains alone: the frequencies of meeting others have no effect')
+            return Served(self._workshop, sync)
+        no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect'
+        given = self.syncs.given()
+        if given and all(other == "local" for other in self.schedule.values()):
+            process.warn(
+                f"{no_effect} ({', '.join(given)}): leave them out, or take a strategy that meets others, as "
+                f'"average" does'
+            )
+        else:
+            _log.info(no_effect)
         return Local(self._workshop, sync)

@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from offbeat import process, trained_by
 from offbeat.averaging import AsyncModelAverager
@@ -15,11 +15,10 @@ from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
 from offbeat.trainer.numerics import Numerics
+from offbeat.trainer.places import Places
 from offbeat.trainer.settings import Sync
 
-__all__ = ["Averaged", "Batch", "Local", "Made", "ProcessGroup", "Strategy", "Tally", "Workshop"]
-
-ProcessGroup = distributed.ProcessGroup | Literal[False] | None
+__all__ = ["Averaged", "Batch", "Local", "Made", "Strategy", "Tally", "Workshop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Workshop:
         numerics: Of its steps.
         tally: Of what is done.
         reduction: Of the losses.
-        process_group: The members, as a user gives them.
+        places: Where members meet, as a user gives them.
         live: The optimizer here; None where there is none.
         given: The optimizer as the user gave it.
         loss_fn: From (outputs, targets) to a scalar.
@@ -98,7 +97,7 @@ class Workshop:
     numerics: Numerics
     tally: Tally
     reduction: LossReduction
-    process_group: ProcessGroup
+    places: Places
     live: torch.optim.Optimizer | None = None
     given: object = None
     loss_fn: LossFunction | None = None
@@ -162,6 +161,11 @@ class Strategy(ABC):
     # ------------------------------------------------------------------ state
 
     @property
+    def has_joined_others(self) -> bool:
+        """Whether the model is what others have made meanwhile, and not what a state has."""
+        return False
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a round is, which a state would end, or batches are gathered, which it would lack."""
         return False
@@ -211,19 +215,24 @@ class Averaged(Local):
 
     def __init__(self, workshop: Workshop, sync: Sync, method: Method) -> None:
         super().__init__(workshop, sync)
+        meeting = workshop.places.meeting
         self.averager = AsyncModelAverager(
             workshop.model,
             averaging_frequency=sync.every,
             method=method,
             overlap=sync.overlap,
-            process_group=workshop.process_group,
+            communication_backend=workshop.places.backend,
+            process_group=meeting.group,
+            server_address=meeting.address,
+            token=meeting.token,
+            asynchronous=meeting.is_asynchronous,
             device=workshop.device,
         )
-        if self.averager.world_size == 1 and workshop.process_group is not False:
+        if self.averager.is_alone and meeting.group is not False:
             process.announce(
                 f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
-                f"by offbeat launch --workers 4, each with offbeat.init_distributed('gloo'), or take "
-                f'strategy="local"'
+                f"by offbeat launch --workers 4, each with offbeat.init_distributed('gloo'), give "
+                f'server_address= of an offbeat server, or take strategy="local"'
             )
 
     @property
@@ -245,6 +254,28 @@ class Averaged(Local):
     def close(self) -> None:
         """Give back the members' group."""
         self.averager.close()
+
+    @property
+    def has_joined_others(self) -> bool:
+        """Whether the model is what others have made at a server."""
+        return self.averager.has_joined_others
+
+    def become(self, method: Method) -> bool:
+        """Average by another method from here on, where members meet at a server: nobody leaves it for that.
+
+        Who left, and came again by the new method, would meet there who still averages by the one before.
+        Where others are not there to agree, or the server is lost, the averager asks again in each round.
+
+        Returns:
+            Whether it does; else this is to be closed, and another one made.
+        """
+        places, averager = self.workshop.places, self.averager
+        if not places.are_served or places.is_asynchronous:
+            return False
+        averager.flush()
+        averager.method = method
+        averager.flush()
+        return True
 
     @property
     def is_under_way(self) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from offbeat import process, trained_by
 from offbeat.averaging.methods import Method
+from offbeat.averaging.settings import Backend
 from offbeat.checks import Faults, check_keys, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
 from offbeat.history import History, Record
@@ -35,16 +36,24 @@ from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
 from offbeat.trainer.callbacks import Callbacks, callbacks_of
 from offbeat.trainer.driven import Driven
-from offbeat.trainer.loop import TrainPlan, run
+from offbeat.trainer.loop import Loop, TrainPlan
 from offbeat.trainer.numerics import Numerics
+from offbeat.trainer.places import Places, ProcessGroup
 from offbeat.trainer.predict import predict
 from offbeat.trainer.recompute import parts_of, recomputed
 from offbeat.trainer.scheduling import Given as GivenScheduler
-from offbeat.trainer.scheduling import Interval, faults_of_scheduler, scheduler_for, scheduling_of
-from offbeat.trainer.served import Server
+from offbeat.trainer.scheduling import (
+    Interval,
+    Scheduling,
+    as_it_was_if_refused,
+    faults_of_scheduler,
+    idle_faults,
+    scheduler_for,
+    scheduling_of,
+)
 from offbeat.trainer.settings import Amp, Kind, Sync, Syncs
 from offbeat.trainer.stage import Stage
-from offbeat.trainer.strategies import ProcessGroup, Tally, Workshop
+from offbeat.trainer.strategies import Tally, Workshop
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -71,13 +80,14 @@ class AsyncTrainer:
     one here, and where members change to ``"accumulate"``, whose updates are the same in all of them, the
     state of the one here. All members have to change after the same batch of theirs. ``"parameter_server"``
     goes on from the server's model, where that has one: what was trained here without it is not in that, and
-    a warning says so.
+    a warning says so. So does a method of averaging at a server, after a strategy that is none.
 
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
             `device` and trained in place.
         warm_up_epochs: Epochs, counted over the trainer's life, in which members meet every
-            `warm_up_sync_frequency` batches and wait for one another. At their end they meet once more.
+            `warm_up_sync_frequency` batches and wait for one another. At their end they meet once more. This
+            and the two frequencies do nothing with ``"local"``, and a warning says so.
         warm_up_sync_frequency: Batches from meeting to meeting in these epochs.
         regular_sync_frequency: In all others. With ``"accumulate"`` a meeting is an update; with
             ``"parameter_server"`` a push.
@@ -89,7 +99,8 @@ class AsyncTrainer:
         device: Where to train.
         callbacks: Objects with any of ``on_step(trainer, step)``, ``on_log(trainer, record)``,
             ``on_epoch_end(trainer, epoch)`` and ``on_train_end(trainer, history)``. Their errors are raised.
-            A method with nearly such a name, as ``on_epochs_end``, is refused.
+            A method with nearly such a name, as ``on_epochs_end``, is refused. An `AsyncTrainingMonitor` is
+            one, too: it hears the losses, and clipped gradients' norms, where hooks do not tell it already.
         max_grad_norm: Gradients are clipped to this total norm before each step of the optimizer; with one on
             a server, before each batch's are gathered. None: not at all.
         amp: ``"none"``; ``"bf16"``: autocast; ``"fp16"``: autocast, and a `torch.amp.GradScaler`: a batch
@@ -100,21 +111,29 @@ class AsyncTrainer:
             pass, to save memory; True: all parts with parameters of each `nn.Sequential` that the model is,
             or has right below it.
         loss_reduction: Whether losses are means over their batch, or sums.
-        overlap: As `AsyncModelAverager`'s and `AsyncGradientAccumulator`'s, after the warm-up.
+        overlap: As `AsyncModelAverager`'s and `AsyncGradientAccumulator`'s, after the warm-up; a number is
+            for methods of averaging alone.
+        communication_backend: Where members meet that average, as `AsyncModelAverager`'s: ``"tcp"``: at an
+            Offbeat server, where they come, go and die without stopping the others; ``"gloo"`` or
+            ``"nccl"``: in torch's process group. None: ``"tcp"`` with `server_address`, unless
+            `process_group` is given, or the server is that of a strategy ``"parameter_server"``; else the
+            group that there is.
         process_group: The members, as theirs.
-        server_address: "HOST:PORT" of the parameter server; OFFBEAT_SERVER if not given.
+        server_address: "HOST:PORT" of the parameter server, or of the server at which models are averaged;
+            OFFBEAT_SERVER if not given.
         token: Its token; OFFBEAT_TOKEN if not given.
-        worker_id: This worker's name there; None: the server gives one.
+        worker_id: This worker's name there, with ``"parameter_server"``; None: the server gives one.
+        asynchronous: With ``"diloco"`` at a server: nobody waits for anybody, as `AsyncModelAverager`'s.
         trackers: Get the log lines of every `train`.
         seed: Of the order in which `train(dataset=...)` goes through the data. None: each member has an order
             of its own, the same in every run.
 
     Raises:
-        ConfigError: Naming all settings that cannot be used.
+        ConfigError: Naming all settings that cannot be used, or that no strategy has a use for.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> trainer = offbeat.AsyncTrainer(model, warm_up_epochs=1)
+        >>> trainer = offbeat.AsyncTrainer(model)
         >>> data = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))] * 10
         >>> history = trainer.train(
         ...     dataloader=data,
@@ -131,8 +150,8 @@ class AsyncTrainer:
         self,
         model: nn.Module,
         warm_up_epochs: int = 0,
-        warm_up_sync_frequency: int = 10,
-        regular_sync_frequency: int = 100,
+        warm_up_sync_frequency: int = settings.WARM_UP_EVERY,
+        regular_sync_frequency: int = settings.REGULAR_EVERY,
         *,
         strategy: str | Method | Mapping[int, str | Method] = "local",
         local_batch_size: int = 32,
@@ -144,21 +163,24 @@ class AsyncTrainer:
         gradient_checkpointing: bool | Iterable[str] = False,
         loss_reduction: LossReduction = "mean",
         overlap: bool | int = True,
+        communication_backend: Backend | None = None,
         process_group: ProcessGroup = None,
         server_address: str | None = None,
         token: str | None = None,
         worker_id: str | None = None,
+        asynchronous: bool = False,
         trackers: Tracker | Iterable[Tracker] = (),
         seed: int | None = None,
     ) -> None:
         faults = Faults(of_model(model))
+        sound = None if faults else model
         schedule = faults.catch(lambda: settings.schedule_of(strategy))
         counts = {
             "warm_up_sync_frequency": warm_up_sync_frequency,
             "regular_sync_frequency": regular_sync_frequency,
             "local_batch_size": local_batch_size,
         }
-        faults += settings.faults_of(
+        wrong = settings.faults_of(
             warm_up_epochs=warm_up_epochs,
             counts=counts,
             max_grad_norm=max_grad_norm,
@@ -167,11 +189,25 @@ class AsyncTrainer:
             overlap=overlap,
             loss_reduction=loss_reduction,
         )
+        faults += wrong
         faults += [*of_seed(seed), *strings(server_address=server_address, token=token)]
         faults += of_worker_id(worker_id)
-        faults += settings.faults_of_kinds(
-            [*(schedule or {}).values()], amp=amp, server=server_address, process_group=process_group
+        syncs = Syncs(
+            warm_up_epochs, Sync(warm_up_sync_frequency, overlap=False), Sync(regular_sync_frequency, overlap)
         )
+        kinds = [*(schedule or {}).values()]
+        places = Places(
+            backend=communication_backend,
+            group=process_group,
+            address=server_address,
+            token=token,
+            worker_id=worker_id,
+            is_asynchronous=asynchronous,
+        ).of(kinds)
+        if schedule is not None:
+            fitting = None if wrong else syncs
+            faults += places.faults(schedule, amp=amp, syncs=fitting, model=sound)
+            faults += places.idle_faults(kinds, overlap)
         where = faults.catch(lambda: usable_device(device))
         told = faults.catch(lambda: callbacks_of(callbacks)) or []
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
@@ -180,7 +216,7 @@ class AsyncTrainer:
             twice = faults.catch(lambda: parts_of(model, gradient_checkpointing)) or []
         if compile is not False and gradient_checkpointing is not False:
             faults.append("compile and gradient_checkpointing do not go together here: take one of the two")
-        refuse(faults)
+        refuse(dict.fromkeys(faults))
         assert where is not None  # noqa: S101  else there is a fault
         assert schedule is not None  # noqa: S101
         if compile is not False:
@@ -190,19 +226,16 @@ class AsyncTrainer:
         self.device = where
         self.local_batch_size = local_batch_size
         self._amp = amp
-        self._server_address = server_address
+        self._places = places
         self._seed = seed
         self._twice = twice
         self._callbacks = Callbacks(self, told)
         self._trackers = tracking
         self._optimizer = LocalOptimizer(model)
         self._workshop = Workshop(
-            model, where, Numerics(amp, where, max_grad_norm), Tally(), loss_reduction, process_group
+            model, where, Numerics(amp, where, max_grad_norm), Tally(), loss_reduction, places
         )
-        syncs = Syncs(
-            warm_up_epochs, Sync(warm_up_sync_frequency, overlap=False), Sync(regular_sync_frequency, overlap)
-        )
-        self._stage = Stage(self._workshop, schedule, syncs, Server(server_address, token, worker_id))
+        self._stage = Stage(self._workshop, schedule, syncs)
         self._epochs_begun = 0
         self._history = History()
         self._scheduled: tuple[object, LRScheduler] | None = None
@@ -270,7 +303,7 @@ class AsyncTrainer:
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         measured = faults.catch(lambda: meters(metrics)) or []
-        faults += faults_of_scheduler(scheduler, scheduler_interval, scheduler_metric)
+        faults += idle_faults(scheduler, scheduler_interval, scheduler_metric)
         source = faults.catch(
             lambda: batches_of(
                 dataset,
@@ -281,12 +314,10 @@ class AsyncTrainer:
                 pin_memory=self.device.type == "cuda",
             )
         )
-        refuse(faults)
-        assert source is not None  # noqa: S101  else there is a fault
-        live, is_here = self._use(optimizer, epochs)
-        scheduling = scheduling_of(
-            scheduler, scheduler_interval, scheduler_metric, live if is_here else None, self._scheduled
+        live, scheduling = self._chosen(
+            faults, optimizer, epochs, (scheduler, scheduler_interval, scheduler_metric)
         )
+        assert source is not None  # noqa: S101  else there is a fault
         if scheduling.scheduler is not None:
             self._scheduled = scheduler, scheduling.scheduler
         self._warn_of_reduction(loss_fn)
@@ -311,10 +342,11 @@ class AsyncTrainer:
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
             self._stage.begin()
+            loop = Loop(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
             try:
-                run(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
+                loop.run()
             finally:
-                self._epochs_begun += history.epochs + (history.stopped != "epochs")
+                self._epochs_begun += history.epochs + loop.is_within_a_pass
                 if self._stage.used:
                     history.optimizer = self._words()
         if not history.samples and history.stopped == "epochs":
@@ -343,8 +375,17 @@ class AsyncTrainer:
     @strategy.setter
     def strategy(self, given: str | Method | Mapping[int, str | Method]) -> None:
         schedule = settings.schedule_of(given)
-        refuse(self._faults_of(list(schedule.values())))
-        self._stage.schedule = schedule
+        stage = self._stage
+        refuse(
+            self._places.faults(
+                schedule,
+                amp=self._amp,
+                syncs=stage.syncs,
+                model=self.model,
+                first=self._num_finished,
+            )
+        )
+        stage.schedule = schedule
 
     @property
     def averages_models(self) -> bool:
@@ -434,7 +475,7 @@ class AsyncTrainer:
         stage, live = self._stage.state_dict(), self._optimizer.live
         scheduled, scaler = self._scheduled, self._workshop.numerics.scaler
         return {
-            "epochs": self._epochs_begun + (self._history.epochs if self._is_training else 0),
+            "epochs": self._num_finished,
             "steps": self._workshop.tally.steps,
             "skipped": self._workshop.tally.skipped,
             "stage": stage,
@@ -469,13 +510,14 @@ class AsyncTrainer:
             wrong = faults_of_state(chosen.live, optimizer)
             faults += wrong
             live = None if wrong else faults.catch(lambda: chosen.use(optimizer))
-        if state["scheduler"] is not None and live is not None:
-            if scheduler is None and scheduled is None:
-                faults.append("the state has a scheduler's, and there is none here: give scheduler=")
-            elif scheduler is not None:
-                made = faults.catch(lambda: scheduler_for(scheduler, live, scheduled))
-                scheduled = scheduled if made is None else (scheduler, made)
-        refuse(faults)
+        with as_it_was_if_refused(live):
+            if state["scheduler"] is not None and live is not None:
+                if scheduler is None and scheduled is None:
+                    faults.append("the state has a scheduler's, and there is none here: give scheduler=")
+                elif scheduler is not None:
+                    made = faults.catch(lambda: scheduler_for(scheduler, live, scheduled))
+                    scheduled = scheduled if made is None else (scheduler, made)
+            refuse(faults)
         self._optimizer, self._scheduled = chosen, scheduled
         if live is not None:
             workshop.live = live
@@ -522,14 +564,11 @@ class AsyncTrainer:
         Raises:
             ConfigError: If these cannot be used, as in `train`.
         """
-        refuse(Faults(faults_of_scheduler(scheduler, scheduler_interval, None)))
-        live, is_here = self._use(optimizer, epochs)
-        scheduling = scheduling_of(
-            scheduler,
-            scheduler_interval,
-            None,
-            live if is_here else None,
-            self._scheduled,
+        _, scheduling = self._chosen(
+            Faults(),
+            optimizer,
+            epochs,
+            (scheduler, scheduler_interval, None),
             measures=False,  # the account is the other's, and so is any metric
         )
         self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
@@ -555,12 +594,17 @@ class AsyncTrainer:
     @property
     def process_group(self) -> ProcessGroup:
         """The members, as given."""
-        return self._workshop.process_group
+        return self._places.group
 
     @property
     def needs_group(self) -> bool:
         """Whether a strategy's members are a process group of torch's. For `FaultTolerantTrainer`."""
-        return any(settings.needs_group(kind) for kind in self._stage.schedule.values())
+        return self._places.need_group(self._stage.schedule.values())
+
+    @property
+    def averages_at_a_server(self) -> bool:
+        """Whether those that average meet at a server."""
+        return self.averages_models and self._places.are_served
 
     @property
     def strategies(self) -> dict[int, Kind]:
@@ -607,13 +651,9 @@ class AsyncTrainer:
         finally:
             self._is_training = False
 
-    def _faults_of(self, kinds: list[Kind]) -> list[str]:
-        return settings.faults_of_kinds(
-            kinds,
-            amp=self._amp,
-            server=self._server_address,
-            process_group=self._workshop.process_group,
-        )
+    @property
+    def _num_finished(self) -> int:
+        return self._epochs_begun + (self._history.epochs if self._is_training else 0)
 
     @property
     def order(self) -> str:
@@ -623,16 +663,41 @@ class AsyncTrainer:
         place = find(os.environ)
         return f"member {place.rank} of {place.world_size}"
 
-    def _use(self, optimizer: object, epochs: int) -> tuple[torch.optim.Optimizer | None, bool]:
-        """Give the optimizer that is here, if one is needed, and whether all steps are its own."""
-        workshop = self._workshop
-        kinds = settings.kinds_in(self._stage.schedule, self._epochs_begun, epochs)
+    def _chosen(
+        self,
+        faults: Faults,
+        optimizer: object,
+        epochs: int,
+        asked: tuple[GivenScheduler, Interval, Metric | None],
+        *,
+        measures: bool = True,
+    ) -> tuple[torch.optim.Optimizer | None, Scheduling]:
+        """Give the optimizer that is here, if one is needed, and the scheduler; keep both if all is right.
+
+        Raises:
+            ConfigError: Naming all that is wrong with them beside the other faults; nothing is changed then.
+        """
+        workshop, kept, num_others = self._workshop, self._optimizer, len(faults)
+        span = epochs if type(epochs) is int else 1
+        kinds = settings.kinds_in(self._stage.schedule, self._epochs_begun, span)
         given = workshop.given if optimizer is None else optimizer
         is_here = "parameter_server" not in kinds or isinstance(given, torch.optim.Optimizer)
         is_needed = is_here or any(kind != "parameter_server" for kind in kinds)
-        workshop.live = self._optimizer.use(optimizer) if is_needed else None
-        workshop.given = given
-        return workshop.live, is_here
+        # A new one, so that a call that is refused leaves no optimizer behind.
+        chosen = LocalOptimizer(self.model) if kept.live is None else kept
+        live = faults.catch(lambda: chosen.use(optimizer)) if is_needed else None
+        faults += faults_of_scheduler(*asked)
+        scheduling = None
+        with as_it_was_if_refused(live):
+            if len(faults) == num_others:
+                own = live if is_here else None
+                scheduling = faults.catch(
+                    lambda: scheduling_of(*asked, own, self._scheduled, measures=measures)
+                )
+            refuse(faults)
+        assert scheduling is not None  # noqa: S101  else there is a fault
+        self._optimizer, workshop.live, workshop.given = chosen, live, given
+        return live, scheduling
 
     def _words(self) -> str:
         live = self._workshop.live

@@ -135,6 +135,20 @@ def test_the_end_of_the_budget_ends_the_training(serve, trainer_of):
     assert history.receipts["applied"] == 3
 
 
+def test_a_budget_that_ends_with_a_pass_leaves_no_number_out(serve, trainer_of):
+    epochs = []
+
+    class Seen:
+        def on_epoch_end(self, trainer, epoch):
+            epochs.append(epoch)
+
+    server = serve(model(), max_samples=7 * len(DATA))
+    _, trainer = trainer_of(model(), regular=len(DATA) + 1, server=server, callbacks=Seen())
+    history = fit(trainer, optim.SGD(lr=0.1), epochs=3)  # what is gathered is pushed when a pass ends
+    assert (history.stopped, history.epochs, epochs) == ("budget", 2, [0, 1])  # the second one's is too much
+    assert trainer.state_dict()["epochs"] == 2
+
+
 def test_what_was_trained_without_the_server_is_said_to_be_lost_where_it_has_a_model(trainer_of, caplog):
     ours = model()
     strategies = {0: "parameter_server", 1: "local", 2: "parameter_server"}

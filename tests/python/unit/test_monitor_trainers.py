@@ -88,6 +88,59 @@ def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_o
     assert (accumulator.skipped_updates, accumulator.updates, report.num_dropped) == (1, 9, 0)
 
 
+@pytest.mark.parametrize("watches", ["nothing", "the model", "a part"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_monitor_among_the_callbacks_hears_each_loss_once(watches, reduction):
+    model = net()
+    watched = {"nothing": None, "the model": model, "a part": model[0]}[watches]
+    loss_fn, alerts = nn.CrossEntropyLoss(reduction=reduction), []
+    spoilt = torch.full((6, 4), math.nan), torch.zeros(6, dtype=torch.long)
+    with AsyncTrainingMonitor(watched, warm_up=5, callbacks=alerts.append) as monitor:
+        trainer = offbeat.AsyncTrainer(model, callbacks=[monitor], loss_reduction=reduction)
+        history = trainer.train(
+            dataloader=[*BATCHES[:9], spoilt],
+            loss_fn=loss_fn,
+            optimizer=optim.SGD(lr=0.01),
+            log_frequency=1,
+            progress=False,
+        )
+    series = monitor.report().series["loss"]
+    assert series.num_seen == 10
+    assert [alert.step for alert in alerts] == [
+        10 if watches == "a part" else 9
+    ]  # before that's step, or after
+    assert series.values[:9] == pytest.approx([record.metrics["loss"] for record in history.records[:9]])
+    trainer.train(dataloader=BATCHES, loss_fn=loss_fn, progress=False)
+    assert monitor.report().series["loss"].num_seen == 10  # a closed one hears no more
+
+
+def test_a_monitor_among_the_callbacks_counts_steps_over_all_trains_and_hears_a_norm_that_is_measured():
+    monitor = AsyncTrainingMonitor(divergence_metrics=["loss", "gradient_norm"])
+    trainer = offbeat.AsyncTrainer(net(), callbacks=monitor, max_grad_norm=1.0)
+    for _ in range(2):
+        trainer.train(
+            dataloader=BATCHES, loss_fn=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), progress=False
+        )
+    assert {name: series.num_seen for name, series in monitor.report().series.items()} == {
+        "loss": 20,
+        "gradient_norm": 20,
+    }
+    assert [alert.step for alert in monitor.observe(20, loss=math.nan)] == [20]
+
+
+def test_a_monitor_among_the_callbacks_goes_on_after_a_restart(tmp_path):
+    for max_steps in (4, 9):
+        monitor = AsyncTrainingMonitor()
+        trainer = offbeat.AsyncTrainer(net(), callbacks=monitor)
+        offbeat.FaultTolerantTrainer(trainer, tmp_path).train(
+            dataloader=BATCHES,
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=nn.CrossEntropyLoss(),
+            max_steps=max_steps,
+        )
+        assert monitor.state_dict()["num_steps"] == max_steps
+
+
 def test_the_loss_is_the_mean_over_samples_where_it_is_a_sum(tmp_path):
     found = []
     for reduction in ("mean", "sum"):

@@ -389,13 +389,27 @@ def test_every_state_has_what_is_looked_for():
     assert set(offbeat.AsyncTrainer(model(), strategy="local").state_dict()) == set(KEYS)
 
 
-def test_local_says_once_that_frequencies_have_no_effect(caplog):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, None),
+        (
+            {"warm_up_epochs": 2, "warm_up_sync_frequency": 10, "regular_sync_frequency": 100},
+            "warm_up_epochs=2",
+        ),
+        (
+            {"warm_up_sync_frequency": 2, "regular_sync_frequency": 3},
+            "warm_up_sync_frequency=2, regular_sync_freq",
+        ),
+        ({"strategy": {0: "local", 3: "average"}, "regular_sync_frequency": 3}, None),  # to come
+    ],
+)
+def test_local_says_once_that_frequencies_have_no_effect_and_warns_where_some_were_given(given, told, caplog):
     caplog.set_level(logging.INFO, logger="offbeat")
-    trainer = offbeat.AsyncTrainer(
-        model=model(), warm_up_epochs=2, warm_up_sync_frequency=10, regular_sync_frequency=100
-    )
-    train(trainer, optim.SGD(lr=0.1), epochs=3)
-    assert sum("frequencies of meeting others have no effect" in line for line in caplog.messages) == 1
+    train(offbeat.AsyncTrainer(model=model(), **given), optim.SGD(lr=0.1), epochs=3)
+    said = [one for one in caplog.records if "of meeting others have no effect" in one.message]
+    assert [one.levelname for one in said] == ["INFO" if told is None else "WARNING"]
+    assert told is None or f"({told}" in said[0].message
     assert not any("meet every" in line for line in caplog.messages)
 
 
@@ -448,6 +462,44 @@ def test_ctrl_c_keeps_the_history_and_the_next_train_goes_on():
         assert (trainer.history.stopped, trainer.history.steps) == ("interrupted", 4)
         assert train(trainer, None, max_steps=3).steps == 3
         assert trainer.history.stopped == "max_steps"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_ends_a_train_between_two_passes_leaves_no_number_out(error):
+    epochs = []
+
+    class Ends:
+        def on_step(self, trainer, step):
+            epochs.append(step.epoch)
+
+        def on_epoch_end(self, trainer, epoch):
+            if epoch == 1:
+                raise error
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Ends())
+    with pytest.raises(error):
+        train(trainer, optim.SGD(lr=0.1), data=DATA[:2], epochs=3)
+    train(trainer, None, data=DATA[:2], epochs=2)
+    assert epochs == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_pass_that_was_begun_and_not_finished_is_not_begun_again_and_one_without_a_batch_is():
+    epochs = []
+
+    class Seen:
+        def on_step(self, trainer, step):
+            epochs.append(step.epoch)
+
+    def broken(number):
+        yield from DATA[:number]
+        raise ZeroDivisionError
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Seen())
+    for number in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            train(trainer, optim.SGD(lr=0.1), data=broken(number), epochs=1)
+    train(trainer, None, data=DATA[:2], epochs=1)
+    assert epochs == [0, 1, 1]
 
 
 def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
@@ -660,6 +712,135 @@ def test_all_that_is_wrong_is_told_at_once():
         offbeat.AsyncTrainer(model(), stratgy="local")
 
 
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"server_address": "10.0.0.1:5000"}, ["server_address is '10.0.0.1:5000', and no strategy is at a"]),
+        (
+            {"strategy": "accumulate", "server_address": "10.0.0.1:5000", "token": "t", "overlap": 3},
+            ["server_address is '10.0.0.1:5000'", "token is given, and no strategy", "overlap is 3"],
+        ),
+        (
+            {"strategy": "average", "server_address": "10.0.0.1:5000", "process_group": False},
+            ["server_address is '10.0.0.1:5000', and those that average meet in a process group"],
+        ),
+        (
+            {"strategy": "average", "server_address": "10.0.0.1:5000", "communication_backend": "gloo"},
+            ["server_address is '10.0.0.1:5000', and those that average meet in a process group"],
+        ),
+        (
+            {"strategy": "average", "server_address": "10.0.0.1:5000", "worker_id": "amy"},
+            ["worker_id is 'amy', and only \"parameter_server\" has names"],
+        ),
+        (
+            {"communication_backend": "gloo", "asynchronous": True},
+            ["communication_backend is 'gloo', and no strategy averages", "asynchronous is True, and no"],
+        ),
+        (
+            {
+                "strategy": {0: "average", 1: "parameter_server"},
+                "server_address": "10.0.0.1:5000",
+                "communication_backend": "tcp",
+                "process_group": False,
+            },
+            ["which adds up either differences or gradients in one run", "process_group is given, and no"],
+        ),
+        ({"strategy": "average", "communication_backend": "tpc"}, ["unknown communication_backend 'tpc'"]),
+        ({"strategy": "average", "communication_backend": "tcp"}, ["give server_address='HOST:PORT'"]),
+    ],
+)
+def test_what_no_strategy_has_a_use_for_is_refused_with_value_and_remedy(keywords, told):
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncTrainer(model(), **keywords)
+    for text in told:
+        assert text in str(refused.value)
+
+
+def test_a_process_group_that_no_strategy_meets_in_is_refused():
+    given = {"process_group": object(), "server_address": "127.0.0.1:1"}
+    for strategy in ("local", "parameter_server"):
+        with pytest.raises(
+            ConfigError, match="process_group is given, and no strategy's members meet in one"
+        ):
+            offbeat.AsyncTrainer(model(), strategy=strategy, **given)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {
+            "strategy": {0: "local", 1: "parameter_server"},
+            "server_address": "h:1",
+            "token": "t",
+            "worker_id": "a",
+        },
+        {"strategy": {0: "local", 1: "average"}, "server_address": "h:1", "token": "t"},
+        {"strategy": {0: "average", 1: "parameter_server"}, "server_address": "h:1", "process_group": False},
+        {"strategy": {0: "accumulate", 1: "average"}, "overlap": 3, "process_group": False},
+        {"strategy": "local", "process_group": False, "overlap": False},
+    ],
+)
+def test_what_one_of_several_strategies_has_a_use_for_is_taken(keywords):
+    offbeat.AsyncTrainer(model(), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        (
+            {"strategy": {0: "local", 5: averaging.DiLoCo(fragments=1000)}},
+            ["fragments is 1000, and the model has 6 parameters"],
+        ),
+        (
+            {"strategy": "average", "overlap": 200, "warm_up_epochs": 1, "callbacks": 5},
+            ["overlap is 200, and a round begins every 100 iterations", "callbacks has 5"],
+        ),
+        (
+            {"strategy": averaging.DiLoCo(fragments=4), "warm_up_epochs": 1, "warm_up_sync_frequency": 3},
+            ["fragments is 4, and they are all averaged within 3 iterations"],
+        ),
+        (
+            {"strategy": {0: "local", 1: averaging.DiLoCo(delay=3)}},
+            ["delay and activation are for asynchronous"],
+        ),
+        (
+            {"strategy": "diloco", "asynchronous": True},
+            ["asynchronous is True and communication_backend None"],
+        ),
+        (
+            {"strategy": {0: "diloco", 1: "average"}, "asynchronous": True, "server_address": "h:1"},
+            ["asynchronous is True and method Average()"],
+        ),
+        ({"strategy": {0: "local", 9: "gossip"}, "server_address": "h:1"}, ["whose members meet in twos"]),
+    ],
+)
+def test_a_strategy_that_cannot_work_is_refused_before_its_epoch_comes(keywords, told):
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncTrainer(model(), **keywords)
+    for text in told:
+        assert str(refused.value).count(text) == 1
+
+
+def test_a_strategy_is_asked_for_the_frequencies_of_its_own_epochs():
+    four = averaging.DiLoCo(fragments=4)
+    how = {"warm_up_epochs": 1, "warm_up_sync_frequency": 3}
+    trainer = offbeat.AsyncTrainer(model(), strategy={0: "local", 1: four}, **how)
+    assert trainer.strategies == {0: "local", 1: four}
+    with pytest.raises(ConfigError, match="within 3 iterations"):
+        trainer.strategy = four
+    train(trainer, optim.SGD(lr=0.1), epochs=1)
+    trainer.strategy = four  # the warm-up is over
+
+
+def test_an_alpha_that_is_too_strong_for_all_members_is_refused_before_its_epoch_comes(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"alpha is 0\.6 and there are 4 members"):
+        offbeat.AsyncTrainer(
+            model(), strategy={0: "local", 1: averaging.EASGD(alpha=0.6)}, server_address="h:1"
+        )
+
+
 def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
     trainer = offbeat.AsyncTrainer(model())
     before = copy.deepcopy(trainer.model.state_dict())
@@ -705,16 +886,64 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
         ),
         ({"scheduler": lambda live: StepLR(live, 2), "scheduler_metric": "loss"}, "StepLR goes by no metric"),
         ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
+        ({"scheduler_interval": "step"}, 'scheduler_interval is "step", and there is no scheduler'),
         ({"scheduler": lambda live: 5}, "scheduler gave 5"),
+        (
+            {"scheduler": functools.partial(StepLR)},
+            r"StepLR.*cannot make one of the SGD: TypeError: .*step_size.*step_size=10",
+        ),
+        ({"scheduler": lambda live: OneCycleLR(live, 0.1)}, "cannot make one of the SGD: ValueError: "),
         (
             {"scheduler": StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 2)},
             "the StepLR is of another optimizer than the SGD",
         ),
     ],
 )
-def test_a_scheduler_that_does_not_fit_is_refused(keywords, told):
+def test_a_scheduler_that_does_not_fit_is_refused_and_no_optimizer_stays_behind(keywords, told):
+    trainer = offbeat.AsyncTrainer(model())
     with pytest.raises(ConfigError, match=told):
-        train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), **keywords)
+        train(trainer, optim.SGD(lr=0.1), **keywords)
+    assert trainer.optimizer is None
+    train(trainer, optim.Adam(lr=0.01), epochs=1)
+    assert type(trainer.optimizer) is torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        (
+            {"scheduler": lambda live: OneCycleLR(live, 0.1, total_steps=9), "scheduler_metric": "loss"},
+            "metric",
+        ),
+        ({"scheduler": lambda live: OneCycleLR(live, 0.1, total_steps=9), "max_steps": 0}, "max_steps is 0"),
+    ],
+)
+def test_a_refused_train_leaves_a_live_optimizer_as_it_was(keywords, told):
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=torch.tensor(0.3), momentum=0.8)
+    before, own = copy.deepcopy(live.state_dict()), set(vars(live))
+    trainer = offbeat.AsyncTrainer(trained)
+    with pytest.raises(ConfigError, match=told):
+        train(trainer, live, **keywords)
+    assert live.state_dict() == before
+    assert set(vars(live)) == own
+
+
+def test_what_is_wrong_with_optimizer_scheduler_and_the_rest_is_told_at_once():
+    trainer = offbeat.AsyncTrainer(model())
+    with pytest.raises(ConfigError) as refused:
+        train(trainer, 5, scheduler=StepLR, scheduler_interval="batch", max_steps=0)
+    for told in ("optimizer", "scheduler is the class StepLR", "interval 'batch'", "max_steps is 0"):
+        assert told in str(refused.value)
+    with pytest.raises(ConfigError, match=r"max_steps is 0: .*; .*StepLR goes by no metric"):
+        train(
+            trainer,
+            optim.SGD(lr=0.1),
+            scheduler=lambda live: StepLR(live, 2),
+            scheduler_metric="loss",
+            max_steps=0,
+        )
+    assert trainer.optimizer is None
 
 
 @pytest.mark.parametrize(

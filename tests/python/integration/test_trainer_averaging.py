@@ -1,0 +1,205 @@
+"""AsyncTrainer with members that average at a server: they come, go and die without stopping one another."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import averaging, optim
+from support.averaging import arrays, model
+from support.group import together
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+LOSS = nn.CrossEntropyLoss()
+SPEC = optim.SGD(lr=0.05, momentum=0.9)
+
+
+@pytest.fixture
+def server():
+    with offbeat.ParameterServer(transaction="model") as running:
+        yield running
+
+
+def data_of(rank, length):
+    random = torch.Generator().manual_seed(100 + rank)
+    sizes = [2 + (rank + number) % 4 for number in range(length)]
+    return [(torch.randn(n, 6, generator=random), torch.randint(5, (n,), generator=random)) for n in sizes]
+
+
+def fit(trainer, data, epochs=1):
+    return trainer.train(dataloader=data, epochs=epochs, optimizer=SPEC, loss_fn=LOSS, progress=False)
+
+
+def held(server):
+    return [np.asarray(value) for value in server.state_dict().values()]
+
+
+class Dies:
+    """Ends this process, without a word, once it has averaged with the other."""
+
+    def __init__(self, gone):
+        self.gone = gone
+
+    def on_step(self, trainer, step):
+        averager = trainer._stage.strategy.averager
+        if averager.world_size == 2 and averager.averaging_round >= 2:
+            self.gone.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Sizes:
+    """Takes down of how many members rounds were."""
+
+    def __init__(self):
+        self.by_round = {}
+
+    def on_step(self, trainer, step):
+        averager = trainer._stage.strategy.averager
+        self.by_round[averager.averaging_round] = averager.world_size
+
+
+def member(rank, address, here):
+    gone = here / "gone"
+
+    def data():
+        batches = data_of(rank, 40)
+        while not gone.exists():
+            yield from batches
+        yield from batches
+
+    trained, sizes = model(seed=rank), Sizes()
+    with offbeat.AsyncTrainer(
+        trained,
+        strategy="average",
+        regular_sync_frequency=4,
+        overlap=False,
+        server_address=address,
+        callbacks=Dies(gone) if rank == 1 else sizes,
+    ) as trainer:
+        history = fit(trainer, data())
+    np.savez(here / "model.npz", *arrays(trained))
+    (here / "said").write_text(json.dumps([history.stopped, *sizes.by_round.values()]))
+
+
+def test_one_that_is_killed_does_not_stop_the_other(server, tmp_path):
+    with pytest.raises(EOFError):  # of the one that is killed
+        together(member, 2, server.address, tmp_path)
+    stopped, *sizes = json.loads((tmp_path / "said").read_text())
+    assert stopped == "epochs"
+    assert 2 in sizes
+    assert sizes[-9:] == [1] * 9  # of the last 40 batches, by 4; the first may be the one that it died in
+    with np.load(tmp_path / "model.npz") as found:
+        assert all(map(np.array_equal, found.values(), held(server)))
+
+
+def changing(rank, address, lengths):
+    trained = model(seed=rank)
+    strategies = {0: "average", 1: averaging.SlowMo(beta=0.3), 2: averaging.DiLoCo(lr=0.5)}
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        offbeat.AsyncTrainer(trained, 1, 2, 3, strategy=strategies, server_address=address) as trainer,
+    ):
+        environment.setenv("RANK", str(rank))  # as a launcher does, for those who begin together
+        environment.setenv("WORLD_SIZE", "2")
+        history = fit(trainer, data_of(rank, lengths[rank]), epochs=4)
+        return (
+            arrays(trained),
+            history.steps,
+            repr(trainer._stage.strategy.averager.method),
+            history.optimizer,
+        )
+
+
+def test_members_change_frequency_and_method_together_at_a_server(server):
+    lengths = [9, 5]
+    found = together(changing, 2, server.address, lengths)
+    for rank, (ours, steps, method, optimizer) in enumerate(found):
+        assert steps == 4 * lengths[rank]
+        assert method == repr(averaging.DiLoCo(lr=0.5))
+        assert optimizer.count(", then ") == 2
+        assert all(map(np.array_equal, ours, found[0][0]))
+
+
+def by_hand(trained, address, asynchronous):
+    with offbeat.AsyncModelAverager(
+        trained,
+        averaging_frequency=3,
+        method="diloco",
+        overlap=False,
+        server_address=address,
+        asynchronous=asynchronous,
+    ) as averager:
+        for epoch in range(2):
+            for inputs, targets in data_of(0, 8):
+                averager.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+            if epoch == 0:
+                averager.flush()
+                averager.averaging_frequency = 4
+                averager.flush()
+        averager.flush()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_at_a_server_is_the_averager_by_hand(asynchronous):
+    ours, theirs = model(), model()
+    with offbeat.ParameterServer(transaction="model") as server:
+        how = {"strategy": "diloco", "overlap": False, "asynchronous": asynchronous}
+        with offbeat.AsyncTrainer(ours, 1, 3, 4, server_address=server.address, **how) as trainer:
+            fit(trainer, data_of(0, 8), epochs=2)
+            receipt = trainer._stage.strategy.averager.receipt
+        assert (receipt is not None) == asynchronous
+        assert all(map(np.array_equal, arrays(ours), held(server)[: len(arrays(ours))]))
+    with offbeat.ParameterServer(transaction="model") as server:
+        by_hand(theirs, server.address, asynchronous)
+    assert all(map(np.array_equal, arrays(ours), arrays(theirs)))
+
+
+def test_the_server_s_address_may_come_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_SERVER", server.address)
+    trained = model()
+    with offbeat.AsyncTrainer(
+        trained, strategy="average", regular_sync_frequency=4, communication_backend="tcp"
+    ) as trainer:
+        fit(trainer, data_of(0, 8))
+        assert server.status()["rounds"]["closed"] >= 2
+    assert all(map(np.array_equal, arrays(trained), held(server)))
+
+
+def test_what_was_trained_without_a_server_that_has_a_mean_is_said_to_be_lost(server, caplog):
+    strategies = {0: "average", 1: "local", 2: "average"}
+    with offbeat.AsyncTrainer(model(), strategy=strategies, server_address=server.address) as trainer:
+        fit(trainer, data_of(0, 8), epochs=2)
+        assert "goes on from the model that the server has" not in caplog.text
+        fit(trainer, data_of(0, 8))
+    assert caplog.text.count("epoch 2: Average() goes on from the model that the server has") == 1
+
+
+def test_one_that_is_started_again_goes_on_from_the_others_mean_of_now(server, tmp_path):
+    begun = []
+
+    def note(trained, given):
+        if not begun:
+            begun.extend(value.copy() for value in arrays(trained))
+
+    def run(folder, epochs, seed):
+        trained = model(seed=seed)
+        begun.clear()
+        trained.register_forward_pre_hook(note)
+        with offbeat.AsyncTrainer(
+            trained, strategy="average", regular_sync_frequency=4, server_address=server.address
+        ) as trainer:
+            around = offbeat.FaultTolerantTrainer(trainer, tmp_path / folder)
+            history = around.train(dataloader=data_of(seed, 8), epochs=epochs, optimizer=SPEC, loss_fn=LOSS)
+        return history.steps
+
+    assert run("one", 1, 0) == 8
+    assert run("other", 1, 1) == 8
+    mean = held(server)
+    assert run("one", 2, 0) == 16
+    assert all(map(np.array_equal, begun, mean))
