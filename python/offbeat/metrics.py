@@ -52,17 +52,21 @@ class Meter(Protocol):
         """Give the value over the batches since the last reading, and begin anew. Waits for the device."""
 
 
-def meters(metrics: Metric | Iterable[Metric]) -> list[Meter]:
+def meters(metrics: Metric | Iterable[Metric], *, name: str = "metrics") -> list[Meter]:
     """Make the meters for what a user asked for.
+
+    Args:
+        metrics: As given.
+        name: By which keyword.
 
     Raises:
         ConfigError: For an unknown name (with the nearest), for what is no metric, for a name given twice.
     """
     one = isinstance(metrics, str | MetricObject) or callable(metrics) or not isinstance(metrics, Iterable)
     asked = [cast(Metric, metrics)] if one else list(cast(Iterable[Metric], metrics))
-    made: list[Meter] = [meter for metric in asked for meter in _meters(metric)]
+    made: list[Meter] = [meter for metric in asked for meter in _meters(metric, name)]
     names = [meter.name for meter in made]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted({one for one in names if names.count(one) > 1}):
         raise ConfigError(
             f"two metrics are called {twice[0]!r}, and results are told apart by name: give torchmetrics "
             f"objects names in a torchmetrics.MetricCollection({{name: object, …}}), functions by def"
@@ -107,14 +111,22 @@ def accuracy(outputs: object, targets: object) -> torch.Tensor:
     return (guessed == wanted).float().mean()
 
 
+MOST_WAITING = 1000
+"""Values that stay on their device until they are read: each is a tensor there, with memory of its own."""
+
+
 class Mean:
-    """A mean over samples. Values stay on the device until they are read, then are summed in float64."""
+    """A mean over samples. Values stay on the device until they are read, then are summed in float64.
+
+    Where many have come since the last reading, they are read all the same, and their sum is kept.
+    """
 
     def __init__(self, name: str, of: Callable[[Any, Any], float | torch.Tensor] | None) -> None:
         self.name = name
         self._of = of
         self._values: list[float | torch.Tensor] = []
         self._samples: list[int] = []
+        self._folded, self._folded_samples = 0.0, 0  # the sum of values that are kept no more, and of what
 
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
         """Take one batch."""
@@ -123,28 +135,41 @@ class Mean:
             raise ConfigError('the metric "loss" needs a loss function, and none was given')
         self._values.append(_number(self.name, value, "per batch, the mean over its samples"))
         self._samples.append(samples)
+        if len(self._values) >= MOST_WAITING:
+            self._fold()
 
     def read(self) -> float:
         """Give the value over the batches since the last reading, and begin anew. Waits for the device."""
-        values = [v.reshape(()) for v in self._values if isinstance(v, torch.Tensor)]
-        read = iter(torch.stack(values).double().tolist() if values else ())  # one wait for all of them
-        plain = [next(read) if isinstance(v, torch.Tensor) else v for v in self._values]
-        total = sum(self._samples)
-        mean = (
-            sum(v * n for v, n in zip(plain, self._samples, strict=True)) / total if total else float("nan")
-        )
-        self._values.clear()
-        self._samples.clear()
+        self._fold()
+        mean = self._folded / self._folded_samples if self._folded_samples else float("nan")
+        self._folded, self._folded_samples = 0.0, 0
         return mean
 
     def state_dict(self) -> dict[str, Any]:
         """Give what was taken since the last reading, as plain numbers. Waits for the device."""
-        values = [float(value) for value in self._values]
-        return {"values": values, "samples": list(self._samples)}
+        return {
+            "values": self._numbers(),
+            "samples": list(self._samples),
+            "folded": (self._folded, self._folded_samples),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next reading is what it would have been."""
         self._values, self._samples = list(state["values"]), list(state["samples"])
+        self._folded, self._folded_samples = state.get("folded", (0.0, 0))  # which older states do not have
+
+    def _fold(self) -> None:
+        numbers = self._numbers()
+        self._folded += sum(value * n for value, n in zip(numbers, self._samples, strict=True))
+        self._folded_samples += sum(self._samples)
+        self._values.clear()
+        self._samples.clear()
+
+    def _numbers(self) -> list[float]:
+        """Give the values that wait as plain numbers, with one wait for all that are not."""
+        waiting = [value.reshape(()) for value in self._values if isinstance(value, torch.Tensor)]
+        read = iter(torch.stack(waiting).double().tolist() if waiting else ())
+        return [next(read) if isinstance(value, torch.Tensor) else value for value in self._values]
 
 
 class _Object:
@@ -180,23 +205,24 @@ def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: 
     raise ConfigError(f"the metric {name!r} gave {what}: a metric is one number {over}")
 
 
-def _meters(metric: Metric) -> list[Meter]:
-    refuse(objects(metrics=metric))  # a class is callable, and has the methods that are looked for
+def _meters(metric: Metric, keyword: str) -> list[Meter]:
+    refuse(objects(**{keyword: metric}))  # a class is callable, and has the methods that are looked for
     if is_collection(metric):  # its members share no state: items() gives each a copy
         return [_Object(member, name) for name, member in cast(Any, metric).items()]
-    return [_meter(metric)]
+    return [_meter(metric, keyword)]
 
 
-def _meter(metric: Metric) -> Meter:
+def _meter(metric: Metric, keyword: str) -> Meter:
     if isinstance(metric, str):
         if metric not in _NAMES:
-            raise ConfigError(unknown("metric", metric, _NAMES) + ", a callable, or a torchmetrics object")
+            known = unknown("metric", metric, _NAMES)
+            raise ConfigError(f"{keyword}: {known}, a callable, or a torchmetrics object")
         return Mean(metric, accuracy if metric == "accuracy" else None)
     if isinstance(metric, MetricObject):
         return _Object(metric)
     if callable(metric):
         return Mean(getattr(metric, "__name__", type(metric).__name__), metric)
     raise ConfigError(
-        f"metrics: {metric!r} is no metric: give {' or '.join(map(repr, _NAMES))}, a callable of "
+        f"{keyword}: {metric!r} is no metric: give {' or '.join(map(repr, _NAMES))}, a callable of "
         f"(outputs, targets), or an object with update, compute and reset"
     )

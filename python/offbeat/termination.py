@@ -100,6 +100,7 @@ def noting_sigterm() -> Iterator[Terminated]:
 
     For that is how it passes SIGTERM on, and who presses Ctrl-C there asks the same. A second one, a moment
     later, ends the process at once. One that came too late for these places ends it when the work is done.
+    A process that is forked meanwhile has none of these places, and takes the signal as usual.
     Only on the main thread, and unless the signal has another handler: else nothing is noted.
 
     Raises:
@@ -112,8 +113,14 @@ def noting_sigterm() -> Iterator[Terminated]:
     on_main = threading.current_thread() is threading.main_thread()
     usual: dict[int, Any] = {n: h for n, h in asked.items() if on_main and signal.getsignal(n) is h}
 
+    pid = os.getpid()
+
     def note(number: int, frame: FrameType | None) -> None:
         del frame
+        if os.getpid() != pid:  # a forked child has inherited this, and nobody there looks at what is noted
+            signal.signal(number, usual[number])
+            os.kill(os.getpid(), number)
+            return
         noted.has_come = True
         _let_workers_go()
         _let_echoes_pass(number)

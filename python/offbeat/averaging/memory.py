@@ -41,6 +41,11 @@ class FragmentMemory:
         self._are_fresh = [id(p) not in old or self._are_fresh[old[id(p)]] for p in parameters]
         self._parameters = list(parameters)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of what something is kept: of those that were trained when it was last needed."""
+        return list(self._parameters)
+
     def begin_with(self, mean: Flat) -> None:
         """Take the members' mean for the reference of what there is none of yet."""
         if "reference" in self._flats and any(self._are_fresh):

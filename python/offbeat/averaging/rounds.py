@@ -314,6 +314,7 @@ class Rounds:
             "are_trained": list(self._plan.are_trained),
             "drifts": list(self._drifts),
             "memories": [memory.state_dict() for memory in self._memories],
+            "kept_of": [self._places(memory.parameters) for memory in self._memories],
             "are_apart": list(self._are_apart),
             "heard": self._members.state(),
         }
@@ -332,9 +333,8 @@ class Rounds:
         num, own = len(state["are_trained"]), len(self._parameters)
         if num != own:
             raise ConfigError(f"the state is of a model of {num} parameters, and here are {own}")
-        for fragment, kept in zip(self._fragments, state["memories"], strict=True):
-            trained = [self._parameters[place] for place in fragment if state["are_trained"][place]]
-            FragmentMemory.check(self.method, trained, kept)
+        for places, kept in zip(self._kept_of(state), state["memories"], strict=True):
+            FragmentMemory.check(self.method, [self._parameters[place] for place in places], kept)
 
     def drop(self) -> None:
         """Take no notice of what comes of the round under way."""
@@ -372,9 +372,9 @@ class Rounds:
         self._members.resume(state["heard"])
         self._samples = [int(samples) for samples in state["samples"]]
         self._drifts = list(state["drifts"])
-        for number, kept in enumerate(state["memories"]):
-            self._memories[number].fit(self._trained(number))
-            self._memories[number].load_state_dict(kept)
+        for memory, places, kept in zip(self._memories, self._kept_of(state), state["memories"], strict=True):
+            memory.fit([self._parameters[place] for place in places])
+            memory.load_state_dict(kept)
 
     # ------------------------------------------------------------------ inside
 
@@ -398,6 +398,18 @@ class Rounds:
         self._samples = [min(self._samples)] * num
         self._are_apart = [self.are_apart] * num
         self._drifts = [None] * num
+
+    def _places(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        place_of = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        return [place_of[id(parameter)] for parameter in parameters]
+
+    def _kept_of(self, state: Mapping[str, Any]) -> list[list[int]]:
+        """Tell for which parameters each fragment's memory is in a state.
+
+        It follows what is trained with the fragment's next round alone; older states do not tell.
+        """
+        trained = [[p for p in fragment if state["are_trained"][p]] for fragment in self._fragments]
+        return [list(places) for places in state.get("kept_of", trained)]
 
     def _trained(self, fragment: int) -> list[nn.Parameter]:
         are_trained = self._plan.are_trained

@@ -10,6 +10,9 @@ from offbeat.history import History
 
 __all__ = ["Finiteness", "not_finite", "words_of"]
 
+MOST_WAITING = 1000
+"""Losses that stay on their device until somebody looks: each is a tensor there, with memory of its own."""
+
 MOST_NAMED = 3
 """Parameters in a warning: where one is not finite, most are."""
 
@@ -38,10 +41,15 @@ class Finiteness:
         self._is_lost = False  # all that comes is no news
 
     def add(self, loss: torch.Tensor, step: int) -> None:
-        """Take the loss of a batch that was trained on, which belongs to a step; waits for nothing."""
+        """Take the loss of a batch that was trained on, which belongs to a step.
+
+        Waits for nothing, except where nobody has looked for a long time.
+        """
         if not self._is_lost:
             self._losses.append(loss.detach().reshape(()))
             self._steps.append(step)
+            if len(self._losses) >= MOST_WAITING:
+                self.look()
 
     def look(self) -> None:
         """Read the losses since the last look, and warn if one is the first that is not finite."""

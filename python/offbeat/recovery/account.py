@@ -26,12 +26,14 @@ class Judgement:
         is_within: Whether they are finite, and that mean within the band.
         band: What it may be at most; None while nobody knows.
         monitored: Mean of what is monitored since the save before; None without.
+        monitored_samples: Of how many samples that is.
     """
 
     loss: float
     is_within: bool
     band: float | None
     monitored: float | None
+    monitored_samples: int | None
 
 
 class Account:
@@ -47,8 +49,9 @@ class Account:
         self.place = Place()
         self._meters = meters
         self._monitor = monitor
-        self._has_new = False
+        self._new_samples = 0
         self._monitored: float | None = None
+        self._monitored_samples: int | None = None
         self._recent: deque[torch.Tensor | float] = deque(maxlen=NUM_RECENT)
         self._band: Band | None = None
 
@@ -61,7 +64,7 @@ class Account:
         """Take a step down."""
         for meter in self._meters if self._monitor is None else (*self._meters, self._monitor):
             meter.update(done.outputs, done.targets, done.loss, done.samples)
-        self._has_new = True
+        self._new_samples += done.samples
         self._recent.append(done.loss.reshape(()))
         self.history.steps += done.steps
         self.history.skipped += done.is_skipped
@@ -92,13 +95,15 @@ class Account:
         """Look at how the run is doing. Waits for the device."""
         recent = self._read_recent()
         is_within, self._band = judged(recent, self._band)
-        if self._monitor is not None and self._has_new:
-            self._monitored, self._has_new = self._monitor.read(), False
+        if self._monitor is not None and self._new_samples:
+            self._monitored, self._monitored_samples = self._monitor.read(), self._new_samples
+            self._new_samples = 0
         return Judgement(
             loss=sum(recent) / len(recent) if recent else float("nan"),
             is_within=is_within,
             band=None if self._band is None else self._band.upper,
             monitored=self._monitored,
+            monitored_samples=self._monitored_samples,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,8 +122,9 @@ class Account:
             "records": _columns(history.records),
             "meters": {meter.name: meter.state_dict() for meter in self._meters},
             "monitor": None if self._monitor is None else (self._monitor.name, self._monitor.state_dict()),
-            "has_new": self._has_new,
+            "new_samples": self._new_samples,
             "monitored": self._monitored,
+            "monitored_samples": self._monitored_samples,
             "recent": self._read_recent(),
             "band": None if band is None else (band.mean, band.deviation),
         }
@@ -139,7 +145,10 @@ class Account:
             name, taken = state["monitor"]
             if name == self._monitor.name:
                 self._monitor.load_state_dict(taken)
-                self._has_new, self._monitored = state["has_new"], state["monitored"]
+                self._monitored = state["monitored"]
+                # Older checkpoints have neither, and were taken where nothing was new.
+                self._new_samples = state.get("new_samples", 0)
+                self._monitored_samples = state.get("monitored_samples")
         self._recent.extend(state["recent"])
         self._band = None if state["band"] is None else Band(*state["band"])
 

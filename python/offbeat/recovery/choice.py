@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal
 
 from offbeat.errors import CheckpointError
 from offbeat.recovery.manifest import Manifest
 
-__all__ = ["KEPT", "STRATEGIES", "Mode", "best", "kept", "ranked"]
+__all__ = ["KEPT", "STRATEGIES", "Mode", "best", "kept", "made_under", "ranked"]
 
 KEPT = 3
 """So many of the newest are kept, and what a strategy may want besides."""
+
+SHORT = 2
+"""A mean over fewer samples than a usual one's, divided by this, is left to chance too much to be best."""
 
 STRATEGIES = ("latest", "best", "last_good", "none")
 
@@ -35,7 +39,7 @@ def ranked(
     match strategy:
         case "best":
             wanted = sorted(
-                (m for m in found if _has_value(m, monitor)),
+                _comparable(found, monitor),
                 key=lambda m: (m.monitored if mode == "min" else -m.monitored, -m.number),  # type: ignore[operator]
             )
             lacking = f"a finite {monitor!r}, which recovery_strategy 'best' goes by"
@@ -54,8 +58,18 @@ def ranked(
 
 def best(found: Sequence[Manifest], monitor: str | None, mode: Mode) -> Manifest | None:
     """Give the best checkpoint, the newest of several; None if none has a value."""
-    has_any = any(_has_value(m, monitor) for m in found)
+    has_any = bool(_comparable(found, monitor))
     return ranked("best", found, monitor=monitor, mode=mode)[0] if has_any else None
+
+
+def made_under(request: str, found: Sequence[Manifest]) -> list[Manifest]:
+    """Give the newest checkpoints that were all made under one request: what has come of it so far.
+
+    Args:
+        request: A `recovery_strategy`, in words.
+        found: Newest first.
+    """
+    return list(takewhile(lambda m: m.request == request, found))
 
 
 def kept(found: Sequence[Manifest], *, monitor: str | None, mode: Mode) -> set[int]:
@@ -74,6 +88,18 @@ def kept(found: Sequence[Manifest], *, monitor: str | None, mode: Mode) -> set[i
     if monitor is not None and (winner := best(found, monitor, mode)) is not None:
         stay.append(winner)
     return {m.number for m in stay}
+
+
+def _comparable(found: Sequence[Manifest], monitor: str | None) -> list[Manifest]:
+    """Give those with a mean of about as many samples as is usual among them.
+
+    The usual one is the median, so that a single long one, as after a slow save, shuts nobody out; what was
+    saved a few batches after another, as at SIGTERM or at the end, is compared with nobody.
+    """
+    have = [m for m in found if _has_value(m, monitor)]
+    lengths = sorted(m.monitored_samples for m in have if m.monitored_samples is not None)
+    usual = lengths[len(lengths) // 2] if lengths else 0
+    return [m for m in have if m.monitored_samples is None or m.monitored_samples * SHORT >= usual]
 
 
 def _has_value(manifest: Manifest, monitor: str | None) -> bool:

@@ -4,6 +4,7 @@ A checkpoint is built in a folder that no reader takes for one, and gets its nam
 is removed loses its name first.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat import process
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery.folder import read_manifest, sync
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
@@ -26,6 +28,9 @@ BUILT, REMOVED, DAMAGED = ".saving-", ".removing-", "damaged-"
 NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 SERVERS = re.compile(r"life\.json|(damaged-|earlier-)?checkpoint-\d{6,}")
 """What a server leaves in a directory."""
+
+NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""What a file system says that has no locks, as Lustre mounted without them, or NFS without its daemon."""
 
 _held: "weakref.WeakSet[_Lock]" = weakref.WeakSet()
 
@@ -90,10 +95,14 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._has_warned = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Have it for this process alone, and remove what one that died has left half-done.
+
+        What cannot be removed is tried again with the next `keep`, which tells of it. On a file system
+        without locks nobody is kept out, which is warned of.
 
         Raises:
             CheckpointError: If another process has it, or it cannot be used.
@@ -106,15 +115,21 @@ class Directory:
             raise
         except OSError as error:
             raise CheckpointError(f"checkpoint_dir {self.path} cannot be used: {error.strerror}") from error
+        if not lock.is_held and not self._has_warned:
+            self._has_warned = True
+            process.warn(
+                f"checkpoint_dir {self.path} is on a file system without locks: nothing keeps a second "
+                f"trainer out, and two would remove each other's checkpoints; see to it "
+                f"that this is the only one"
+            )
         try:
             if theirs := sorted(name for name in _listed(self.path) if SERVERS.fullmatch(name)):
                 raise ConfigError(
                     f"checkpoint_dir is {str(self.path)!r}, and a server keeps its checkpoints there "
                     f"({theirs[0]}): give another directory"
                 )
-            for name in _listed(self.path):
-                if name.startswith((BUILT, REMOVED)):
-                    self._sweep(name)
+            with suppress(CheckpointError):
+                self._sweep()
             yield
         finally:
             lock.release()
@@ -124,9 +139,8 @@ class Directory:
         return sorted(name for name in _listed(self.path) if name != LOCK)
 
     def next_number(self) -> int:
-        """Give the number of the next save: above all that are there, damaged ones too."""
-        found = [name.removeprefix(DAMAGED) for name in _listed(self.path)]
-        return 1 + max((_number(name) for name in found if NAME.fullmatch(name)), default=0)
+        """Give the number of the next save: above all that are there, damaged ones and half-done ones too."""
+        return 1 + max((_number_in(name) for name in _listed(self.path)), default=0)
 
     def add(self, number: int, step: int, write: Callable[[Path], None]) -> str:
         """Add a checkpoint.
@@ -162,17 +176,38 @@ class Directory:
         return name
 
     def keep(self, chosen: Callable[[Sequence[Manifest]], set[int]]) -> None:
-        """Remove all checkpoints but those that are chosen.
+        """Remove all checkpoints but those that are chosen, and what was left half-done before.
 
         Args:
             chosen: From the manifests, newest first, to the numbers of those that stay. One whose manifest is
-                damaged stays, too: it is a start's to set aside.
+                damaged stays, too: it is a start's to set aside. So does one that cannot be read.
+
+        Raises:
+            CheckpointError: Naming all that could not be read or removed; all others were.
         """
-        found = entries(self.path)
-        stay = chosen([entry.manifest for entry in found if entry.manifest is not None])
-        for entry in found:
-            if entry.manifest is not None and entry.manifest.number not in stay:
-                self.remove(entry.name)
+        faults: list[str] = []
+        found: list[tuple[str, Manifest]] = []
+        for name in names(self.path):
+            try:
+                entry = _entry(self.path, name)
+            except CheckpointError as error:
+                faults.append(str(error))
+                continue
+            if entry is not None and entry.manifest is not None:
+                found.append((name, entry.manifest))
+        stay = chosen([manifest for _, manifest in found])
+        for name, manifest in found:
+            if manifest.number not in stay:
+                try:
+                    self.remove(name)
+                except CheckpointError as error:
+                    faults.append(str(error))
+        try:
+            self._sweep()
+        except CheckpointError as error:
+            faults.append(str(error))
+        if faults:
+            raise CheckpointError("; ".join(dict.fromkeys(faults)))
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint.
@@ -197,11 +232,17 @@ class Directory:
             if NAME.fullmatch(name.removeprefix(DAMAGED)):
                 self.remove(name)
 
-    def _sweep(self, name: str) -> None:
-        try:
-            shutil.rmtree(self.path / name)
-        except OSError as error:
-            raise CheckpointError(f"{self.path / name} cannot be removed: {error.strerror}") from error
+    def _sweep(self) -> None:
+        """Remove what is half-done; to be called where nothing is under way."""
+        faults = []
+        for name in _listed(self.path):
+            if name.startswith((BUILT, REMOVED)):
+                try:
+                    shutil.rmtree(self.path / name)
+                except OSError as error:
+                    faults.append(f"{self.path / name} cannot be removed: {error.strerror}")
+        if faults:
+            raise CheckpointError("; ".join(faults))
 
     def set_aside(self, name: str) -> None:
         """Give a damaged checkpoint a name that no start looks at.
@@ -224,13 +265,23 @@ def _make(path: Path) -> None:
 
 
 class _Lock:
-    """A lock that ends with this process, however it ends, and that a child does not hold on to."""
+    """A lock that ends with this process, however it ends, and that a child does not hold on to.
+
+    Attributes:
+        is_held: Whether it keeps others out, which it does not on a file system without locks.
+    """
 
     def __init__(self, path: Path) -> None:
         self._number: int | None = None
+        self.is_held = True
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                self.is_held = False
             os.ftruncate(number, 0)
             os.write(number, f"{os.getpid()}\n".encode())
         except BlockingIOError as error:
@@ -286,6 +337,14 @@ def _entry(path: Path, name: str) -> Entry | None:
 def _number(name: str) -> int:
     found = NAME.fullmatch(name)
     return int(found[1]) if found else 0
+
+
+def _number_in(name: str) -> int:
+    """Give the number of the save that a folder is of, or was to be, or 0."""
+    if name.startswith(BUILT):
+        number = name.removeprefix(BUILT)
+        return int(number) if number.isdecimal() else 0
+    return _number(name.removeprefix(DAMAGED).removeprefix(REMOVED))
 
 
 def _listed(path: Path) -> list[str]:

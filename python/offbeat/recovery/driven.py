@@ -18,6 +18,7 @@ from offbeat.recovery.values import (
     WithMetadata,
     fill,
     of_classes,
+    of_groups,
     of_settings,
     of_tensors,
     settings_of,
@@ -140,6 +141,7 @@ class Trained(Trainee):
             return found
         found = of_tensors(unwrap(self.module).state_dict(), state["model"])
         found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
+        found += of_groups(self._trainer.optimizer, state["trainer"]["optimizer"])
         return [*found, *self._trainer.differences(state["trainer"])]
 
     def notes(self, state: dict[str, Any]) -> list[str]:

@@ -13,7 +13,15 @@ from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
-from offbeat.recovery.values import fill, of_classes, of_settings, of_tensors, settings_of, unlisted
+from offbeat.recovery.values import (
+    fill,
+    of_classes,
+    of_groups,
+    of_settings,
+    of_tensors,
+    settings_of,
+    unlisted,
+)
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Joined"]
@@ -145,6 +153,7 @@ class Joined(Trainee):
             return found
         found += of_tensors(unwrap(self.module).state_dict(), state["model"])
         found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
+        found += of_groups(self._live, state["optimizer"])
         if (run := self._worker.run_id) != state["run"]:
             found.append(
                 f"the server's run is {run!r}, and the checkpoint's was {state['run']!r}, whose model is not "

@@ -16,6 +16,7 @@ from offbeat.recovery.values import (
     WithMetadata,
     fill,
     of_classes,
+    of_groups,
     of_settings,
     of_tensors,
     settings_of,
@@ -106,13 +107,19 @@ class Local(Trainee):
             self.optimizer.step()
             return True
         steps: list[bool] = []
-        hook = self.optimizer.register_step_post_hook(lambda *_: steps.append(True))
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            # A fused one is called in any case, and told that way to change nothing.
+            overflow = getattr(optimizer, "found_inf", None)
+            steps.append(overflow is None or not bool(overflow))
+
+        hook = self.optimizer.register_step_post_hook(stepped)
         try:
             self._scaler.step(self.optimizer)
         finally:
             hook.remove()
         self._scaler.update()
-        return bool(steps)
+        return any(steps)
 
     def end_epoch(self, epoch: int) -> int:
         """Let a scheduler step that does so after each pass."""
@@ -147,13 +154,7 @@ class Local(Trainee):
         found += of_classes(self._classes(), state["classes"])
         if found:
             return found
-        own_groups = [len(group["params"]) for group in self.optimizer.param_groups]
-        groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-        if own_groups != groups:
-            found.append(
-                f"the optimizer's groups have {own_groups} parameters, and the checkpoint's {groups}"
-            )
-        return found
+        return of_groups(self.optimizer, state["optimizer"])
 
     def notes(self, state: dict[str, Any]) -> list[str]:
         """Word which settings given here are not the run's."""

@@ -78,6 +78,8 @@ class Manifest:
         band: What the loss may be at most; None while it is not known.
         monitored: Of what `monitor` names, the mean since the checkpoint before; None without.
         monitor: That name; None without.
+        monitored_samples: Of how many samples that mean is; None where older ones do not tell.
+        request: As which `recovery_strategy` the run was asked for, in words; None likewise.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -103,6 +105,8 @@ class Manifest:
     offbeat: str
     torch: str
     files: tuple[FileEntry, ...]
+    monitored_samples: int | None = None
+    request: str | None = None
 
     def to_bytes(self) -> bytes:
         """Write it."""

@@ -19,6 +19,7 @@ from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts
 from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
+from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
 from offbeat.recovery.saver import Draft, Saver, parameters_of
@@ -53,6 +54,8 @@ class Plan:
         member: What else this order follows from, where several train together.
         num_threads: Of torch, where they are fixed.
         monitor: Name of what is monitored, if something is.
+        request: As which `recovery_strategy` the run was asked for, in words.
+        modes: Which parameters were trained, and which modules were in training mode, as the run began.
         device: Where is trained.
         may_go_back: Whether a start may choose an older checkpoint.
     """
@@ -64,6 +67,8 @@ class Plan:
     member: str
     num_threads: int
     monitor: str | None
+    request: str
+    modes: Modes
     device: torch.device
     may_go_back: bool
 
@@ -130,7 +135,8 @@ class Run:
             CheckpointError: If a save fails, at the next step.
             SystemExit: With code 143 after SIGTERM, when that is saved.
         """
-        wake(self._trainee.module)
+        if self._resumed is None:  # else it is in the modes that it was saved in
+            wake(self._trainee.module)
         try:
             with self._trainee.training():
                 self._train()
@@ -253,6 +259,8 @@ class Run:
             band=judgement.band,
             monitored=judgement.monitored,
             monitor=plan.monitor,
+            monitored_samples=judgement.monitored_samples,
+            request=plan.request,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),
             optimizer=self._trainee.optimizer_name,
             offbeat=_version(),
@@ -271,6 +279,7 @@ class Run:
             "member": self._plan.member,
             "num_threads": self._plan.num_threads,
             "keepers": states_of(self._trainee.keepers),
+            "modes": {"began": self._plan.modes, "now": modes_of(self._trainee.module)},
         }
 
     def _note_time(self) -> None:

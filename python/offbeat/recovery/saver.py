@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from offbeat import process
+from offbeat.errors import CheckpointError
 from offbeat.frequency import Every
 from offbeat.module.table import unwrap
 from offbeat.recovery.directory import Directory
@@ -127,6 +128,7 @@ class Saver:
         self._written_s = 0.0  # when the newest save was on the disk
         self._due_s: float | None = None  # seconds after the save under way at which the next one was due
         self._delays = delays
+        self._has_told = False  # of what could not be removed
 
     def is_wanted(self, step: int) -> bool:
         """Whether to save after this step.
@@ -195,8 +197,22 @@ class Saver:
             write_synced(folder / MANIFEST, whole.to_bytes())
 
         self._directory.add(manifest.number, manifest.step, fill)
-        self._directory.keep(self._chosen)
+        self._clean()
         self._written_s = self._clock()
+
+    def _clean(self) -> None:
+        """Remove old checkpoints. The new one is safe, and so is the run, where one cannot be removed."""
+        try:
+            self._directory.keep(self._chosen)
+        except CheckpointError as error:
+            if self._has_told:
+                _log.debug("%s", error)
+                return
+            self._has_told = True
+            process.warn(
+                f"a checkpoint was saved, and old ones stay that should be gone: {error}; training goes on, "
+                f"and each save tries again, so that the disk may fill up: look at what keeps them"
+            )
 
 
 def parameters_of(module: torch.nn.Module, tensors: Iterable[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.checks import objects
+from offbeat.checks import Faults, objects
 from offbeat.errors import ConfigError
 from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
@@ -17,12 +17,13 @@ from offbeat.recovery.choice import STRATEGIES
 from offbeat.recovery.values import is_overlapping
 
 __all__ = [
-    "check_scheduler",
     "means_of",
     "monitor_of",
     "of_choices",
+    "of_dataset_alone",
     "of_model",
     "of_scaler",
+    "of_scheduler",
     "scheduler_of",
     "strategy_of",
     "words_of",
@@ -85,7 +86,7 @@ def means_of(given: Metric | Iterable[Metric], *, name: str) -> list[Mean]:
     Raises:
         ConfigError: If one is no metric, or keeps an account of its own.
     """
-    made = meters(given)
+    made = meters(given, name=name)
     means = [meter for meter in made if isinstance(meter, Mean)]
     if others := [meter.name for meter in made if not isinstance(meter, Mean)]:
         raise ConfigError(
@@ -113,6 +114,31 @@ def of_scaler(scaler: object) -> list[str]:
     if scaler is None or isinstance(scaler, torch.amp.GradScaler):
         return []
     return objects(grad_scaler=scaler) or [f"grad_scaler is {scaler!r}: give a torch.amp.GradScaler, or None"]
+
+
+def of_dataset_alone(*, seed: object, batch_size: object) -> list[str]:
+    """Tell which of these are given, beside a dataloader."""
+    faults = []
+    if seed is not None:
+        faults.append(f"seed is {seed!r}, which is for dataset=: a dataloader has an order of its own")
+    if batch_size is not None:
+        faults.append(
+            f"batch_size is {batch_size!r}, which is for dataset=: a dataloader makes its own batches, so "
+            f"leave it out"
+        )
+    return faults
+
+
+def of_scheduler(given: object, step: object) -> list[str]:
+    """Tell what is wrong with a scheduler, or with when it is to step."""
+    faults = Faults()
+    if step not in ("epoch", "step"):
+        faults.append(f'scheduler_step is {step!r}: give "epoch" or "step"')
+    if given is not None:
+        faults.catch(lambda: check_scheduler(given))
+    elif step == "step":
+        faults.append('scheduler_step is "step", and there is no scheduler: give one, or leave it out')
+    return faults
 
 
 def check_scheduler(given: object) -> None:

@@ -1,18 +1,21 @@
 """What a start goes on from: the checkpoint that a strategy wants, verified, or the one before it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat import process
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
+from offbeat.local.loss import wake
 from offbeat.recovery.account import Account
-from offbeat.recovery.choice import Mode, ranked
-from offbeat.recovery.directory import Directory, entries
+from offbeat.recovery.choice import Mode, made_under, ranked
+from offbeat.recovery.directory import Directory, entries, name_of
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
 from offbeat.recovery.keepers import bring_back
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
+from offbeat.recovery.modes import Modes, modes_of, overlaid, set_modes, words_of_others
 from offbeat.recovery.place import Data
 from offbeat.recovery.trainee import Trainee
 
@@ -20,7 +23,7 @@ __all__ = ["Found", "Strategy", "find", "go_on"]
 
 OTHER_SETTINGS = (
     "To change a setting in a run that goes on, give a live optimizer and let a hook of it set that in its "
-    "param_groups before each step (register_step_pre_hook); to begin anew with it, take "
+    "param_groups, or on the model, before each step (register_step_pre_hook); to begin anew with it, take "
     "recovery_strategy='none', overwrite=True"
 )
 """What to do about settings that the run does not have."""
@@ -44,6 +47,17 @@ class Strategy:
     mode: Mode
     overwrite: bool
 
+    @property
+    def request(self) -> str:
+        """Words that are the same where the same is asked for: each checkpoint has those of its run."""
+        match self.name:
+            case "path":
+                return str(self.path)
+            case "best":
+                return f"best ({self.mode} {self.monitor})"
+            case _:
+                return self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -66,38 +80,47 @@ class Found:
     warnings: tuple[str, ...]
 
 
-def find(directory: Directory, strategy: Strategy) -> Found | None:
+def find(
+    directory: Directory, strategy: Strategy, *, is_done: Callable[[Manifest], bool] = lambda _: False
+) -> Found | None:
     """Find what to go on from; None if the run begins.
 
+    A strategy that may go back goes back once: where the newest checkpoints were made under this very
+    strategy, they are what has come of that, and the newest of them is gone on from. Else each start would
+    throw them away. With "last_good" that is so only where all is done, for it asks for one that is good.
+
     What is damaged is warned of, and the next that the strategy wants is taken. Nothing is renamed.
+
+    Args:
+        directory: Where they are.
+        strategy: Which is wanted.
+        is_done: Whether a checkpoint has all that `train` is asked for.
 
     Raises:
         CheckpointError: If there are checkpoints and none can be used, if one cannot be read, or the one at
             the path is damaged.
         ConfigError: If a run is to begin where something is.
     """
-    match strategy.name:
-        case "none":
-            _make_room(directory, overwrite=strategy.overwrite)
-            return None
-        case "path":
-            assert strategy.path is not None  # noqa: S101  "path" has one
-            return _at(strategy.path)
+    if strategy.name == "none":
+        _make_room(directory, overwrite=strategy.overwrite)
+        return None
     found = entries(directory.path)
     faults = {entry.name: entry.damage for entry in found if entry.damage is not None}
     manifests = [entry.manifest for entry in found if entry.manifest is not None]
-    name_of = {entry.manifest.number: entry.name for entry in found if entry.manifest is not None}
     for damage in faults.values():
         _warn(damage)
-    for manifest in ranked(strategy.name, manifests, monitor=strategy.monitor, mode=strategy.mode):
-        name = name_of[manifest.number]
-        try:
-            verify(directory.path / name)
-        except DamagedError as error:
-            faults[name] = str(error)
-            _warn(str(error))
-            continue
-        return _read(directory.path / name, manifest, faults)
+    if (taken := _first_whole(directory, _ours(strategy, manifests, is_done), faults)) is not None:
+        process.announce(
+            f"{taken.path} was made under the same recovery_strategy, {strategy.request!r}: the run goes on "
+            f"from there, and not once more from an older one; to go back to that all the same, give its "
+            f"path and another checkpoint_dir"
+        )
+        return taken
+    if strategy.path is not None:
+        return _at(strategy.path, faults)
+    wanted = ranked(strategy.name, manifests, monitor=strategy.monitor, mode=strategy.mode)
+    if (taken := _first_whole(directory, wanted, faults)) is not None:
+        return taken
     if faults:
         raise CheckpointError(
             f"{directory.path}: all checkpoints that would serve are damaged: {'; '.join(faults.values())}; "
@@ -106,18 +129,60 @@ def find(directory: Directory, strategy: Strategy) -> Found | None:
     return None
 
 
-def _at(path: Path) -> Found:
+def _ours(
+    strategy: Strategy, manifests: Sequence[Manifest], is_done: Callable[[Manifest], bool]
+) -> list[Manifest]:
+    """Give what has come of a strategy that goes back, where that is to go on."""
+    match strategy.name:
+        case "latest":
+            return []  # which never goes back
+        case "last_good":
+            return [newest for newest in made_under(strategy.request, manifests)[:1] if is_done(newest)]
+        case _:
+            return made_under(strategy.request, manifests)
+
+
+def _first_whole(directory: Directory, wanted: Sequence[Manifest], faults: dict[str, str]) -> Found | None:
+    """Read the first checkpoint that is not damaged, and take down why those before it were not taken."""
+    for manifest in wanted:
+        name = name_of(manifest.number, manifest.step)
+        if name in faults:  # as it was found to be before
+            continue
+        try:
+            verify(directory.path / name)
+        except DamagedError as error:
+            faults[name] = str(error)
+            _warn(str(error))
+            continue
+        return _read(directory.path / name, manifest, faults)
+    return None
+
+
+def _at(path: Path, faults: dict[str, str]) -> Found:
     if not (path / MANIFEST).is_file():
         raise ConfigError(
             f"recovery_strategy is the path {str(path)!r}, which is no checkpoint: give a folder save-… that "
             f"has a {MANIFEST}, or a strategy for those in checkpoint_dir"
         )
-    return _read(path, verify(path), {})
+    return _read(path, verify(path), faults)
 
 
 def _read(path: Path, manifest: Manifest, faults: dict[str, str]) -> Found:
     model, rest = read(path)
     return Found(path, manifest, model, rest, tuple(faults), tuple(faults.values()))
+
+
+def _bring_back(trainee: Trainee, saved: Modes | None, left: Modes | None) -> None:
+    """Bring a module's modes back, but for what a user has set since the `train` before."""
+    now = modes_of(trainee.module)
+    wanted = saved if saved is None or left is None else overlaid(saved, left, now)
+    if trainee.agree(wanted):
+        set_modes(trainee.module, wanted or now)
+    else:  # members train the same parameters, or none of them begins
+        process.warn(
+            "members' checkpoints are of different times, and of different parameters that were trained "
+            "(requires_grad) or modules in training mode: these stay as they are here"
+        )
 
 
 def _make_room(directory: Directory, *, overwrite: bool) -> None:
@@ -141,6 +206,7 @@ def go_on(
     data: Data,
     account: Account,
     seed: int | None,
+    left: Modes | None,
 ) -> None:
     """Bring a run to where a checkpoint was, and set aside those that were damaged.
 
@@ -151,6 +217,7 @@ def go_on(
         data: On what.
         account: Of the run.
         seed: Of the order of a dataset, if one was given.
+        left: The modes in which the `train` before in this process has left the module; None without.
 
     Raises:
         ModelMismatchError: If what is trained is not what the checkpoint is of.
@@ -168,8 +235,14 @@ def go_on(
             f"{found.path} is of other data: {'; '.join(others)}: give the same, or begin anew in another "
             f"checkpoint_dir"
         )
-    if notes := trainee.notes(state):
+    modes = found.rest.get("modes")  # which older checkpoints do not have
+    notes = trainee.notes(state)
+    if modes is not None and left is None:
+        notes += words_of_others(modes_of(trainee.module), **modes)
+    if notes:
         process.warn(f"{'; '.join(notes)}: what the checkpoint has is taken, {found.path}. {OTHER_SETTINGS}")
+    wake(trainee.module)
+    _bring_back(trainee, None if modes is None else modes["now"], left)
     trainee.load_state_dict(state)
     account.load_state_dict(found.rest["account"])
     bring_back(trainee.keepers, found.rest.get("keepers", ()))  # which older checkpoints do not have

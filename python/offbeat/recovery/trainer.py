@@ -27,6 +27,8 @@ from offbeat.recovery.choice import Mode, kept
 from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
 from offbeat.recovery.keepers import states_of
+from offbeat.recovery.manifest import Manifest
+from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.run import Plan, Run, taken_apart
 from offbeat.recovery.saver import Delays, Saver
@@ -78,9 +80,12 @@ class FaultTolerantTrainer:
         recovery_strategy: "latest" goes on from the newest; "best" from that with the best mean of what
             `monitor` names; "last_good" from the newest with finite parameters and a loss within its band;
             "none" begins anew, and refuses a directory in which something is; a path, from that checkpoint.
-            Where the directory has none, the run begins.
+            Where the directory has none, the run begins. "best" and a path go back once: where the newest
+            checkpoint was made under the same of these, the run goes on from that, and one that is done
+            trains nothing; so it does with "last_good".
         device: Where to train a module; of others it is theirs.
-        monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before.
+        monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
+            fewer than half as many samples as others' is not taken for the best.
         mode: Whether its best is the "min" or the "max".
         overwrite: Let "none" remove the checkpoints that are there.
         deterministic: Inside `train`, let torch compute the same bits each time, on as many threads: a run
@@ -135,6 +140,11 @@ class FaultTolerantTrainer:
             faults.append(
                 "recovery_strategy is 'best', and there is no monitor: say by what, as monitor='loss'"
             )
+        if mode == "max" and monitor is None:
+            faults.append(
+                "mode is 'max', and there is no monitor whose best it would tell: give one, as "
+                "monitor='accuracy', or leave mode out"
+            )
         if overwrite is True and recovery_strategy != "none":
             faults.append("overwrite is True, which is for recovery_strategy='none' alone: leave it out")
         if subject is not None and strategy is not None:
@@ -155,6 +165,8 @@ class FaultTolerantTrainer:
         self._monitor = monitored
         self._strategy = Strategy(*strategy, None if monitored is None else monitored.name, mode, overwrite)
         self._is_deterministic = deterministic
+        self._request = self._strategy.request
+        self._left: Modes | None = None  # of the model, as the last `train` has left it
         self._loss_fn: LossFunction | None = None
         self._delays = Delays()
 
@@ -193,7 +205,8 @@ class FaultTolerantTrainer:
                 ``functools.partial(StepLR, step_size=10)``.
             scheduler_step: When it steps: after each "epoch", or each "step" that was not skipped.
             grad_scaler: Scales the loss, and skips steps with infinite gradients (`history.skipped`).
-            batch_size: Samples in a batch of `dataset`. None: `local_batch_size` of what has one, else 32.
+            batch_size: Samples in a batch of `dataset`. None: `local_batch_size` of what has one, else 32. A
+                `dataloader` makes its own.
             seed: Of the order of `dataset`. None: torch's own as the run began; an `AsyncWorker` and an
                 `AsyncTrainer` have orders of their own.
             metrics: What the history tells: "loss", "accuracy", callables of (outputs, targets).
@@ -214,14 +227,11 @@ class FaultTolerantTrainer:
         limits = {"batch_size": batch_size, "max_steps": max_steps}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **given) + of_seed(seed))
-        if seed is not None and dataloader is not None:
-            faults.append(f"seed is {seed!r}, which is for dataset=: a dataloader has an order of its own")
+        if dataloader is not None:
+            faults += settings.of_dataset_alone(seed=seed, batch_size=batch_size)
         faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
         faults += settings.of_scaler(grad_scaler)
-        if scheduler_step not in ("epoch", "step"):
-            faults.append(f'scheduler_step is {scheduler_step!r}: give "epoch" or "step"')
-        if scheduler is not None:
-            faults.catch(lambda: settings.check_scheduler(scheduler))
+        faults += settings.of_scheduler(scheduler, scheduler_step)
         measured = faults.catch(lambda: settings.means_of(metrics, name="metrics"))
         is_several = type(epochs) is int and epochs > 1
         faults.catch(lambda: self._data(dataset, dataloader, epochs=2 if is_several else 1))
@@ -249,7 +259,10 @@ class FaultTolerantTrainer:
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
             terminated = stack.enter_context(noting_sigterm())
-            found = self._found(trainee)
+            found = self._found(
+                trainee,
+                is_done=lambda m: m.epoch >= epochs or (max_steps is not None and m.step >= max_steps),
+            )
             rest = None if found is None else found.rest
             plan = Plan(
                 epochs=epochs,
@@ -259,6 +272,8 @@ class FaultTolerantTrainer:
                 member=rest["member"] if rest else subject.member if seed is None else "",
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,
+                request=self._request,
+                modes=rest["modes"]["began"] if rest and "modes" in rest else modes_of(self.model),
                 device=self.device,
                 may_go_back=not subject.faults_of(strategy="last_good"),
             )
@@ -273,13 +288,22 @@ class FaultTolerantTrainer:
                 is_ended=lambda: terminated.has_come,
             )
             if found is not None:
-                go_on(found, self._directory, trainee=trainee, data=data, account=account, seed=seed)
+                go_on(
+                    found,
+                    self._directory,
+                    trainee=trainee,
+                    data=data,
+                    account=account,
+                    seed=seed,
+                    left=self._left,
+                )
             elif self.history.steps:
                 process.warn(
                     f"no checkpoint has the {self.history.steps} steps that this trainer made before: the "
                     f"run begins anew, with the model and the optimizer as these have left them"
                 )
             self._note(found, account)
+            stack.callback(self._note_modes)
             is_done = plan.is_done(account)
             # Others who are not done are to be met once more, at their end.
             if trainee.agree(is_done) and is_done:
@@ -353,9 +377,9 @@ class FaultTolerantTrainer:
 
     # ------------------------------------------------------------------ inside
 
-    def _found(self, trainee: Trainee) -> Found | None:
+    def _found(self, trainee: Trainee, *, is_done: Callable[[Manifest], bool]) -> Found | None:
         """Find what to go on from; nothing where one of those who train together has nothing."""
-        found = find(self._directory, self._strategy)
+        found = find(self._directory, self._strategy, is_done=is_done)
         if trainee.agree(found is not None):
             return found
         if found is not None:
@@ -404,6 +428,9 @@ class FaultTolerantTrainer:
         self.resumed_from = None if found is None else found.path
         self.passed_over = () if found is None else found.warnings
         self._strategy = replace(self._strategy, name="latest", path=None, overwrite=False)
+
+    def _note_modes(self) -> None:
+        self._left = modes_of(self.model)
 
 
 EVALUATED_TOGETHER = 32

@@ -10,6 +10,7 @@ __all__ = [
     "fill",
     "is_overlapping",
     "of_classes",
+    "of_groups",
     "of_settings",
     "of_tensors",
     "settings_of",
@@ -86,6 +87,17 @@ def of_classes(own: dict[str, str | None], theirs: dict[str, str | None]) -> lis
         for name in own | theirs
         if own.get(name) != theirs.get(name)
     ]
+
+
+def of_groups(own: torch.optim.Optimizer | None, theirs: dict[str, Any] | None) -> list[str]:
+    """Word whether an optimizer's groups are others than a checkpoint's; of one that is not here, nothing."""
+    if own is None or theirs is None:
+        return []
+    here = [len(group["params"]) for group in own.param_groups]
+    then = [len(group["params"]) for group in theirs["param_groups"]]
+    if here == then:
+        return []
+    return [f"the optimizer's groups have {here} parameters, and the checkpoint's {then}"]
 
 
 def of_tensors(own: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat import process
-from offbeat.checks import Faults, objects
+from offbeat.checks import Faults
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, meters
@@ -83,7 +83,6 @@ def faults_of_scheduler(given: object, interval: object, metric: object) -> list
             f"the optimizer"
         )
     if metric is not None:
-        faults += objects(scheduler_metric=metric)
         faults.catch(lambda: _one_meter(metric))
     return faults
 
@@ -218,7 +217,7 @@ def _check_metric(scheduler: LRScheduler, interval: Interval, metric: Metric | N
 
 
 def _one_meter(metric: Any) -> Meter:  # noqa: ANN401  whatever came
-    found = meters(metric)
+    found = meters(metric, name="scheduler_metric")
     if len(found) != 1:
         raise ConfigError(f"scheduler_metric is {len(found)} metrics: give one")
     return found[0]

@@ -346,6 +346,37 @@ def test_other_settings_than_the_checkpoint_s_are_warned_of(wrap, tmp_path, capl
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("kind", ["module", "trainer", "averager", "worker"])
+def test_an_optimizer_of_other_groups_is_refused_and_nothing_changes(kind, serve, tmp_path):
+    data = TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    wraps = {"module": lambda it: it, "trainer": offbeat.AsyncTrainer, "averager": offbeat.AsyncModelAverager}
+
+    def live_once(around, module, *, split):
+        parameters = list(module.parameters())
+        groups = [parameters[:1], parameters[1:]] if split else [parameters]
+        live = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+        FaultTolerantTrainer(around, tmp_path).train(
+            dataset=data, epochs=2, max_steps=1, optimizer=live, loss_fn=LOSS
+        )
+
+    def assert_refused(around, module):
+        with pytest.raises(ModelMismatchError, match=r"the optimizer's groups have \[\d+\] para"):
+            live_once(around, module, split=False)
+
+    if kind == "worker":
+        server = serve(model())
+        with offbeat.AsyncWorker(server.address, model()) as worker:
+            live_once(worker, worker.model, split=True)
+        with offbeat.AsyncWorker(server.address, model()) as worker:
+            assert_refused(worker, worker.model)
+        return
+    first, second = model(), model()
+    live_once(wraps[kind](first), first, split=True)
+    before = [p.detach().clone() for p in second.parameters()]
+    assert_refused(wraps[kind](second), second)
+    assert all(p.equal(b) for p, b in zip(second.parameters(), before, strict=True))
+
+
 def test_a_checkpoint_is_of_what_trained(tmp_path):
     def train(wrap, **keywords):
         data = TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))

@@ -131,6 +131,16 @@ def test_a_nan_that_left_the_parameters_whole_is_told_of_and_a_later_one_that_do
     assert history.first_non_finite == 2
 
 
+def test_of_a_thousand_losses_that_nobody_has_looked_at_one_that_is_not_finite_is_told_of(caplog):
+    history = History()
+    seen = Finiteness(net(), history, remedy="do something")
+    for step in range(1, 1001):
+        seen.add(torch.tensor(math.nan if step == 3 else 1.0), step)
+    (said,) = warned(caplog)
+    assert said.startswith("at step 3 the loss is nan")
+    assert history.first_non_finite == 3
+
+
 def test_a_loss_is_waited_for_when_it_is_looked_at_and_not_before():
     class Waits(torch.Tensor):
         @classmethod

@@ -201,6 +201,19 @@ def test_the_class_of_a_metric_is_refused_with_the_object(asked):
         meters(asked)
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (5, "monitor: 5 is no metric: give"),
+        ("los", "monitor: unknown metric 'los'; did you mean 'loss'"),
+        (torchmetrics.MeanMetric, "monitor is the class MeanMetric"),
+    ],
+)
+def test_what_is_no_metric_is_refused_by_its_keyword(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        meters(asked, name="monitor")
+
+
 def test_the_same_name_twice_is_refused():
     with pytest.raises(ConfigError, match=r"two metrics are called 'loss'.*MetricCollection"):
         meters(["loss", "loss"])
@@ -216,3 +229,33 @@ def test_measuring_a_batch_never_waits_for_the_device():
     outputs, targets = torch.empty(4, 3, device="meta"), torch.empty(4, device="meta", dtype=torch.long)
     for meter in meters(["loss", "accuracy", lambda outputs, targets: outputs.mean()]):
         meter.update(outputs, targets, torch.empty((), device="meta"), 4)  # reading a meta tensor would raise
+
+
+def test_no_more_values_are_kept_than_a_thousand_and_the_mean_is_that_of_all_of_them():
+    (meter,), (restored,) = meters("loss"), meters("loss")
+    losses, samples = torch.arange(2500, dtype=torch.float64) / 8, [1 + number % 3 for number in range(2500)]
+    most = 0
+    for loss, number in zip(losses, samples, strict=True):
+        meter.update(None, None, loss, number)
+        restored.update(None, None, loss, number)
+        if number == 3:
+            state, (restored,) = restored.state_dict(), meters("loss")
+            restored.load_state_dict(state)
+        most = max(most, len(meter.state_dict()["values"]))
+    assert 0 < most <= 1000
+    expected = sum(float(loss) * n for loss, n in zip(losses, samples, strict=True)) / sum(samples)
+    assert restored.read() == meter.read() == expected  # eighths are exact
+    meter.update(None, None, torch.tensor(2.0), 3)
+    assert meter.read() == 2.0
+
+
+def test_a_state_is_read_with_one_wait_for_the_device(monkeypatch):
+    (meter,) = meters("loss")
+    for number in range(5):
+        meter.update(None, None, torch.tensor(number / 2), 1)
+
+    def no_single_one(_):
+        raise AssertionError("one value was waited for")
+
+    monkeypatch.setattr(torch.Tensor, "__float__", no_single_one)
+    assert meter.state_dict()["values"] == [0.0, 0.5, 1.0, 1.5, 2.0]

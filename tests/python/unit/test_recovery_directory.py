@@ -1,6 +1,7 @@
 """A trainer's directory: folders that are whole or not there, one owner, and what is kept and wanted."""
 
 import dataclasses
+import json
 import math
 import os
 import random
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError, ConfigError
+from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery.band import NUM_RECENT, Band, judged
 from offbeat.recovery.choice import best, kept, ranked
 from offbeat.recovery.directory import Directory, entries, is_trainers, names
@@ -78,6 +80,15 @@ def test_a_manifest_is_read_as_it_was_written(loss, monitored, step, monitor):
     read = Manifest.from_bytes(raw)
     assert read.to_bytes() == raw
     assert repr(read) == repr(dataclasses.replace(own, files=files()))
+
+
+def test_an_older_manifest_tells_neither_request_nor_samples():
+    told = json.loads(manifest(files=files(), request="latest", monitored_samples=8).to_bytes())
+    for name in ("request", "monitored_samples", "sha256"):
+        del told[name]
+    read = Manifest.from_bytes(manifest_module._sealed(told))
+    assert (read.request, read.monitored_samples) == (None, None)
+    assert read.step == 10
 
 
 def files():
@@ -228,6 +239,26 @@ def test_best_goes_by_the_value_then_by_age_and_passes_over_what_is_not_finite()
     assert [m.number for m in ranked("best", found, monitor="loss", mode="min")] == [3, 4, 2]
     assert [m.number for m in ranked("best", found, monitor="loss", mode="max")] == [4, 2, 3]
     assert best(found, "other", "min") is None
+
+
+def test_best_passes_over_means_of_much_fewer_samples_than_the_usual_one():
+    def told(*samples):
+        return [
+            manifest(number, monitor="loss", monitored=float(number), monitored_samples=one)
+            for number, one in enumerate(samples, 1)
+        ][::-1]
+
+    def ranks(*samples):
+        return [m.number for m in ranked("best", told(*samples), monitor="loss")]
+
+    assert ranks(8, 800, 800) == [2, 3]  # the first is better, of a single batch
+    assert ranks(400, 800, 800) == [1, 2, 3]
+    assert ranks(800, 8) == [1]
+    assert ranks(8) == [1]  # there is no other to go by
+    assert ranks(800, 800, 5000) == [1, 2, 3]  # a long one, as after a slow save, shuts nobody out
+    assert ranks(None, 800, None) == [1, 2, 3]  # as of older checkpoints
+    assert kept(told(800, 800, 800, 800, 800, 8), monitor="loss", mode="max") == {6, 5, 4}
+    assert best(told(800, 800, 8), "loss", "max").number == 2
 
 
 def test_a_strategy_that_wants_none_of_those_there_are_says_so():

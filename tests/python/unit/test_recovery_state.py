@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import random
+import shutil
 import signal
 import threading
 
@@ -18,9 +19,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackD
 from offbeat import optim, termination
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery import directory as directory_module
+from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery import saver as saver_module
 from offbeat.recovery.directory import Directory, names
+from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
+from support.fault_tolerant import waited
 from support.waiting import wait_for
 
 LOSS = nn.CrossEntropyLoss()
@@ -197,38 +201,35 @@ def test_a_tensor_that_nothing_can_be_brought_back_into_is_refused(tmp_path):
         FaultTolerantTrainer(module, tmp_path)
 
 
-def test_a_step_that_is_skipped_is_none_and_moves_no_scheduler(tmp_path):
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)],
+    ids=["a plain one", "a fused one, which the scaler calls in any case"],
+)
+def test_a_step_that_is_skipped_is_none_and_moves_no_scheduler(optimizer, tmp_path):
     """The scale is that of a plain loop's first finite gradients, and each halving before it was a skip."""
-    module = net()
-    live, scaler = (
-        torch.optim.SGD(module.parameters(), lr=1.0),
-        torch.amp.GradScaler("cpu", init_scale=2.0**127),
-    )
-    made = FaultTolerantTrainer(module, tmp_path)
-    history = made.train(
-        dataset=TensorDataset(torch.full((SAMPLES, 4), 1e3), torch.zeros(SAMPLES, dtype=torch.long)),
-        batch_size=8,
-        epochs=2,
-        optimizer=live,
-        scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-        scheduler_step="step",
-        grad_scaler=scaler,
-        loss_fn=LOSS,
-    )
+
+    def live_once():
+        module, scaler = net(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        live = optimizer(module.parameters(), lr=1.0)
+        history = FaultTolerantTrainer(module, tmp_path).train(
+            dataset=TensorDataset(torch.full((SAMPLES, 4), 1e3), torch.zeros(SAMPLES, dtype=torch.long)),
+            batch_size=8,
+            epochs=2,
+            optimizer=live,
+            scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+            scheduler_step="step",
+            grad_scaler=scaler,
+            loss_fn=LOSS,
+        )
+        return history, live, scaler
+
+    history, live, scaler = live_once()
     skipped = round(127 - math.log2(scaler.get_scale()))
     assert skipped > 0
     assert (history.steps, history.skipped, history.samples) == (10 - skipped, skipped, 2 * SAMPLES)
     assert live.param_groups[0]["lr"] == 0.5 ** (10 - skipped)
-    again = FaultTolerantTrainer(net(), tmp_path).train(
-        dataset=TensorDataset(torch.full((SAMPLES, 4), 1e3), torch.zeros(SAMPLES, dtype=torch.long)),
-        batch_size=8,
-        epochs=2,
-        optimizer=optim.SGD(lr=1.0),
-        scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-        scheduler_step="step",
-        grad_scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127),
-        loss_fn=LOSS,
-    )
+    again, _, _ = live_once()
     assert again.skipped == skipped
 
 
@@ -307,6 +308,26 @@ def test_sigterms_that_come_at_the_same_time_are_one(monkeypatch):
     assert caught.value.code == 143
 
 
+def test_a_child_that_is_forked_meanwhile_is_ended_by_the_first_sigterm():
+    (hears, ends), (told, tells) = os.pipe(), os.pipe()
+    with termination.noting_sigterm() as noted:
+        child = os.fork()
+        if child == 0:
+            os.close(ends)
+            os.write(tells, b"here")
+            os.read(hears, 1)  # until it is ended, or the parent has given it up
+            os._exit(0)
+        os.read(told, 4)
+        os.kill(child, signal.SIGTERM)
+        os.close(ends)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert not noted.has_come
+    for number in (hears, told, tells):
+        os.close(number)
+
+
 def test_a_handler_that_was_set_meanwhile_stays():
     def theirs(*_):
         pass
@@ -322,16 +343,30 @@ def test_a_handler_that_was_set_meanwhile_stays():
 # ---------------------------------------------------------------------------------------- the directory
 
 
-def test_a_lock_that_the_disk_cannot_give_is_told_as_that(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def failing(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    return fail
+
+
+def test_a_lock_that_the_disk_cannot_give_is_told_as_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
     with (
-        pytest.raises(CheckpointError, match="cannot be used: No locks available"),
+        pytest.raises(CheckpointError, match="cannot be used: Input/output error"),
         Directory(tmp_path).locked(),
     ):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_used_with_one_warning(number, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    trainer = FaultTolerantTrainer(net(), tmp_path)
+    run = {"dataset": Numbered(), "batch_size": 8, "optimizer": optim.SGD(lr=0.1), "loss_fn": plain_loss}
+    assert trainer.train(**run).steps == 5
+    assert trainer.train(**run, epochs=2).steps == 10
+    assert caplog.text.count("nothing keeps a second trainer out") == 1
 
 
 def test_a_lock_whose_holder_cannot_be_written_down_is_let_go_of(tmp_path, monkeypatch):
@@ -355,10 +390,57 @@ def test_the_names_of_new_directories_get_to_the_disk(tmp_path, monkeypatch):
     assert sorted(synced) == [tmp_path, tmp_path / "one"]
 
 
-def test_what_cannot_be_swept_away_is_an_error_of_the_directory(tmp_path):
-    (tmp_path / ".saving-000001").write_text("no folder", "utf-8")
-    with (
-        pytest.raises(CheckpointError, match=r"\.saving-000001 cannot be removed"),
-        Directory(tmp_path).locked(),
-    ):
-        pass
+def saved_each_step(folder, monkeypatch, *, epochs, loss_fn=plain_loss):
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))  # so that none is put off
+    return FaultTolerantTrainer(net(), folder, checkpoint_frequency=1).train(
+        dataset=Numbered(), batch_size=8, epochs=epochs, optimizer=optim.SGD(lr=0.1), loss_fn=loss_fn
+    )
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_of_once_and_tried_again(
+    tmp_path, monkeypatch, caplog
+):
+    """As one of which NFS keeps an open file: training goes on, and the next save has another try."""
+    rmtree, failures = shutil.rmtree, []
+
+    def busy(path, **keywords):
+        if len(failures) < 4 and not keywords:  # those of two saves
+            failures.append(path)
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        rmtree(path, **keywords)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert saved_each_step(tmp_path, monkeypatch, epochs=2).stopped == "epochs"
+    assert len(failures) == 4
+    assert caplog.text.count("old ones stay that should be gone") == 1
+    assert "cannot be removed: Device or resource busy" in caplog.text
+    assert len(names(tmp_path)) == 3
+    assert Directory(tmp_path).others() == sorted(names(tmp_path))
+
+
+def test_an_old_manifest_that_cannot_be_read_ends_no_run_and_others_are_removed(
+    tmp_path, monkeypatch, caplog
+):
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 3:
+            body = {"kind": manifest_module.KIND, "format": 9, "offbeat": "3.1"}
+            raw = manifest_module._sealed(body)
+            (tmp_path / "save-000001-step-1" / "manifest.json").write_bytes(raw)
+        return plain_loss(outputs, targets)
+
+    history = saved_each_step(tmp_path, monkeypatch, epochs=2, loss_fn=loss_fn)
+    assert history.stopped == "epochs"
+    assert [name.rpartition("-")[2] for name in names(tmp_path)] == ["10", "10", "9", "1"]
+    assert caplog.text.count("is of format 9") == 1
+
+
+def test_what_cannot_be_swept_away_keeps_nobody_from_starting_and_no_save_takes_its_number(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / ".saving-000004").write_text("no folder", "utf-8")
+    assert saved_each_step(tmp_path, monkeypatch, epochs=1).stopped == "epochs"
+    assert names(tmp_path)[0] == "save-000010-step-5"
+    assert ".saving-000004 cannot be removed" in caplog.text

@@ -23,9 +23,10 @@ from offbeat.errors import (
 )
 from offbeat.frequency import Every
 from offbeat.recovery import saver as saver_module
-from offbeat.recovery.directory import names
+from offbeat.recovery.directory import entries, names
 from offbeat.recovery.saver import is_due, words_of_delay
 from offbeat.recovery.trainer import FaultTolerantTrainer
+from support.fault_tolerant import waited
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -52,8 +53,8 @@ def run(trainer, **keywords):
         "optimizer": optim.Adam(lr=0.01),
         "loss_fn": LOSS,
     } | keywords
-    if "dataloader" in keywords:
-        del keywords["dataset"]
+    if "dataloader" in keywords:  # with which neither of these goes
+        keywords = {name: value for name, value in keywords.items() if name not in ("dataset", "batch_size")}
     return trainer.train(**keywords)
 
 
@@ -250,7 +251,7 @@ def test_a_hook_changes_a_rate_in_a_run_that_goes_on_as_that_warning_says(tmp_pa
         live = torch.optim.SGD(trainer.model.parameters(), lr=lr, momentum=0.9)
         if epochs == 2:
             live.register_step_pre_hook(faster)
-        run(trainer, dataloader=batches, batch_size=None, epochs=epochs, optimizer=live)
+        run(trainer, dataloader=batches, epochs=epochs, optimizer=live)
     assert equal(values(trainer.model), values(whole))
     assert "began with" not in caplog.text
 
@@ -327,6 +328,111 @@ def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
     assert trainer.resumed_from.name.endswith("step-10")
 
 
+def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypatch):
+    """Where a run ends shortly after a save, the last one is of few, and not taken for the best."""
+    levels = iter([2.0] * 6 + [0.0] + [3.0] * 9)
+
+    def level(outputs, targets):
+        del outputs, targets
+        return next(levels)
+
+    monkeypatch.setattr(saver_module.Saver, "save", waited(saver_module.Saver.save))  # none is put off
+    run(made(tmp_path, monitor=level), max_steps=7, epochs=9)
+    found = {e.manifest.step: e.manifest for e in entries(tmp_path)}
+    assert {step: m.monitored_samples for step, m in found.items()} == {3: 24, 6: 24, 7: 8}
+    assert [found[step].monitored for step in (3, 6, 7)] == [2.0, 2.0, 0.0]
+    trainer = made(tmp_path, monitor=level, recovery_strategy="best")
+    run(trainer, max_steps=8, epochs=9)
+    assert trainer.resumed_from.name.endswith("step-6")
+
+
+def cut_off(folder, *, after, **keywords):
+    """Start the command of a run, and kill it by an exception after so many steps; give where it began."""
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) > after:
+            raise ZeroDivisionError
+        return LOSS(outputs, targets)
+
+    trainer = made(folder, checkpoint_frequency=2, **keywords)
+    with pytest.raises(ZeroDivisionError):
+        run(trainer, loss_fn=loss_fn, epochs=9)
+    return trainer.resumed_from
+
+
+@pytest.mark.parametrize("strategy", ["a path elsewhere", "a path in the directory", "best"])
+def test_the_same_command_goes_back_once_and_then_on_from_the_newest(strategy, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    levels = iter(range(100))
+
+    def level(outputs, targets):
+        del outputs, targets
+        return next(levels)  # the first checkpoint is the best
+
+    keywords = {"monitor": level} if strategy == "best" else {}
+    where = "kept" if strategy == "a path elsewhere" else "fork"
+    run(made(tmp_path / where, **keywords), epochs=2, max_steps=7)
+    oldest = tmp_path / where / names(tmp_path / where)[-1]
+    assert oldest.name == "save-000001-step-3"
+    asked = keywords | {"recovery_strategy": "best" if strategy == "best" else str(oldest)}
+    began = [cut_off(tmp_path / "fork", after=4, **asked) for _ in range(3)]
+    steps = [int(path.name.rpartition("-")[2]) for path in began]
+    assert began[0] == oldest
+    assert steps[0] < steps[1] < steps[2]  # what was made since is not thrown away
+    assert caplog.text.count("was made under the same recovery_strategy") == 2
+    finished = made(tmp_path / "fork", **asked)
+    run(finished, epochs=9)
+    again = made(tmp_path / "fork", **asked)
+    called = []
+    history = run(again, epochs=9, loss_fn=lambda outputs, targets: called.append(1))
+    assert (history.steps, called) == (45, [])
+    assert equal(values(again.model), values(finished.model))
+    assert again.resumed_from.name == names(tmp_path / "fork")[0]
+    if strategy == "a path in the directory":
+        assert not oldest.exists()  # and nobody misses it
+
+
+def test_another_request_than_the_newest_s_goes_back(tmp_path):
+    run(made(tmp_path / "kept"), epochs=2)
+    middle = tmp_path / "kept" / names(tmp_path / "kept")[-1]
+    for epochs, strategy in enumerate([middle, "latest", middle, middle], 2):
+        trainer = made(tmp_path / "fork", recovery_strategy=strategy)
+        run(trainer, epochs=epochs)
+        assert (trainer.resumed_from == middle) == (epochs in (2, 4))
+
+
+def test_where_what_came_of_a_request_is_damaged_it_goes_back_again(tmp_path, caplog):
+    run(made(tmp_path / "kept"), epochs=2, max_steps=7)
+    middle = tmp_path / "kept" / "save-000001-step-3"
+    run(made(tmp_path / "fork", recovery_strategy=middle), max_steps=4)
+    (newest,) = names(tmp_path / "fork")
+    (tmp_path / "fork" / newest / "state.json").write_text("{}", "utf-8")
+    again = made(tmp_path / "fork", recovery_strategy=middle)
+    run(again, epochs=2)
+    assert again.resumed_from == middle
+    assert f"{newest}: state.json has 2 bytes" in again.passed_over[0]
+
+
+def test_last_good_trains_nothing_where_all_is_done_and_else_asks_for_one_that_is_good(tmp_path):
+    run(made(tmp_path), epochs=1)  # a good one
+    good = names(tmp_path)[0]
+
+    def ruined_loss(outputs, targets):
+        return LOSS(outputs, targets) * float("nan")
+
+    first = made(tmp_path, recovery_strategy="last_good")
+    run(first, epochs=2, loss_fn=ruined_loss)
+    then = made(tmp_path, recovery_strategy="last_good")
+    called = []
+    assert run(then, epochs=2, loss_fn=lambda outputs, targets: called.append(1)).steps == 10
+    assert called == []
+    more = made(tmp_path, recovery_strategy="last_good")
+    assert run(more, epochs=3).steps == 15
+    assert more.resumed_from.name == good
+
+
 # ---------------------------------------------------------------------------------------- refusals
 
 
@@ -342,7 +448,9 @@ def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
         ({"recovery_strategy": "lates"}, r"unknown recovery_strategy 'lates'; did you mean 'latest'\?"),
         ({"recovery_strategy": 3}, "unknown recovery_strategy 3"),
         ({"recovery_strategy": "best"}, "is 'best', and there is no monitor"),
-        ({"monitor": "los"}, "unknown metric 'los'; did you mean 'loss'"),
+        ({"monitor": "los"}, "monitor: unknown metric 'los'; did you mean 'loss'"),
+        ({"monitor": 5}, "monitor: 5 is no metric: give"),
+        ({"mode": "max"}, "mode is 'max', and there is no monitor"),
         ({"monitor": ["loss", "accuracy"]}, "give one metric"),
         ({"mode": "least"}, "mode is 'least'"),
         ({"overwrite": True}, "overwrite is True, which is for recovery_strategy='none'"),
@@ -369,6 +477,7 @@ def test_a_setting_that_cannot_be_used_is_refused_by_name(keywords, said, tmp_pa
         ({"grad_scaler": 3}, "grad_scaler is 3"),
         ({"scheduler": 3}, "scheduler is 3"),
         ({"scheduler_step": "batch"}, "scheduler_step is 'batch'"),
+        ({"scheduler_step": "step"}, 'scheduler_step is "step", and there is no scheduler'),
         ({"metrics": "los"}, "unknown metric"),
         ({"optimizer": None}, "there is no optimizer"),
         ({"dataset": None}, "got neither"),
@@ -393,6 +502,13 @@ def test_every_fault_of_a_call_is_named_at_once(tmp_path):
         FaultTolerantTrainer(3, 3, 0, mode=3)
     with pytest.raises(ConfigError, match=r"epochs is .*; seed is .*; loss_fn is .*; there is no"):
         run(made(tmp_path), epochs=0, seed=-1, loss_fn=3, optimizer=None)
+
+
+def test_what_is_only_for_a_dataset_is_refused_beside_a_dataloader(tmp_path):
+    with pytest.raises(ConfigError, match=r"seed is 3, .* for dataset=.*; batch_size is 64, which is for"):
+        made(tmp_path).train(
+            dataloader=DataLoader(data()), batch_size=64, seed=3, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS
+        )
 
 
 def test_a_torchmetrics_object_is_refused_with_the_remedy(tmp_path):

@@ -887,6 +887,10 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
         ({"scheduler": lambda live: StepLR(live, 2), "scheduler_metric": "loss"}, "StepLR goes by no metric"),
         ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
         ({"scheduler_interval": "step"}, 'scheduler_interval is "step", and there is no scheduler'),
+        (
+            {"scheduler": functools.partial(ReduceLROnPlateau), "scheduler_metric": 5},
+            "scheduler_metric: 5 is no metric",
+        ),
         ({"scheduler": lambda live: 5}, "scheduler gave 5"),
         (
             {"scheduler": functools.partial(StepLR)},
