@@ -182,7 +182,10 @@ class Rounds:
 
     @property
     def are_apart(self) -> bool:
-        """Whether members have met in twos and not all of them since: each holds a part of what is learnt."""
+        """Whether each member holds a part of what is learnt.
+
+        They have met in twos, or been drawn to a centre that is forgotten, and not all of them have met since.
+        """
         return any(self._are_apart)
 
     @property
@@ -383,9 +386,12 @@ class Rounds:
 
     def _follow(self, plan: _Plan) -> None:
         """Do from the next round on what all members want by now."""
-        has_other_method = plan.method != self.method
+        has_other_method, had_centre = plan.method != self.method, self.method.has_centre
         self._plan = plan
         if has_other_method:
+            # Around a centre, which is forgotten, each member has kept a model of its own: as after rounds of
+            # twos, all of them count in the next, whatever samples have come since.
+            self._are_apart = [self.are_apart or had_centre]
             self._lay_out(is_begun=False)
 
     def _lay_out(self, *, is_begun: bool) -> None:

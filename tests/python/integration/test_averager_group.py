@@ -346,6 +346,34 @@ def test_whatever_changed_before_the_end_members_end_alike(case):
     assert all(map(np.array_equal, first, second))
 
 
+def leaving_a_centre(rank, after):
+    """Change the method just before the end; give where this member was before, and the centre."""
+    trained = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    random = torch.Generator().manual_seed(rank)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=1, method="easgd")
+    for _ in range(10):
+        with torch.no_grad():
+            trained.weight.add_(torch.randn(2, 3, dtype=torch.float64, generator=random))
+        ours.step(1 + rank)
+    before = trained.weight.detach().numpy().copy()
+    centre = ours.state_dict()["rounds"]["memories"][0]["reference"][0].numpy()
+    ours.method = after
+    ours.flush()
+    return before, centre, arrays(trained)[0], ours.method.name
+
+
+@pytest.mark.parametrize("after", ["average", averaging.EASGD(alpha=0.1), "gossip"], ids=["mean", "e", "twos"])
+def test_from_easgd_to_another_method_just_before_the_end_is_to_the_mean_of_all_and_not_to_one(after):
+    found = together(leaving_a_centre, 3, after)
+    own = sum(before for before, *_ in found) / 3
+    centre = found[0][1]
+    expected = own - 0.3 * (own - centre)  # drawn to the centre once more, by .9 / 3, and then to their mean
+    assert not np.allclose(found[0][0], own, atol=1e-2), "each is elsewhere"
+    for _, _, last, name in found:
+        assert name == (after if isinstance(after, str) else after.name)
+        assert np.abs(last - expected).max() < 1e-12
+
+
 def with_a_barrier(rank):
     """Use the group between rounds that only one member has begun."""
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, overlap=True)
