@@ -298,7 +298,10 @@ class AsyncModelAverager:
             self._finish()
         if self._rounds.is_under_way and not self._members.is_waited_for:
             self._unshared.look_behind(self._times(), self._course.since_begin)
-        elif self._is_due():
+            return
+        if self._is_due() and self._rounds.is_under_way:
+            self._finish()  # after which it may be due later, as in members that have ended it before
+        if self._is_due():
             self._average()
 
     def flush(self) -> None:
@@ -543,8 +546,14 @@ class AsyncModelAverager:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
         A round that is under way is ended first, in which every member has to take part, and which moves the
-        model: all members call this in the same place, and take the model's own state after it. Each
+        model: all members call this in the same round, and take the model's own state after it. Each
         member's state is its own. The optimizer's is in it.
+
+        In the same iteration members of a process group are in the same round, but for
+        ``averaging_policy="time"``, and for a frequency that changes (``"adaptive"``, or set anew) with
+        ``overlap=True``: one may have begun a round there that others have not. It would wait here for those
+        who wait for it elsewhere, as at a barrier, and their states would be of different rounds. There all
+        call `flush` before.
 
         Raises:
             StateError: As `train_step`.

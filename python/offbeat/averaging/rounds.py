@@ -359,8 +359,10 @@ class Rounds:
         if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart]):
             if strict:
                 raise StateError(
-                    "members load states of different rounds: each has to load its own, of one call of "
-                    "state_dict in all of them"
+                    f"members load states of different rounds, this one of round {state['number']}: each has "
+                    f"to load its own, of one call of state_dict in all of them, before which all call flush() "
+                    f"where they may be in different rounds, as with averaging_policy='time'; or give "
+                    f"load_state_dict(state, strict=False), with which what {self.method!r} has kept begins anew"
                 )
             process.warn(
                 f"members were saved in different rounds, this one in round {state['number']}: what "

@@ -437,6 +437,7 @@ def loading_alone(rank):
 def test_states_of_different_rounds_are_refused_in_all_members():
     for told in together(loading_alone, 2):
         assert "members load states of different rounds" in told
+        assert "strict=False" in told
 
 
 class Interrupting:
@@ -710,6 +711,28 @@ def test_members_agree_on_another_frequency_and_keep_to_it_from_the_same_round_o
     (one, begins), (other, others) = together(other_frequency, 2, (0, 1), overlap)
     assert begins == others == [3, 6, 9, 14, 19]
     assert all(map(np.array_equal, one, other))
+
+
+def with_ends_early_or_late(rank):
+    """End each round one iteration after it began, or only when the next one is due."""
+    one = Counter()
+    ours = offbeat.AsyncModelAverager(one.model, averaging_frequency=4, overlap=True)
+    ours.averaging_frequency = 6
+    if rank == 1:
+        ours._rounds.is_there = lambda: False  # as where the others' models are long on their way
+    begins = []
+    for _ in range(22):
+        begun = ours._rounds.number
+        one.train(ours)
+        if ours._rounds.number > begun:
+            begins.append(ours.iterations)
+            if rank == 0:
+                wait_for(ours._rounds.is_there, timeout_s=60)
+    return begins, ours.state_dict()["rounds"]["number"]
+
+
+def test_where_a_round_changes_the_frequency_the_next_begins_at_the_same_iteration_however_late_it_ended():
+    assert together(with_ends_early_or_late, 2) == [([4, 10, 16, 22], 4)] * 2
 
 
 def test_a_frequency_that_one_member_alone_has_set_is_not_followed():
