@@ -29,9 +29,10 @@ from offbeat.averaging.settings import (
 )
 from offbeat.averaging.timing import Asked, Timing
 from offbeat.averaging.unshared import Unshared
-from offbeat.checks import Faults, check_keys, is_count, refuse
+from offbeat.checks import Faults, check_keys, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
+from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
@@ -239,7 +240,8 @@ class AsyncModelAverager:
             The loss of this batch.
 
         Raises:
-            ConfigError: If the optimizer, the batch or the loss cannot be used.
+            ConfigError: If the optimizer, the batch or the loss cannot be used. A batch without a sample is
+                refused before anything is trained.
             StateError: If the model has other parameters than when this was made, or members average
                 differently.
             NonFiniteError: If it was to be averaged, and no member's parameters are finite.
@@ -247,10 +249,16 @@ class AsyncModelAverager:
             ClosedError: After `close()`; nothing is trained.
         """
         self._check_open()
-        live = self._optimizer.use(optimizer)
+        refuse(of_loss_fn(loss_fn))
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
+        if not samples:
+            raise ConfigError(
+                "the batch has no sample, so there is nothing to train on: skip it, or make the loader so "
+                "that it gives none (drop_last=True, where its last batch is empty)"
+            )
+        live = self._optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
         live.zero_grad()
@@ -286,6 +294,8 @@ class AsyncModelAverager:
         )
         if self.goes_by_loss and loss is None:
             faults.append('loss is missing, and adaptation_metric is "loss_variance": give the batch\'s loss')
+        if loss is not None and not is_scalar(loss):
+            faults.append(f"loss is {loss!r}: give the batch's loss, a number or a tensor of one")
         refuse(faults)
         if optimizer is not None:
             self._optimizer.use(optimizer)

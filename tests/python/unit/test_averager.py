@@ -489,6 +489,48 @@ def test_what_a_step_lacks_is_told_and_counts_nothing():
     assert ours.iterations == 0
 
 
+def given(**others):
+    """Give what `train_step` takes, of a first batch; some of it replaced."""
+    inputs, targets = batch(0)
+    return {"inputs": inputs, "targets": targets, "optimizer": optim.SGD(lr=0.1), "loss_fn": LOSS} | others
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"inputs": torch.empty(0, 6), "targets": torch.empty(0).long()}, "the batch has no sample"),
+        ({"loss_fn": None}, "loss_fn is None: give a function of (outputs, targets)"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "loss_fn is the class CrossEntropyLoss: give an object"),
+    ],
+    ids=["empty", "none", "class"],
+)
+def test_what_cannot_be_trained_on_is_refused_before_anything_moves(others, told):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3)
+    ours.train_step(**given())
+    before = copy.deepcopy(ours.model.state_dict())
+    gradients = [p.grad.clone() for p in ours.model.parameters()]
+    with pytest.raises(ConfigError) as refused:
+        ours.train_step(**given(**others))
+    assert told in str(refused.value)
+    assert ours.iterations == 1
+    assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
+    assert all(
+        torch.equal(p.grad, gradient) for p, gradient in zip(ours.model.parameters(), gradients, strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", ["iteration", "adaptive"])
+@pytest.mark.parametrize("loss", ["x", torch.ones(2)])
+def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, policy):
+    ours = offbeat.AsyncModelAverager(model(), averaging_policy=policy)
+    with pytest.raises(ConfigError, match=r"loss is .*: give the batch's loss, a number or a tensor of one"):
+        ours.step(4, loss=loss)
+    assert ours.iterations == 0
+    for usable in (0.5, torch.tensor(0.5), torch.tensor([0.5]), float("nan")):
+        ours.step(4, loss=usable)
+    assert ours.iterations == 4
+
+
 def test_a_metric_that_is_no_number_is_refused():
     ours = offbeat.AsyncModelAverager(
         model(), averaging_policy="adaptive", averaging_frequency=1, adaptation_metric=lambda _: "much"
