@@ -184,7 +184,7 @@ class Rounds:
     def are_apart(self) -> bool:
         """Whether each member holds a part of what is learnt.
 
-        They have met in twos, or been drawn to a centre that is forgotten, and not all of them have met since.
+        They have met in twos, or been drawn to a centre that is forgotten, and not all have met since.
         """
         return any(self._are_apart)
 
@@ -359,10 +359,11 @@ class Rounds:
         if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart]):
             if strict:
                 raise StateError(
-                    f"members load states of different rounds, this one of round {state['number']}: each has "
-                    f"to load its own, of one call of state_dict in all of them, before which all call flush() "
-                    f"where they may be in different rounds, as with averaging_policy='time'; or give "
-                    f"load_state_dict(state, strict=False), with which what {self.method!r} has kept begins anew"
+                    f"members load states of different rounds, this one of round {state['number']}: each "
+                    f"has to load its own, of one call of state_dict in all of them, before which all call "
+                    f"flush() where they may be in different rounds, as with averaging_policy='time'; or "
+                    f"give load_state_dict(state, strict=False), with which what {self.method!r} has kept "
+                    f"begins anew"
                 )
             process.warn(
                 f"members were saved in different rounds, this one in round {state['number']}: what "

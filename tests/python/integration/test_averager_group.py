@@ -362,7 +362,7 @@ def leaving_a_centre(rank, after):
     return before, centre, arrays(trained)[0], ours.method.name
 
 
-@pytest.mark.parametrize("after", ["average", averaging.EASGD(alpha=0.1), "gossip"], ids=["mean", "e", "twos"])
+@pytest.mark.parametrize("after", ["average", averaging.EASGD(alpha=0.1), "gossip"], ids=str)
 def test_from_easgd_to_another_method_just_before_the_end_is_to_the_mean_of_all_and_not_to_one(after):
     found = together(leaving_a_centre, 3, after)
     own = sum(before for before, *_ in found) / 3
@@ -685,6 +685,40 @@ def test_members_agree_on_an_adaptive_frequency(metric):
     assert first == second
     assert len(set(first)) > 1
     assert all(map(np.array_equal, last, also_last))
+
+
+def with_what_is_not_finite(rank, metric):
+    """Measure nothing of use in one member."""
+    trained = model()
+    ours = offbeat.AsyncModelAverager(
+        trained,
+        averaging_frequency=4,
+        averaging_policy="adaptive",
+        max_averaging_frequency=12,
+        adaptation_metric=metric,
+        overlap=False,
+    )
+    live = torch.optim.SGD(trained.parameters(), lr=0.05)
+    frequencies = []
+    for number in range(60):
+        loss = float(number % 4) / (1 + number)
+        if rank == 1:
+            loss = float("nan")
+            live.zero_grad()
+            trained[0].weight.grad = torch.full_like(trained[0].weight, float("inf"))
+        else:
+            step(trained, live, rank, number)
+            trained[0].weight.grad.mul_(1.0 / (1 + number))
+        ours.step(4, loss=loss)
+        frequencies.append(ours.averaging_frequency)
+    return frequencies
+
+
+@pytest.mark.parametrize("metric", ["loss_variance", "gradient_norm"])
+def test_a_member_whose_metric_is_not_finite_leaves_it_to_the_others(metric):
+    one, other = together(with_what_is_not_finite, 2, metric)
+    assert one == other
+    assert len(set(one)) > 1
 
 
 def other_frequency(rank, who, overlap):

@@ -13,6 +13,7 @@ from offbeat import averaging, optim
 from offbeat.averaging.members import differences
 from offbeat.averaging.pace import Adaptive
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from support.averaging import warned
 
 LOSS = nn.CrossEntropyLoss()
 OPTIMIZERS = [
@@ -227,6 +228,53 @@ def test_each_metric_can_be_followed(metric):
         ours.train_step(inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
         frequencies.add(ours.averaging_frequency)
     assert frequencies == {4} if metric == "parameter_variance" else max(frequencies) > 4
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_they_are_measured_are_told_of_once(set_to_none):
+    def trained(is_zeroed):
+        ours = offbeat.AsyncModelAverager(
+            model(), averaging_frequency=2, averaging_policy="adaptive", adaptation_metric="gradient_norm"
+        )
+        live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+        with warned() as told:
+            for number in range(40):
+                live.zero_grad()
+                LOSS(ours.model(batch(number % 4)[0]), batch(number % 4)[1]).backward()
+                live.step()
+                if is_zeroed:
+                    live.zero_grad(set_to_none=set_to_none)
+                ours.step(7)
+            live.zero_grad()
+            ours.flush()
+        return ours.averaging_frequency, told
+
+    frequency, told = trained(is_zeroed=True)
+    assert frequency == 2
+    assert len(told) == 1
+    assert "zero the gradients before backward(), and not between" in told[0]
+    frequency, told = trained(is_zeroed=False)
+    assert frequency > 2
+    assert not told
+
+
+def test_sparse_gradients_are_measured_like_others():
+    def frequencies(is_sparse):
+        torch.manual_seed(0)
+        trained = nn.Embedding(9, 5, sparse=is_sparse)
+        ours = offbeat.AsyncModelAverager(
+            trained, averaging_frequency=2, averaging_policy="adaptive", adaptation_metric="gradient_norm"
+        )
+        found = []
+        for number in range(40):
+            indices = torch.tensor([number % 4, 3, 3])
+            ours.train_step(inputs=indices, targets=indices % 5, optimizer=optim.SGD(lr=0.5), loss_fn=LOSS)
+            found.append(ours.averaging_frequency)
+        return found
+
+    found = frequencies(is_sparse=True)
+    assert found == frequencies(is_sparse=False)
+    assert len(set(found)) > 1
 
 
 def test_a_state_goes_on_bit_for_bit():
