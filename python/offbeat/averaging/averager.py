@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
@@ -14,7 +15,7 @@ from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds, of_setting
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
 from offbeat.averaging.settings import (
     AveragingPolicy,
@@ -555,6 +556,8 @@ class AsyncModelAverager:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        Of what was set in mid-run it has what is in force, and no wish that members have not agreed on yet.
+
         A round that is under way is ended first, in which every member has to take part, and which moves the
         model: all members call this in the same round, and take the model's own state after it. Each
         member's state is its own. The optimizer's is in it.
@@ -577,6 +580,7 @@ class AsyncModelAverager:
         pace = self._timing.pace
         return {
             **self._course.state_dict(),
+            "timing": self._timing.setting(),
             "pace": [pace.every, list(pace.seen), pace.smooth] if isinstance(pace, Adaptive) else None,
             "rounds": self._rounds.state_dict(),
             "optimizer": None if live is None else live.state_dict(),
@@ -602,14 +606,32 @@ class AsyncModelAverager:
         check_keys(state, [*self._course.state_dict(), "pace", "rounds", "optimizer"], owner="an averager")
         faults = Faults()
         faults.catch(lambda: self._rounds.check(state["rounds"]))
-        if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
+        theirs = timing[0][0] if (timing := state.get("timing")) else None
+        is_other = theirs not in (None, self._timing.pace.setting()[0])
+        if is_other or (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
+        elif not faults:
+            faults += fitting_faults(self.method, *self._timing_of(state), len(self._named))
         return faults
+
+    def _timing_of(self, state: Mapping[str, Any]) -> tuple[Pace, bool | int]:
+        """Give the pace and the overlap of a state that is of the same policy; else those here."""
+        pace, overlap = self._timing.pace, self._timing.overlap
+        if timing := state.get("timing"):  # which older states do not have
+            setting, overlap = timing
+            pace = of_setting(pace, setting, longest=self._longest)
+        if isinstance(pace, Adaptive):
+            every, seen, smooth = state["pace"]
+            pace = pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+        return pace, overlap
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
     ) -> None:
         """Go on from a state, in a model that has its values back already. To be called by all members.
+
+        `averaging_frequency` and `overlap` are those that were in force then, with a warning where this was
+        made with others; at a server they are wished for, and in force once all members wish for them.
 
         With ``asynchronous=True`` it begins with the server's parameters of now, as one does that joins; what
         it had not brought there is not in them.
@@ -636,11 +658,12 @@ class AsyncModelAverager:
         refuse(faults)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
+        pace, overlap = self._timing_of(state)
         if strict or not self.has_joined_others:
-            self._rounds.load_state_dict(state["rounds"], strict=strict)
-        if isinstance(self._timing.pace, Adaptive):
-            every, seen, smooth = state["pace"]
-            self._timing.pace = self._timing.pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+            if self._rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):
+                self._resume_timing(pace, overlap)
+        elif isinstance(pace, Adaptive) and isinstance(self._timing.pace, Adaptive):
+            self._timing.pace = replace(pace, start=self._timing.pace.start)  # the others' is the start
         self._course.load_state_dict(state)
         self._unshared.end(self.iterations)
         if isinstance(self._members, Arrivals):
@@ -657,6 +680,21 @@ class AsyncModelAverager:
             f"{'' if self._outer is None else ', asynchronous'}, {how}, round {self.averaging_round}"
             f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
         )
+
+    def _resume_timing(self, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it
+        """Go on at the pace of a state; at a server, where nobody knows the others', once all want it."""
+        made = self._timing.setting()
+        if [pace.setting(), overlap] != made and not self._members.is_waited_for:
+            self._timing.ask(pace=pace, overlap=overlap)
+            return
+        self._timing.resume(pace, overlap)
+        self._rounds.goes_on = overlap is not False
+        if self._timing.setting() != made:
+            process.warn(
+                f"averaging goes on as in the state, with averaging_frequency {pace.every} and overlap "
+                f"{overlap}, and not with those that this averager was made with: set averager."
+                f"averaging_frequency and averager.overlap, in all members, where others are meant"
+            )
 
     # ------------------------------------------------------------------ inside
 

@@ -343,20 +343,26 @@ class Rounds:
         """Take no notice of what comes of the round under way."""
         self._under_way = None
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, strict: bool = True, setting: object = None
+    ) -> bool:
         """Take over a state that `check` has let pass.
 
         Args:
             state: As `state_dict` gave it.
+            setting: What else was in force when it was made, as JSON can have it.
             strict: False: where members' states are of different rounds, all begin with rounds anew, and with
                 what the method keeps.
 
+        Returns:
+            Whether the members' states are of the same round, with the same setting.
+
         Raises:
-            StateError: If the members' states are not of the same round.
+            StateError: If they are not.
         """
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart]):
+        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart, setting]):
             if strict:
                 raise StateError(
                     f"members load states of different rounds, this one of round {state['number']}: each "
@@ -371,7 +377,7 @@ class Rounds:
             )
             self._samples = [int(samples) for samples in state["samples"]]
             self._lay_out(is_begun=False)
-            return
+            return False
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._are_apart = are_apart
@@ -381,6 +387,7 @@ class Rounds:
         for number, kept in enumerate(state["memories"]):
             self._memories[number].fit(self._trained(number))
             self._memories[number].load_state_dict(kept)
+        return True
 
     # ------------------------------------------------------------------ inside
 

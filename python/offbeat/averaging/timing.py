@@ -55,6 +55,10 @@ class Timing:
         """Give what a round that begins now tells the others."""
         return self._wanted_pace, self._wanted_overlap
 
+    def resume(self, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  likewise
+        """Go on with what was in force in another life."""
+        self.pace, self.overlap = pace, overlap
+
     def agree(self, asked: Asked) -> None:
         """Do from here on what all members have wanted in a round: what `asked` gave when that began.
 

@@ -422,6 +422,38 @@ def test_a_state_with_a_round_under_way_goes_on_bit_for_bit(tmp_path):
     )
 
 
+def resumed_at_another_pace(rank, is_early):
+    """Save, some after the frequency has changed; go on, and say when rounds begin."""
+    first = Counter()
+    ours = offbeat.AsyncModelAverager(first.model, averaging_frequency=3, overlap=False)
+    state = ours.state_dict()
+    ours.averaging_frequency = 5
+    first.train(ours, 9)
+    if not is_early or rank == 1:
+        state = ours.state_dict()
+    ours.flush()
+    one = Counter()
+    with offbeat.AsyncModelAverager(one.model, averaging_frequency=3, overlap=False) as again:
+        again.load_state_dict(state, strict=False)
+        begins = []
+        for number in range(12):
+            begun = again._rounds.number
+            one.train(again)
+            if again._rounds.number > begun:
+                begins.append(number)
+        again.flush()
+    return begins
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_members_take_up_a_changed_frequency_where_all_were_saved_with_it(is_early):
+    first, second = together(resumed_at_another_pace, 2, is_early)
+    if is_early:
+        assert (first, second) == ([2, 5, 8, 11], [1, 4, 7, 10])
+    else:
+        assert first == second == [3, 8]
+
+
 def loading_alone(rank):
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, method=averaging.DiLoCo(fragments=2))
     state = ours.state_dict()

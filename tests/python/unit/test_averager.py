@@ -306,6 +306,82 @@ def test_a_state_goes_on_bit_for_bit():
     )
 
 
+@pytest.mark.parametrize("policy", ["iteration", "adaptive"])
+def test_a_frequency_and_an_overlap_that_were_changed_are_in_the_state(policy):
+    def made():
+        return offbeat.AsyncModelAverager(
+            model(),
+            averaging_frequency=3,
+            averaging_policy=policy,
+            max_averaging_frequency=40 if policy == "adaptive" else None,
+            min_averaging_frequency=3 if policy == "adaptive" else None,
+            overlap=False,
+            method="diloco",
+        )
+
+    def trained(ours, first, last):
+        for number in range(first, last):
+            if number == 4:
+                ours.averaging_frequency, ours.overlap = 5, 2
+            if number == 18:
+                ours.averaging_frequency = 7  # which is not in force before a round agrees
+            train(ours, 1, optim.SGD(lr=0.1), first=number)
+        return ours.averaging_frequency
+
+    whole, first, second = made(), made(), made()
+    expected = trained(whole, 0, 18), trained(whole, 19, 60)
+    trained(first, 0, 18)
+    kept = copy.deepcopy((first.state_dict(), first.model.state_dict()))
+    second.model.load_state_dict(kept[1])
+    with warned() as told:
+        second.load_state_dict(kept[0], optimizer=optim.SGD(lr=0.1))
+    assert (second.averaging_frequency, second.overlap) == (expected[0], 2)
+    assert len(told) == 1
+    assert f"with averaging_frequency {expected[0]} and overlap 2, and not" in told[0]
+    assert trained(second, 19, 60) == expected[1]
+    assert same(whole.model, second.model)
+    third = made()
+    older = {name: value for name, value in kept[0].items() if name != "timing"}
+    with warned() as told:
+        third.load_state_dict(older, optimizer=optim.SGD(lr=0.1))
+    assert third.overlap is False
+    assert not told
+
+
+def test_a_state_of_another_policy_is_refused():
+    state = offbeat.AsyncModelAverager(model()).state_dict()
+    for policy in ("time", "adaptive"):
+        with pytest.raises(ConfigError, match="the state is of another averaging_policy"):
+            offbeat.AsyncModelAverager(model(), averaging_policy=policy).load_state_dict(state)
+
+
+def test_a_state_whose_overlap_does_not_go_with_todays_bounds_is_refused():
+    def made(least, overlap=False):
+        return offbeat.AsyncModelAverager(
+            model(),
+            averaging_frequency=8,
+            averaging_policy="adaptive",
+            min_averaging_frequency=least,
+            overlap=overlap,
+        )
+
+    state = made(6, overlap=5).state_dict()
+    with pytest.raises(ConfigError, match="overlap is 5, and a round begins every 4 iterations"):
+        made(4).load_state_dict(state)
+
+
+def test_a_frequency_of_time_is_taken_up_as_far_as_a_round_waits_here():
+    def made(frequency):
+        return offbeat.AsyncModelAverager(
+            model(), averaging_frequency=frequency, averaging_policy="time", process_group=False
+        )
+
+    for before, now, expected in (("20s", "30s", 20.0), ("30s", "20s", 20.0)):
+        ours = made(now)
+        ours.load_state_dict(made(before).state_dict())
+        assert ours.averaging_frequency == expected
+
+
 def test_a_state_of_another_method_or_model_is_refused_and_changes_nothing():
     ours = offbeat.AsyncModelAverager(model(), method="diloco")
     state = ours.state_dict()
