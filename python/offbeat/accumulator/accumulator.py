@@ -161,8 +161,8 @@ class AsyncGradientAccumulator:
                 adaptive_accumulation=adaptive_accumulation,
                 process_group=process_group,
             )
-            refuse(faults)
-            model, where, process_group = worker.model, worker.device, False
+            model, process_group = getattr(worker, "model", model), False
+            where = getattr(worker, "device", where)
         faults += other_faults(model, overlap, loss_reduction, normalizer)
         faults += extra_faults(
             model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer

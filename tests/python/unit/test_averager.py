@@ -532,6 +532,10 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ({"averaging_frequency": 4, "overlap": 4}, "overlap is 4, and a round begins every 4 iterations"),
         ({"averaging_policy": "adaptive", "max_averaging_frequency": 0}, "max_averaging_frequency is 0"),
         ({"adaptation_metric": "loss"}, "unknown adaptation_metric 'loss'"),
+        (
+            {"adaptation_metric": "gradient_norm"},
+            "adaptation_metric is 'gradient_norm', and averaging_policy is 'iteration', which goes by none",
+        ),
         ({"adaptation_metric": 3}, "adaptation_metric is 3: give one of"),
         ({"communication_backend": "tcp"}, "there is no server: give server_address='HOST:PORT'"),
         ({"token": "secret"}, "server_address or token given, and communication_backend is None: take 'tcp'"),
@@ -584,6 +588,31 @@ def test_all_that_is_wrong_is_told_at_once():
         )
     for told in ("model is a ReLU", "averaging_frequency is -1", "'tpc'", "method is 7", "overlap", "device"):
         assert told in str(refused.value), told
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"averaging_policy": "adaptiv", "adaptation_metric": 3, "averaging_frequency": -1},
+            ("'adaptiv'", "adaptation_metric is 3", "averaging_frequency is -1"),
+        ),
+        (
+            {"adaptation_metric": "loss", "averaging_frequency": "30s"},
+            ("'loss'", "averaging_frequency is '30s' and averaging_policy 'iteration'"),
+        ),
+        (
+            {"averaging_policy": "adaptive", "adaptation_metric": "loss", "min_averaging_frequency": 0},
+            ("'loss'", "min_averaging_frequency is 0"),
+        ),
+        ({"communication_backend": "tpc", "rank": -1}, ("'tpc'", "rank is -1")),
+    ],
+)
+def test_one_setting_that_cannot_be_used_hides_no_other(settings, told):
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncModelAverager(model(), **settings)
+    assert all(text in str(refused.value) for text in told)
+    assert "within the two others" not in str(refused.value), "a bound that is none is not compared"
 
 
 @pytest.mark.parametrize(
