@@ -15,7 +15,7 @@ from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds, of_setting
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
 from offbeat.averaging.settings import (
     AveragingPolicy,
@@ -28,7 +28,7 @@ from offbeat.averaging.settings import (
     pacing,
     server_faults,
 )
-from offbeat.averaging.timing import Asked, Timing
+from offbeat.averaging.timing import Agreement, Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.checks import Faults, check_keys, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
@@ -50,9 +50,6 @@ __all__ = ["AsyncModelAverager"]
 
 EVALUATION_BATCH = 256
 """Samples at a time, of a dataset that is given without a loader."""
-
-ROUNDS_TO_AGREE = 3
-"""Rounds in a row in which members want different things before they are told."""
 
 GOODBYE_S = 30.0
 """Longest wait of the member that has started the server for the others, who have all ended."""
@@ -210,7 +207,7 @@ class AsyncModelAverager:
             measures_drift=self._gauge.needs_drift,
         )
         self._loss_fn: LossFunction | None = None
-        self._num_disagreed = 0
+        self._agreement = Agreement()
         self._course = Course()  # now: its clock counts from when all have met
         self._unshared = Unshared(self.rank)
         self._is_closed = False
@@ -577,11 +574,9 @@ class AsyncModelAverager:
             self._finish()
         self._unshared.leave()  # it is to go on from here
         live = self._optimizer.live
-        pace = self._timing.pace
         return {
             **self._course.state_dict(),
-            "timing": self._timing.setting(),
-            "pace": [pace.every, list(pace.seen), pace.smooth] if isinstance(pace, Adaptive) else None,
+            **self._timing.state_dict(),
             "rounds": self._rounds.state_dict(),
             "optimizer": None if live is None else live.state_dict(),
         }
@@ -611,19 +606,10 @@ class AsyncModelAverager:
         if is_other or (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
         elif not faults:
-            faults += fitting_faults(self.method, *self._timing_of(state), len(self._named))
+            faults += fitting_faults(
+                self.method, *self._timing.of_state(state, longest=self._longest), len(self._named)
+            )
         return faults
-
-    def _timing_of(self, state: Mapping[str, Any]) -> tuple[Pace, bool | int]:
-        """Give the pace and the overlap of a state that is of the same policy; else those here."""
-        pace, overlap = self._timing.pace, self._timing.overlap
-        if timing := state.get("timing"):  # which older states do not have
-            setting, overlap = timing
-            pace = of_setting(pace, setting, longest=self._longest)
-        if isinstance(pace, Adaptive):
-            every, seen, smooth = state["pace"]
-            pace = pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
-        return pace, overlap
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
@@ -658,7 +644,7 @@ class AsyncModelAverager:
         refuse(faults)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
-        pace, overlap = self._timing_of(state)
+        pace, overlap = self._timing.of_state(state, longest=self._longest)
         if strict or not self.has_joined_others:
             if self._rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):
                 self._resume_timing(pace, overlap)
@@ -771,19 +757,8 @@ class AsyncModelAverager:
         if outcome.are_agreed and outcome.asked is not None:
             self._agree(outcome.asked)
         if outcome.are_agreed is not None:
-            self._count_disagreement(are_agreed=outcome.are_agreed, kept=before)
+            self._agreement.count(are_agreed=outcome.are_agreed, kept=before)
         return outcome
-
-    def _count_disagreement(self, *, are_agreed: bool, kept: Method) -> None:
-        """Tell of it once it lasts."""
-        self._num_disagreed = 0 if are_agreed else self._num_disagreed + 1
-        if self._num_disagreed == ROUNDS_TO_AGREE:
-            process.warn(
-                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to {kept!r}, and to "
-                f"the frequency and the parameters they trained until then: set method, averaging_frequency "
-                f"and overlap, and freeze parameters (requires_grad), in all of them; one that waits in "
-                f"flush() cannot follow"
-            )
 
     def _agree(self, asked: Asked) -> None:
         """Follow what all members have wanted."""
