@@ -14,6 +14,7 @@ __all__ = [
     "functions",
     "is_count",
     "is_number",
+    "is_scalar",
     "objects",
     "of_seed",
     "of_worker_id",
@@ -102,6 +103,11 @@ def is_count(value: object, *, least: int = 0) -> bool:
 def is_number(value: object) -> bool:
     """Tell whether a value is a finite number, a Python one."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_float(value))
+
+
+def is_scalar(value: object) -> bool:
+    """Tell whether a value is a number, or a tensor or an array of one; no device is waited for."""
+    return hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
 
 
 def at_least_one(**counts: object) -> list[str]:

@@ -9,6 +9,7 @@ from offbeat import process
 from offbeat.checks import Faults, refuse, seconds
 from offbeat.errors import ConfigError, ConnectError, StateError
 from offbeat.launchers import Place, find, meeting_place, overlooked
+from offbeat.naming import known_keywords
 
 __all__ = ["BACKENDS", "init_distributed"]
 
@@ -18,6 +19,7 @@ BACKENDS = ("tcp", "gloo", "nccl")
 _log = logging.getLogger("offbeat")
 
 
+@known_keywords
 def init_distributed(
     backend: str = "tcp",
     *,
@@ -42,7 +44,8 @@ def init_distributed(
         rank: Which process this is, 0 to ``world_size - 1``.
         world_size: How many there are; with ``"tcp"`` a hint, for members may come and go.
         timeout_s: Seconds that torch's process group waits for others, now and in each operation. None: as
-            long as torch does.
+            long as torch does. With ``"tcp"``, where there is no such group, a warning says that it is for
+            nothing.
 
     Returns:
         ``(rank, world_size)``.
@@ -61,29 +64,45 @@ def init_distributed(
     faults = Faults([] if timeout_s is None else seconds(finite=True, timeout_s=timeout_s))
     if backend not in BACKENDS:
         faults.append(f"backend is {backend!r}: give one of {', '.join(map(repr, BACKENDS))}")
+    elif backend != "tcp":
+        faults += _of_torch(backend)
     place = faults.catch(lambda: find(os.environ, rank=rank, world_size=world_size))
     refuse(faults)
     assert place is not None  # noqa: S101  else there is a fault
     if (warning := overlooked(os.environ, place)) is not None:
         process.warn(warning)
     if backend == "tcp":
+        if timeout_s is not None:
+            process.warn(
+                f"timeout_s is {timeout_s!r} and backend 'tcp', which makes no process group that would wait "
+                f"so long: it has no effect"
+            )
         _log.info("this is process %d of %d, by %s", place.rank, place.world_size, place.told_by)
         return place.rank, place.world_size
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return _in_a_group(backend, place, timeout, is_given=rank is not None or world_size is not None)
 
 
-def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_given: bool) -> tuple[int, int]:
+def _of_torch(backend: str) -> list[str]:
+    """Tell why torch cannot make a process group of a kind here."""
     import torch
     from torch import distributed
 
     if not distributed.is_available():
-        raise ConfigError(f"backend is {backend!r}, and this torch has no process groups: take 'tcp'")
+        return [f"backend is {backend!r}, and this torch has no process groups: take 'tcp'"]
     if backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError(
+        text = (
             "backend is 'nccl', and torch finds no CUDA device here: take 'tcp', or 'gloo' for torch's own "
             "process group on CPUs"
         )
+        return [text]
+    return []
+
+
+def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_given: bool) -> tuple[int, int]:
+    import torch
+    from torch import distributed
+
     if distributed.is_initialized():
         return _in_the_group_there_is(backend, place if is_given else None)
     if backend == "nccl" and place.local_rank is not None:

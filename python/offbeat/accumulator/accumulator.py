@@ -22,6 +22,7 @@ from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
@@ -160,8 +161,8 @@ class AsyncGradientAccumulator:
                 adaptive_accumulation=adaptive_accumulation,
                 process_group=process_group,
             )
-            refuse(faults)
-            model, where, process_group = worker.model, worker.device, False
+            model, process_group = getattr(worker, "model", model), False
+            where = getattr(worker, "device", where)
         faults += other_faults(model, overlap, loss_reduction, normalizer)
         faults += extra_faults(
             model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
@@ -262,6 +263,7 @@ class AsyncGradientAccumulator:
             ClosedError: After `close()`; nothing is trained.
         """
         self._check_open()
+        refuse(of_loss_fn(loss_fn))
         self._updates.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"

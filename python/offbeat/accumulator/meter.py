@@ -8,7 +8,8 @@ from typing import Any
 
 from offbeat.accumulator.adaptation import Adaptation, Measurement
 from offbeat.accumulator.members import Members, Total
-from offbeat.accumulator.window import Sum, square_norm
+from offbeat.accumulator.window import Sum
+from offbeat.local.norm import square_norm
 
 __all__ = ["Meter"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.local.flat import wide
+from offbeat.local.norm import square_norm
 
-__all__ = ["Places", "Sum", "Window", "brought", "square_norm"]
+__all__ = ["Places", "Sum", "Window", "brought"]
 
 Places = Sequence[torch.Tensor | None]
 """By parameter: memory for its gradient, None where it may be anywhere; or nothing at all."""
@@ -183,20 +183,6 @@ def brought(
     """Copy gradients to where their parameters are; strides stay, as they are what sums are made in."""
     pairs = zip(gradients, parameters, strict=True)
     return [None if g is None else g.detach().to(p.device, copy=True) for g, p in pairs]
-
-
-def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    """Give the squared norm of all gradients as one vector; a device is waited for to know."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient is not None:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            by_dtype.setdefault(values.dtype, []).append(values.detach())
-    square = 0.0
-    for dtype, some in by_dtype.items():
-        norms = torch._foreach_norm(some, 2.0, dtype=wide(dtype))  # noqa: SLF001  as torch's clipping
-        square += torch.stack(norms).double().square().sum().item()
-    return square
 
 
 def _move(before: torch.Tensor, place: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
@@ -14,7 +15,7 @@ from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
 from offbeat.averaging.settings import (
     AveragingPolicy,
@@ -27,11 +28,12 @@ from offbeat.averaging.settings import (
     pacing,
     server_faults,
 )
-from offbeat.averaging.timing import Asked, Timing
+from offbeat.averaging.timing import Agreement, Asked, Timing
 from offbeat.averaging.unshared import Unshared
-from offbeat.checks import Faults, check_keys, is_count, refuse
+from offbeat.checks import Faults, check_keys, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
+from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
@@ -48,9 +50,6 @@ __all__ = ["AsyncModelAverager"]
 
 EVALUATION_BATCH = 256
 """Samples at a time, of a dataset that is given without a loader."""
-
-ROUNDS_TO_AGREE = 3
-"""Rounds in a row in which members want different things before they are told."""
 
 GOODBYE_S = 30.0
 """Longest wait of the member that has started the server for the others, who have all ended."""
@@ -208,7 +207,7 @@ class AsyncModelAverager:
             measures_drift=self._gauge.needs_drift,
         )
         self._loss_fn: LossFunction | None = None
-        self._num_disagreed = 0
+        self._agreement = Agreement()
         self._course = Course()  # now: its clock counts from when all have met
         self._unshared = Unshared(self.rank)
         self._is_closed = False
@@ -239,7 +238,8 @@ class AsyncModelAverager:
             The loss of this batch.
 
         Raises:
-            ConfigError: If the optimizer, the batch or the loss cannot be used.
+            ConfigError: If the optimizer, the batch or the loss cannot be used. A batch without a sample is
+                refused before anything is trained.
             StateError: If the model has other parameters than when this was made, or members average
                 differently.
             NonFiniteError: If it was to be averaged, and no member's parameters are finite.
@@ -247,10 +247,16 @@ class AsyncModelAverager:
             ClosedError: After `close()`; nothing is trained.
         """
         self._check_open()
-        live = self._optimizer.use(optimizer)
+        refuse(of_loss_fn(loss_fn))
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
+        if not samples:
+            raise ConfigError(
+                "the batch has no sample, so there is nothing to train on: skip it, or make the loader so "
+                "that it gives none (drop_last=True, where its last batch is empty)"
+            )
+        live = self._optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
         live.zero_grad()
@@ -286,6 +292,8 @@ class AsyncModelAverager:
         )
         if self.goes_by_loss and loss is None:
             faults.append('loss is missing, and adaptation_metric is "loss_variance": give the batch\'s loss')
+        if loss is not None and not is_scalar(loss):
+            faults.append(f"loss is {loss!r}: give the batch's loss, a number or a tensor of one")
         refuse(faults)
         if optimizer is not None:
             self._optimizer.use(optimizer)
@@ -298,7 +306,10 @@ class AsyncModelAverager:
             self._finish()
         if self._rounds.is_under_way and not self._members.is_waited_for:
             self._unshared.look_behind(self._times(), self._course.since_begin)
-        elif self._is_due():
+            return
+        if self._is_due() and self._rounds.is_under_way:
+            self._finish()  # after which it may be due later, as in members that have ended it before
+        if self._is_due():
             self._average()
 
     def flush(self) -> None:
@@ -561,9 +572,17 @@ class AsyncModelAverager:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        Of what was set in mid-run it has what is in force, and no wish that members have not agreed on yet.
+
         A round that is under way is ended first, in which every member has to take part, and which moves the
-        model: all members call this in the same place, and take the model's own state after it. Each
+        model: all members call this in the same round, and take the model's own state after it. Each
         member's state is its own. The optimizer's is in it.
+
+        In the same iteration members of a process group are in the same round, but for
+        ``averaging_policy="time"``, and for a frequency that changes (``"adaptive"``, or set anew) with
+        ``overlap=True``: one may have begun a round there that others have not. It would wait here for those
+        who wait for it elsewhere, as at a barrier, and their states would be of different rounds. There all
+        call `flush` before.
 
         Raises:
             StateError: As `train_step`.
@@ -574,10 +593,9 @@ class AsyncModelAverager:
             self._finish()
         self._unshared.leave()  # it is to go on from here
         live = self._optimizer.live
-        pace = self._timing.pace
         return {
             **self._course.state_dict(),
-            "pace": [pace.every, list(pace.seen), pace.smooth] if isinstance(pace, Adaptive) else None,
+            **self._timing.state_dict(),
             "rounds": self._rounds.state_dict(),
             "optimizer": None if live is None else live.state_dict(),
         }
@@ -602,14 +620,23 @@ class AsyncModelAverager:
         check_keys(state, [*self._course.state_dict(), "pace", "rounds", "optimizer"], owner="an averager")
         faults = Faults()
         faults.catch(lambda: self._rounds.check(state["rounds"]))
-        if (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
+        theirs = timing[0][0] if (timing := state.get("timing")) else None
+        is_other = theirs not in (None, self._timing.pace.setting()[0])
+        if is_other or (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
             faults.append("the state is of another averaging_policy: make the averager with the same")
+        elif not faults:
+            faults += fitting_faults(
+                self.method, *self._timing.of_state(state, longest=self._longest), len(self._named)
+            )
         return faults
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
     ) -> None:
         """Go on from a state, in a model that has its values back already. To be called by all members.
+
+        `averaging_frequency` and `overlap` are those that were in force then, with a warning where this was
+        made with others; at a server they are wished for, and in force once all members wish for them.
 
         With ``asynchronous=True`` it begins with the server's parameters of now, as one does that joins; what
         it had not brought there is not in them.
@@ -636,11 +663,12 @@ class AsyncModelAverager:
         refuse(faults)
         if state["optimizer"] is not None:
             self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
+        pace, overlap = self._timing.of_state(state, longest=self._longest)
         if strict or not self.has_joined_others:
-            self._rounds.load_state_dict(state["rounds"], strict=strict)
-        if isinstance(self._timing.pace, Adaptive):
-            every, seen, smooth = state["pace"]
-            self._timing.pace = self._timing.pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+            if self._rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):
+                self._resume_timing(pace, overlap)
+        elif isinstance(pace, Adaptive) and isinstance(self._timing.pace, Adaptive):
+            self._timing.pace = replace(pace, start=self._timing.pace.start)  # the others' is the start
         self._course.load_state_dict(state)
         self._unshared.end(self.iterations)
         if isinstance(self._members, Arrivals):
@@ -657,6 +685,21 @@ class AsyncModelAverager:
             f"{'' if self._outer is None else ', asynchronous'}, {how}, round {self.averaging_round}"
             f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
         )
+
+    def _resume_timing(self, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it
+        """Go on at the pace of a state; at a server, where nobody knows the others', once all want it."""
+        made = self._timing.setting()
+        if [pace.setting(), overlap] != made and not self._members.is_waited_for:
+            self._timing.ask(pace=pace, overlap=overlap)
+            return
+        self._timing.resume(pace, overlap)
+        self._rounds.goes_on = overlap is not False
+        if self._timing.setting() != made:
+            process.warn(
+                f"averaging goes on as in the state, with averaging_frequency {pace.every} and overlap "
+                f"{overlap}, and not with those that this averager was made with: set averager."
+                f"averaging_frequency and averager.overlap, in all members, where others are meant"
+            )
 
     # ------------------------------------------------------------------ inside
 
@@ -733,19 +776,8 @@ class AsyncModelAverager:
         if outcome.are_agreed and outcome.asked is not None:
             self._agree(outcome.asked)
         if outcome.are_agreed is not None:
-            self._count_disagreement(are_agreed=outcome.are_agreed, kept=before)
+            self._agreement.count(are_agreed=outcome.are_agreed, kept=before)
         return outcome
-
-    def _count_disagreement(self, *, are_agreed: bool, kept: Method) -> None:
-        """Tell of it once it lasts."""
-        self._num_disagreed = 0 if are_agreed else self._num_disagreed + 1
-        if self._num_disagreed == ROUNDS_TO_AGREE:
-            process.warn(
-                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to {kept!r}, and to "
-                f"the frequency and the parameters they trained until then: set method, averaging_frequency "
-                f"and overlap, and freeze parameters (requires_grad), in all of them; one that waits in "
-                f"flush() cannot follow"
-            )
 
     def _agree(self, asked: Asked) -> None:
         """Follow what all members have wanted."""

@@ -18,7 +18,7 @@ from offbeat.averaging.served import Served
 from offbeat.averaging.server_place import reached, server_place
 from offbeat.averaging.settings import BACKENDS, server_faults, settings_by_name
 from offbeat.averaging.statistics import Statistics
-from offbeat.checks import Faults, strings
+from offbeat.checks import Faults, refuse, strings
 from offbeat.client import Client
 from offbeat.distributed import init_distributed
 from offbeat.errors import ConfigError, StateError
@@ -199,8 +199,11 @@ def _group(
         StateError: If the group is another one than is asked for.
         ConnectError: If the others did not come.
     """
-    _check_backend(backend)
-    place = find(os.environ, rank=rank, world_size=world_size)  # also sees that these are numbers
+    faults = Faults()
+    faults.catch(lambda: _check_backend(backend))
+    place = faults.catch(lambda: find(os.environ, rank=rank, world_size=world_size))  # sees these are numbers
+    refuse(faults)
+    assert place is not None  # noqa: S101  else there is a fault
     is_there = distributed.is_available() and distributed.is_initialized()
     is_wanted = given is None and backend is not None and (place.world_size > 1 or is_there)
     if is_tried:

@@ -17,6 +17,7 @@ __all__ = [
     "Iterations",
     "Pace",
     "Seconds",
+    "of_setting",
     "relative_variance",
 ]
 
@@ -169,6 +170,22 @@ class Adaptive:
 
 
 Pace: TypeAlias = Iterations | Seconds | Adaptive
+
+
+def of_setting(pace: Pace, setting: Sequence[Any], *, longest: float) -> Pace:
+    """Give the pace that was in force in another life, within what this one's allows.
+
+    Args:
+        pace: As it was made here.
+        setting: What that one's `setting` gave, of the same policy.
+        longest: Seconds that a round can be waited for, where the pace is of time.
+    """
+    every = setting[1]
+    if isinstance(pace, Seconds):
+        return Seconds(every=min(float(every), longest))
+    if isinstance(pace, Iterations):
+        return Iterations(every=int(every))
+    return replace(pace, start=min(max(int(every), pace.least), pace.most))
 
 
 def _part(every: int, num_fragments: int, number: int) -> int:

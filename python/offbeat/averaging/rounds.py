@@ -182,7 +182,10 @@ class Rounds:
 
     @property
     def are_apart(self) -> bool:
-        """Whether members have met in twos and not all of them since: each holds a part of what is learnt."""
+        """Whether each member holds a part of what is learnt.
+
+        They have met in twos, or been drawn to a centre that is forgotten, and not all have met since.
+        """
         return any(self._are_apart)
 
     @property
@@ -340,24 +343,33 @@ class Rounds:
         """Take no notice of what comes of the round under way."""
         self._under_way = None
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, strict: bool = True, setting: object = None
+    ) -> bool:
         """Take over a state that `check` has let pass.
 
         Args:
             state: As `state_dict` gave it.
+            setting: What else was in force when it was made, as JSON can have it.
             strict: False: where members' states are of different rounds, all begin with rounds anew, and with
                 what the method keeps.
 
+        Returns:
+            Whether the members' states are of the same round, with the same setting.
+
         Raises:
-            StateError: If the members' states are not of the same round.
+            StateError: If they are not.
         """
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart]):
+        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart, setting]):
             if strict:
                 raise StateError(
-                    "members load states of different rounds: each has to load its own, of one call of "
-                    "state_dict in all of them"
+                    f"members load states of different rounds, this one of round {state['number']}: each "
+                    f"has to load its own, of one call of state_dict in all of them, before which all call "
+                    f"flush() where they may be in different rounds, as with averaging_policy='time'; or "
+                    f"give load_state_dict(state, strict=False), with which what {self.method!r} has kept "
+                    f"begins anew"
                 )
             process.warn(
                 f"members were saved in different rounds, this one in round {state['number']}: what "
@@ -365,7 +377,7 @@ class Rounds:
             )
             self._samples = [int(samples) for samples in state["samples"]]
             self._lay_out(is_begun=False)
-            return
+            return False
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._are_apart = are_apart
@@ -375,6 +387,7 @@ class Rounds:
         for memory, places, kept in zip(self._memories, self._kept_of(state), state["memories"], strict=True):
             memory.fit([self._parameters[place] for place in places])
             memory.load_state_dict(kept)
+        return True
 
     # ------------------------------------------------------------------ inside
 
@@ -383,9 +396,12 @@ class Rounds:
 
     def _follow(self, plan: _Plan) -> None:
         """Do from the next round on what all members want by now."""
-        has_other_method = plan.method != self.method
+        has_other_method, had_centre = plan.method != self.method, self.method.has_centre
         self._plan = plan
         if has_other_method:
+            # Around a centre, which is forgotten, each member has kept a model of its own: as after rounds of
+            # twos, all of them count in the next, whatever samples have come since.
+            self._are_apart = [self.are_apart or had_centre]
             self._lay_out(is_begun=False)
 
     def _lay_out(self, *, is_begun: bool) -> None:

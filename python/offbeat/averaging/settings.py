@@ -42,6 +42,8 @@ Backend: TypeAlias = Literal["tcp", "gloo", "nccl"]
 BACKENDS = ("tcp", "gloo", "nccl")
 DEFAULT_FREQUENCY = 100
 """Iterations, where nothing else is said."""
+DEFAULT_METRIC = "loss_variance"
+"""Which cannot be told from what was given."""
 DEFAULT_TIME = "30s"
 """With averaging_policy="time"."""
 BOUNDS = 4
@@ -61,26 +63,28 @@ class Pacing:
 
 def pacing(given: Pacing) -> tuple[Pace | None, list[str]]:
     """Make a pace of the keywords; else tell what is wrong with them."""
-    faults = Faults(_of_policy(given) + _of_metric(given.metric))
-    if faults:
-        return None, faults
+    faults = Faults(_of_policy(given) + _of_metric(given))
     asked = _usual(given) if given.frequency is None else given.frequency
     found = faults.catch(lambda: read(asked, name="averaging_frequency", counted="iterations"))
-    if found is None:
+    if found is None or given.policy not in POLICIES:
         return None, faults
+    pace: Pace | None = None
     if given.policy == "time":
-        if found.seconds is not None:
-            return Seconds(every=found.seconds), []
-        return None, [f"averaging_frequency is {asked!r} and averaging_policy 'time': give '30s', say"]
-    if found.count is None:
-        text = (
+        if found.seconds is None:
+            faults.append(f"averaging_frequency is {asked!r} and averaging_policy 'time': give '30s', say")
+        else:
+            pace = Seconds(every=found.seconds)
+    elif found.count is None:
+        faults.append(
             f"averaging_frequency is {asked!r} and averaging_policy {given.policy!r}: give a number of "
             f"iterations, or take averaging_policy='time'"
         )
-        return None, [text]
-    return (
-        (Iterations(every=found.count), []) if given.policy == "iteration" else _adaptive(given, found.count)
-    )
+    elif given.policy == "iteration":
+        pace = Iterations(every=found.count)
+    else:
+        pace, wrong = _adaptive(given, found.count)
+        faults += wrong
+    return None if faults else pace, faults
 
 
 def changed(pace: Pace, given: object, *, longest: float) -> Pace:
@@ -218,26 +222,41 @@ def _of_policy(given: Pacing) -> list[str]:
     return at_least_one(**bounds)
 
 
-def _of_metric(metric: object) -> list[str]:
-    if isinstance(metric, str):
-        text = unknown("adaptation_metric", metric, METRICS) + ", or a function of the averager"
-        return [] if metric in METRICS else [text]
-    names = ", ".join(map(repr, METRICS))
-    return functions(f"one of {names}, or a function of the averager", adaptation_metric=metric)
+def _of_metric(given: Pacing) -> list[str]:
+    metric = given.metric
+    if isinstance(metric, str) and metric not in METRICS:
+        return [unknown("adaptation_metric", metric, METRICS) + ", or a function of the averager"]
+    if not isinstance(metric, str):
+        names = ", ".join(map(repr, METRICS))
+        faults = functions(f"one of {names}, or a function of the averager", adaptation_metric=metric)
+        if faults:
+            return faults
+    if metric != DEFAULT_METRIC and given.policy in POLICIES and given.policy != "adaptive":
+        text = (
+            f"adaptation_metric is {metric!r}, and averaging_policy is {given.policy!r}, which goes by none: "
+            f"leave it out, or take averaging_policy='adaptive'"
+        )
+        return [text]
+    return []
 
 
 def _usual(given: Pacing) -> int | str:
     """Give the frequency where none was given: the usual one, or what is nearest to it within the bounds."""
     if given.policy == "time":
         return DEFAULT_TIME
-    least = given.least if isinstance(given.least, int) else 1
-    most = given.most if isinstance(given.most, int) else max(DEFAULT_FREQUENCY, least)
+    least = _bound(given.least) or 1
+    most = _bound(given.most) or max(DEFAULT_FREQUENCY, least)
     return min(max(DEFAULT_FREQUENCY, least), most)
 
 
+def _bound(given: object) -> int | None:
+    """Give a bound that was given and can be one; of another it is told elsewhere."""
+    return given if isinstance(given, int) and not at_least_one(bound=given) else None
+
+
 def _adaptive(given: Pacing, start: int) -> tuple[Pace | None, list[str]]:
-    least = given.least if isinstance(given.least, int) else max(1, start // BOUNDS)
-    most = given.most if isinstance(given.most, int) else start * BOUNDS
+    least = _bound(given.least) or max(1, start // BOUNDS)
+    most = _bound(given.most) or start * BOUNDS
     if not least <= start <= most:
         text = (
             f"averaging_frequency is {start}, min_averaging_frequency {least} and max_averaging_frequency "

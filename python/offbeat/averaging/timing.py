@@ -1,10 +1,16 @@
 """When a member averages, and what of that is to change in mid-run."""
 
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
-from offbeat.averaging.pace import Pace
+from offbeat import process
+from offbeat.averaging.methods import Method
+from offbeat.averaging.pace import Adaptive, Pace, of_setting
 
-__all__ = ["Asked", "Timing"]
+__all__ = ["Agreement", "Asked", "Timing"]
+
+ROUNDS_TO_AGREE = 3
+"""Rounds in a row in which members want different things before they are told."""
 
 Asked: TypeAlias = tuple[Pace | None, bool | int | None]
 """Another pace, and another end of rounds; None: nothing was asked."""
@@ -55,6 +61,34 @@ class Timing:
         """Give what a round that begins now tells the others."""
         return self._wanted_pace, self._wanted_overlap
 
+    def state_dict(self) -> dict[str, Any]:
+        """Give what is in force, and what an adaptive pace has measured."""
+        pace = self.pace
+        return {
+            "timing": self.setting(),
+            "pace": [pace.every, list(pace.seen), pace.smooth] if isinstance(pace, Adaptive) else None,
+        }
+
+    def of_state(self, state: Mapping[str, Any], *, longest: float) -> tuple[Pace, bool | int]:
+        """Give the pace and the overlap of a state that is of the same policy; else those here.
+
+        Args:
+            state: As `state_dict` gave it.
+            longest: Seconds that a round can be waited for, where the pace is of time.
+        """
+        pace, overlap = self.pace, self.overlap
+        if timing := state.get("timing"):  # which older states do not have
+            setting, overlap = timing
+            pace = of_setting(pace, setting, longest=longest)
+        if isinstance(pace, Adaptive):
+            every, seen, smooth = state["pace"]
+            pace = pace.resumed(every=every, seen=tuple(seen), smooth=smooth)
+        return pace, overlap
+
+    def resume(self, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  likewise
+        """Go on with what was in force in another life."""
+        self.pace, self.overlap = pace, overlap
+
     def agree(self, asked: Asked) -> None:
         """Do from here on what all members have wanted in a round: what `asked` gave when that began.
 
@@ -68,3 +102,22 @@ class Timing:
         if overlap is not None:
             self.overlap = overlap
             self._wanted_overlap = None if self._wanted_overlap is overlap else self._wanted_overlap
+
+
+class Agreement:
+    """Whether members come to want the same."""
+
+    def __init__(self) -> None:
+        """Begin as they were made: they do."""
+        self._num_disagreed = 0
+
+    def count(self, *, are_agreed: bool, kept: Method) -> None:
+        """Take note of a round; tell of it once members keep to `kept` for want of one wish."""
+        self._num_disagreed = 0 if are_agreed else self._num_disagreed + 1
+        if self._num_disagreed == ROUNDS_TO_AGREE:
+            process.warn(
+                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to {kept!r}, and to "
+                f"the frequency and the parameters they trained until then: set method, averaging_frequency "
+                f"and overlap, and freeze parameters (requires_grad), in all of them; one that waits in "
+                f"flush() cannot follow"
+            )

@@ -2,13 +2,17 @@
 
 from offbeat.checks import Faults, at_least_one, functions
 
-__all__ = ["faults_of_train"]
+__all__ = ["faults_of_train", "of_loss_fn"]
+
+
+def of_loss_fn(loss_fn: object) -> list[str]:
+    """Tell what is wrong with a loss function, before it is given a batch."""
+    return functions("a function of (outputs, targets), such as nn.CrossEntropyLoss()", loss_fn=loss_fn)
 
 
 def faults_of_train(*, epochs: object, log_frequency: object, max_steps: object, loss_fn: object) -> Faults:
     """Tell what is wrong with these; a `max_steps` of None is no limit."""
     limit = {} if max_steps is None else {"max_steps": max_steps}
     faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
-    example = "a function of (outputs, targets), such as nn.CrossEntropyLoss()"
-    faults += functions(example, loss_fn=loss_fn)
+    faults += of_loss_fn(loss_fn)
     return faults

@@ -46,11 +46,13 @@ class Averaged(Local):
 
     def step(self, batch: object, epoch: int) -> Stepped:
         """Make a step; average if it is time to. A step that is skipped is none for the averager either."""
-        done = super().step(batch, epoch)
+        del epoch
+        done = self.stepped(batch)
         if not done.is_skipped:
             needs_loss = self._averager.goes_by_loss
             loss = float(done.loss) if needs_loss else None
             self._averager.step(done.samples, loss=loss, optimizer=self.optimizer)
+        self.optimizer.zero_grad()  # which the averager may have measured
         return done
 
     @property

@@ -76,6 +76,12 @@ class Local(Trainee):
             StateError: If no parameter gets a gradient.
         """
         del epoch
+        done = self.stepped(batch)
+        self.optimizer.zero_grad()
+        return done
+
+    def stepped(self, batch: object) -> Stepped:
+        """Do so, and leave the gradients where they are."""
         inputs, targets = split(batch)
         samples = count(inputs, targets)
         inputs, targets = moved(inputs, self._device), moved(targets, self._device)
@@ -92,7 +98,6 @@ class Local(Trainee):
         is_skipped = not self._make_step()
         if is_skipped:
             trained_by.skipped(self._module)
-        self.optimizer.zero_grad()
         if self._scheduler is not None and self._per_step and not is_skipped:
             self._scheduler.step()
         return Stepped(outputs, targets, shown, samples, int(not is_skipped), is_skipped)

@@ -292,8 +292,8 @@ class Averaged(Local):
         self.averager.give_up()
 
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
-        """Give the averager's."""
-        return self.averager.state_dict() | {"optimizer": None}
+        """Give the averager's, but for how often members meet, which the trainer's own settings say."""
+        return self.averager.state_dict() | {"optimizer": None, "timing": None}
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
         """Go on from there, also with members that were saved in other rounds."""

@@ -161,7 +161,15 @@ def test_who_owns_accumulation_is_told_with_all_else_that_does_not_go_together(s
     worker = join(serve(net()), net(), update_frequency=3, in_flight=2)
     with pytest.raises(ConfigError) as caught:
         offbeat.AsyncGradientAccumulator(
-            net(), 4, worker=worker, overlap=False, adaptive_accumulation=True, process_group=3
+            net(),
+            4,
+            worker=worker,
+            overlap=False,
+            adaptive_accumulation=True,
+            process_group=3,
+            loss_reduction="max",
+            normalizer=7,
+            grad_scaler="none",
         )
     for what in (
         "the worker's update_frequency is 3, and the accumulator gathers batches itself",
@@ -169,6 +177,9 @@ def test_who_owns_accumulation_is_told_with_all_else_that_does_not_go_together(s
         "the worker has another model: leave model out",
         "adaptive_accumulation and worker are given",
         "process_group and worker are given",
+        "loss_reduction is 'max'",
+        "normalizer is 7",
+        "grad_scaler is 'none'",
     ):
         assert what in str(caught.value)
     with pytest.raises(ConfigError, match=r"worker is 'me': give an offbeat\.AsyncWorker"):

@@ -346,6 +346,34 @@ def test_whatever_changed_before_the_end_members_end_alike(case):
     assert all(map(np.array_equal, first, second))
 
 
+def leaving_a_centre(rank, after):
+    """Change the method just before the end; give where this member was before, and the centre."""
+    trained = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    random = torch.Generator().manual_seed(rank)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=1, method="easgd")
+    for _ in range(10):
+        with torch.no_grad():
+            trained.weight.add_(torch.randn(2, 3, dtype=torch.float64, generator=random))
+        ours.step(1 + rank)
+    before = trained.weight.detach().numpy().copy()
+    centre = ours.state_dict()["rounds"]["memories"][0]["reference"][0].numpy()
+    ours.method = after
+    ours.flush()
+    return before, centre, arrays(trained)[0], ours.method.name
+
+
+@pytest.mark.parametrize("after", ["average", averaging.EASGD(alpha=0.1), "gossip"], ids=str)
+def test_from_easgd_to_another_method_just_before_the_end_is_to_the_mean_of_all_and_not_to_one(after):
+    found = together(leaving_a_centre, 3, after)
+    own = sum(before for before, *_ in found) / 3
+    centre = found[0][1]
+    expected = own - 0.3 * (own - centre)  # drawn to the centre once more, by .9 / 3, and then to their mean
+    assert not np.allclose(found[0][0], own, atol=1e-2), "each is elsewhere"
+    for _, _, last, name in found:
+        assert name == (after if isinstance(after, str) else after.name)
+        assert np.abs(last - expected).max() < 1e-12
+
+
 def with_a_barrier(rank):
     """Use the group between rounds that only one member has begun."""
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, overlap=True)
@@ -394,6 +422,38 @@ def test_a_state_with_a_round_under_way_goes_on_bit_for_bit(tmp_path):
     )
 
 
+def resumed_at_another_pace(rank, is_early):
+    """Save, some after the frequency has changed; go on, and say when rounds begin."""
+    first = Counter()
+    ours = offbeat.AsyncModelAverager(first.model, averaging_frequency=3, overlap=False)
+    state = ours.state_dict()
+    ours.averaging_frequency = 5
+    first.train(ours, 9)
+    if not is_early or rank == 1:
+        state = ours.state_dict()
+    ours.flush()
+    one = Counter()
+    with offbeat.AsyncModelAverager(one.model, averaging_frequency=3, overlap=False) as again:
+        again.load_state_dict(state, strict=False)
+        begins = []
+        for number in range(12):
+            begun = again._rounds.number
+            one.train(again)
+            if again._rounds.number > begun:
+                begins.append(number)
+        again.flush()
+    return begins
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_members_take_up_a_changed_frequency_where_all_were_saved_with_it(is_early):
+    first, second = together(resumed_at_another_pace, 2, is_early)
+    if is_early:
+        assert (first, second) == ([2, 5, 8, 11], [1, 4, 7, 10])
+    else:
+        assert first == second == [3, 8]
+
+
 def loading_alone(rank):
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=4, method=averaging.DiLoCo(fragments=2))
     state = ours.state_dict()
@@ -409,6 +469,7 @@ def loading_alone(rank):
 def test_states_of_different_rounds_are_refused_in_all_members():
     for told in together(loading_alone, 2):
         assert "members load states of different rounds" in told
+        assert "strict=False" in told
 
 
 class Interrupting:
@@ -658,6 +719,40 @@ def test_members_agree_on_an_adaptive_frequency(metric):
     assert all(map(np.array_equal, last, also_last))
 
 
+def with_what_is_not_finite(rank, metric):
+    """Measure nothing of use in one member."""
+    trained = model()
+    ours = offbeat.AsyncModelAverager(
+        trained,
+        averaging_frequency=4,
+        averaging_policy="adaptive",
+        max_averaging_frequency=12,
+        adaptation_metric=metric,
+        overlap=False,
+    )
+    live = torch.optim.SGD(trained.parameters(), lr=0.05)
+    frequencies = []
+    for number in range(60):
+        loss = float(number % 4) / (1 + number)
+        if rank == 1:
+            loss = float("nan")
+            live.zero_grad()
+            trained[0].weight.grad = torch.full_like(trained[0].weight, float("inf"))
+        else:
+            step(trained, live, rank, number)
+            trained[0].weight.grad.mul_(1.0 / (1 + number))
+        ours.step(4, loss=loss)
+        frequencies.append(ours.averaging_frequency)
+    return frequencies
+
+
+@pytest.mark.parametrize("metric", ["loss_variance", "gradient_norm"])
+def test_a_member_whose_metric_is_not_finite_leaves_it_to_the_others(metric):
+    one, other = together(with_what_is_not_finite, 2, metric)
+    assert one == other
+    assert len(set(one)) > 1
+
+
 def other_frequency(rank, who, overlap):
     trained = model()
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=3, overlap=False, method="diloco")
@@ -682,6 +777,28 @@ def test_members_agree_on_another_frequency_and_keep_to_it_from_the_same_round_o
     (one, begins), (other, others) = together(other_frequency, 2, (0, 1), overlap)
     assert begins == others == [3, 6, 9, 14, 19]
     assert all(map(np.array_equal, one, other))
+
+
+def with_ends_early_or_late(rank):
+    """End each round one iteration after it began, or only when the next one is due."""
+    one = Counter()
+    ours = offbeat.AsyncModelAverager(one.model, averaging_frequency=4, overlap=True)
+    ours.averaging_frequency = 6
+    if rank == 1:
+        ours._rounds.is_there = lambda: False  # as where the others' models are long on their way
+    begins = []
+    for _ in range(22):
+        begun = ours._rounds.number
+        one.train(ours)
+        if ours._rounds.number > begun:
+            begins.append(ours.iterations)
+            if rank == 0:
+                wait_for(ours._rounds.is_there, timeout_s=60)
+    return begins, ours.state_dict()["rounds"]["number"]
+
+
+def test_where_a_round_changes_the_frequency_the_next_begins_at_the_same_iteration_however_late_it_ended():
+    assert together(with_ends_early_or_late, 2) == [([4, 10, 16, 22], 4)] * 2
 
 
 def test_a_frequency_that_one_member_alone_has_set_is_not_followed():

@@ -189,6 +189,22 @@ def test_members_change_method_and_frequency_in_the_same_round(server):
     )
 
 
+def test_a_state_s_frequency_is_wished_for_at_a_server_and_in_force_once_all_want_it(server):
+    first = Counter()
+    with averaging(first.model, server) as ours:
+        ours.averaging_frequency, ours.overlap = 3, 2
+        first.train(ours, 2)
+        assert (ours.averaging_frequency, ours.overlap) == (3, 2)
+        state = ours.state_dict()
+    with offbeat.ParameterServer(transaction="model") as other, averaging(Counter().model, other) as alone:
+        with warned() as told:
+            alone.load_state_dict(state)
+        assert (alone.averaging_frequency, alone.overlap) == (1, False)
+        assert not told
+        alone.step(1)
+        assert (alone.averaging_frequency, alone.overlap) == (3, 2)
+
+
 def test_one_that_is_away_when_all_change_method_follows_them(server):
     with FaultProxy(server.address) as proxy:
         stays, away = Member(server), Member(proxy)

@@ -9,6 +9,7 @@ import pytest
 import offbeat
 from offbeat.distributed import _device_of
 from offbeat.errors import ConfigError, ConnectError, StateError
+from support.averaging import warned
 from support.ports import free_port
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "PET_NODE_RANK")
@@ -114,6 +115,24 @@ def test_everything_that_is_wrong_is_told_at_once():
     told = str(caught.value)
     for what in ("backend is 'mpi': give one of 'tcp', 'gloo', 'nccl'", "rank is -1", "timeout_s is 'long'"):
         assert what in told
+
+
+def test_nccl_without_cuda_hides_nothing_else(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"no CUDA device here: .*rank is -1"):
+        offbeat.init_distributed("nccl", rank=-1)
+
+
+def test_a_mistyped_keyword_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"'timeout'; did you mean 'timeout_s'\?"):
+        offbeat.init_distributed("gloo", timeout=60)
+
+
+def test_a_time_to_wait_without_a_group_is_told_of():
+    with warned() as told:
+        assert offbeat.init_distributed("tcp", timeout_s=60) == (0, 1)
+    assert [text for text in told if text.startswith("timeout_s is 60 and backend 'tcp'")] == told
+    assert len(told) == 1
 
 
 def test_a_group_of_several_needs_a_place_to_meet():

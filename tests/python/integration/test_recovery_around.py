@@ -333,6 +333,21 @@ def test_a_member_that_was_killed_goes_on_with_what_others_have_made_meanwhile(t
     assert found["moments"] == [24]
 
 
+def test_an_averager_that_goes_by_gradients_finds_them_here(tmp_path):
+    averager = offbeat.AsyncModelAverager(
+        model(),
+        averaging_frequency=2,
+        averaging_policy="adaptive",
+        adaptation_metric="gradient_norm",
+        process_group=False,
+    )
+    data = TensorDataset(torch.eye(6), torch.arange(6) % 5)
+    trainer = FaultTolerantTrainer(averager, checkpoint_dir=tmp_path)
+    trainer.train(dataset=data, epochs=60, batch_size=3, optimizer=optim.SGD(lr=0.5), loss_fn=LOSS)
+    assert averager.averaging_frequency > 2
+    assert all(parameter.grad is None for parameter in averager.model.parameters())
+
+
 # ---------------------------------------------------------------------------------------- what does not fit
 
 

@@ -227,6 +227,8 @@ def test_all_that_is_wrong_is_told_at_once():
     [
         ({"optimizer": torch.optim.LBFGS}, "needs a closure"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="none")}, "loss_fn gave a tensor of shape"),
+        ({"loss_fn": None}, r"loss_fn is None: give a function of \(outputs, targets\)"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "loss_fn is the class CrossEntropyLoss: give an object"),
         (
             {"inputs": torch.tensor(1.0), "targets": 3},
             "cannot be counted; give inputs or targets whose first",

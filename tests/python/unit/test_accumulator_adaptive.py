@@ -10,8 +10,9 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.accumulator.window import Window, square_norm
+from offbeat.accumulator.window import Window
 from offbeat.errors import ConfigError
+from offbeat.local.norm import square_norm
 
 LOSS = nn.CrossEntropyLoss()
 WEIGHTS = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))

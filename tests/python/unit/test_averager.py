@@ -13,6 +13,7 @@ from offbeat import averaging, optim
 from offbeat.averaging.members import differences
 from offbeat.averaging.pace import Adaptive
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from support.averaging import warned
 
 LOSS = nn.CrossEntropyLoss()
 OPTIMIZERS = [
@@ -229,6 +230,53 @@ def test_each_metric_can_be_followed(metric):
     assert frequencies == {4} if metric == "parameter_variance" else max(frequencies) > 4
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_they_are_measured_are_told_of_once(set_to_none):
+    def trained(is_zeroed):
+        ours = offbeat.AsyncModelAverager(
+            model(), averaging_frequency=2, averaging_policy="adaptive", adaptation_metric="gradient_norm"
+        )
+        live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+        with warned() as told:
+            for number in range(40):
+                live.zero_grad()
+                LOSS(ours.model(batch(number % 4)[0]), batch(number % 4)[1]).backward()
+                live.step()
+                if is_zeroed:
+                    live.zero_grad(set_to_none=set_to_none)
+                ours.step(7)
+            live.zero_grad()
+            ours.flush()
+        return ours.averaging_frequency, told
+
+    frequency, told = trained(is_zeroed=True)
+    assert frequency == 2
+    assert len(told) == 1
+    assert "zero the gradients before backward(), and not between" in told[0]
+    frequency, told = trained(is_zeroed=False)
+    assert frequency > 2
+    assert not told
+
+
+def test_sparse_gradients_are_measured_like_others():
+    def frequencies(is_sparse):
+        torch.manual_seed(0)
+        trained = nn.Embedding(9, 5, sparse=is_sparse)
+        ours = offbeat.AsyncModelAverager(
+            trained, averaging_frequency=2, averaging_policy="adaptive", adaptation_metric="gradient_norm"
+        )
+        found = []
+        for number in range(40):
+            indices = torch.tensor([number % 4, 3, 3])
+            ours.train_step(inputs=indices, targets=indices % 5, optimizer=optim.SGD(lr=0.5), loss_fn=LOSS)
+            found.append(ours.averaging_frequency)
+        return found
+
+    found = frequencies(is_sparse=True)
+    assert found == frequencies(is_sparse=False)
+    assert len(set(found)) > 1
+
+
 def test_a_state_goes_on_bit_for_bit():
     def made():
         return offbeat.AsyncModelAverager(
@@ -256,6 +304,82 @@ def test_a_state_goes_on_bit_for_bit():
         whole.averaging_round,
         whole.averaging_frequency,
     )
+
+
+@pytest.mark.parametrize("policy", ["iteration", "adaptive"])
+def test_a_frequency_and_an_overlap_that_were_changed_are_in_the_state(policy):
+    def made():
+        return offbeat.AsyncModelAverager(
+            model(),
+            averaging_frequency=3,
+            averaging_policy=policy,
+            max_averaging_frequency=40 if policy == "adaptive" else None,
+            min_averaging_frequency=3 if policy == "adaptive" else None,
+            overlap=False,
+            method="diloco",
+        )
+
+    def trained(ours, first, last):
+        for number in range(first, last):
+            if number == 4:
+                ours.averaging_frequency, ours.overlap = 5, 2
+            if number == 18:
+                ours.averaging_frequency = 7  # which is not in force before a round agrees
+            train(ours, 1, optim.SGD(lr=0.1), first=number)
+        return ours.averaging_frequency
+
+    whole, first, second = made(), made(), made()
+    expected = trained(whole, 0, 18), trained(whole, 19, 60)
+    trained(first, 0, 18)
+    kept = copy.deepcopy((first.state_dict(), first.model.state_dict()))
+    second.model.load_state_dict(kept[1])
+    with warned() as told:
+        second.load_state_dict(kept[0], optimizer=optim.SGD(lr=0.1))
+    assert (second.averaging_frequency, second.overlap) == (expected[0], 2)
+    assert len(told) == 1
+    assert f"with averaging_frequency {expected[0]} and overlap 2, and not" in told[0]
+    assert trained(second, 19, 60) == expected[1]
+    assert same(whole.model, second.model)
+    third = made()
+    older = {name: value for name, value in kept[0].items() if name != "timing"}
+    with warned() as told:
+        third.load_state_dict(older, optimizer=optim.SGD(lr=0.1))
+    assert third.overlap is False
+    assert not told
+
+
+def test_a_state_of_another_policy_is_refused():
+    state = offbeat.AsyncModelAverager(model()).state_dict()
+    for policy in ("time", "adaptive"):
+        with pytest.raises(ConfigError, match="the state is of another averaging_policy"):
+            offbeat.AsyncModelAverager(model(), averaging_policy=policy).load_state_dict(state)
+
+
+def test_a_state_whose_overlap_does_not_go_with_todays_bounds_is_refused():
+    def made(least, overlap=False):
+        return offbeat.AsyncModelAverager(
+            model(),
+            averaging_frequency=8,
+            averaging_policy="adaptive",
+            min_averaging_frequency=least,
+            overlap=overlap,
+        )
+
+    state = made(6, overlap=5).state_dict()
+    with pytest.raises(ConfigError, match="overlap is 5, and a round begins every 4 iterations"):
+        made(4).load_state_dict(state)
+
+
+def test_a_frequency_of_time_is_taken_up_as_far_as_a_round_waits_here():
+    def made(frequency):
+        return offbeat.AsyncModelAverager(
+            model(), averaging_frequency=frequency, averaging_policy="time", process_group=False
+        )
+
+    for before, now, expected in (("20s", "30s", 20.0), ("30s", "20s", 20.0)):
+        ours = made(now)
+        ours.load_state_dict(made(before).state_dict())
+        assert ours.averaging_frequency == expected
 
 
 def test_a_state_of_another_method_or_model_is_refused_and_changes_nothing():
@@ -408,6 +532,10 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ({"averaging_frequency": 4, "overlap": 4}, "overlap is 4, and a round begins every 4 iterations"),
         ({"averaging_policy": "adaptive", "max_averaging_frequency": 0}, "max_averaging_frequency is 0"),
         ({"adaptation_metric": "loss"}, "unknown adaptation_metric 'loss'"),
+        (
+            {"adaptation_metric": "gradient_norm"},
+            "adaptation_metric is 'gradient_norm', and averaging_policy is 'iteration', which goes by none",
+        ),
         ({"adaptation_metric": 3}, "adaptation_metric is 3: give one of"),
         ({"communication_backend": "tcp"}, "there is no server: give server_address='HOST:PORT'"),
         ({"token": "secret"}, "server_address or token given, and communication_backend is None: take 'tcp'"),
@@ -463,6 +591,31 @@ def test_all_that_is_wrong_is_told_at_once():
 
 
 @pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"averaging_policy": "adaptiv", "adaptation_metric": 3, "averaging_frequency": -1},
+            ("'adaptiv'", "adaptation_metric is 3", "averaging_frequency is -1"),
+        ),
+        (
+            {"adaptation_metric": "loss", "averaging_frequency": "30s"},
+            ("'loss'", "averaging_frequency is '30s' and averaging_policy 'iteration'"),
+        ),
+        (
+            {"averaging_policy": "adaptive", "adaptation_metric": "loss", "min_averaging_frequency": 0},
+            ("'loss'", "min_averaging_frequency is 0"),
+        ),
+        ({"communication_backend": "tpc", "rank": -1}, ("'tpc'", "rank is -1")),
+    ],
+)
+def test_one_setting_that_cannot_be_used_hides_no_other(settings, told):
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncModelAverager(model(), **settings)
+    assert all(text in str(refused.value) for text in told)
+    assert "within the two others" not in str(refused.value), "a bound that is none is not compared"
+
+
+@pytest.mark.parametrize(
     ("kind", "numbers", "told"),
     [
         ("DiLoCo", {"lr": 0.0}, "lr is 0.0: give a number from above 0"),
@@ -487,6 +640,48 @@ def test_what_a_step_lacks_is_told_and_counts_nothing():
     with pytest.raises(ConfigError, match="there is no optimizer"):
         ours.train_step(inputs=batch(0)[0], targets=batch(0)[1], loss_fn=LOSS)
     assert ours.iterations == 0
+
+
+def given(**others):
+    """Give what `train_step` takes, of a first batch; some of it replaced."""
+    inputs, targets = batch(0)
+    return {"inputs": inputs, "targets": targets, "optimizer": optim.SGD(lr=0.1), "loss_fn": LOSS} | others
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"inputs": torch.empty(0, 6), "targets": torch.empty(0).long()}, "the batch has no sample"),
+        ({"loss_fn": None}, "loss_fn is None: give a function of (outputs, targets)"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "loss_fn is the class CrossEntropyLoss: give an object"),
+    ],
+    ids=["empty", "none", "class"],
+)
+def test_what_cannot_be_trained_on_is_refused_before_anything_moves(others, told):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3)
+    ours.train_step(**given())
+    before = copy.deepcopy(ours.model.state_dict())
+    gradients = [p.grad.clone() for p in ours.model.parameters()]
+    with pytest.raises(ConfigError) as refused:
+        ours.train_step(**given(**others))
+    assert told in str(refused.value)
+    assert ours.iterations == 1
+    assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
+    assert all(
+        torch.equal(p.grad, gradient) for p, gradient in zip(ours.model.parameters(), gradients, strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", ["iteration", "adaptive"])
+@pytest.mark.parametrize("loss", ["x", torch.ones(2)])
+def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, policy):
+    ours = offbeat.AsyncModelAverager(model(), averaging_policy=policy)
+    with pytest.raises(ConfigError, match=r"loss is .*: give the batch's loss, a number or a tensor of one"):
+        ours.step(4, loss=loss)
+    assert ours.iterations == 0
+    for usable in (0.5, torch.tensor(0.5), torch.tensor([0.5]), float("nan")):
+        ours.step(4, loss=usable)
+    assert ours.iterations == 4
 
 
 def test_a_metric_that_is_no_number_is_refused():
