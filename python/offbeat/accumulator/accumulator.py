@@ -494,7 +494,8 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        if own.counts != 0 and own.is_empty:
+        counts = own.samples if own.counts is None else own.counts  # of empty batches there is nothing to learn
+        if counts and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )

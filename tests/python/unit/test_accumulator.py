@@ -344,6 +344,22 @@ def test_a_loss_of_something_else_is_refused():
         in_two(ours, *data(6, 0), loss_fn=lambda *_: other * 2)
 
 
+@pytest.mark.parametrize("normalizer", [None, lambda _, targets: len(targets)])
+def test_a_window_of_empty_batches_is_no_update_and_no_error_of_sums(normalizer):
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2, loss_reduction="sum", normalizer=normalizer)
+    inputs, targets = data(6, 0)
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    in_two(ours, inputs, targets, loss_fn=summed)
+    before = [p.detach().clone() for p in trained.parameters()]
+    in_two(ours, inputs[:0], targets[:0], loss_fn=summed)
+    assert all(map(torch.equal, before, trained.parameters()))
+    in_two(ours, inputs, targets, loss_fn=summed)
+    other = nn.Parameter(torch.ones(()))
+    with pytest.raises(StateError, match="no parameter has a gradient"):
+        in_two(ours, inputs, targets, loss_fn=lambda *_: other * 2)
+
+
 def test_a_loss_that_reduces_otherwise_than_was_told_is_warned_of_once(caplog):
     ours = offbeat.AsyncGradientAccumulator(model(), 2)
     in_two(ours, *data(6, 0), loss_fn=nn.CrossEntropyLoss(reduction="sum"))
