@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -362,15 +363,20 @@ class AsyncGradientAccumulator:
         if optimizer is not None:
             self._updates.use(optimizer)
         num_before = self.updates
+        faults: list[NonFiniteError] = []
         if self._window.batches:
-            self._end_window()
+            with _kept_in(faults):
+                self._end_window()
         if self._is_under_way:
-            self._update()
+            with _kept_in(faults):
+                self._update()
         self._updates.end()
         if self._members.size > 1:
             self._end_together()
         self._unflushed.end()
         self._was_update = self.updates > num_before
+        if faults:  # not before the end: the others wait there for this member
+            raise faults[0]
 
     def close(self) -> None:
         """Take part no more, and give back the members' own process group; the model stays usable.
@@ -563,10 +569,19 @@ class AsyncGradientAccumulator:
 
     def _end_together(self) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""
-        while True:
+        faults: list[NonFiniteError] = []
+        num_at_work = 1
+        while num_at_work:
             self._send(None, self._scaler.scale)
-            if not self._update():
-                break
+            num_faults = len(faults)
+            with _kept_in(faults):
+                num_at_work = self._update()
+            if faults and not num_faults:  # each of the others is told by its own errors
+                process.warn(
+                    f"the gradient of update {self.updates + 1} is NaN or infinite, of a window that other "
+                    f"members alone had: it is dropped in all of them, those raise a NonFiniteError, and "
+                    f"nothing is changed"
+                )
         self._members.end(list(self.model.buffers()), self._samples_since_end)
         self._samples_since_end = 0
 
@@ -588,3 +603,12 @@ class AsyncGradientAccumulator:
             f"{self.accumulation_steps} of them{of_members}, so of {self.effective_batch_size} "
             f"samples{asked}: {remedy}"
         )
+
+
+@contextmanager
+def _kept_in(faults: list[NonFiniteError]) -> Iterator[None]:
+    """Keep what is raised of an update that is not finite, and go on behind it."""
+    try:
+        yield
+    except NonFiniteError as error:
+        faults.append(error)

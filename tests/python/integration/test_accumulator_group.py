@@ -2,8 +2,11 @@
 
 import copy
 import json
+import logging
+import logging.handlers
 import math
 import os
+import queue
 import signal
 import sys
 import threading
@@ -475,6 +478,65 @@ def test_what_is_not_finite_in_one_member_is_an_error_in_all_and_costs_its_windo
     assert first[1] == second[1] == 3
     assert all(map(np.array_equal, first[2], second[2]))
     assert all(np.isfinite(value).all() for value in first[2])
+
+
+def with_nan_at_the_end(rank, overlap, num_micro, num_batches, broken):
+    """Train on so many micro-batches, with NaN in some windows of the members'; then flush."""
+    records = logging.handlers.QueueHandler(queue.SimpleQueue())
+    logging.getLogger("offbeat").addHandler(records)
+    trained = nn.Sequential(nn.BatchNorm1d(6), model())
+    ours = offbeat.AsyncGradientAccumulator(trained, num_micro, overlap=overlap)
+    told = []
+    for number in range(num_batches[rank]):
+        inputs, targets = micro_batch(rank, 0, number)
+        factor = float("nan") if (rank, number // num_micro) in broken else 1.0
+        try:
+            ours.train_step(
+                inputs=inputs.repeat(2, 1),
+                targets=targets.repeat(2),
+                optimizer=SPEC,
+                loss_fn=lambda outputs, targets, factor=factor: LOSS(outputs, targets) * factor,
+            )
+        except NonFiniteError as error:
+            told.append(str(error).partition(" is NaN")[0])
+    try:
+        ours.flush()
+    except NonFiniteError as error:
+        told.append("flush: " + str(error).partition(" is NaN")[0])
+    is_through = ours.state_dict()["due"] is None
+    logging.getLogger("offbeat").removeHandler(records)
+    warned = []
+    while not records.queue.empty():
+        if (record := records.queue.get()).levelno >= logging.WARNING:
+            warned.append(record.getMessage().partition(" is NaN")[0])
+    return told, warned, ours.updates, is_through, [v.numpy() for v in trained.state_dict().values()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_not_finite_in_others_windows_ends_no_member_that_has_ended(overlap):
+    first, second = together(with_nan_at_the_end, 2, overlap, 1, (5, 1), {(0, 2), (0, 3)})
+    said = "the gradient of update 3"
+    assert (first[0], first[1]) == ([said] * 2, [])
+    assert (second[0], second[1]) == ([], [said]), "it is warned of, once"
+    assert first[2] == second[2] == 3
+    assert all(map(np.array_equal, first[4], second[4])), "buffers, too"
+    assert all(np.isfinite(value).all() for value in first[4])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("broken", [{(0, 1)}, {(1, 2)}, {(0, 1), (1, 2)}], ids=str)
+def test_flush_is_through_in_all_members_where_it_raises_of_what_is_not_finite(broken, overlap):
+    """With overlap the window before the last is made an update of in it, with the last one still to be sent."""
+    numbers = sorted({window + 1 for _, window in broken})
+    said = [f"the gradient of update {numbers[0]}"] * len(numbers)
+    if overlap or numbers == [3]:
+        said = ["flush: " + said[0]]
+    else:
+        said[1:] = ["flush: " + one for one in said[1:]]
+    ends = together(with_nan_at_the_end, 2, overlap, 2, (5, 5), broken)
+    for told, warned, updates, is_through, _ in ends:
+        assert (told, warned, updates, is_through) == (said, [], 3 - len(broken), True)
+    assert all(map(np.array_equal, ends[0][4], ends[1][4]))
 
 
 def freezing(rank, is_alone):
