@@ -354,7 +354,8 @@ class AsyncGradientAccumulator:
             optimizer: As in `train_step`; needed by a member that had no data at all.
 
         Raises:
-            ConfigError: If others make an update and there is no optimizer here.
+            ConfigError: If others make an update and there is no optimizer here. Nothing is lost: called again
+                with one it goes on, and the others wait for that.
             StateError: As `train_step`.
             ConnectionLostError: As `train_step`.
             ClosedError: As `train_step`.
@@ -523,7 +524,7 @@ class AsyncGradientAccumulator:
         told = [scale if own is not None else 0.0] if self._scaler.is_there else []
         if self._meter is not None:
             told += self._meter.told(own, scale)
-        self._members.begin(own, self._settings(), told)
+        self._members.begin(own, self._settings(), told, rates=self._rates())
         self._is_under_way = True
 
     def _wait(self) -> Total:
@@ -539,6 +540,12 @@ class AsyncGradientAccumulator:
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         total = self._wait()
+        if total.num_at_work and self._members.size > 1 and self._updates.own is None:  # which can be given yet
+            raise ConfigError(
+                "others make an update, and there is no optimizer here, where no data was: call "
+                "flush(optimizer=...) with one that is set as theirs, as offbeat.optim.SGD(lr=...) or a live "
+                "one; it goes on from here"
+            )
         self._is_under_way, self._due = False, None
         scale, told = self._scaler.scale, list(total.told)
         if self._scaler.is_there:
@@ -561,11 +568,14 @@ class AsyncGradientAccumulator:
 
     def _settings(self) -> list[object]:
         """Give what may change from update to update and has to be the same for all members."""
+        return [self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
+
+    def _rates(self) -> list[float] | None:
+        """Give the learning rates, which have to be the same in all members that have an optimizer."""
         live = None if self._members.size == 1 else self._updates.own
-        rates = None
-        if live is not None:
-            rates = [float(group["lr"]) * factor_of(live) for group in live.param_groups]
-        return [rates, self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
+        if live is None:
+            return None
+        return [float(group["lr"]) * factor_of(live) for group in live.param_groups]
 
     def _end_together(self) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""

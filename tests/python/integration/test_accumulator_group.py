@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
+from offbeat.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectionLostError,
+    ModelMismatchError,
+    NonFiniteError,
+    StateError,
+)
 from offbeat.local.group import own_group
 from offbeat.local.sums import Sums
 from support.group import together
@@ -418,6 +425,43 @@ def test_learning_rates_that_part_are_an_error_in_all_members_and_a_hook_keeps_t
     for told in together(with_scheduler, 2, False):
         assert "set differently" in told
         assert "register_step_post_hook" in told
+
+
+def without_data(rank, num_windows, optimizer):
+    """Flush where there was no data, and forget the optimizer the first time."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
+    steps_of(rank, ours, range(num_windows[rank]))
+    said = None
+    try:
+        ours.flush()
+    except ConfigError as error:
+        said = str(error)
+        ours.flush(optimizer=optimizer)
+    return said, ours.updates, [p.detach().numpy() for p in ours.model.parameters()]
+
+
+def test_a_member_without_data_or_optimizer_says_what_it_lacks_and_goes_on_with_it():
+    first, second = together(without_data, 2, (3, 0), SPEC)
+    assert first[0] is None
+    assert "there is no optimizer here, where no data was: call flush(optimizer=...)" in second[0]
+    assert first[1] == second[1] == 3
+    assert all(map(np.array_equal, first[2], second[2]))
+    assert [said for said, _, _ in together(without_data, 2, (0, 0), None)] == [None, None], "none is needed"
+
+
+def flushing_with_another_rate(rank):
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
+    try:
+        steps_of(rank, ours, range((3, 0)[rank]))
+        ours.flush(optimizer=SPEC if rank == 0 else optim.SGD(lr=0.2, momentum=0.9))
+    except StateError as error:
+        return str(error)
+    return None
+
+
+def test_an_optimizer_that_is_given_to_flush_has_to_be_set_as_the_others_are():
+    for told in together(flushing_with_another_rate, 2):
+        assert "the members' optimizers are set differently" in told
 
 
 def with_another_model(rank):
