@@ -57,7 +57,7 @@ class AsyncGradientAccumulator:
 
     What belongs to each update, such as clipping or a scheduler that steps, goes into hooks of the optimizer
     (`register_step_pre_hook`, `register_step_post_hook`): `flush` may make two updates, and those of members
-    that have more to do.
+    that have more to do. A monitor that clips or drops gradients belongs in every member, set alike.
 
     Members wait for one another at the ends of windows. One that raises within its window and goes no further
     leaves the others waiting until the process group's timeout (`init_distributed(timeout_s=)`), when they
@@ -354,8 +354,8 @@ class AsyncGradientAccumulator:
             optimizer: As in `train_step`; needed by a member that had no data at all.
 
         Raises:
-            ConfigError: If others make an update and there is no optimizer here. Nothing is lost: called again
-                with one it goes on, and the others wait for that.
+            ConfigError: If others make an update and there is no optimizer here. Nothing is lost by that:
+                called again with one it goes on, and the others wait for it.
             StateError: As `train_step`.
             ConnectionLostError: As `train_step`.
             ClosedError: As `train_step`.
@@ -501,7 +501,9 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        counts = own.samples if own.counts is None else own.counts  # of empty batches there is nothing to learn
+        counts = (
+            own.samples if own.counts is None else own.counts
+        )  # of empty batches there is nothing to learn
         if counts and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
@@ -540,7 +542,9 @@ class AsyncGradientAccumulator:
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         total = self._wait()
-        if total.num_at_work and self._members.size > 1 and self._updates.own is None:  # which can be given yet
+        if (
+            total.num_at_work and self._members.size > 1 and self._updates.own is None
+        ):  # which can be given yet
             raise ConfigError(
                 "others make an update, and there is no optimizer here, where no data was: call "
                 "flush(optimizer=...) with one that is set as theirs, as offbeat.optim.SGD(lr=...) or a live "
@@ -568,7 +572,9 @@ class AsyncGradientAccumulator:
 
     def _settings(self) -> list[object]:
         """Give what may change from update to update and has to be the same for all members."""
-        return [self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
+        steps = self.accumulation_steps if self._meter else None
+        watched = [] if self._members.size == 1 else trained_by.act_on_gradients(self.model)
+        return [self.updates, steps, self._scaler.scale, watched]
 
     def _rates(self) -> list[float] | None:
         """Give the learning rates, which have to be the same in all members that have an optimizer."""

@@ -26,9 +26,10 @@ __all__ = ["Alone", "Group", "Members", "Total"]
 
 UNLIKE = (
     "the members' optimizers are set differently, or they train different parameters (requires_grad), or "
-    "they went on from states of different updates: a "
+    "they went on from states of different updates, or only some have a monitor that changes gradients: a "
     "scheduler has to step once per update in every member, also in those that flush() makes: "
-    "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
+    "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it; and an AsyncTrainingMonitor "
+    'that may "clip", "reject" or "pause" has to be in every member, set alike, until flush() is through'
 )
 """What to say where members differ in what has to be alike."""
 

@@ -427,6 +427,62 @@ def test_learning_rates_that_part_are_an_error_in_all_members_and_a_hook_keeps_t
         assert "register_step_post_hook" in told
 
 
+def watched(rank, settings):
+    """Train with a monitor, if settings of one are this member's; one loss of the first member's is large."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 1)
+    monitor = offbeat.AsyncTrainingMonitor(ours.model, **settings[rank]) if settings[rank] else None
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    try:
+        for window in range(10):
+            inputs, targets = micro_batch(rank, window, 0)
+            factor = 1e3 if (rank, window) == (0, 7) else 1.0
+            ours.train_step(
+                inputs=inputs,
+                targets=targets,
+                optimizer=live,
+                loss_fn=lambda outputs, targets, factor=factor: LOSS(outputs, targets) * factor,
+            )
+        ours.flush()
+    except StateError as error:
+        return str(error)
+    report = None if monitor is None else monitor.report()
+    return [p.detach().numpy() for p in ours.model.parameters()], report and (
+        report.num_clipped,
+        report.num_dropped,
+        report.num_alerts,
+    )
+
+
+NORM = {"divergence_metrics": ["gradient_norm"], "warm_up": 2}
+
+
+@pytest.mark.parametrize("remedy", ["clip", "reject", "pause"])
+def test_a_monitor_that_changes_one_members_gradients_alone_is_an_error_in_all(remedy):
+    one = NORM | {"remediation_strategy": ["alert", remedy]}
+    for other in (None, one | {"warm_up": 3}):
+        for told in together(watched, 2, (one, other)):
+            assert "or only some have a monitor that changes gradients" in told
+
+
+def test_monitors_that_are_set_alike_clip_in_all_members_and_one_that_tells_may_be_in_one():
+    clips = NORM | {"remediation_strategy": "clip", "alert_threshold": 0.0}
+    first, second = together(watched, 2, (clips, clips))
+    assert first[1] == second[1]
+    assert first[1][0] > 0, "there was something to clip"
+    assert all(map(np.array_equal, first[0], second[0]))
+    plain, same = together(watched, 2, (NORM, None))
+    assert all(map(np.array_equal, plain[0], same[0]))
+
+
+def test_a_member_that_pauses_by_its_own_loss_drops_nothing_of_all_members():
+    pauses = {"remediation_strategy": "pause", "pause_timeout_s": 0.0, "warm_up": 5}
+    first, second = together(watched, 2, (pauses, None))
+    num_clipped, num_dropped, num_alerts = first[1]
+    assert num_alerts["loss"] > 0, "it has paused"
+    assert num_clipped == num_dropped == 0
+    assert all(map(np.array_equal, first[0], second[0]))
+
+
 def without_data(rank, num_windows, optimizer):
     """Flush where there was no data, and forget the optimizer the first time."""
     ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
@@ -570,7 +626,7 @@ def test_what_is_not_finite_in_others_windows_ends_no_member_that_has_ended(over
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("broken", [{(0, 1)}, {(1, 2)}, {(0, 1), (1, 2)}], ids=str)
 def test_flush_is_through_in_all_members_where_it_raises_of_what_is_not_finite(broken, overlap):
-    """With overlap the window before the last is made an update of in it, with the last one still to be sent."""
+    """With overlap the update of the window before the last one is made in it, before that one is sent."""
     numbers = sorted({window + 1 for _, window in broken})
     said = [f"the gradient of update {numbers[0]}"] * len(numbers)
     if overlap or numbers == [3]:
