@@ -1,7 +1,6 @@
 """`AsyncGradientAccumulator`."""
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,14 @@ from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
 from offbeat.accumulator.pushes import PushedUpdates, worker_faults
-from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
+from offbeat.accumulator.settings import (
+    Normalizer,
+    count_of,
+    extra_faults,
+    other_faults,
+    size_faults,
+    steps_of,
+)
 from offbeat.accumulator.sizes import Sizes
 from offbeat.accumulator.state import check_state, total_of_state, total_state
 from offbeat.accumulator.unflushed import Unflushed
@@ -29,7 +35,7 @@ from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
 from offbeat.local.optimizer import faults_of_state
-from offbeat.local.parameters import check_same, each_once
+from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
 
@@ -152,7 +158,9 @@ class AsyncGradientAccumulator:
         sizes = accumulation_steps, base_batch_size, target_batch_size
         faults = Faults(size_faults(*sizes))
         where = faults.catch(lambda: usable_device(device))
-        if worker is not None:
+        if worker is None:
+            faults += of_model(model)
+        else:
             faults += worker_faults(
                 worker,
                 model,
@@ -161,9 +169,9 @@ class AsyncGradientAccumulator:
                 adaptive_accumulation=adaptive_accumulation,
                 process_group=process_group,
             )
-            refuse(faults)
-            model, where, process_group = worker.model, worker.device, False
-        faults += other_faults(model, overlap, loss_reduction, normalizer)
+            model, where = getattr(worker, "model", model), getattr(worker, "device", where)
+            process_group = False
+        faults += other_faults(overlap, loss_reduction, normalizer)
         faults += extra_faults(
             model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
         )
@@ -223,12 +231,7 @@ class AsyncGradientAccumulator:
         self._samples = 0
         self._samples_since_end = 0
         trained_by.register(model, self)
-        is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
-        late = "one window late, behind the next one's work" if is_late else "at the end of its window"
-        at_most = "at most " if adaptive_accumulation else ""
-        _log.info(
-            "an update is of %s%d micro-batches of %d members, made %s", at_most, self._most, size, late
-        )
+        self._tell_made(is_late=self._overlaps or (worker is not None and worker.in_flight > 1))
 
     @known_keywords
     def train_step(
@@ -267,9 +270,7 @@ class AsyncGradientAccumulator:
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
-        counts = float(samples if self._normalizer is None else self._normalizer(inputs, targets))
-        if not (math.isfinite(counts) and counts >= 0):
-            raise ConfigError(f"normalizer gave {counts}: it gives a count, 0 or more")
+        counts = float(samples) if self._normalizer is None else count_of(self._normalizer(inputs, targets))
         if not self._window.batches:
             check_same(self._named, self.model)
             if self._is_under_way and not self._overlaps:
@@ -600,6 +601,14 @@ class AsyncGradientAccumulator:
                 )
         self._members.end(list(self.model.buffers()), self._samples_since_end)
         self._samples_since_end = 0
+
+    def _tell_made(self, *, is_late: bool) -> None:
+        late = "one window late, behind the next one's work" if is_late else "at the end of its window"
+        at_most = "" if self._meter is None else "at most "
+        _log.info(
+            "an update is of %s%d micro-batches of %d members, made %s",
+            at_most, self._most, self._members.size, late,
+        )  # fmt: skip
 
     def _warn_of_reduction(self, loss_fn: LossFunction) -> None:
         warning = other_reduction(loss_fn, self._reduction, owner=type(self).__name__)
