@@ -6,7 +6,7 @@ References are weak: nothing here keeps a model, a trainer or a watcher.
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Keeper",
     "Watcher",
+    "act_on_gradients",
     "admits",
     "is_watched",
     "keepers_of",
@@ -41,7 +42,14 @@ class Keeper(Protocol):
 
 
 class Watcher(Protocol):
-    """Hears of a module's training, on the thread that trains."""
+    """Hears of a module's training, on the thread that trains.
+
+    Attributes:
+        acts_on_gradients: By what settings it may scale or drop gradients, as JSON can have them; empty where
+            it does neither.
+    """
+
+    acts_on_gradients: Sequence[object]
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Take numbers of the step under way: a float, or a tensor of one element, by the metric's name."""
@@ -146,3 +154,8 @@ def admits(module: "nn.Module") -> bool:
     """Ask a module's watchers about the gradients on it; each is asked, and one that says no is enough."""
     said = [watcher.admits() for watcher in _watchers.of(module)]
     return all(said)
+
+
+def act_on_gradients(module: "nn.Module") -> list[Sequence[object]]:
+    """Tell by what settings a module's watchers may scale or drop its gradients, in an order of its own."""
+    return sorted((w.acts_on_gradients for w in _watchers.of(module) if w.acts_on_gradients), key=repr)

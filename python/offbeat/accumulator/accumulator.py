@@ -1,9 +1,9 @@
 """`AsyncGradientAccumulator`."""
 
 import logging
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -14,7 +14,14 @@ from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
 from offbeat.accumulator.pushes import PushedUpdates, worker_faults
-from offbeat.accumulator.settings import Normalizer, extra_faults, other_faults, size_faults, steps_of
+from offbeat.accumulator.settings import (
+    Normalizer,
+    count_of,
+    extra_faults,
+    other_faults,
+    size_faults,
+    steps_of,
+)
 from offbeat.accumulator.sizes import Sizes
 from offbeat.accumulator.state import check_state, total_of_state, total_state
 from offbeat.accumulator.unflushed import Unflushed
@@ -29,7 +36,7 @@ from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
 from offbeat.local.optimizer import faults_of_state
-from offbeat.local.parameters import check_same, each_once
+from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.naming import known_keywords
 from offbeat.receipt import Receipt
 
@@ -57,7 +64,7 @@ class AsyncGradientAccumulator:
 
     What belongs to each update, such as clipping or a scheduler that steps, goes into hooks of the optimizer
     (`register_step_pre_hook`, `register_step_post_hook`): `flush` may make two updates, and those of members
-    that have more to do.
+    that have more to do. A monitor that clips or drops gradients belongs in every member, set alike.
 
     Members wait for one another at the ends of windows. One that raises within its window and goes no further
     leaves the others waiting until the process group's timeout (`init_distributed(timeout_s=)`), when they
@@ -152,7 +159,9 @@ class AsyncGradientAccumulator:
         sizes = accumulation_steps, base_batch_size, target_batch_size
         faults = Faults(size_faults(*sizes))
         where = faults.catch(lambda: usable_device(device))
-        if worker is not None:
+        if worker is None:
+            faults += of_model(model)
+        else:
             faults += worker_faults(
                 worker,
                 model,
@@ -161,9 +170,9 @@ class AsyncGradientAccumulator:
                 adaptive_accumulation=adaptive_accumulation,
                 process_group=process_group,
             )
-            model, process_group = getattr(worker, "model", model), False
-            where = getattr(worker, "device", where)
-        faults += other_faults(model, overlap, loss_reduction, normalizer)
+            model, where = getattr(worker, "model", model), getattr(worker, "device", where)
+            process_group = False
+        faults += other_faults(overlap, loss_reduction, normalizer)
         faults += extra_faults(
             model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
         )
@@ -223,12 +232,7 @@ class AsyncGradientAccumulator:
         self._samples = 0
         self._samples_since_end = 0
         trained_by.register(model, self)
-        is_late = self._overlaps or (worker is not None and worker.in_flight > 1)
-        late = "one window late, behind the next one's work" if is_late else "at the end of its window"
-        at_most = "at most " if adaptive_accumulation else ""
-        _log.info(
-            "an update is of %s%d micro-batches of %d members, made %s", at_most, self._most, size, late
-        )
+        self._tell_made(is_late=self._overlaps or (worker is not None and worker.in_flight > 1))
 
     @known_keywords
     def train_step(
@@ -268,9 +272,7 @@ class AsyncGradientAccumulator:
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
-        counts = float(samples if self._normalizer is None else self._normalizer(inputs, targets))
-        if not (math.isfinite(counts) and counts >= 0):
-            raise ConfigError(f"normalizer gave {counts}: it gives a count, 0 or more")
+        counts = float(samples) if self._normalizer is None else count_of(self._normalizer(inputs, targets))
         if not self._window.batches:
             check_same(self._named, self.model)
             if self._is_under_way and not self._overlaps:
@@ -355,7 +357,8 @@ class AsyncGradientAccumulator:
             optimizer: As in `train_step`; needed by a member that had no data at all.
 
         Raises:
-            ConfigError: If others make an update and there is no optimizer here.
+            ConfigError: If others make an update and there is no optimizer here. Nothing is lost by that:
+                called again with one it goes on, and the others wait for it.
             StateError: As `train_step`.
             ConnectionLostError: As `train_step`.
             ClosedError: As `train_step`.
@@ -364,15 +367,20 @@ class AsyncGradientAccumulator:
         if optimizer is not None:
             self._updates.use(optimizer)
         num_before = self.updates
+        faults: list[NonFiniteError] = []
         if self._window.batches:
-            self._end_window()
+            with _kept_in(faults):
+                self._end_window()
         if self._is_under_way:
-            self._update()
+            with _kept_in(faults):
+                self._update()
         self._updates.end()
         if self._members.size > 1:
             self._end_together()
         self._unflushed.end()
         self._was_update = self.updates > num_before
+        if faults:  # not before the end: the others wait there for this member
+            raise faults[0]
 
     def close(self) -> None:
         """Take part no more, and give back the members' own process group; the model stays usable.
@@ -496,7 +504,10 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        if own.counts != 0 and own.is_empty:
+        counts = (
+            own.samples if own.counts is None else own.counts
+        )  # of empty batches there is nothing to learn
+        if counts and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
@@ -518,7 +529,7 @@ class AsyncGradientAccumulator:
         told = [scale if own is not None else 0.0] if self._scaler.is_there else []
         if self._meter is not None:
             told += self._meter.told(own, scale)
-        self._members.begin(own, self._settings(), told)
+        self._members.begin(own, self._settings(), told, rates=self._rates())
         self._is_under_way = True
 
     def _wait(self) -> Total:
@@ -534,6 +545,14 @@ class AsyncGradientAccumulator:
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         total = self._wait()
+        if (
+            total.num_at_work and self._members.size > 1 and self._updates.own is None
+        ):  # which can be given yet
+            raise ConfigError(
+                "others make an update, and there is no optimizer here, where no data was: call "
+                "flush(optimizer=...) with one that is set as theirs, as offbeat.optim.SGD(lr=...) or a live "
+                "one; it goes on from here"
+            )
         self._is_under_way, self._due = False, None
         scale, told = self._scaler.scale, list(total.told)
         if self._scaler.is_there:
@@ -558,20 +577,42 @@ class AsyncGradientAccumulator:
 
     def _settings(self) -> list[object]:
         """Give what may change from update to update and has to be the same for all members."""
+        steps = self.accumulation_steps if self._meter else None
+        watched = [] if self._members.size == 1 else trained_by.act_on_gradients(self.model)
+        return [self.updates, steps, self._scaler.scale, watched]
+
+    def _rates(self) -> list[float] | None:
+        """Give the learning rates, which have to be the same in all members that have an optimizer."""
         live = None if self._members.size == 1 else self._updates.own
-        rates = None
-        if live is not None:
-            rates = [float(group["lr"]) * factor_of(live) for group in live.param_groups]
-        return [rates, self.updates, self.accumulation_steps if self._meter else None, self._scaler.scale]
+        if live is None:
+            return None
+        return [float(group["lr"]) * factor_of(live) for group in live.param_groups]
 
     def _end_together(self) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""
-        while True:
+        faults: list[NonFiniteError] = []
+        num_at_work = 1
+        while num_at_work:
             self._send(None, self._scaler.scale)
-            if not self._update():
-                break
+            num_faults = len(faults)
+            with _kept_in(faults):
+                num_at_work = self._update()
+            if faults and not num_faults:  # each of the others is told by its own errors
+                process.warn(
+                    f"the gradient of update {self.updates + 1} is NaN or infinite, of a window that other "
+                    f"members alone had: it is dropped in all of them, those raise a NonFiniteError, and "
+                    f"nothing is changed"
+                )
         self._members.end(list(self.model.buffers()), self._samples_since_end)
         self._samples_since_end = 0
+
+    def _tell_made(self, *, is_late: bool) -> None:
+        late = "one window late, behind the next one's work" if is_late else "at the end of its window"
+        at_most = "" if self._meter is None else "at most "
+        _log.info(
+            "an update is of %s%d micro-batches of %d members, made %s",
+            at_most, self._most, self._members.size, late,
+        )  # fmt: skip
 
     def _warn_of_reduction(self, loss_fn: LossFunction) -> None:
         warning = other_reduction(loss_fn, self._reduction, owner=type(self).__name__)
@@ -591,3 +632,12 @@ class AsyncGradientAccumulator:
             f"{self.accumulation_steps} of them{of_members}, so of {self.effective_batch_size} "
             f"samples{asked}: {remedy}"
         )
+
+
+@contextmanager
+def _kept_in(faults: list[NonFiniteError]) -> Iterator[None]:
+    """Keep what is raised of an update that is not finite, and go on behind it."""
+    try:
+        yield
+    except NonFiniteError as error:
+        faults.append(error)

@@ -26,9 +26,10 @@ __all__ = ["Alone", "Group", "Members", "Total"]
 
 UNLIKE = (
     "the members' optimizers are set differently, or they train different parameters (requires_grad), or "
-    "they went on from states of different updates: a "
+    "they went on from states of different updates, or only some have a monitor that changes gradients: a "
     "scheduler has to step once per update in every member, also in those that flush() makes: "
-    "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it"
+    "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it; and an AsyncTrainingMonitor "
+    'that may "clip", "reject" or "pause" has to be in every member, set alike, until flush() is through'
 )
 """What to say where members differ in what has to be alike."""
 
@@ -70,13 +71,16 @@ class Members(Protocol):
     def places(self) -> Places:
         """Give where the next window's sums are to be, so that they need not be copied."""
 
-    def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
+    def begin(
+        self, own: Sum | None, settings: object, told: Sequence[float] = (), *, rates: object = None
+    ) -> None:
         """Send what this member has.
 
         Args:
             own: None takes part with nothing, having ended.
-            settings: How its optimizer is set, as JSON can have it: alike for all members.
+            settings: How it is set, as JSON can have it: alike for all members.
             told: Numbers to be added up with it; as many in all members.
+            rates: How its optimizer is set, likewise; None where it has none yet, and nothing to say of it.
         """
 
     def is_there(self) -> bool:
@@ -113,9 +117,11 @@ class Alone:
         """Sums stay where they are."""
         return []
 
-    def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
+    def begin(
+        self, own: Sum | None, settings: object, told: Sequence[float] = (), *, rates: object = None
+    ) -> None:
         """Keep it."""
-        del settings
+        del settings, rates
         self._own, self._told = own, told
 
     def is_there(self) -> bool:
@@ -218,7 +224,9 @@ class Group:
         every = [(parameter, parts.get(id(parameter))) for _, parameter in self._named]
         return [part if part is not None and part.dtype == p.dtype else None for p, part in every]
 
-    def begin(self, own: Sum | None, settings: object, told: Sequence[float] = ()) -> None:
+    def begin(
+        self, own: Sum | None, settings: object, told: Sequence[float] = (), *, rates: object = None
+    ) -> None:
         """Copy the sums into flat memory and start their reduction.
 
         Raises:
@@ -238,9 +246,9 @@ class Group:
         there = [gradient for gradient, is_one in zip(gradients, self._is_sent, strict=True) if is_one]
         fill(self._flat, self._sent, there, scale=unit / self._sent_in)
         self._wanted = self._are_trained()
-        mark = digest([settings, self._wanted])
+        marks = _marks([settings, self._wanted]) + _marks(rates)
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        numbers = [*facts, mark, mark**2, *presence, *told]
+        numbers = [*facts, *marks, *presence, *told]
         self._facts = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._sums.begin([self._facts, *self._flat.values()])
 
@@ -252,9 +260,10 @@ class Group:
             ConnectionLostError: If a member is lost.
         """
         self._sums.finish()
-        counts, samples, num_at_work, marks, squares, *rest = self._facts.tolist()
+        counts, samples, num_at_work, *rest = self._facts.tolist()
+        settings, rates, rest = rest[:3], rest[3:6], rest[6:]
         presence, told = rest[: len(self._named)], rest[len(self._named) :]
-        if num_at_work and is_other(marks, squares, self.size):
+        if num_at_work and (is_other(*settings) or is_other(*rates)):
             raise StateError(UNLIKE)
         self._is_sent = self._wanted
         if self._is_divided and counts:
@@ -322,6 +331,14 @@ class Group:
                     f"the gradient of {name!r} is sparse and cannot be reduced: build its layer without "
                     f"sparse=True"
                 )
+
+
+def _marks(value: object) -> list[float]:
+    """Give what is to be added up for `is_other`; of None, nothing."""
+    if value is None:
+        return [0.0, 0.0, 0.0]
+    mark = digest(value)
+    return [mark, mark**2, 1.0]
 
 
 def _parts(sent: Sequence[nn.Parameter], flat: Flat) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from torch import nn
 
 from offbeat import process
 from offbeat.checks import at_least_one, functions
-from offbeat.local.parameters import of_model
+from offbeat.errors import ConfigError
 
-__all__ = ["Normalizer", "extra_faults", "other_faults", "size_faults", "steps_of"]
+__all__ = ["Normalizer", "count_of", "extra_faults", "other_faults", "size_faults", "steps_of"]
 
 Normalizer = Callable[[Any, Any], float]
 """From a micro-batch's (inputs, targets) to what its loss is a mean over."""
@@ -33,6 +33,21 @@ def steps_of(steps: int | None, base: int | None, target: int | None, num_member
     return steps
 
 
+def count_of(given: object) -> float:
+    """Take what a normalizer gave.
+
+    Raises:
+        ConfigError: If it is no count.
+    """
+    try:
+        counts = math.nan if isinstance(given, str) else float(given)  # type: ignore[arg-type]  # looked at
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # of a tensor of many, too
+        counts = math.nan
+    if not (math.isfinite(counts) and counts >= 0):
+        raise ConfigError(f"normalizer gave {given!r}: it gives a count, 0 or more")
+    return counts
+
+
 def size_faults(steps: object, base: object, target: object) -> list[str]:
     """Tell what is wrong with the sizes: steps, or the two others."""
     given = {"accumulation_steps": steps, "base_batch_size": base, "target_batch_size": target}
@@ -51,12 +66,12 @@ def size_faults(steps: object, base: object, target: object) -> list[str]:
     return faults
 
 
-def other_faults(model: object, overlap: object, reduction: object, normalizer: object) -> list[str]:
+def other_faults(overlap: object, reduction: object, normalizer: object) -> list[str]:
     """Tell what is wrong with these."""
-    faults = of_model(model)
+    faults = []
     if not isinstance(overlap, bool):
         faults.append(f"overlap is {overlap!r}: give True or False")
-    if reduction not in ("mean", "sum"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
     if normalizer is not None:
         faults += functions("a function of (inputs, targets)", normalizer=normalizer)

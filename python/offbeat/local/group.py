@@ -161,7 +161,7 @@ def digest(value: object) -> float:
     return float(int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:3], "little"))
 
 
-def is_other(mark: float, square: float, num_members: int) -> bool:
+def is_other(mark: float, square: float, num_members: float) -> bool:
     """Tell by the sums over members of a digest and of its square whether one member's is another."""
     # n² times the variance of what is the same for all, or random.
     return square * num_members - mark**2 > ROUNDING * mark**2

@@ -4,7 +4,7 @@ Hooks hold it weakly: a monitor that nobody keeps hears no more.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,12 @@ class Attachment:
 
     Attributes:
         gradients: The model's.
+        acts_on_gradients: By what settings the monitor scales or drops them; empty where it does neither.
         keeps_for: The class whose state it gives, as a user knows it.
     """
 
     keeps_for = "AsyncTrainingMonitor"
+    acts_on_gradients: Sequence[object] = ()
 
     def __init__(
         self,

@@ -189,6 +189,9 @@ class AsyncTrainingMonitor:
                 is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
                 may_drop=not DROPPING.isdisjoint(settings.names),
             )
+            if settings.act_on_updates:  # as all of these say
+                numbers = [float(alert_threshold), warm_up, patience, quiet_steps]
+                self._attachment.acts_on_gradients = [*settings.names, *settings.metrics, *numbers]
 
     # ------------------------------------------------------------------ what users call
 
@@ -472,7 +475,8 @@ class AsyncTrainingMonitor:
         """Call the callbacks, then wait if training is to pause; not under the lock, which others want.
 
         Returns:
-            Whether it was paused.
+            Whether it was paused, and what was computed before is not to be used: not what all members of a
+            group use.
         """
         for alert in (alert for alert in alerts if alert.is_news):
             for callback in self._callbacks:
@@ -482,7 +486,8 @@ class AsyncTrainingMonitor:
             process.warn(f"training is paused, and {until_when(self._pause_timeout_s)}")
             self._wait()
             self._resumed.set()
-        return is_to_wait
+        is_alone = self._attachment is None or not self._attachment.are_shared()
+        return is_to_wait and is_alone
 
     def _wait(self) -> None:
         """Wait for `resume`, for as long as a pause may last, or until the run is to end and be saved."""

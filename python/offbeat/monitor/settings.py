@@ -83,6 +83,12 @@ class Settings:
     remedies: tuple[Remedy, ...]
     callbacks: tuple[Callback, ...]
 
+    @property
+    def act_on_updates(self) -> bool:
+        """Whether the update that all members of an accumulator's group make may be changed by it."""
+        pauses = "pause" in self.names and not OF_UPDATES.isdisjoint(self.metrics)  # which drops it
+        return pauses or not ON_GRADIENTS.isdisjoint(self.names)
+
 
 def resolve(given: Given) -> Settings:
     """Check what was given, and make the remedies.

@@ -2,8 +2,11 @@
 
 import copy
 import json
+import logging
+import logging.handlers
 import math
 import os
+import queue
 import signal
 import sys
 import threading
@@ -20,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ClosedError, ConnectionLostError, ModelMismatchError, NonFiniteError, StateError
+from offbeat.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectionLostError,
+    ModelMismatchError,
+    NonFiniteError,
+    StateError,
+)
 from offbeat.local.group import own_group
 from offbeat.local.sums import Sums
 from support.group import together
@@ -417,6 +427,99 @@ def test_learning_rates_that_part_are_an_error_in_all_members_and_a_hook_keeps_t
         assert "register_step_post_hook" in told
 
 
+def watched(rank, settings):
+    """Train with a monitor, if settings of one are this member's; one loss of the first member's is large."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 1)
+    monitor = offbeat.AsyncTrainingMonitor(ours.model, **settings[rank]) if settings[rank] else None
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    try:
+        for window in range(10):
+            inputs, targets = micro_batch(rank, window, 0)
+            factor = 1e3 if (rank, window) == (0, 7) else 1.0
+            ours.train_step(
+                inputs=inputs,
+                targets=targets,
+                optimizer=live,
+                loss_fn=lambda outputs, targets, factor=factor: LOSS(outputs, targets) * factor,
+            )
+        ours.flush()
+    except StateError as error:
+        return str(error)
+    report = None if monitor is None else monitor.report()
+    return [p.detach().numpy() for p in ours.model.parameters()], report and (
+        report.num_clipped,
+        report.num_dropped,
+        report.num_alerts,
+    )
+
+
+NORM = {"divergence_metrics": ["gradient_norm"], "warm_up": 2}
+
+
+@pytest.mark.parametrize("remedy", ["clip", "reject", "pause"])
+def test_a_monitor_that_changes_one_members_gradients_alone_is_an_error_in_all(remedy):
+    one = NORM | {"remediation_strategy": ["alert", remedy]}
+    for other in (None, one | {"warm_up": 3}):
+        for told in together(watched, 2, (one, other)):
+            assert "or only some have a monitor that changes gradients" in told
+
+
+def test_monitors_that_are_set_alike_clip_in_all_members_and_one_that_tells_may_be_in_one():
+    clips = NORM | {"remediation_strategy": "clip", "alert_threshold": 0.0}
+    first, second = together(watched, 2, (clips, clips))
+    assert first[1] == second[1]
+    assert first[1][0] > 0, "there was something to clip"
+    assert all(map(np.array_equal, first[0], second[0]))
+    plain, same = together(watched, 2, (NORM, None))
+    assert all(map(np.array_equal, plain[0], same[0]))
+
+
+def test_a_member_that_pauses_by_its_own_loss_drops_nothing_of_all_members():
+    pauses = {"remediation_strategy": "pause", "pause_timeout_s": 0.0, "warm_up": 5}
+    first, second = together(watched, 2, (pauses, None))
+    num_clipped, num_dropped, num_alerts = first[1]
+    assert num_alerts["loss"] > 0, "it has paused"
+    assert num_clipped == num_dropped == 0
+    assert all(map(np.array_equal, first[0], second[0]))
+
+
+def without_data(rank, num_windows, optimizer):
+    """Flush where there was no data, and forget the optimizer the first time."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
+    steps_of(rank, ours, range(num_windows[rank]))
+    said = None
+    try:
+        ours.flush()
+    except ConfigError as error:
+        said = str(error)
+        ours.flush(optimizer=optimizer)
+    return said, ours.updates, [p.detach().numpy() for p in ours.model.parameters()]
+
+
+def test_a_member_without_data_or_optimizer_says_what_it_lacks_and_goes_on_with_it():
+    first, second = together(without_data, 2, (3, 0), SPEC)
+    assert first[0] is None
+    assert "there is no optimizer here, where no data was: call flush(optimizer=...)" in second[0]
+    assert first[1] == second[1] == 3
+    assert all(map(np.array_equal, first[2], second[2]))
+    assert [said for said, _, _ in together(without_data, 2, (0, 0), None)] == [None, None], "none is needed"
+
+
+def flushing_with_another_rate(rank):
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
+    try:
+        steps_of(rank, ours, range((3, 0)[rank]))
+        ours.flush(optimizer=SPEC if rank == 0 else optim.SGD(lr=0.2, momentum=0.9))
+    except StateError as error:
+        return str(error)
+    return None
+
+
+def test_an_optimizer_that_is_given_to_flush_has_to_be_set_as_the_others_are():
+    for told in together(flushing_with_another_rate, 2):
+        assert "the members' optimizers are set differently" in told
+
+
 def with_another_model(rank):
     try:
         offbeat.AsyncGradientAccumulator(nn.Linear(2, 3 + rank), 1)
@@ -475,6 +578,65 @@ def test_what_is_not_finite_in_one_member_is_an_error_in_all_and_costs_its_windo
     assert first[1] == second[1] == 3
     assert all(map(np.array_equal, first[2], second[2]))
     assert all(np.isfinite(value).all() for value in first[2])
+
+
+def with_nan_at_the_end(rank, overlap, num_micro, num_batches, broken):
+    """Train on so many micro-batches, with NaN in some windows of the members'; then flush."""
+    records = logging.handlers.QueueHandler(queue.SimpleQueue())
+    logging.getLogger("offbeat").addHandler(records)
+    trained = nn.Sequential(nn.BatchNorm1d(6), model())
+    ours = offbeat.AsyncGradientAccumulator(trained, num_micro, overlap=overlap)
+    told = []
+    for number in range(num_batches[rank]):
+        inputs, targets = micro_batch(rank, 0, number)
+        factor = float("nan") if (rank, number // num_micro) in broken else 1.0
+        try:
+            ours.train_step(
+                inputs=inputs.repeat(2, 1),
+                targets=targets.repeat(2),
+                optimizer=SPEC,
+                loss_fn=lambda outputs, targets, factor=factor: LOSS(outputs, targets) * factor,
+            )
+        except NonFiniteError as error:
+            told.append(str(error).partition(" is NaN")[0])
+    try:
+        ours.flush()
+    except NonFiniteError as error:
+        told.append("flush: " + str(error).partition(" is NaN")[0])
+    is_through = ours.state_dict()["due"] is None
+    logging.getLogger("offbeat").removeHandler(records)
+    warned = []
+    while not records.queue.empty():
+        if (record := records.queue.get()).levelno >= logging.WARNING:
+            warned.append(record.getMessage().partition(" is NaN")[0])
+    return told, warned, ours.updates, is_through, [v.numpy() for v in trained.state_dict().values()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_not_finite_in_others_windows_ends_no_member_that_has_ended(overlap):
+    first, second = together(with_nan_at_the_end, 2, overlap, 1, (5, 1), {(0, 2), (0, 3)})
+    said = "the gradient of update 3"
+    assert (first[0], first[1]) == ([said] * 2, [])
+    assert (second[0], second[1]) == ([], [said]), "it is warned of, once"
+    assert first[2] == second[2] == 3
+    assert all(map(np.array_equal, first[4], second[4])), "buffers, too"
+    assert all(np.isfinite(value).all() for value in first[4])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("broken", [{(0, 1)}, {(1, 2)}, {(0, 1), (1, 2)}], ids=str)
+def test_flush_is_through_in_all_members_where_it_raises_of_what_is_not_finite(broken, overlap):
+    """With overlap the update of the window before the last one is made in it, before that one is sent."""
+    numbers = sorted({window + 1 for _, window in broken})
+    said = [f"the gradient of update {numbers[0]}"] * len(numbers)
+    if overlap or numbers == [3]:
+        said = ["flush: " + said[0]]
+    else:
+        said[1:] = ["flush: " + one for one in said[1:]]
+    ends = together(with_nan_at_the_end, 2, overlap, 2, (5, 5), broken)
+    for told, warned, updates, is_through, _ in ends:
+        assert (told, warned, updates, is_through) == (said, [], 3 - len(broken), True)
+    assert all(map(np.array_equal, ends[0][4], ends[1][4]))
 
 
 def freezing(rank, is_alone):

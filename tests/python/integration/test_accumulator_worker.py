@@ -167,23 +167,27 @@ def test_who_owns_accumulation_is_told_with_all_else_that_does_not_go_together(s
             overlap=False,
             adaptive_accumulation=True,
             process_group=3,
-            loss_reduction="max",
-            normalizer=7,
-            grad_scaler="none",
+            loss_reduction="none",
+            normalizer=3,
+            grad_scaler=2.0,
         )
     for what in (
+        'loss_reduction is \'none\': give "mean" or "sum"',
+        "normalizer is 3: give a function of (inputs, targets)",
+        "grad_scaler is 2.0: give a torch.amp.GradScaler, or None",
         "the worker's update_frequency is 3, and the accumulator gathers batches itself",
         "overlap is False and the worker's in_flight 2",
         "the worker has another model: leave model out",
         "adaptive_accumulation and worker are given",
         "process_group and worker are given",
-        "loss_reduction is 'max'",
-        "normalizer is 7",
-        "grad_scaler is 'none'",
     ):
         assert what in str(caught.value)
-    with pytest.raises(ConfigError, match=r"worker is 'me': give an offbeat\.AsyncWorker"):
-        offbeat.AsyncGradientAccumulator(worker="me", accumulation_steps=2)
+    with pytest.raises(ConfigError) as caught:
+        offbeat.AsyncGradientAccumulator(worker="me", accumulation_steps=0, overlap="no")
+    assert str(caught.value) == (
+        "accumulation_steps is 0: give a whole number, 1 or more; worker is 'me': give an "
+        "offbeat.AsyncWorker, or None; overlap is 'no': give True or False"
+    )
 
 
 def test_the_optimizer_is_the_workers(serve, join):

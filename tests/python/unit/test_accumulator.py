@@ -198,6 +198,7 @@ def test_sizes_are_given_as_steps_or_as_samples():
         ({"accumulation_steps": 1, "process_group": 3}, "process_group is 3: give a torch.distributed."),
         ({"base_batch_size": 64, "target_batch_size": 32}, "target_batch_size is 32 and base_batch_size 64"),
         ({"accumulation_steps": 1, "loss_reduction": "none"}, "loss_reduction is 'none': give \"mean\" or"),
+        ({"accumulation_steps": 1, "loss_reduction": torch.ones(2)}, "loss_reduction is tensor([1., 1.])"),
         ({"accumulation_steps": 1, "normalizer": 3}, "normalizer is 3: give a function of (inputs, targets)"),
         ({"accumulation_steps": 1, "device": "abacus"}, "device is 'abacus'"),
         ({"accumulation_steps": 1, "model": nn.ReLU()}, "a ReLU without parameters"),
@@ -256,7 +257,9 @@ def test_a_step_that_cannot_be_made_adds_nothing(keywords, what):
     assert close(trained.parameters(), large_batches([(inputs, targets)], nn.CrossEntropyLoss(), momentum))
 
 
-@pytest.mark.parametrize("counts", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "counts", [-1, float("nan"), float("inf"), None, "4", torch.ones(2), 10**400], ids=repr
+)
 def test_a_normalizer_gives_a_count(counts):
     ours = offbeat.AsyncGradientAccumulator(model(), 1, normalizer=lambda *_: counts)
     inputs, targets = data(4, 0)
@@ -344,6 +347,22 @@ def test_a_loss_of_something_else_is_refused():
     other = nn.Parameter(torch.ones(()))
     with pytest.raises(StateError, match="no parameter has a gradient"):
         in_two(ours, *data(6, 0), loss_fn=lambda *_: other * 2)
+
+
+@pytest.mark.parametrize("normalizer", [None, lambda _, targets: len(targets)])
+def test_a_window_of_empty_batches_is_no_update_and_no_error_of_sums(normalizer):
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2, loss_reduction="sum", normalizer=normalizer)
+    inputs, targets = data(6, 0)
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    in_two(ours, inputs, targets, loss_fn=summed)
+    before = [p.detach().clone() for p in trained.parameters()]
+    in_two(ours, inputs[:0], targets[:0], loss_fn=summed)
+    assert all(map(torch.equal, before, trained.parameters()))
+    in_two(ours, inputs, targets, loss_fn=summed)
+    other = nn.Parameter(torch.ones(()))
+    with pytest.raises(StateError, match="no parameter has a gradient"):
+        in_two(ours, inputs, targets, loss_fn=lambda *_: other * 2)
 
 
 def test_a_loss_that_reduces_otherwise_than_was_told_is_warned_of_once(caplog):
