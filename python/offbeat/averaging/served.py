@@ -205,8 +205,8 @@ class Served:
 
         Not in a round, whose thread has the client; its calls tell that themselves as they end.
         """
-        if self._client is not None and self.is_there():
-            self._client.set_progress(iterations)
+        if self.is_there() and (client := self._client) is not None:  # in this order: the thread may drop it
+            client.set_progress(iterations)
 
     def close(self) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
