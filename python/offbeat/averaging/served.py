@@ -247,7 +247,7 @@ class Served:
             # The room takes the way, and then the mean: fresh memory costs more than what is written into it.
             values = slices(said.parameters, said.values)
             own = {name: part.cpu().numpy() for name, part in zip(names, values, strict=True)}
-            is_near = said.statistics.device.type == "cpu"  # else what is own is a copy already
+            is_near = all(part.device.type == "cpu" for part in parts)  # else what is own is a copy already
             room = {n: part.numpy() for n, part in zip(names, parts, strict=True)} if is_near else dict(own)
             start = 1
             for name in self._statistics:
