@@ -125,6 +125,7 @@ class Arrivals(Served):
         except LOST as error:
             self._pause(error)
             return
+        self._go_on()
         self._go_out()
         self._take_over()
 

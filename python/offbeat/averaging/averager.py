@@ -30,7 +30,7 @@ from offbeat.averaging.settings import (
 from offbeat.averaging.timing import Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.checks import Faults, check_keys, is_count, refuse
-from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
@@ -313,7 +313,8 @@ class AsyncModelAverager:
         Raises:
             StateError: As `train_step`.
             NonFiniteError: As `train_step`.
-            ConnectionLostError: If a member is lost, or does not call this.
+            ConnectionLostError: If a member is lost, or does not call this; with ``"tcp"`` if the server is
+                away. The model is then as this member has it: it may train on, and call this again.
             ClosedError: As `train_step`.
         """
         self._check_open()
@@ -321,17 +322,22 @@ class AsyncModelAverager:
             self._finish()
         if self._rounds.is_to_change:
             self._average(waits=True)
+            self._check_there()
         for _ in range(self._rounds.num_fragments):
             self._average(waits=True)
+            self._check_there()
         if not self._members.is_alone:
             num_at_work = 1
             while num_at_work:
                 self._rounds.begin(self._progress(is_at_work=False))
                 num_at_work = self._finish().num_at_work
+                self._check_there()
             while self._rounds.are_apart:
                 self._rounds.begin(self._progress(is_at_work=False), meets_all=True)
                 self._finish()
+                self._check_there()
             self._rounds.end_alike()
+            self._check_there()
         self._unshared.end(self.iterations)
 
     def close(self) -> None:
@@ -385,6 +391,11 @@ class AsyncModelAverager:
     def is_alone(self) -> bool:
         """Whether there can be no others."""
         return self._members.is_alone
+
+    @property
+    def has_lost_server(self) -> bool:
+        """Whether members meet at a server, and the newest round that has ended could not reach it."""
+        return self._members.away is not None
 
     @property
     def goes_by_loss(self) -> bool:
@@ -646,6 +657,20 @@ class AsyncModelAverager:
             raise ClosedError(
                 "this AsyncModelAverager was closed, and takes part no more: make a new one, or go on alone "
                 "with its model and optimizer"
+            )
+
+    def _check_there(self) -> None:
+        """See that the members' server was reached.
+
+        Raises:
+            ConnectionLostError: If it was not.
+        """
+        if self.has_lost_server:
+            raise ConnectionLostError(
+                f"the members' server is away, and this one cannot end together with the others: "
+                f"{self._members.away}; the last {self._unshared.num} iteration(s) of member {self.rank} are "
+                f"in its own model alone, which stays as it is: call flush() again when the server is there, "
+                f"or go on with this model"
             )
 
     @property

@@ -121,6 +121,7 @@ class Members(Protocol):
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
         meets_in_twos: A round may be one of twos.
         has_gone_on: Others had made rounds before this member came, and it has begun with what they made.
+        away: Why the server could not be reached when that was tried last; None: it could, or there is none.
     """
 
     size: int
@@ -128,6 +129,7 @@ class Members(Protocol):
     is_waited_for: bool
     meets_in_twos: bool
     has_gone_on: bool
+    away: str | None
 
     def partner(self, number: int) -> int | None:
         """Say whom this member meets in a round of twos; None: nobody."""
@@ -145,7 +147,7 @@ class Members(Protocol):
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all members the first one's values, in place."""
+        """Give all members the first one's values, in place; where the server is `away`, nobody anything."""
 
     def state(self) -> list[list[float]]:
         """Give what all have said in rounds before that is not known here yet."""
@@ -168,6 +170,7 @@ class Alone:
     is_waited_for = True
     meets_in_twos = True
     has_gone_on = False
+    away: str | None = None
 
     def __init__(self) -> None:
         self._said: Said | None = None
@@ -246,6 +249,7 @@ class Group:
     is_waited_for = True
     meets_in_twos = True
     has_gone_on = False
+    away: str | None = None
 
     def __init__(
         self,

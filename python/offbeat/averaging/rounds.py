@@ -294,15 +294,25 @@ class Rounds:
         """Leave the same model in all members, also of what has not been averaged of late.
 
         That is the centre, where the method has one; and the first member's value of what was frozen while it
-        differed.
+        differed. Where the members cannot be reached, this one's model stays as it is.
         """
-        with torch.no_grad():
-            for number, memory in enumerate(self._memories if self.method.has_centre else ()):
-                trained = self._trained(number)
-                memory.fit(trained)
-                for parameter, part in zip(trained, memory.parts("reference"), strict=True):
-                    parameter.copy_(part)
-        self._members.make_alike([*self._parameters, *self._statistics.buffers()])
+        own: list[tuple[nn.Parameter, torch.Tensor]] = []
+        are_alike = False
+        try:
+            with torch.no_grad():
+                for number, memory in enumerate(self._memories if self.method.has_centre else ()):
+                    trained = self._trained(number)
+                    memory.fit(trained)
+                    for parameter, part in zip(trained, memory.parts("reference"), strict=True):
+                        own.append((parameter, parameter.detach().clone()))
+                        parameter.copy_(part)
+            self._members.make_alike([*self._parameters, *self._statistics.buffers()])
+            are_alike = self._members.away is None
+        finally:
+            if not are_alike:
+                with torch.no_grad():
+                    for parameter, value in own:
+                        parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Give what is kept from round to round; of no round under way."""

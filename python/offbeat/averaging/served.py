@@ -64,6 +64,7 @@ class Served:
     Attributes:
         size: Members in the newest round.
         has_gone_on: The mean was others' when this member came.
+        away: How the newest try to reach the server has failed; None: it has not.
     """
 
     is_alone = False
@@ -113,7 +114,8 @@ class Served:
         self._version = -1
         self._future: Future[Heard] | None = None
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
-        self._is_paused = self._is_closed = self.has_gone_on = False
+        self._is_closed = self.has_gone_on = False
+        self.away: str | None = None
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
@@ -191,6 +193,7 @@ class Served:
         except LOST as error:
             self._pause(error)
             return
+        self._go_on()
         self._take_over()
 
     def state(self) -> list[list[float]]:
@@ -233,9 +236,7 @@ class Served:
         except BaseException:
             self._drop(finished=False)  # else the others would wait for what it has not brought to its end
             raise
-        if self._is_paused:
-            self._is_paused = False
-            process.warn("the server is there again: averaging goes on")
+        self._go_on()
         return heard
 
     def _averaged(self, said: Said) -> Heard:
@@ -435,10 +436,15 @@ class Served:
         )
 
     def _pause(self, error: Exception) -> None:
-        if not self._is_paused:
+        if self.away is None:
             process.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
-        self._is_paused = True
+        self.away = str(error)
         self._drop(finished=False)
+
+    def _go_on(self) -> None:
+        if self.away is not None:
+            process.warn("the server is there again: averaging goes on")
+        self.away = None
 
     def _drop(self, *, finished: bool) -> None:
         client, self._client = self._client, None

@@ -68,14 +68,15 @@ class Unshared:
         )
 
     @property
-    def _num(self) -> int:
+    def num(self) -> int:
+        """How many they are."""
         oldest = min(self._begun.get(number, self._shared) for number in range(self._num_fragments))
         return self._iterations - oldest
 
     def _warn_of_forgotten(self) -> None:
-        if self._pid == os.getpid() and self._num_members > 1 and self._num:
+        if self._pid == os.getpid() and self._num_members > 1 and self.num:
             process.warn(
-                f"{self._num} iteration(s) since the last average are in the model of member {self._rank} "
+                f"{self.num} iteration(s) since the last average are in the model of member {self._rank} "
                 f"alone, and the process ends: members' models differ; call flush() in every member when its "
                 f"data is at its end, or close() where that is meant"
             )

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,13 @@ from torch.distributed import TCPStore
 
 import offbeat
 from offbeat import averaging
-from offbeat.errors import ConfigError, ConnectError, ModelMismatchError, UnsupportedTensorError
+from offbeat.errors import (
+    ConfigError,
+    ConnectError,
+    ConnectionLostError,
+    ModelMismatchError,
+    UnsupportedTensorError,
+)
 from support.averaging import (
     METHODS,
     SPEC,
@@ -250,12 +257,70 @@ def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the
         )  # fmt: skip
         one.train(ours, 4)
         assert one.value == 4.0 + 0.5 * 4.0
-    ours.flush()  # notes that it is gone
+    with pytest.raises(
+        ConnectionLostError, match=r"server is away, .* the last 0 iteration\(s\) of member 0"
+    ):
+        ours.flush()
     with serving() as server:
         ours.flush()
         assert held_number(server) == one.value == 6.0
         assert ours.averaging_round == 1
         ours.close()
+
+
+@pytest.mark.parametrize("method", ["average", "easgd", "asynchronous"])
+def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkeypatch, tmp_path, method):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    settings = {"method": method}
+    if method == "asynchronous":
+        settings = {"asynchronous": True, "method": averaging.DiLoCo(lr=1.0, momentum=0.0)}
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False, **settings)
+        one.train(ours, 4)
+        assert not ours.has_lost_server
+    one.train(ours, 4)  # and pauses
+    alone = one.value
+    with pytest.raises(
+        ConnectionLostError, match=r"server is away, .*127\.0\.0\.1.* the last 4 iteration\(s\) of member 0"
+    ):
+        ours.flush()
+    ours._rounds.end_alike()  # as where it is lost in the last moment of a flush
+    assert ours.has_lost_server
+    assert one.value == alone
+    with serving() as server:
+        ours.flush()
+        assert not ours.has_lost_server
+        assert held_number(server) == one.value
+        ours.close()
+
+
+def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    ones = [Counter(), Counter()]
+    with offbeat.ParameterServer(transaction="model") as server, ThreadPoolExecutor(2) as threads:
+
+        def make(rank):
+            return at(server.address, ones[rank].model, rank, 2, averaging_frequency=4)
+
+        waits, trains = threads.map(make, range(2))
+        ones[0].train(waits)
+        ones[1].train(trains)
+        ending = threads.submit(waits.flush)
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        server.stop()
+        with pytest.raises(
+            ConnectionLostError, match=r"the last 1 iteration\(s\) of member 0 are in its own"
+        ):
+            ending.result()
+        assert ones[0].value == 1.0
+        waits.close()
+        trains.close()
 
 
 STANDING_STILL = """
