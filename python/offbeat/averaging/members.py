@@ -57,6 +57,7 @@ class Said:
         terms: The method and settings in force, as a server is told them.
         wish: Those wanted.
         iterations: It has had since the round before.
+        is_finite: Its parameters are.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -76,6 +77,7 @@ class Said:
     is_pairwise: bool = False
     partner: int | None = None
     iterations: int = 0
+    is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

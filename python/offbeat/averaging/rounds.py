@@ -237,6 +237,7 @@ class Rounds:
             is_pairwise=is_pairwise,
             partner=partner,
             iterations=progress.iterations - self._iterations,
+            is_finite=is_finite,
         )
         with _told_of(self.number + 1):
             self._members.begin(said)
