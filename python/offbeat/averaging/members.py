@@ -458,9 +458,19 @@ def differences(everybody: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def terms_of(method: object, setting: object) -> str:
-    """Say by what a member averages, in words that are the same where that is; all as JSON can have it."""
-    text = json.dumps({"method": method, "frequency, overlap, metric": setting})  # in ASCII
+def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> str:
+    """Say by what a member averages, in words that are the same where that is.
+
+    Args:
+        method: As JSON can have it.
+        setting: Likewise.
+        are_trained: Of each parameter, whether it is.
+    """
+    trained = f"{sum(are_trained)} of {len(are_trained)}"
+    if not all(are_trained):  # as many others are not the same
+        trained += f", {hashlib.sha256(bytes(are_trained)).hexdigest()[:8]}"
+    terms = {"method": method, "frequency, overlap, metric": setting, "trained parameters": trained}
+    text = json.dumps(terms)  # in ASCII
     if len(text) <= MOST_TERMS:
         return text
     return f"{text[: MOST_TERMS - 64]}{hashlib.sha256(text.encode()).hexdigest()}"

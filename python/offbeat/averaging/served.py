@@ -412,7 +412,8 @@ class Served:
         if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
             raise StateError(
                 f"this member averages by {self._terms}, and those at the server by {theirs}: give all of "
-                f"them the same; where machines differ in speed, averaging_policy='time' suits all"
+                f"them the same, and train the same parameters (requires_grad); where machines differ in "
+                f"speed, averaging_policy='time' suits all"
             )
         if num_expected <= 1 or self.has_gone_on:
             return

@@ -189,6 +189,40 @@ def test_members_change_method_and_frequency_in_the_same_round(server):
     )
 
 
+def test_members_that_train_other_parameters_are_told_and_freeze_them_in_the_same_round(server):
+    one, other = Member(server), Member(server)
+    acquainted(server, one, other)
+    frozen = model()
+    frozen[0].requires_grad_(requires_grad=False)
+    with pytest.raises(StateError) as refused:
+        averaging(frozen, server)
+    assert '"trained parameters": "2 of 4, ' in str(refused.value)
+    assert '"trained parameters": "4 of 4"' in str(refused.value)
+    assert "(requires_grad)" in str(refused.value)
+
+    def both():
+        with torch.no_grad():
+            other.model[0].bias.fill_(7.0)
+        entering = other.behind()
+        until_entered(server, 1)
+        one.train()
+        entering.join(AT_ONCE_S)
+        assert not entering.is_alive()
+        return torch.equal(one.model[0].bias, other.model[0].bias)
+
+    one.model[0].requires_grad_(requires_grad=False)
+    with warned() as told:
+        assert [both() for _ in range(3)] == [True] * 3, "one alone has frozen it"
+    assert [text for text in told if "members want different things" in text and "requires_grad" in text]
+    other.model[0].requires_grad_(requires_grad=False)
+    assert [both() for _ in range(2)] == [True, False], "from the round on in which all want it"
+    with pytest.raises(StateError, match=r'"trained parameters": "4 of 4".*"trained parameters": "2 of 4, '):
+        Member(server)
+    averaging(frozen, server).close()
+    one.averager.close()
+    other.averager.close()
+
+
 def test_one_that_is_away_when_all_change_method_follows_them(server):
     with FaultProxy(server.address) as proxy:
         stays, away = Member(server), Member(proxy)
