@@ -58,6 +58,7 @@ class Said:
         wish: Those wanted.
         iterations: It has had since the round before.
         is_finite: Its parameters are.
+        keeps: The method keeps something, which is old where rounds go by without this member.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -78,6 +79,7 @@ class Said:
     partner: int | None = None
     iterations: int = 0
     is_finite: bool = True
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Heard:
         met: In a round of twos, what the partner has said; None: there was none. Of the others is then known
             what they have said some rounds ago, and nothing where `are_agreed` is None.
         is_brought: What this member said is in it; else it is still to be said, and counts in a later round.
+        has_missed: Rounds have gone by without this member since it has heard the means of one.
     """
 
     means: Flat
@@ -112,6 +115,7 @@ class Heard:
     wanted: object = None
     met: Met | None = None
     is_brought: bool = True
+    has_missed: bool = False
 
 
 class Members(Protocol):

@@ -238,6 +238,7 @@ class Rounds:
             partner=partner,
             iterations=progress.iterations - self._iterations,
             is_finite=is_finite,
+            keeps=bool(self.method.keeps),
         )
         with _told_of(self.number + 1):
             self._members.begin(said)
@@ -282,6 +283,8 @@ class Rounds:
         if not heard.is_brought:
             self._samples[round_.fragment] = round_.samples_before
             self._iterations = round_.iterations_before
+        if heard.has_missed:
+            self._memories[round_.fragment].begin_anew()
         wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted
         if round_.is_pairwise:
             outcome = self._go_halfway(round_, heard, wanted)

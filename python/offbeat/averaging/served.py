@@ -40,6 +40,9 @@ AGAIN_S = 5.0
 LOST = (ConnectionError, OffbeatTimeoutError)
 """By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
 
+NOWHERE = -1, -1
+"""Round and version of whom has been in none."""
+
 REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
 started again in between, or had given up the member, which stood still."""
@@ -114,8 +117,9 @@ class Served:
         self._version = -1
         self._future: Future[Heard] | None = None
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
-        self._is_closed = self.has_gone_on = False
+        self._is_closed = self.has_gone_on = self._has_missed = False
         self.away: str | None = None
+        self._last = NOWHERE  # the round that this member was in last, and the model's version after it
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
@@ -258,6 +262,8 @@ class Served:
                 start = end
         before = self._version
         self._terms = said.terms
+        if said.keeps:
+            self._look_for_missed()
         num_at_work, are_agreed, is_brought = self._exchange(
             own,
             room,
@@ -276,8 +282,9 @@ class Served:
             end = start + self._mean[name].size
             statistics[start:end].copy_(torch.from_numpy(self._mean[name]).flatten())
             start = end
+        has_missed, self._has_missed = self._has_missed, False
         # Where nobody had anything to add, there is no step to be made of it.
-        weight = float(self.size) if self._version != before else 0.0
+        weight = float(self.size) if self._version != before or has_missed else 0.0
         return Heard(
             said.room,
             weight,
@@ -287,7 +294,29 @@ class Served:
             said.rate,
             statistics,
             are_agreed=are_agreed,
+            has_missed=has_missed,
         )
+
+    def _look_for_missed(self) -> None:
+        """See whether others have made rounds since this member was in one.
+
+        Who is waited for is in each of them. One that was given up, or has just come, is not: what it keeps
+        is of before those rounds, and an outer step from there would go their way once more.
+        """
+        assert self._client is not None  # noqa: S101  who calls this has met
+        status = self._client.status()
+        closed, version = int(status["rounds"]["closed"]), int(status["version"])
+        last, last_version = self._last
+        if 0 < closed != last:  # fewer: the server was started again, and counts anew
+            has_missed = version != last_version  # in some rounds nobody adds anything
+        else:  # in its life before, perhaps; of the last round all may have come after this member had heard
+            has_missed = closed < last and version > last_version + self.size
+        if has_missed and not self._has_missed:
+            _log.info(
+                "others have made rounds without this member: what it has kept of rounds before begins anew "
+                "with the mean of the next"
+            )
+        self._has_missed |= has_missed
 
     def _exchange(
         self, own: Arrays, room: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
@@ -324,6 +353,7 @@ class Served:
             )  # fmt: skip
         client.pull(out=self._mean)
         self._version = gathered.version
+        self._last = entered.round, gathered.version
         self.size = max(entered.members, 1)
         return entered.at_work, are_agreed, is_brought
 
@@ -359,6 +389,8 @@ class Served:
                 "%s",
                 samples, entered.round, receipt.detail,
             )  # fmt: skip
+        else:  # of which the version is, should the server be lost before the round's end
+            self._last = self._last[0], self._last[1] + 1
         return True
 
     def _check_open(self) -> None:
@@ -383,8 +415,11 @@ class Served:
         arrays = self._brought()
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
-        self._version = client.status()["version"]  # or older than what is pulled, never newer
+        status = client.status()
+        self._version = status["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
+        if self._last == NOWHERE:
+            self._last = status["rounds"]["closed"], self._version
 
     def _brought(self) -> Arrays:
         """Give what a server that has nothing is to begin with."""
@@ -419,8 +454,9 @@ class Served:
             return
         with self._telling_of_the_others(client, num_expected):
             entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
-        client.gather(entered.round)
+        gathered = client.gather(entered.round)
         client.pull(out=self._mean)
+        self._last = entered.round, gathered.version
         self.size = entered.members
         if entered.members < num_expected:
             self._warn_of_missing(num_expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.averaging import Average, DiLoCo
+from offbeat.averaging import EASGD, Average, DiLoCo
 from offbeat.errors import ClosedError, StateError
 from support.averaging import LOSS, Counter, held_number, model, step, warned
 from support.fault_proxy import FaultProxy
@@ -284,6 +284,37 @@ def test_what_one_learns_that_is_away_when_all_change_is_brought_in_the_round_af
         mean = sum(map(operator.mul, samples, values)) / sum(samples)
         assert [one.value for one in ones] == [pytest.approx(mean)] * 2
         assert held_number(server) == ones[0].value
+        stays.close()
+        away.close()
+
+
+@pytest.mark.parametrize("method", [DiLoCo(lr=1.0, momentum=0.5), EASGD()])
+def test_one_that_was_away_from_rounds_of_others_begins_with_the_mean_as_one_that_joins(server, method):
+    """Its outer step, or its spring, would be from where the others were before them."""
+    with FaultProxy(server.address) as proxy:
+        ones = [Counter(), Counter()]
+        stays = averaging(ones[0].model, server, method=method)
+        ones[0].train(stays)
+        away = averaging(ones[1].model, proxy, method=method)
+
+        def both():
+            entering = threading.Thread(target=ones[1].train, args=(away,), daemon=True)
+            entering.start()
+            until_entered(server, 1)
+            ones[0].train(stays)
+            entering.join(AT_ONCE_S)
+            assert not entering.is_alive()
+
+        both()
+        both()
+        proxy.cut()
+        wait_for(lambda: any(worker["state"] == "lost" for worker in server.status()["workers"]))
+        ones[0].train(stays, 10)
+        own = ones[1].value + 1.0
+        both()
+        kept = 0.0 if isinstance(method, DiLoCo) else 1.0 - 0.9 / 2
+        mean = held_number(server)
+        assert ones[1].value == pytest.approx(mean + kept * (own - mean), rel=1e-6)
         stays.close()
         away.close()
 

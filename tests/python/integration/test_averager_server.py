@@ -323,6 +323,90 @@ def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(mo
         trains.close()
 
 
+def test_one_that_is_alone_keeps_its_velocity_while_the_server_is_away(monkeypatch, tmp_path):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(
+            f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False,
+            method=averaging.DiLoCo(lr=1.0, momentum=0.5),
+        )  # fmt: skip
+        one.train(ours, 4)
+        assert one.value == 4.0 + 0.5 * 4.0
+    one.train(ours, 4)
+    assert one.value == 10.0
+    with serving():
+        one.train(ours, 4)
+        way, velocity = 14.0 - 6.0, 0.5 * 4.0 + (14.0 - 6.0)
+        assert one.value == 6.0 + way + 0.5 * velocity
+        ours.close()
+
+
+IN_ROUNDS = """
+import sys
+import offbeat
+from offbeat.averaging import DiLoCo
+from support.averaging import Counter
+
+one = Counter()
+with offbeat.AsyncModelAverager(
+    one.model, 1, 0, communication_backend="tcp", server_address=sys.argv[1], averaging_frequency=1,
+    overlap=False, method=DiLoCo(lr=1.0, momentum=0.5),
+) as ours:
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        one.train(ours)
+        print(one.value, flush=True)
+"""
+
+
+def test_one_that_stands_still_while_others_make_rounds_does_not_go_their_way_once_more(server):
+    one = Counter()
+    ours = at(
+        server.address, one.model, 0, 1, averaging_frequency=1, overlap=False,
+        method=averaging.DiLoCo(lr=1.0, momentum=0.5),
+    )  # fmt: skip
+    one.train(ours)
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_ROUNDS, server.address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+    ) as process:  # fmt: skip
+
+        def both():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+            one.train(ours)
+            return float(process.stdout.readline())
+
+        try:
+            assert process.stdout.readline() == "ready\n"
+            both()
+            both()
+            process.send_signal(signal.SIGSTOP)
+            with offbeat.Client(server.address, contribution="delta") as other:
+                held = other.pull()  # else what the other has read would be the newest still
+                assert other.push({"weight": np.zeros_like(held["weight"])}).applied
+            wait_for(
+                lambda: "lost" in [worker["state"] for worker in server.status()["workers"]], timeout_s=40
+            )
+            one.train(ours, 10)
+            process.send_signal(signal.SIGCONT)
+            both()  # in which what it brings is not taken
+            assert server.status()["rejected"] == {"slept": 1}
+            assert both() == held_number(server), "the mean, and no step from where it was before"
+            process.stdin.close()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    ours.close()
+
+
 STANDING_STILL = """
 import sys
 import offbeat
