@@ -91,7 +91,9 @@ class AsyncModelAverager:
             ``"loss_variance"``: of the losses since the last average, over their mean, as in AdaComm's rule;
             ``"gradient_norm"``, of the last step;
             ``"parameter_variance"``: how far members have drifted apart, as FDA has it; or a function that is
-            given this averager at each round and gives a number, 0 or more, taken for a variance.
+            given this averager at each round and gives a number, 0 or more, taken for a variance. Members of
+            a process group go by the mean over all of them; with ``"tcp"`` each goes by its own, so that
+            frequencies can differ, up to the bounds, and whoever averages more often waits for the others.
         communication_backend: ``"tcp"``: members meet at an Offbeat server, and may come, go and die without
             stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
             process group, the default one, which is made if there is none. None: ``"tcp"`` with
@@ -297,7 +299,8 @@ class AsyncModelAverager:
         if self._rounds.is_under_way and self._is_to_end():
             self._finish()
         if self._rounds.is_under_way and not self._members.is_waited_for:
-            self._unshared.look_behind(self._times(), self._course.since_begin)
+            is_adaptive = isinstance(self._timing.pace, Adaptive)
+            self._unshared.look_behind(self._times(), self._course.since_begin, is_adaptive=is_adaptive)
         elif self._is_due():
             self._average()
 

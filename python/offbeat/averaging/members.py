@@ -91,7 +91,7 @@ class Heard:
         weight: Of all.
         samples: Of all.
         num_at_work: Members that have not ended.
-        metric: Mean over those that had one; None where nobody had.
+        metric: Mean over those that had one; None where nobody had. At a server this member's own.
         rate: Mean by samples; 0 where there are none.
         statistics: Mean by samples; likewise nothing that makes sense.
         is_same: All gave the same mark.
