@@ -125,6 +125,7 @@ class Arrivals(Served):
         except LOST as error:
             self._pause(error)
             return
+        self._go_on()
         self._go_out()
         self._take_over()
 
@@ -145,8 +146,9 @@ class Arrivals(Served):
             that nothing is left to come.
         """
         del wish, room
-        client = self._client
+        client, said = self._client, self._said
         assert client is not None  # noqa: S101  who calls this has met
+        assert said is not None  # noqa: S101  what is own was said
         num_at_work = 1
         num_brought = self._bring(client, own, samples) if weight else 0
         if not is_at_work:
@@ -157,7 +159,8 @@ class Arrivals(Served):
         before = int(self._mean[TOTALS][0])
         client.pull(out=self._mean)
         came = int(self._mean[TOTALS][0]) - before
-        self._version += bool(weight or came)  # else there is nowhere to go
+        # Else there is nowhere to go; who is not finite goes to what the server has, though nobody came.
+        self._version += bool(weight or came or not said.is_finite)
         if num_brought and came > 0:
             self._share = min(num_brought / came, 1.0)
         self._go_out()

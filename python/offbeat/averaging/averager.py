@@ -31,7 +31,7 @@ from offbeat.averaging.settings import (
 from offbeat.averaging.timing import Agreement, Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.checks import Faults, check_keys, is_count, is_scalar, refuse
-from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
 from offbeat.local import LocalOptimizer
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
@@ -90,7 +90,9 @@ class AsyncModelAverager:
             ``"loss_variance"``: of the losses since the last average, over their mean, as in AdaComm's rule;
             ``"gradient_norm"``, of the last step;
             ``"parameter_variance"``: how far members have drifted apart, as FDA has it; or a function that is
-            given this averager at each round and gives a number, 0 or more, taken for a variance.
+            given this averager at each round and gives a number, 0 or more, taken for a variance. Members of
+            a process group go by the mean over all of them; with ``"tcp"`` each goes by its own, so that
+            frequencies can differ, up to the bounds, and whoever averages more often waits for the others.
         communication_backend: ``"tcp"``: members meet at an Offbeat server, and may come, go and die without
             stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
             process group, the default one, which is made if there is none. None: ``"tcp"`` with
@@ -305,7 +307,8 @@ class AsyncModelAverager:
         if self._rounds.is_under_way and self._is_to_end():
             self._finish()
         if self._rounds.is_under_way and not self._members.is_waited_for:
-            self._unshared.look_behind(self._times(), self._course.since_begin)
+            is_adaptive = isinstance(self._timing.pace, Adaptive)
+            self._unshared.look_behind(self._times(), self._course.since_begin, is_adaptive=is_adaptive)
             return
         if self._is_due() and self._rounds.is_under_way:
             self._finish()  # after which it may be due later, as in members that have ended it before
@@ -324,7 +327,8 @@ class AsyncModelAverager:
         Raises:
             StateError: As `train_step`.
             NonFiniteError: As `train_step`.
-            ConnectionLostError: If a member is lost, or does not call this.
+            ConnectionLostError: If a member is lost, or does not call this; with ``"tcp"`` if the server is
+                away. The model is then as this member has it: it may train on, and call this again.
             ClosedError: As `train_step`.
         """
         self._check_open()
@@ -332,17 +336,22 @@ class AsyncModelAverager:
             self._finish()
         if self._rounds.is_to_change:
             self._average(waits=True)
+            self._check_there()
         for _ in range(self._rounds.num_fragments):
             self._average(waits=True)
+            self._check_there()
         if not self._members.is_alone:
             num_at_work = 1
             while num_at_work:
                 self._rounds.begin(self._progress(is_at_work=False))
                 num_at_work = self._finish().num_at_work
+                self._check_there()
             while self._rounds.are_apart:
                 self._rounds.begin(self._progress(is_at_work=False), meets_all=True)
                 self._finish()
+                self._check_there()
             self._rounds.end_alike()
+            self._check_there()
         self._unshared.end(self.iterations)
 
     def close(self) -> None:
@@ -399,6 +408,11 @@ class AsyncModelAverager:
     def is_alone(self) -> bool:
         """Whether there can be no others."""
         return self._members.is_alone
+
+    @property
+    def has_lost_server(self) -> bool:
+        """Whether members meet at a server, and the newest round that has ended could not reach it."""
+        return self._members.away is not None
 
     @property
     def goes_by_loss(self) -> bool:
@@ -708,6 +722,20 @@ class AsyncModelAverager:
             raise ClosedError(
                 "this AsyncModelAverager was closed, and takes part no more: make a new one, or go on alone "
                 "with its model and optimizer"
+            )
+
+    def _check_there(self) -> None:
+        """See that the members' server was reached.
+
+        Raises:
+            ConnectionLostError: If it was not.
+        """
+        if self.has_lost_server:
+            raise ConnectionLostError(
+                f"the members' server is away, and this one cannot end together with the others: "
+                f"{self._members.away}; the last {self._unshared.num} iteration(s) of member {self.rank} are "
+                f"in its own model alone, which stays as it is: call flush() again when the server is there, "
+                f"or go on with this model"
             )
 
     @property

@@ -122,7 +122,8 @@ class Meeting:
             ConnectError: If the others did not come, or the server cannot be reached.
         """
         if self.is_at_a_server:
-            return self._at_a_server(model, named, method, terms_of(shown(method), setting))
+            are_trained = [parameter.requires_grad for _, parameter in named]
+            return self._at_a_server(model, named, method, terms_of(shown(method), setting, are_trained))
         group = _group(self.backend, self.group, self.rank, self.world_size, is_tried=False)
         size = 1 if group is None else distributed.get_world_size(group)
         if group is None or size == 1:

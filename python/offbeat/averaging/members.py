@@ -57,6 +57,8 @@ class Said:
         terms: The method and settings in force, as a server is told them.
         wish: Those wanted.
         iterations: It has had since the round before.
+        is_finite: Its parameters are.
+        keeps: The method keeps something, which is old where rounds go by without this member.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -76,6 +78,8 @@ class Said:
     is_pairwise: bool = False
     partner: int | None = None
     iterations: int = 0
+    is_finite: bool = True
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class Heard:
         weight: Of all.
         samples: Of all.
         num_at_work: Members that have not ended.
-        metric: Mean over those that had one; None where nobody had.
+        metric: Mean over those that had one; None where nobody had. At a server this member's own.
         rate: Mean by samples; 0 where there are none.
         statistics: Mean by samples; likewise nothing that makes sense.
         is_same: All gave the same mark.
@@ -96,6 +100,7 @@ class Heard:
         met: In a round of twos, what the partner has said; None: there was none. Of the others is then known
             what they have said some rounds ago, and nothing where `are_agreed` is None.
         is_brought: What this member said is in it; else it is still to be said, and counts in a later round.
+        has_missed: Rounds have gone by without this member since it has heard the means of one.
     """
 
     means: Flat
@@ -110,6 +115,7 @@ class Heard:
     wanted: object = None
     met: Met | None = None
     is_brought: bool = True
+    has_missed: bool = False
 
 
 class Members(Protocol):
@@ -121,6 +127,7 @@ class Members(Protocol):
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
         meets_in_twos: A round may be one of twos.
         has_gone_on: Others had made rounds before this member came, and it has begun with what they made.
+        away: Why the server could not be reached when that was tried last; None: it could, or there is none.
     """
 
     size: int
@@ -128,6 +135,7 @@ class Members(Protocol):
     is_waited_for: bool
     meets_in_twos: bool
     has_gone_on: bool
+    away: str | None
 
     def partner(self, number: int) -> int | None:
         """Say whom this member meets in a round of twos; None: nobody."""
@@ -145,7 +153,7 @@ class Members(Protocol):
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all members the first one's values, in place."""
+        """Give all members the first one's values, in place; where the server is `away`, nobody anything."""
 
     def state(self) -> list[list[float]]:
         """Give what all have said in rounds before that is not known here yet."""
@@ -168,6 +176,7 @@ class Alone:
     is_waited_for = True
     meets_in_twos = True
     has_gone_on = False
+    away: str | None = None
 
     def __init__(self) -> None:
         self._said: Said | None = None
@@ -246,6 +255,7 @@ class Group:
     is_waited_for = True
     meets_in_twos = True
     has_gone_on = False
+    away: str | None = None
 
     def __init__(
         self,
@@ -452,9 +462,19 @@ def differences(everybody: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def terms_of(method: object, setting: object) -> str:
-    """Say by what a member averages, in words that are the same where that is; all as JSON can have it."""
-    text = json.dumps({"method": method, "frequency, overlap, metric": setting})  # in ASCII
+def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> str:
+    """Say by what a member averages, in words that are the same where that is.
+
+    Args:
+        method: As JSON can have it.
+        setting: Likewise.
+        are_trained: Of each parameter, whether it is.
+    """
+    trained = f"{sum(are_trained)} of {len(are_trained)}"
+    if not all(are_trained):  # as many others are not the same
+        trained += f", {hashlib.sha256(bytes(are_trained)).hexdigest()[:8]}"
+    terms = {"method": method, "frequency, overlap, metric": setting, "trained parameters": trained}
+    text = json.dumps(terms)  # in ASCII
     if len(text) <= MOST_TERMS:
         return text
     return f"{text[: MOST_TERMS - 64]}{hashlib.sha256(text.encode()).hexdigest()}"

@@ -56,6 +56,12 @@ class FragmentMemory:
                     reference.copy_(value)
         self._are_fresh = [False] * len(self._parameters)
 
+    def begin_anew(self) -> None:
+        """Keep nothing of before the next mean, as one that joins then."""
+        self._are_fresh = [True] * len(self._parameters)
+        for tensor in self._flats.get("velocity", {}).values():
+            tensor.zero_()
+
     def of(self, dtype: torch.dtype) -> Memory:
         """Give what is kept of the parameters of a dtype."""
         return {kept: flat[dtype] for kept, flat in self._flats.items()}

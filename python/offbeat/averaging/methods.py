@@ -194,9 +194,9 @@ class _Outer(Method, ABC):
     """An outer step of SGD with momentum, for which the members' mean way is the (negative) gradient.
 
     What it keeps is the same in all members that began together. At a server, which holds the mean alone, one
-    that comes later begins with that mean for a reference and a velocity of 0: its outer steps differ from
-    the others' at first, and the difference shrinks with the rounds. Where members come and go often, DiLoCo
-    with ``asynchronous=True`` keeps all of it at the server.
+    that comes later, or back after rounds of the others, begins with that mean for a reference and a velocity
+    of 0: its outer steps differ from the others' at first, and the difference shrinks with the rounds. Where
+    members come and go often, DiLoCo with ``asynchronous=True`` keeps all of it at the server.
     """
 
     keeps: ClassVar[tuple[Kept, ...]] = ("reference", "velocity")

@@ -234,12 +234,14 @@ class Rounds:
             statistics=statistics.values,
             mark=digest([self._plan.shown(), self.number, progress.setting]),
             want=digest([wanted.plan.shown(), progress.wish]),
-            terms=terms_of(shown(self.method), progress.setting),
-            wish=terms_of(shown(wanted.plan.method), progress.wish),
+            terms=terms_of(shown(self.method), progress.setting, self._plan.are_trained),
+            wish=terms_of(shown(wanted.plan.method), progress.wish, wanted.plan.are_trained),
             wanted=wanted,
             is_pairwise=is_pairwise,
             partner=partner,
             iterations=progress.iterations - self._iterations,
+            is_finite=is_finite,
+            keeps=bool(self.method.keeps),
         )
         with _told_of(self.number + 1):
             self._members.begin(said)
@@ -284,6 +286,8 @@ class Rounds:
         if not heard.is_brought:
             self._samples[round_.fragment] = round_.samples_before
             self._iterations = round_.iterations_before
+        if heard.has_missed:
+            self._memories[round_.fragment].begin_anew()
         wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted
         if round_.is_pairwise:
             outcome = self._go_halfway(round_, heard, wanted)
@@ -297,15 +301,25 @@ class Rounds:
         """Leave the same model in all members, also of what has not been averaged of late.
 
         That is the centre, where the method has one; and the first member's value of what was frozen while it
-        differed.
+        differed. Where the members cannot be reached, this one's model stays as it is.
         """
-        with torch.no_grad():
-            for number, memory in enumerate(self._memories if self.method.has_centre else ()):
-                trained = self._trained(number)
-                memory.fit(trained)
-                for parameter, part in zip(trained, memory.parts("reference"), strict=True):
-                    parameter.copy_(part)
-        self._members.make_alike([*self._parameters, *self._statistics.buffers()])
+        own: list[tuple[nn.Parameter, torch.Tensor]] = []
+        are_alike = False
+        try:
+            with torch.no_grad():
+                for number, memory in enumerate(self._memories if self.method.has_centre else ()):
+                    trained = self._trained(number)
+                    memory.fit(trained)
+                    for parameter, part in zip(trained, memory.parts("reference"), strict=True):
+                        own.append((parameter, parameter.detach().clone()))
+                        parameter.copy_(part)
+            self._members.make_alike([*self._parameters, *self._statistics.buffers()])
+            are_alike = self._members.away is None
+        finally:
+            if not are_alike:
+                with torch.no_grad():
+                    for parameter, value in own:
+                        parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Give what is kept from round to round; of no round under way."""

@@ -40,6 +40,9 @@ AGAIN_S = 5.0
 LOST = (ConnectionError, OffbeatTimeoutError)
 """By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
 
+NOWHERE = -1, -1
+"""Round and version of whom has been in none."""
+
 REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
 started again in between, or had given up the member, which stood still."""
@@ -64,6 +67,7 @@ class Served:
     Attributes:
         size: Members in the newest round.
         has_gone_on: The mean was others' when this member came.
+        away: How the newest try to reach the server has failed; None: it has not.
     """
 
     is_alone = False
@@ -113,7 +117,9 @@ class Served:
         self._version = -1
         self._future: Future[Heard] | None = None
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
-        self._is_paused = self._is_closed = self.has_gone_on = False
+        self._is_closed = self.has_gone_on = self._has_missed = False
+        self.away: str | None = None
+        self._last = NOWHERE  # the round that this member was in last, and the model's version after it
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
@@ -191,6 +197,7 @@ class Served:
         except LOST as error:
             self._pause(error)
             return
+        self._go_on()
         self._take_over()
 
     def state(self) -> list[list[float]]:
@@ -205,8 +212,8 @@ class Served:
 
         Not in a round, whose thread has the client; its calls tell that themselves as they end.
         """
-        if self._client is not None and self.is_there():
-            self._client.set_progress(iterations)
+        if self.is_there() and (client := self._client) is not None:  # in this order: the thread may drop it
+            client.set_progress(iterations)
 
     def close(self) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
@@ -233,9 +240,7 @@ class Served:
         except BaseException:
             self._drop(finished=False)  # else the others would wait for what it has not brought to its end
             raise
-        if self._is_paused:
-            self._is_paused = False
-            process.warn("the server is there again: averaging goes on")
+        self._go_on()
         return heard
 
     def _averaged(self, said: Said) -> Heard:
@@ -247,7 +252,7 @@ class Served:
             # The room takes the way, and then the mean: fresh memory costs more than what is written into it.
             values = slices(said.parameters, said.values)
             own = {name: part.cpu().numpy() for name, part in zip(names, values, strict=True)}
-            is_near = said.statistics.device.type == "cpu"  # else what is own is a copy already
+            is_near = all(part.device.type == "cpu" for part in parts)  # else what is own is a copy already
             room = {n: part.numpy() for n, part in zip(names, parts, strict=True)} if is_near else dict(own)
             start = 1
             for name in self._statistics:
@@ -257,6 +262,8 @@ class Served:
                 start = end
         before = self._version
         self._terms = said.terms
+        if said.keeps:
+            self._look_for_missed()
         num_at_work, are_agreed, is_brought = self._exchange(
             own,
             room,
@@ -275,8 +282,9 @@ class Served:
             end = start + self._mean[name].size
             statistics[start:end].copy_(torch.from_numpy(self._mean[name]).flatten())
             start = end
+        has_missed, self._has_missed = self._has_missed, False
         # Where nobody had anything to add, there is no step to be made of it.
-        weight = float(self.size) if self._version != before else 0.0
+        weight = float(self.size) if self._version != before or has_missed else 0.0
         return Heard(
             said.room,
             weight,
@@ -286,7 +294,29 @@ class Served:
             said.rate,
             statistics,
             are_agreed=are_agreed,
+            has_missed=has_missed,
         )
+
+    def _look_for_missed(self) -> None:
+        """See whether others have made rounds since this member was in one.
+
+        Who is waited for is in each of them. One that was given up, or has just come, is not: what it keeps
+        is of before those rounds, and an outer step from there would go their way once more.
+        """
+        assert self._client is not None  # noqa: S101  who calls this has met
+        status = self._client.status()
+        closed, version = int(status["rounds"]["closed"]), int(status["version"])
+        last, last_version = self._last
+        if 0 < closed != last:  # fewer: the server was started again, and counts anew
+            has_missed = version != last_version  # in some rounds nobody adds anything
+        else:  # in its life before, perhaps; of the last round all may have come after this member had heard
+            has_missed = closed < last and version > last_version + self.size
+        if has_missed and not self._has_missed:
+            _log.info(
+                "others have made rounds without this member: what it has kept of rounds before begins anew "
+                "with the mean of the next"
+            )
+        self._has_missed |= has_missed
 
     def _exchange(
         self, own: Arrays, room: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
@@ -323,6 +353,7 @@ class Served:
             )  # fmt: skip
         client.pull(out=self._mean)
         self._version = gathered.version
+        self._last = entered.round, gathered.version
         self.size = max(entered.members, 1)
         return entered.at_work, are_agreed, is_brought
 
@@ -358,6 +389,8 @@ class Served:
                 "%s",
                 samples, entered.round, receipt.detail,
             )  # fmt: skip
+        else:  # of which the version is, should the server be lost before the round's end
+            self._last = self._last[0], self._last[1] + 1
         return True
 
     def _check_open(self) -> None:
@@ -382,8 +415,11 @@ class Served:
         arrays = self._brought()
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
-        self._version = client.status()["version"]  # or older than what is pulled, never newer
+        status = client.status()
+        self._version = status["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
+        if self._last == NOWHERE:
+            self._last = status["rounds"]["closed"], self._version
 
     def _brought(self) -> Arrays:
         """Give what a server that has nothing is to begin with."""
@@ -411,14 +447,16 @@ class Served:
         if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
             raise StateError(
                 f"this member averages by {self._terms}, and those at the server by {theirs}: give all of "
-                f"them the same; where machines differ in speed, averaging_policy='time' suits all"
+                f"them the same, and train the same parameters (requires_grad); where machines differ in "
+                f"speed, averaging_policy='time' suits all"
             )
         if num_expected <= 1 or self.has_gone_on:
             return
         with self._telling_of_the_others(client, num_expected):
             entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
-        client.gather(entered.round)
+        gathered = client.gather(entered.round)
         client.pull(out=self._mean)
+        self._last = entered.round, gathered.version
         self.size = entered.members
         if entered.members < num_expected:
             self._warn_of_missing(num_expected)
@@ -435,10 +473,15 @@ class Served:
         )
 
     def _pause(self, error: Exception) -> None:
-        if not self._is_paused:
+        if self.away is None:
             process.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
-        self._is_paused = True
+        self.away = str(error)
         self._drop(finished=False)
+
+    def _go_on(self) -> None:
+        if self.away is not None:
+            process.warn("the server is there again: averaging goes on")
+        self.away = None
 
     def _drop(self, *, finished: bool) -> None:
         client, self._client = self._client, None

@@ -16,7 +16,7 @@ class Taken:
     """Statistics as they were when a round began.
 
     Attributes:
-        values: All of them, one behind the other; float64.
+        values: All of them, one behind the other; float64, and so on the CPU where a device has none of that.
         counts: Batches that each module had seen.
     """
 
@@ -58,10 +58,11 @@ class Statistics:
                 "a BatchNorm layer has other running statistics than when the averager was made, or none: "
                 "change the model first, and make the averager of it then"
             )
-        parts = [part.detach().flatten().double() for part in self.buffers()]
-        # One number that says nothing: what is empty is no message, and members send one each.
-        values = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *parts])
-        return Taken(values.to(device), [_batches(module) for module in self._modules])
+        device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+        # The first number says nothing: what is empty is no message, and members send one each.
+        parts = [torch.zeros(1), *(part.detach().flatten() for part in self.buffers())]
+        values = torch.cat([part.to(device).double() for part in parts])
+        return Taken(values, [_batches(module) for module in self._modules])
 
     def settle(self, mean: torch.Tensor, taken: Taken) -> None:
         """Put the members' mean in the place of what was taken; of what is not finite, all that is there."""
@@ -73,7 +74,7 @@ class Statistics:
                     end = start + part.numel()
                     own, theirs = (flat[start:end].view_as(part) for flat in (taken.values, mean))
                     start = end
-                    since = part.double() - share * own
+                    since = part.to(own.device).double() - share * own
                     part.copy_(
                         torch.where(since.isfinite(), share * theirs + since, theirs)
                         if share < 1.0

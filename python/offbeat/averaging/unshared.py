@@ -50,32 +50,44 @@ class Unshared:
         """Take note that what is left is accounted for; until the next iteration."""
         _open.discard(self)
 
-    def look_behind(self, times: float, iterations: int) -> None:
+    def look_behind(self, times: float, iterations: int, *, is_adaptive: bool) -> None:
         """Warn once of a round that takes very long.
 
         Args:
             times: How many times the averaging frequency has passed since it began.
             iterations: That have passed since then.
+            is_adaptive: Each member's frequency is its own.
         """
         if times < FAR or self._has_told:
             return
         self._has_told = True
-        process.warn(
+        text = (
             f"averaging is far behind: member {self._rank} has done {iterations} iterations since its round "
             f"began, {FAR} times averaging_frequency, and it has not ended: other members, or the server, "
-            f"are slower than this one's training; average less often (averaging_frequency=), where members "
-            f"differ in speed by time (averaging_policy='time'), or wait for each round (overlap=False)"
+            f"are slower than this one's training"
+        )
+        if is_adaptive:
+            process.warn(
+                f"{text}, or by their own adaptation_metric they average less often (at a server each member "
+                f"goes by its own); bring min_averaging_frequency and max_averaging_frequency nearer to one "
+                f"another, or take averaging_policy='iteration' or 'time'"
+            )
+            return
+        process.warn(
+            f"{text}; average less often (averaging_frequency=), where members differ in speed by time "
+            f"(averaging_policy='time'), or wait for each round (overlap=False)"
         )
 
     @property
-    def _num(self) -> int:
+    def num(self) -> int:
+        """How many they are."""
         oldest = min(self._begun.get(number, self._shared) for number in range(self._num_fragments))
         return self._iterations - oldest
 
     def _warn_of_forgotten(self) -> None:
-        if self._pid == os.getpid() and self._num_members > 1 and self._num:
+        if self._pid == os.getpid() and self._num_members > 1 and self.num:
             process.warn(
-                f"{self._num} iteration(s) since the last average are in the model of member {self._rank} "
+                f"{self.num} iteration(s) since the last average are in the model of member {self._rank} "
                 f"alone, and the process ends: members' models differ; call flush() in every member when its "
                 f"data is at its end, or close() where that is meant"
             )

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from offbeat import process
 from offbeat.averaging import AsyncModelAverager
 from offbeat.checks import Faults
+from offbeat.errors import ConnectionLostError
 from offbeat.recovery.local import Local
 from offbeat.recovery.trainee import Stepped
 
@@ -72,8 +74,13 @@ class Averaged(Local):
         return 0
 
     def end(self) -> int:
-        """Average what is left, together with the others."""
-        self._averager.flush()
+        """Average what is left, together with the others; losing their server costs no model."""
+        try:
+            self._averager.flush()
+        except ConnectionLostError as error:
+            if not self._averager.has_lost_server:
+                raise
+            process.warn(str(error))
         return 0
 
     def version(self, steps: int) -> int:

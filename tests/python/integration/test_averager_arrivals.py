@@ -296,6 +296,26 @@ def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, mon
         )
 
 
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_one_that_is_not_finite_goes_on_from_the_servers_parameters_whoever_came(server, num_others):
+    one, others = Counter(), [Counter() for _ in range(num_others)]
+    method = DiLoCo(lr=1.0, momentum=0.0, delay=1)
+    with at(server.address, one.model, method=method) as ours:
+        one.train(ours, EVERY)
+        for other in others:
+            with at(server.address, other.model, method=method) as theirs:
+                other.train(theirs, EVERY)
+        with torch.no_grad():
+            one.model.weight.fill_(float("nan"))
+        with warned() as told:
+            one.train(ours, EVERY)
+        assert one.value == held_number(server) == (1 + num_others) * EVERY
+        assert len(told) == 1
+        assert told[0].startswith("parameters of member 0 were not finite in iteration 8: it adds nothing")
+        one.train(ours, EVERY)
+        assert one.value == held_number(server) == (2 + num_others) * EVERY
+
+
 def test_one_that_comes_back_to_another_server_replaces_nobody(monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
     monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)

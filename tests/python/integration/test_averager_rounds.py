@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.averaging import Average, DiLoCo
+from offbeat.averaging import EASGD, Average, DiLoCo
 from offbeat.errors import ClosedError, StateError
 from support.averaging import LOSS, Counter, held_number, model, step, warned
 from support.fault_proxy import FaultProxy
@@ -205,6 +205,40 @@ def test_a_state_s_frequency_is_wished_for_at_a_server_and_in_force_once_all_wan
         assert (alone.averaging_frequency, alone.overlap) == (3, 2)
 
 
+def test_members_that_train_other_parameters_are_told_and_freeze_them_in_the_same_round(server):
+    one, other = Member(server), Member(server)
+    acquainted(server, one, other)
+    frozen = model()
+    frozen[0].requires_grad_(requires_grad=False)
+    with pytest.raises(StateError) as refused:
+        averaging(frozen, server)
+    assert '"trained parameters": "2 of 4, ' in str(refused.value)
+    assert '"trained parameters": "4 of 4"' in str(refused.value)
+    assert "(requires_grad)" in str(refused.value)
+
+    def both():
+        with torch.no_grad():
+            other.model[0].bias.fill_(7.0)
+        entering = other.behind()
+        until_entered(server, 1)
+        one.train()
+        entering.join(AT_ONCE_S)
+        assert not entering.is_alive()
+        return torch.equal(one.model[0].bias, other.model[0].bias)
+
+    one.model[0].requires_grad_(requires_grad=False)
+    with warned() as told:
+        assert [both() for _ in range(3)] == [True] * 3, "one alone has frozen it"
+    assert [text for text in told if "members want different things" in text and "requires_grad" in text]
+    other.model[0].requires_grad_(requires_grad=False)
+    assert [both() for _ in range(2)] == [True, False], "from the round on in which all want it"
+    with pytest.raises(StateError, match=r'"trained parameters": "4 of 4".*"trained parameters": "2 of 4, '):
+        Member(server)
+    averaging(frozen, server).close()
+    one.averager.close()
+    other.averager.close()
+
+
 def test_one_that_is_away_when_all_change_method_follows_them(server):
     with FaultProxy(server.address) as proxy:
         stays, away = Member(server), Member(proxy)
@@ -266,6 +300,37 @@ def test_what_one_learns_that_is_away_when_all_change_is_brought_in_the_round_af
         mean = sum(map(operator.mul, samples, values)) / sum(samples)
         assert [one.value for one in ones] == [pytest.approx(mean)] * 2
         assert held_number(server) == ones[0].value
+        stays.close()
+        away.close()
+
+
+@pytest.mark.parametrize("method", [DiLoCo(lr=1.0, momentum=0.5), EASGD()])
+def test_one_that_was_away_from_rounds_of_others_begins_with_the_mean_as_one_that_joins(server, method):
+    """Its outer step, or its spring, would be from where the others were before them."""
+    with FaultProxy(server.address) as proxy:
+        ones = [Counter(), Counter()]
+        stays = averaging(ones[0].model, server, method=method)
+        ones[0].train(stays)
+        away = averaging(ones[1].model, proxy, method=method)
+
+        def both():
+            entering = threading.Thread(target=ones[1].train, args=(away,), daemon=True)
+            entering.start()
+            until_entered(server, 1)
+            ones[0].train(stays)
+            entering.join(AT_ONCE_S)
+            assert not entering.is_alive()
+
+        both()
+        both()
+        proxy.cut()
+        wait_for(lambda: any(worker["state"] == "lost" for worker in server.status()["workers"]))
+        ones[0].train(stays, 10)
+        own = ones[1].value + 1.0
+        both()
+        kept = 0.0 if isinstance(method, DiLoCo) else 1.0 - 0.9 / 2
+        mean = held_number(server)
+        assert ones[1].value == pytest.approx(mean + kept * (own - mean), rel=1e-6)
         stays.close()
         away.close()
 

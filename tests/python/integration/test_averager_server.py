@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,13 @@ from torch.distributed import TCPStore
 
 import offbeat
 from offbeat import averaging
-from offbeat.errors import ConfigError, ConnectError, ModelMismatchError, UnsupportedTensorError
+from offbeat.errors import (
+    ConfigError,
+    ConnectError,
+    ConnectionLostError,
+    ModelMismatchError,
+    UnsupportedTensorError,
+)
 from support.averaging import (
     METHODS,
     SPEC,
@@ -250,12 +257,154 @@ def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the
         )  # fmt: skip
         one.train(ours, 4)
         assert one.value == 4.0 + 0.5 * 4.0
-    ours.flush()  # notes that it is gone
+    with pytest.raises(
+        ConnectionLostError, match=r"server is away, .* the last 0 iteration\(s\) of member 0"
+    ):
+        ours.flush()
     with serving() as server:
         ours.flush()
         assert held_number(server) == one.value == 6.0
         assert ours.averaging_round == 1
         ours.close()
+
+
+@pytest.mark.parametrize("method", ["average", "easgd", "asynchronous"])
+def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkeypatch, tmp_path, method):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    settings = {"method": method}
+    if method == "asynchronous":
+        settings = {"asynchronous": True, "method": averaging.DiLoCo(lr=1.0, momentum=0.0)}
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False, **settings)
+        one.train(ours, 4)
+        assert not ours.has_lost_server
+    one.train(ours, 4)  # and pauses
+    alone = one.value
+    with pytest.raises(
+        ConnectionLostError, match=r"server is away, .*127\.0\.0\.1.* the last 4 iteration\(s\) of member 0"
+    ):
+        ours.flush()
+    ours._rounds.end_alike()  # as where it is lost in the last moment of a flush
+    assert ours.has_lost_server
+    assert one.value == alone
+    with serving() as server:
+        ours.flush()
+        assert not ours.has_lost_server
+        assert held_number(server) == one.value
+        ours.close()
+
+
+def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    ones = [Counter(), Counter()]
+    with offbeat.ParameterServer(transaction="model") as server, ThreadPoolExecutor(2) as threads:
+
+        def make(rank):
+            return at(server.address, ones[rank].model, rank, 2, averaging_frequency=4)
+
+        waits, trains = threads.map(make, range(2))
+        ones[0].train(waits)
+        ones[1].train(trains)
+        ending = threads.submit(waits.flush)
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        server.stop()
+        with pytest.raises(
+            ConnectionLostError, match=r"the last 1 iteration\(s\) of member 0 are in its own"
+        ):
+            ending.result()
+        assert ones[0].value == 1.0
+        waits.close()
+        trains.close()
+
+
+def test_one_that_is_alone_keeps_its_velocity_while_the_server_is_away(monkeypatch, tmp_path):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with serving():
+        ours = at(
+            f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=4, overlap=False,
+            method=averaging.DiLoCo(lr=1.0, momentum=0.5),
+        )  # fmt: skip
+        one.train(ours, 4)
+        assert one.value == 4.0 + 0.5 * 4.0
+    one.train(ours, 4)
+    assert one.value == 10.0
+    with serving():
+        one.train(ours, 4)
+        way, velocity = 14.0 - 6.0, 0.5 * 4.0 + (14.0 - 6.0)
+        assert one.value == 6.0 + way + 0.5 * velocity
+        ours.close()
+
+
+IN_ROUNDS = """
+import sys
+import offbeat
+from offbeat.averaging import DiLoCo
+from support.averaging import Counter
+
+one = Counter()
+with offbeat.AsyncModelAverager(
+    one.model, 1, 0, communication_backend="tcp", server_address=sys.argv[1], averaging_frequency=1,
+    overlap=False, method=DiLoCo(lr=1.0, momentum=0.5),
+) as ours:
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        one.train(ours)
+        print(one.value, flush=True)
+"""
+
+
+def test_one_that_stands_still_while_others_make_rounds_does_not_go_their_way_once_more(server):
+    one = Counter()
+    ours = at(
+        server.address, one.model, 0, 1, averaging_frequency=1, overlap=False,
+        method=averaging.DiLoCo(lr=1.0, momentum=0.5),
+    )  # fmt: skip
+    one.train(ours)
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_ROUNDS, server.address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+    ) as process:  # fmt: skip
+
+        def both():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+            one.train(ours)
+            return float(process.stdout.readline())
+
+        try:
+            assert process.stdout.readline() == "ready\n"
+            both()
+            both()
+            process.send_signal(signal.SIGSTOP)
+            with offbeat.Client(server.address, contribution="delta") as other:
+                held = other.pull()  # else what the other has read would be the newest still
+                assert other.push({"weight": np.zeros_like(held["weight"])}).applied
+            wait_for(
+                lambda: "lost" in [worker["state"] for worker in server.status()["workers"]], timeout_s=40
+            )
+            one.train(ours, 10)
+            process.send_signal(signal.SIGCONT)
+            both()  # in which what it brings is not taken
+            assert server.status()["rejected"] == {"slept": 1}
+            assert both() == held_number(server), "the mean, and no step from where it was before"
+            process.stdin.close()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    ours.close()
 
 
 STANDING_STILL = """

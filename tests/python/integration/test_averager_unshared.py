@@ -108,6 +108,17 @@ def test_a_round_that_takes_ten_times_the_frequency_is_told_once(two):
     assert "member 0 has done 20 iterations since its round began, 10 times averaging_frequency" in told[0]
 
 
+def test_where_each_member_adapts_by_itself_a_round_that_takes_long_is_told_with_the_bounds_to_set():
+    adaptive = two_members(
+        averaging_frequency=2, averaging_policy="adaptive", adaptation_metric="gradient_norm"
+    )
+    with adaptive as (ours, _), warned() as told:
+        train(ours, 2 + 10 * 2)
+    assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
+    assert "by their own adaptation_metric they average less often" in told[0]
+    assert "bring min_averaging_frequency and max_averaging_frequency nearer to one another" in told[0]
+
+
 def test_a_round_that_takes_ten_times_a_frequency_of_time_is_told_too(monkeypatch):
     """Though the clock by which the next one begins does not count while it is under way."""
     now = [time.monotonic()]

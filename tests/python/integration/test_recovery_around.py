@@ -19,7 +19,7 @@ from offbeat.recovery import directory
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
 from support import fault_tolerant
-from support.averaging import LOSS, arrays, model
+from support.averaging import LOSS, arrays, model, warned
 from support.fault_tolerant import SAMPLES, in_process
 from support.group import together
 
@@ -312,6 +312,25 @@ def test_a_member_at_a_server_goes_on_with_its_place_and_the_mean_or_brings_its_
         assert not joined
         assert (steps, resumed) == (20, 20)
         assert all((final[name].numpy() == o).all() for name, o in zip(names, own, strict=True))
+
+
+def test_a_member_whose_server_is_lost_ends_with_its_own_model_and_saves_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    with offbeat.ParameterServer(transaction="model") as server:
+        averager = offbeat.AsyncModelAverager(
+            model(), 1, 0, 3, communication_backend="tcp", server_address=server.address, overlap=False
+        )
+    with averager, warned() as told:
+        own, steps, *_ = lived(averager, tmp_path, 0, stop_at=0, every=100)
+    assert steps == 20
+    assert [
+        text for text in told if "the last 20 iteration(s) of member 0 are in its own model alone" in text
+    ]
+    with offbeat.ParameterServer(transaction="model") as server:
+        *_, (kept, _, resumed, _) = at_a_server(0, server.address, tmp_path, 0)
+    assert resumed == 20
+    assert all((k == o).all() for k, o in zip(kept, own, strict=True))
 
 
 def test_a_member_that_was_killed_goes_on_with_what_others_have_made_meanwhile(tmp_path):
