@@ -10,7 +10,7 @@ from torch import nn
 from offbeat import process, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
-from offbeat.errors import StateError
+from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
@@ -248,8 +248,13 @@ class Averaged(Local):
         return made
 
     def settle(self) -> None:
-        """Average what is left."""
-        self.averager.flush()
+        """Average what is left; losing the members' server is told, and costs no model."""
+        try:
+            self.averager.flush()
+        except ConnectionLostError as error:
+            if not self.averager.has_lost_server:
+                raise
+            process.warn(f"what was trained last is not averaged: {error}")
 
     def close(self) -> None:
         """Give back the members' group."""
@@ -272,9 +277,9 @@ class Averaged(Local):
         places, averager = self.workshop.places, self.averager
         if not places.are_served or places.is_asynchronous:
             return False
-        averager.flush()
+        self.settle()
         averager.method = method
-        averager.flush()
+        self.settle()
         return True
 
     @property
@@ -302,15 +307,17 @@ class Averaged(Local):
     def follow(self, sync: Sync) -> None:
         """Meet the others, so that all change before the same round, and agree there.
 
+        Where their server is lost, the averager asks again in each round.
+
         Raises:
             StateError: If the others want something else.
         """
         super().follow(sync)
         averager = self.averager
-        averager.flush()
+        self.settle()
         averager.averaging_frequency, averager.overlap = sync.every, sync.overlap
-        averager.flush()
-        if (averager.averaging_frequency, averager.overlap) != (sync.every, sync.overlap):
+        self.settle()
+        if not averager.has_lost_server and (averager.averaging_frequency, averager.overlap) != (sync.every, sync.overlap):
             raise StateError(
                 f"other members do not synchronize every {sync.every} batches from here on, as this "
                 f"one does: "

@@ -11,7 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
-from support.averaging import arrays, model
+from support.averaging import arrays, model, warned
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -96,6 +96,37 @@ def test_one_that_is_killed_does_not_stop_the_other(server, tmp_path):
     assert sizes[-9:] == [1] * 9  # of the last 40 batches, by 4; the first may be the one that it died in
     with np.load(tmp_path / "model.npz") as found:
         assert all(map(np.array_equal, found.values(), held(server)))
+
+
+class Stops:
+    """Stops the server after some batches."""
+
+    def __init__(self, server, after):
+        self.server, self.after = server, after
+
+    def on_step(self, trainer, step):
+        if step == self.after:
+            self.server.stop()
+
+
+def test_a_run_whose_server_is_lost_goes_on_to_its_end_and_says_so():
+    trained = model()
+    with offbeat.ParameterServer(transaction="model") as server, warned() as told:
+        stops = Stops(server, after=5)
+        with offbeat.AsyncTrainer(
+            trained, 1, 2, 3, strategy="average", server_address=server.address, callbacks=stops
+        ) as trainer:
+            history = fit(trainer, data_of(0, 9), epochs=3)
+            assert trainer._stage.strategy.averager.averaging_frequency == 3  # whoever is there
+    assert (history.stopped, history.steps) == ("epochs", 27)
+    assert [text for text in told if text.startswith("what was trained last is not averaged: the members' s")]
+    after = model()
+    optimizer = torch.optim.SGD(after.parameters(), lr=0.05, momentum=0.9)
+    for inputs, targets in data_of(0, 9) * 3:
+        optimizer.zero_grad()
+        LOSS(after(inputs), targets).backward()
+        optimizer.step()
+    assert all(map(torch.equal, trained.parameters(), after.parameters())), "a member alone is a plain loop"
 
 
 def changing(rank, address, lengths):
