@@ -504,9 +504,8 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        counts = (
-            own.samples if own.counts is None else own.counts
-        )  # of empty batches there is nothing to learn
+        # Of empty batches, or where nothing counts, there is nothing to learn.
+        counts = own.samples if own.counts is None else own.counts
         if counts and own.is_empty:
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
@@ -545,9 +544,8 @@ class AsyncGradientAccumulator:
     def _update(self) -> int:
         """Wait for the total that is under way and step by it; give how many members had something to add."""
         total = self._wait()
-        if (
-            total.num_at_work and self._members.size > 1 and self._updates.own is None
-        ):  # which can be given yet
+        has_none = self._members.size > 1 and self._updates.own is None
+        if total.num_at_work and has_none:  # the total stays until there is one
             raise ConfigError(
                 "others make an update, and there is no optimizer here, where no data was: call "
                 "flush(optimizer=...) with one that is set as theirs, as offbeat.optim.SGD(lr=...) or a live "

@@ -1,7 +1,9 @@
 """Tensors one behind the other in flat memory, by dtype, so that one operation or message has them all."""
 
+import mmap
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,9 @@ PIECE = 1 << 16
 
 What is done there goes through the machine's memory once for all of them, and that is what it takes time for.
 """
+
+LARGE = 1 << 22
+"""Bytes from which memory is asked for in large pages, of which 2 MiB are one on most machines."""
 
 Flat = dict[torch.dtype, torch.Tensor]
 """One-dimensional tensors by their dtype, which is float32 at least."""
@@ -140,12 +145,25 @@ class Room:
         if chosen is None and (free or len(kept) < self._num):
             if free:
                 del kept[free[0]]  # it is too small
-            kept.append(torch.empty(size, dtype=kind).numpy())
+            kept.append(_array(kind, size))
             chosen = len(kept) - 1
         if chosen is None:
             return torch.empty(size, dtype=kind)
         # A tensor made of an array holds the array, and so does whatever shares the tensor's storage.
         return torch.from_numpy(kept[chosen][:size])
+
+
+def _array(kind: torch.dtype, size: int) -> "np.ndarray[Any, Any]":
+    """Make an array, of large pages where the system has them: a pass over it looks up fewer of them."""
+    like = torch.empty(0, dtype=kind).numpy().dtype
+    if size * like.itemsize < LARGE or sys.platform != "linux":
+        return torch.empty(size, dtype=kind).numpy()
+    import numpy as np
+
+    memory = mmap.mmap(-1, size * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # of a kernel that has none
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=like)  # which holds the memory
 
 
 _HELD_BY_LIST_AND_CALL = 2

@@ -317,7 +317,8 @@ class Averaged(Local):
         self.settle()
         averager.averaging_frequency, averager.overlap = sync.every, sync.overlap
         self.settle()
-        if not averager.has_lost_server and (averager.averaging_frequency, averager.overlap) != (sync.every, sync.overlap):
+        has_other = (averager.averaging_frequency, averager.overlap) != (sync.every, sync.overlap)
+        if has_other and not averager.has_lost_server:
             raise StateError(
                 f"other members do not synchronize every {sync.every} batches from here on, as this "
                 f"one does: "

@@ -3,6 +3,7 @@
 import copy
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -198,7 +199,7 @@ def test_sizes_are_given_as_steps_or_as_samples():
         ({"accumulation_steps": 1, "process_group": 3}, "process_group is 3: give a torch.distributed."),
         ({"base_batch_size": 64, "target_batch_size": 32}, "target_batch_size is 32 and base_batch_size 64"),
         ({"accumulation_steps": 1, "loss_reduction": "none"}, "loss_reduction is 'none': give \"mean\" or"),
-        ({"accumulation_steps": 1, "loss_reduction": torch.ones(2)}, "loss_reduction is tensor([1., 1.])"),
+        ({"accumulation_steps": 1, "loss_reduction": np.ones(2)}, "loss_reduction is array([1., 1.])"),
         ({"accumulation_steps": 1, "normalizer": 3}, "normalizer is 3: give a function of (inputs, targets)"),
         ({"accumulation_steps": 1, "device": "abacus"}, "device is 'abacus'"),
         ({"accumulation_steps": 1, "model": nn.ReLU()}, "a ReLU without parameters"),
@@ -258,7 +259,9 @@ def test_a_step_that_cannot_be_made_adds_nothing(keywords, what):
 
 
 @pytest.mark.parametrize(
-    "counts", [-1, float("nan"), float("inf"), None, "4", torch.ones(2), 10**400], ids=repr
+    "counts",
+    [-1, float("nan"), float("inf"), None, "4", torch.ones(2), 10**400],
+    ids=lambda counts: repr(counts)[:9],
 )
 def test_a_normalizer_gives_a_count(counts):
     ours = offbeat.AsyncGradientAccumulator(model(), 1, normalizer=lambda *_: counts)

@@ -1,8 +1,12 @@
 """Flat memory: what is used again is nobody's any more."""
 
+import re
+from pathlib import Path
+
+import pytest
 import torch
 
-from offbeat.local.flat import Room, empty, fill, pack, slices
+from offbeat.local.flat import LARGE, Room, empty, fill, pack, slices
 
 LIKE = [
     torch.arange(12.0).view(3, 4),
@@ -65,3 +69,34 @@ def test_values_are_scaled_in_the_wide_dtype_whatever_their_strides():
     assert all(
         torch.equal(part, one) for part, one in zip(slices([*LIKE, LIKE[0]], flat), wanted, strict=True)
     )
+
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def flags_of(address):
+    """What Linux notes of the memory at an address (man proc_pid_smaps, VmFlags)."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", name):
+            begin, end = (int(number, 16) for number in name.split("-"))
+            is_there = begin <= address < end
+        elif is_there and name == "VmFlags:":
+            return rest.split()
+    return None
+
+
+@pytest.mark.skipif(not THP.exists(), reason="a kernel without large pages")
+def test_large_memory_that_is_kept_is_of_large_pages_and_is_used_again():
+    room = Room(1)
+    like = [torch.ones(LARGE // 4 - 5), torch.ones(5)]
+    flat = pack(like, like, room=room)
+    first = flat[torch.float32].data_ptr()
+    assert "hg" in flags_of(first)
+    part = slices(like, flat)[1]
+    del flat
+    assert pack(like, [None, None], room=room)[torch.float32].data_ptr() != first, "a view holds it"
+    assert torch.equal(part, torch.ones(5))
+    del part
+    assert pack(like[:1], like[:1], room=room)[torch.float32].data_ptr() == first
