@@ -107,7 +107,7 @@ def add_way(to: torch.Tensor, begin: torch.Tensor, end: torch.Tensor) -> None:
         to.add_(end - begin)
         return
     way = begin.new_empty(min(PIECE, begin.numel()))
-    pieces = (tensor.view(-1).split(PIECE) for tensor in (to, begin, end))  # type: ignore[no-untyped-call]
+    pieces = (torch.split(tensor.view(-1), PIECE) for tensor in (to, begin, end))
     for piece, first, last in zip(*pieces, strict=True):
         piece.add_(torch.sub(last, first, out=way[: piece.numel()]))
 
