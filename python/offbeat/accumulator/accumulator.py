@@ -351,7 +351,8 @@ class AsyncGradientAccumulator:
         """Make the updates that are due: of a window that is not full, and of one that is under way.
 
         To be called by every member when its data is at its end: one that has more to do goes on, and those
-        that have ended take part with nothing, so that the parameters of all stay equal.
+        that have ended take part with nothing, so that the parameters of all stay equal. An update of others'
+        windows alone that is NaN or infinite is dropped here as well, and warned of.
 
         Args:
             optimizer: As in `train_step`; needed by a member that had no data at all.
@@ -360,6 +361,8 @@ class AsyncGradientAccumulator:
             ConfigError: If others make an update and there is no optimizer here. Nothing is lost by that:
                 called again with one it goes on, and the others wait for it.
             StateError: As `train_step`.
+            NonFiniteError: As `train_step`, of this member's last windows; all else has been done by then, in
+                all members, and nothing is left to be flushed.
             ConnectionLostError: As `train_step`.
             ClosedError: As `train_step`.
         """
