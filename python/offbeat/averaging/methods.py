@@ -123,9 +123,11 @@ class EASGD(Method):
     the centre no more, and is drawn to it like the others.
 
     Attributes:
-        alpha: Strength of a spring, above 0 and, for the centre to come to rest, below 2 / num_members. None:
-            0.9 / num_members, as in the paper's experiments (its beta is alpha times num_members). As strong
-            are springs in rounds of more members than an alpha is for, as may come to a server.
+        alpha: Strength of a spring, above 0 and, for the centre to come to rest, below 2 / (num_members + 1):
+            a round leaves 1 - alpha (num_members + 1) times the way from the centre to the members' mean,
+            since both go it. None: 0.9 / num_members, as in the paper's experiments (its beta is alpha times
+            num_members). As strong are springs in rounds of more members than an alpha is for, as may come
+            to a server.
     """
 
     alpha: float | None = None
@@ -141,22 +143,25 @@ class EASGD(Method):
 
     def check_for(self, num_members: int) -> None:
         """See that the centre comes to rest."""
-        if self.alpha is not None and num_members > 1 and self.alpha * num_members >= 2.0:  # noqa: PLR2004
+        if num_members > 1 and self._is_too_strong(num_members):
             raise ConfigError(
                 f"alpha is {self.alpha} and there are {num_members} members: the centre would be thrown ever "
-                f"further; give less than {2.0 / num_members:g}, or None for {0.9 / num_members:g}"
+                f"further; give less than {2.0 / (num_members + 1):g}, or None for {0.9 / num_members:g}"
             )
 
     def target(self, mean: torch.Tensor, own: torch.Tensor, memory: Memory, num_members: int) -> torch.Tensor:
         """Draw this member to the centre, and the centre to the mean."""
         alpha = self.alpha
-        if alpha is None or alpha * num_members >= 2.0:  # noqa: PLR2004
+        if alpha is None or self._is_too_strong(num_members):
             alpha = 0.9 / num_members
         centre = memory["reference"]
         drawn = torch.lerp(own, centre, alpha)
         # The (weighted) sum of all alpha (x_i - z) is alpha times num_members times (mean - z).
         centre.lerp_(mean, alpha * num_members)
         return drawn
+
+    def _is_too_strong(self, num_members: int) -> bool:
+        return self.alpha is not None and self.alpha * (num_members + 1) >= 2.0  # noqa: PLR2004
 
 
 @strict_keywords

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from offbeat.averaging import BMUF, EASGD, Average, DiLoCo, Gossip, SlowMo
 from offbeat.averaging.methods import METHODS, as_method
+from offbeat.errors import ConfigError
 
 ROUNDS = 6
 SIZE = 5
@@ -86,7 +87,7 @@ def test_bmufs_momentum_is_by_default_that_of_its_number_of_members():
 @hypothesis.settings(max_examples=80, deadline=None)
 def test_easgd_is_the_papers_for_each_member_and_its_centre(seed, num, beta):
     random = torch.Generator().manual_seed(seed)
-    alpha = beta / num
+    alpha = beta / (num + 1)
     centre = torch.randn(SIZE, generator=random, dtype=torch.float64)
     members = torch.randn(num, SIZE, generator=random, dtype=torch.float64)
     memories = [{"reference": centre.clone()} for _ in range(num)]
@@ -108,7 +109,22 @@ def test_easgd_is_the_papers_for_each_member_and_its_centre(seed, num, beta):
             assert torch.allclose(memory["reference"], centre, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("num", [3, 4, 8])
+@hypothesis.given(num=st.integers(2, 16), share=st.floats(0.05, 0.99))
+def test_easgd_takes_each_strength_at_which_the_centre_comes_to_rest_and_no_other(num, share):
+    strongest = 2.0 / (num + 1)
+    method = EASGD(alpha=share * strongest)
+    method.check_for(num)
+    mean, centre = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for number in range(1, 4):
+        mean = method.target(mean.clone(), mean, memory := {"reference": centre}, num)
+        centre = memory["reference"]
+        assert (mean - centre).item() == pytest.approx((1.0 - 2.0 * share) ** number, abs=1e-9)
+    for alpha in (strongest, min(strongest / share, 1.99)):
+        with pytest.raises(ConfigError, match=f"give less than {strongest:g}"):
+            EASGD(alpha=alpha).check_for(num)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 8])
 def test_a_spring_for_fewer_members_than_have_come_leaves_the_centre_at_rest(num):
     """As at a server, where more may come: unbounded, each round throws the centre further."""
     method, at = EASGD(alpha=0.9), [torch.full((1,), float(rank)) for rank in range(num)]
