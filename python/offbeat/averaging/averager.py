@@ -2,21 +2,18 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
-from offbeat import process, trained_by
-from offbeat.averaging.arrivals import Arrivals, guided
-from offbeat.averaging.course import Course
+from offbeat import trained_by
+from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
-from offbeat.averaging.pace import AdaptationMetric, Adaptive, Pace, Seconds
-from offbeat.averaging.rounds import Outcome, Progress, Rounds
+from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds
 from offbeat.averaging.settings import (
     AveragingPolicy,
     Backend,
@@ -28,18 +25,17 @@ from offbeat.averaging.settings import (
     pacing,
     server_faults,
 )
-from offbeat.averaging.timing import Agreement, Asked, Timing
-from offbeat.averaging.unshared import Unshared
-from offbeat.checks import Faults, check_keys, is_count, is_scalar, refuse
-from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
-from offbeat.local import LocalOptimizer
+from offbeat.averaging.state import faults_of, state_of, take_up
+from offbeat.averaging.timing import Timing
+from offbeat.averaging.turns import Turns, setting_of
+from offbeat.checks import Faults, is_count, is_scalar, refuse
+from offbeat.errors import ClosedError, ConfigError
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
-from offbeat.local.optimizer import faults_of_state
-from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.local.parameters import each_once, of_model
 from offbeat.metrics import Metric
 from offbeat.naming import known_keywords
 
@@ -192,26 +188,12 @@ class AsyncModelAverager:
         assert pace is not None  # noqa: S101
         self.model = model.to(where)
         self.device = where
-        self._timing = Timing(pace, overlap)
-        self._longest = pace.every
-        self._gauge = Gauge(adaptation_metric if isinstance(pace, Adaptive) else None)
-        self._named = each_once(model)
-        self._optimizer = LocalOptimizer(model)
-        joined = meeting.join(model, self._named, how, pace, setting=self._setting())
-        self.rank, self._members, self._server = joined.rank, joined.members, joined.server
-        self._outer = how if asynchronous else None
-        self._rounds = Rounds(
-            model,
-            [parameter for _, parameter in self._named],
-            self._members,
-            how if self._outer is None else guided(self._outer),
-            goes_on=overlap is not False,
-            measures_drift=self._gauge.needs_drift,
-        )
+        timing = Timing(pace, overlap)
+        gauge = Gauge(adaptation_metric if isinstance(pace, Adaptive) else None)
+        joined = meeting.join(self.model, each_once(self.model), how, pace, setting=setting_of(timing, gauge))
+        self.rank, self._server = joined.rank, joined.server
+        self._turns = Turns(self.model, joined, how, timing, gauge, is_guided=bool(asynchronous))
         self._loss_fn: LossFunction | None = None
-        self._agreement = Agreement()
-        self._course = Course()  # now: its clock counts from when all have met
-        self._unshared = Unshared(self.rank)
         self._is_closed = False
         trained_by.register(model, self)
         _log.info("%r", self)
@@ -258,7 +240,7 @@ class AsyncModelAverager:
                 "the batch has no sample, so there is nothing to train on: skip it, or make the loader so "
                 "that it gives none (drop_last=True, where its last batch is empty)"
             )
-        live = self._optimizer.use(optimizer)
+        live = self._turns.optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
         live.zero_grad()
@@ -298,22 +280,8 @@ class AsyncModelAverager:
             faults.append(f"loss is {loss!r}: give the batch's loss, a number or a tensor of one")
         refuse(faults)
         if optimizer is not None:
-            self._optimizer.use(optimizer)
-        self._course.advance(samples, loss if self.goes_by_loss else None)
-        if not self._members.is_alone:
-            num_fragments = self._rounds.num_fragments
-            self._unshared.count(self.iterations, num_members=self.world_size, num_fragments=num_fragments)
-            self._members.note_progress(self.iterations)
-        if self._rounds.is_under_way and self._is_to_end():
-            self._finish()
-        if self._rounds.is_under_way and not self._members.is_waited_for:
-            is_adaptive = isinstance(self._timing.pace, Adaptive)
-            self._unshared.look_behind(self._times(), self._course.since_begin, is_adaptive=is_adaptive)
-            return
-        if self._is_due() and self._rounds.is_under_way:
-            self._finish()  # after which it may be due later, as in members that have ended it before
-        if self._is_due():
-            self._average()
+            self._turns.optimizer.use(optimizer)
+        self._turns.advance(self, samples, loss if self.goes_by_loss else None)
 
     def flush(self) -> None:
         """End together: average what is left, and leave the same model in all members.
@@ -332,27 +300,7 @@ class AsyncModelAverager:
             ClosedError: As `train_step`.
         """
         self._check_open()
-        if self._rounds.is_under_way:
-            self._finish()
-        if self._rounds.is_to_change:
-            self._average(waits=True)
-            self._check_there()
-        for _ in range(self._rounds.num_fragments):
-            self._average(waits=True)
-            self._check_there()
-        if not self._members.is_alone:
-            num_at_work = 1
-            while num_at_work:
-                self._rounds.begin(self._progress(is_at_work=False))
-                num_at_work = self._finish().num_at_work
-                self._check_there()
-            while self._rounds.are_apart:
-                self._rounds.begin(self._progress(is_at_work=False), meets_all=True)
-                self._finish()
-                self._check_there()
-            self._rounds.end_alike()
-            self._check_there()
-        self._unshared.end(self.iterations)
+        self._turns.flush(self)
 
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.
@@ -365,7 +313,7 @@ class AsyncModelAverager:
         """
         self._is_closed = True
         self.give_up()
-        self._members.close()
+        self._turns.members.close()
         server, self._server = self._server, None
         if server is not None:
             server.wait_for_workers(timeout_s=GOODBYE_S)
@@ -384,17 +332,17 @@ class AsyncModelAverager:
     @property
     def world_size(self) -> int:
         """How many members there are."""
-        return self._members.size
+        return self._turns.members.size
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer; None before the first step."""
-        return self._optimizer.live
+        return self._turns.optimizer.live
 
     @property
     def is_under_way(self) -> bool:
         """Whether a round has begun and not ended; a state taken now would end it."""
-        return self._rounds.is_under_way
+        return self._turns.rounds.is_under_way
 
     @property
     def has_joined_others(self) -> bool:
@@ -402,22 +350,22 @@ class AsyncModelAverager:
 
         For `FaultTolerantTrainer`, which then keeps that model and not its checkpoint's.
         """
-        return self._members.has_gone_on
+        return self._turns.members.has_gone_on
 
     @property
     def is_alone(self) -> bool:
         """Whether there can be no others."""
-        return self._members.is_alone
+        return self._turns.members.is_alone
 
     @property
     def has_lost_server(self) -> bool:
         """Whether members meet at a server, and the newest round that has ended could not reach it."""
-        return self._members.away is not None
+        return self._turns.members.away is not None
 
     @property
     def goes_by_loss(self) -> bool:
         """Whether `step` needs the batch's loss. For `FaultTolerantTrainer`'s own loop."""
-        return self._gauge.needs_losses
+        return self._turns.gauge.needs_losses
 
     def agree(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them.
@@ -425,31 +373,29 @@ class AsyncModelAverager:
         To be called by all members, where no round is under way. At a server nobody is asked: True. For
         `FaultTolerantTrainer`, whose members ask one another whether all have a checkpoint, or are done.
         """
-        return self._members.is_alike(value)
+        return self._turns.members.is_alike(value)
 
     def give_up(self) -> None:
         """Take no notice of what comes of the round under way: the others are gone, or this member goes.
 
         For `FaultTolerantTrainer` and `AsyncTrainer`; who is done with an averager calls `close`.
         """
-        self._unshared.leave()
-        self._rounds.drop()
-        self._course.end_round()
+        self._turns.drop()
 
     @property
     def iterations(self) -> int:
         """Iterations since the start."""
-        return self._course.iterations
+        return self._turns.course.iterations
 
     @property
     def averaging_round(self) -> int:
         """Rounds of averaging that have changed this model."""
-        return self._course.rounds
+        return self._turns.course.rounds
 
     @property
     def last_averaging_iteration(self) -> int:
         """Iterations since this model was averaged last, or since the start."""
-        return self._course.since_average
+        return self._turns.course.since_average
 
     @property
     def averaging_frequency(self) -> int | float:
@@ -459,24 +405,25 @@ class AsyncModelAverager:
         within the bounds with ``"adaptive"``, which then begins anew from there, and with ``"time"`` no
         longer than at first, for so long a round waits for others. What `method` has kept stays.
         """
-        return self._timing.pace.every
+        return self._turns.timing.pace.every
 
     @averaging_frequency.setter
     def averaging_frequency(self, given: int | str) -> None:
-        pace = changed(self._timing.pace, given, longest=self._longest)
-        refuse(fitting_faults(self.method, pace, self._timing.wished_overlap, len(self._named)))
-        self._timing.ask(pace=pace)
+        timing = self._turns.timing
+        pace = changed(timing.pace, given, longest=self._turns.longest)
+        refuse(fitting_faults(self.method, pace, timing.wished_overlap, len(self._turns.named)))
+        timing.ask(pace=pace)
 
     @property
     def min_averaging_frequency(self) -> int | None:
         """Least iterations from average to average, with ``"adaptive"``; None with another policy."""
-        pace = self._timing.pace
+        pace = self._turns.timing.pace
         return pace.least if isinstance(pace, Adaptive) else None
 
     @property
     def max_averaging_frequency(self) -> int | None:
         """Most of them; None likewise."""
-        pace = self._timing.pace
+        pace = self._turns.timing.pace
         return pace.most if isinstance(pace, Adaptive) else None
 
     @property
@@ -485,13 +432,14 @@ class AsyncModelAverager:
 
         May be set in all members, and is followed as `method` is.
         """
-        return self._timing.overlap
+        return self._turns.timing.overlap
 
     @overlap.setter
     def overlap(self, given: bool | int) -> None:
         faults = overlap_faults(given)
-        refuse(faults or fitting_faults(self.method, self._timing.wished_pace, given, len(self._named)))
-        self._timing.ask(overlap=given)
+        timing = self._turns.timing
+        refuse(faults or fitting_faults(self.method, timing.wished_pace, given, len(self._turns.named)))
+        timing.ask(overlap=given)
 
     @property
     def receipt(self) -> "Receipt | None":
@@ -499,12 +447,13 @@ class AsyncModelAverager:
 
         Its staleness is how many other outer steps came between this member's last two pulls.
         """
-        return self._members.receipt if isinstance(self._members, Arrivals) else None
+        members = self._turns.members
+        return members.receipt if isinstance(members, Arrivals) else None
 
     @property
     def bytes_sent(self) -> int:
         """What this member has added to sums, in bytes; how often each travels is the group's affair."""
-        return 0 if self._members.is_alone else self._rounds.num_bytes
+        return 0 if self._turns.members.is_alone else self._turns.rounds.num_bytes
 
     @property
     def method(self) -> Method:
@@ -516,21 +465,21 @@ class AsyncModelAverager:
         kept (a reference, a velocity) is forgotten; the new one begins with the mean of its first round, to
         which members go.
         """
-        return self._rounds.method if self._outer is None else self._outer
+        return self._turns.method
 
     @method.setter
     def method(self, given: str | Method) -> None:
         how = as_method(given)
-        if self._outer is not None:
+        if self._turns.is_guided:
             raise ConfigError(
                 f"method is {how!r} and asynchronous True: the outer step is the server's, for all members; "
                 f"flush, and make averagers with another method at another server"
             )
-        timing = self._timing
-        faults = fitting_faults(how, timing.wished_pace, timing.wished_overlap, len(self._named))
-        refuse(faults if self._members.meets_in_twos else faults + server_faults(how))
-        how.check_for(self._members.size)
-        self._rounds.wanted_method = how
+        timing = self._turns.timing
+        faults = fitting_faults(how, timing.wished_pace, timing.wished_overlap, len(self._turns.named))
+        refuse(faults if self._turns.members.meets_in_twos else faults + server_faults(how))
+        how.check_for(self._turns.members.size)
+        self._turns.rounds.wanted_method = how
 
     @overload
     def evaluate(
@@ -603,16 +552,7 @@ class AsyncModelAverager:
             NonFiniteError: As `train_step`.
             ConnectionLostError: If a member is lost.
         """
-        if self._rounds.is_under_way:
-            self._finish()
-        self._unshared.leave()  # it is to go on from here
-        live = self._optimizer.live
-        return {
-            **self._course.state_dict(),
-            **self._timing.state_dict(),
-            "rounds": self._rounds.state_dict(),
-            "optimizer": None if live is None else live.state_dict(),
-        }
+        return state_of(self._turns, self)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See that a state fits this averager, before anything is loaded; for `FaultTolerantTrainer`.
@@ -623,26 +563,7 @@ class AsyncModelAverager:
         Raises:
             ConfigError: If it does not.
         """
-        refuse(self._faults_of(state))
-
-    def _faults_of(self, state: Mapping[str, Any]) -> Faults:
-        """Word why a state does not fit.
-
-        Raises:
-            ConfigError: If it is no averager's at all.
-        """
-        check_keys(state, [*self._course.state_dict(), "pace", "rounds", "optimizer"], owner="an averager")
-        faults = Faults()
-        faults.catch(lambda: self._rounds.check(state["rounds"]))
-        theirs = timing[0][0] if (timing := state.get("timing")) else None
-        is_other = theirs not in (None, self._timing.pace.setting()[0])
-        if is_other or (state["pace"] is not None) != isinstance(self._timing.pace, Adaptive):
-            faults.append("the state is of another averaging_policy: make the averager with the same")
-        elif not faults:
-            faults += fitting_faults(
-                self.method, *self._timing.of_state(state, longest=self._longest), len(self._named)
-            )
-        return faults
+        refuse(faults_of(self._turns, state))
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
@@ -666,54 +587,19 @@ class AsyncModelAverager:
             ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
             StateError: If a round is under way, or members' states are not of the same round.
         """
-        if self._rounds.is_under_way:
-            raise StateError(
-                "a round is under way, which would move the model that has just been loaded: load into an "
-                "averager that was just made, or call flush() before"
-            )
-        faults = self._faults_of(state)
-        if state["optimizer"] is not None:
-            faults += faults_of_state(self._optimizer.live, optimizer)
-        refuse(faults)
-        if state["optimizer"] is not None:
-            self._optimizer.use(optimizer).load_state_dict(state["optimizer"])
-        pace, overlap = self._timing.of_state(state, longest=self._longest)
-        if strict or not self.has_joined_others:
-            if self._rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):
-                self._resume_timing(pace, overlap)
-        elif isinstance(pace, Adaptive) and isinstance(self._timing.pace, Adaptive):
-            self._timing.pace = replace(pace, start=self._timing.pace.start)  # the others' is the start
-        self._course.load_state_dict(state)
-        self._unshared.end(self.iterations)
-        if isinstance(self._members, Arrivals):
-            self._members.go_out_anew()
+        take_up(self._turns, state, optimizer=optimizer, strict=strict)
 
     def __repr__(self) -> str:
         """Say what it does."""
-        pace = self._timing.pace
+        pace = self._turns.timing.pace
         how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
         if isinstance(pace, Adaptive):
-            how += f" at present, {pace.least} to {pace.most} by {self._gauge.name}"
+            how += f" at present, {pace.least} to {pace.most} by {self._turns.gauge.name}"
         return (
-            f"<offbeat.AsyncModelAverager {self.rank} of {self._members.size}, {self.method!r}"
-            f"{'' if self._outer is None else ', asynchronous'}, {how}, round {self.averaging_round}"
+            f"<offbeat.AsyncModelAverager {self.rank} of {self._turns.members.size}, {self.method!r}"
+            f"{', asynchronous' if self._turns.is_guided else ''}, {how}, round {self.averaging_round}"
             f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
         )
-
-    def _resume_timing(self, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it
-        """Go on at the pace of a state; at a server, where nobody knows the others', once all want it."""
-        made = self._timing.setting()
-        if [pace.setting(), overlap] != made and not self._members.is_waited_for:
-            self._timing.ask(pace=pace, overlap=overlap)
-            return
-        self._timing.resume(pace, overlap)
-        self._rounds.goes_on = overlap is not False
-        if self._timing.setting() != made:
-            process.warn(
-                f"averaging goes on as in the state, with averaging_frequency {pace.every} and overlap "
-                f"{overlap}, and not with those that this averager was made with: set averager."
-                f"averaging_frequency and averager.overlap, in all members, where others are meant"
-            )
 
     # ------------------------------------------------------------------ inside
 
@@ -723,145 +609,3 @@ class AsyncModelAverager:
                 "this AsyncModelAverager was closed, and takes part no more: make a new one, or go on alone "
                 "with its model and optimizer"
             )
-
-    def _check_there(self) -> None:
-        """See that the members' server was reached.
-
-        Raises:
-            ConnectionLostError: If it was not.
-        """
-        if self.has_lost_server:
-            raise ConnectionLostError(
-                f"the members' server is away, and this one cannot end together with the others: "
-                f"{self._members.away}; the last {self._unshared.num} iteration(s) of member {self.rank} are "
-                f"in its own model alone, which stays as it is: call flush() again when the server is there, "
-                f"or go on with this model"
-            )
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether a round would leave everything as it is."""
-        has_wish = self._rounds.wanted_method != self.method
-        return self._members.is_alone and self.method.is_nothing_alone and not has_wish
-
-    def _is_due(self) -> bool:
-        return self._timing.pace.is_due(
-            iterations=self._course.since_begin,
-            seconds=0.0 if self._rounds.is_under_way else self._course.seconds,
-            num_fragments=self._rounds.num_fragments,
-            number=self._rounds.number,
-        )
-
-    def _times(self) -> float:
-        """Tell how many times as long as from average to average it is since the last round began."""
-        pace, course = self._timing.pace, self._course
-        passed = course.seconds_since_begin if isinstance(pace, Seconds) else course.since_begin
-        return passed / pace.every
-
-    def _is_to_end(self) -> bool:
-        overlap = self._timing.overlap
-        if isinstance(overlap, bool):
-            return self._rounds.is_there()
-        return self._course.since_begin >= overlap
-
-    def _average(self, *, waits: bool = False) -> None:
-        if self._rounds.is_under_way:
-            self._finish()
-        check_same(self._named, self.model)
-        progress, has_trained = self._progress(is_at_work=True), self._course.since_begin > 0
-        self._course.begin_round()
-        if self._is_idle:
-            if has_trained:
-                self._course.count_round(None)
-                self._adapt(progress.metric)
-            self._course.end_round()
-            self._agree(self._timing.asked())
-            return
-        self._rounds.begin(progress)
-        if waits or self._timing.overlap is False:
-            self._finish()
-
-    def _finish(self) -> Outcome:
-        before, fragment = self.method, (self._rounds.number - 1) % self._rounds.num_fragments
-        try:
-            outcome = self._rounds.finish(self.iterations)
-        except Exception:
-            self._unshared.leave()  # who averages is told now
-            raise
-        finally:
-            if not self._rounds.is_under_way:  # as it is where Ctrl-C has broken off the wait
-                self._course.end_round()
-        if outcome.is_averaged and not self._rounds.are_apart:
-            self._unshared.end_round(fragment, self._course.begun_at)
-        if outcome.num_at_work:
-            if outcome.is_averaged:
-                self._course.count_round(outcome.drift)
-            self._adapt(outcome.metric)
-        if not outcome.is_finite:
-            self._recover(is_mended=outcome.is_mended)
-        if self.method != before:
-            _log.info("from round %d on the method is %r", self._rounds.number, self.method)
-        if outcome.are_agreed and outcome.asked is not None:
-            self._agree(outcome.asked)
-        if outcome.are_agreed is not None:
-            self._agreement.count(are_agreed=outcome.are_agreed, kept=before)
-        return outcome
-
-    def _agree(self, asked: Asked) -> None:
-        """Follow what all members have wanted."""
-        before = self._timing.setting()
-        self._timing.agree(asked)
-        self._rounds.goes_on = self._timing.overlap is not False
-        if self._timing.setting() != before:
-            _log.info("from round %d on: %r", self._rounds.number, self)
-
-    def _recover(self, *, is_mended: bool) -> None:
-        """Go on after parameters were not finite: without what the optimizer kept that is not either.
-
-        Raises:
-            NonFiniteError: If there was no member's mean to go on from.
-        """
-        text = f"parameters of member {self.rank} were not finite in iteration {self._course.begun_at}"
-        remedy = "look at its learning rate and its data"
-        if not is_mended:
-            raise NonFiniteError(f"{text}, nor any member's, so there is nothing to go on from: {remedy}")
-        live = self._optimizer.live
-        for kept in list(live.state if live is not None else ()):
-            assert live is not None  # noqa: S101  it has states
-            values = [v for v in live.state[kept].values() if isinstance(v, torch.Tensor)]
-            if not all(bool(value.isfinite().all()) for value in values):
-                del live.state[kept]
-        process.warn(
-            f"{text}: it adds nothing to round {self.averaging_round} and goes on from the others' "
-            f"mean; {remedy}"
-        )
-
-    def _adapt(self, metric: float | None) -> None:
-        before = self._timing.pace
-        pace = self._timing.pace = before.after(metric)
-        if pace.every != before.every:
-            _log.info(
-                "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
-                self.averaging_round, metric, pace.every, before.every,
-            )  # fmt: skip
-
-    def _progress(self, *, is_at_work: bool) -> Progress:
-        live = self._optimizer.live
-        return Progress(
-            iterations=self.iterations,
-            samples=self._course.samples,
-            is_at_work=is_at_work,
-            rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
-            metric=self._measured() if is_at_work else None,
-            setting=self._setting(),
-            wish=[*self._timing.wish(), self._gauge.name],
-            asked=self._timing.asked(),
-        )
-
-    def _setting(self) -> list[object]:
-        """Give what has to be the same for all members, as JSON can have it."""
-        return [*self._timing.setting(), self._gauge.name]
-
-    def _measured(self) -> float | None:
-        """Give the metric that the pace goes by, of what was trained since the last round began."""
-        return self._gauge.measure(self, self._course, (parameter for _, parameter in self._named))

@@ -137,7 +137,7 @@ class _Averager(_Module):
     def __init__(self, averager: AsyncModelAverager) -> None:
         self.module, self.device, self.reduction = averager.model, averager.device, "mean"
         self._averager = averager
-        self._optimizer = averager._optimizer  # noqa: SLF001  whose state is the averager's, too
+        self._optimizer = averager._turns.optimizer  # noqa: SLF001  whose state is the averager's, too
         self._scheduler = _Scheduler()
 
     def trainee(self, asked: Asked) -> Trainee:

@@ -228,9 +228,9 @@ def changing(rank, before, after, who):
             walk += way
             with torch.no_grad():
                 trained.weight.add_(way)
-            begun = ours._rounds.number
+            begun = ours._turns.rounds.number
             ours.step(2)
-            if ours._rounds.number > begun:
+            if ours._turns.rounds.number > begun:
                 begins.append(ours.iterations)
         ours.flush()
     told = [text for text in told if "want different things" in text]
@@ -358,7 +358,7 @@ def beside_another_group(rank):
             for number in range(3):
                 ours.step(step(trained, live, rank, number))
             ours.flush()
-            is_beside = ours._members._twos.sums is not ours._members._sums
+            is_beside = ours._turns.members._twos.sums is not ours._turns.members._sums
         return is_beside, arrays(trained)
 
     plain = run()
@@ -387,7 +387,7 @@ def interrupted(rank):
     for number in range(6):
         samples = step(trained, live, rank, number)
         if rank == 0 and number == 3:
-            pairs = ours._members._twos.pairs
+            pairs = ours._turns.members._twos.pairs
             begin = pairs.begin
 
             def begin_and_break_off(*arguments, pairs=pairs, begin=begin, **more):

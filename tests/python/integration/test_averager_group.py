@@ -437,9 +437,9 @@ def resumed_at_another_pace(rank, is_early):
         again.load_state_dict(state, strict=False)
         begins = []
         for number in range(12):
-            begun = again._rounds.number
+            begun = again._turns.rounds.number
             one.train(again)
-            if again._rounds.number > begun:
+            if again._turns.rounds.number > begun:
                 begins.append(number)
         again.flush()
     return begins
@@ -508,7 +508,7 @@ def interrupted(rank):
     for number in range(6):
         samples = step(trained, live, rank, number)
         if rank == 0 and number == 1:
-            break_off_the_next_wait(ours._members._sums)
+            break_off_the_next_wait(ours._turns.members._sums)
         try:
             ours.step(samples)
         except KeyboardInterrupt:
@@ -620,7 +620,7 @@ def test_a_process_that_ends_in_mid_round_waits_for_nobody(method, tmp_path):
 
 def with_a_short_patience(rank):
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=1, overlap=False)
-    found = ours._members._sums.group._get_backend(torch.device("cpu")).options._timeout
+    found = ours._turns.members._sums.group._get_backend(torch.device("cpu")).options._timeout
     return found.total_seconds()
 
 
@@ -785,15 +785,15 @@ def with_ends_early_or_late(rank):
     ours = offbeat.AsyncModelAverager(one.model, averaging_frequency=4, overlap=True)
     ours.averaging_frequency = 6
     if rank == 1:
-        ours._rounds.is_there = lambda: False  # as where the others' models are long on their way
+        ours._turns.rounds.is_there = lambda: False  # as where the others' models are long on their way
     begins = []
     for _ in range(22):
-        begun = ours._rounds.number
+        begun = ours._turns.rounds.number
         one.train(ours)
-        if ours._rounds.number > begun:
+        if ours._turns.rounds.number > begun:
             begins.append(ours.iterations)
             if rank == 0:
-                wait_for(ours._rounds.is_there, timeout_s=60)
+                wait_for(ours._turns.rounds.is_there, timeout_s=60)
     return begins, ours.state_dict()["rounds"]["number"]
 
 

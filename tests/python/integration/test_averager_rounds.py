@@ -71,12 +71,12 @@ def test_one_that_closes_in_mid_round_and_lives_on_is_waited_for_no_more(server)
 
     def average():
         stays.train()
-        wait_for(stays.averager._rounds.is_there)
+        wait_for(stays.averager._turns.rounds.is_there)
 
     average()
     leaves.train()  # its round waits for the other, which is at work
     until_entered(server, 1)
-    assert not leaves.averager._rounds.is_there()
+    assert not leaves.averager._turns.rounds.is_there()
     leaves.averager.close()
     average()  # in which the one that leaves is still
     assert stays.averager.world_size == 2
@@ -125,7 +125,7 @@ def test_one_whose_push_fails_leaves_so_that_nobody_waits_for_it(server, monkeyp
 
     entering = stays.behind()
     until_entered(server, 1)
-    monkeypatch.setattr(fails.averager._members._client, "push", failing)
+    monkeypatch.setattr(fails.averager._turns.members._client, "push", failing)
     with pytest.raises(MemoryError):
         fails.train()
     entering.join(AT_ONCE_S)
@@ -422,9 +422,9 @@ def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_who
         stays, dies = Member(first), Member(first)
         acquainted(first, stays, dies)
         first.stop(restarting=True)
-    name = dies.averager._members._client.worker_id
+    name = dies.averager._turns.members._client.worker_id
     with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
-        stays.averager._rounds.end_alike()  # as at the end of `flush`
+        stays.averager._turns.rounds.end_alike()  # as at the end of `flush`
         assert [worker["state"] for worker in again.status()["workers"] if worker["id"] == name] == ["lost"]
         for member in (stays, dies):
             member.averager.close()

@@ -290,7 +290,7 @@ def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkey
         ConnectionLostError, match=r"server is away, .*127\.0\.0\.1.* the last 4 iteration\(s\) of member 0"
     ):
         ours.flush()
-    ours._rounds.end_alike()  # as where it is lost in the last moment of a flush
+    ours._turns.rounds.end_alike()  # as where it is lost in the last moment of a flush
     assert ours.has_lost_server
     assert one.value == alone
     with serving() as server:

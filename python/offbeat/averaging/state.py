@@ -1,0 +1,108 @@
+"""What an averager goes on from in another life: its state given, checked, and taken up again."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from offbeat import process
+from offbeat.averaging.arrivals import Arrivals
+from offbeat.averaging.pace import Adaptive, Pace
+from offbeat.averaging.settings import fitting_faults
+from offbeat.averaging.turns import Owner, Turns
+from offbeat.checks import Faults, check_keys, refuse
+from offbeat.errors import StateError
+from offbeat.local.optimizer import faults_of_state
+
+__all__ = ["faults_of", "state_of", "take_up"]
+
+
+def state_of(turns: Turns, owner: Owner) -> dict[str, Any]:
+    """Give the state, after the end of a round that is under way.
+
+    Raises:
+        StateError: As `Turns.finish`.
+        NonFiniteError: As `Turns.finish`.
+        ConnectionLostError: As `Turns.finish`.
+    """
+    if turns.rounds.is_under_way:
+        turns.finish(owner)
+    turns.unshared.leave()  # it is to go on from here
+    live = turns.optimizer.live
+    return {
+        **turns.course.state_dict(),
+        **turns.timing.state_dict(),
+        "rounds": turns.rounds.state_dict(),
+        "optimizer": None if live is None else live.state_dict(),
+    }
+
+
+def faults_of(turns: Turns, state: Mapping[str, Any]) -> Faults:
+    """Word why a state does not fit.
+
+    Raises:
+        ConfigError: If it is no averager's at all.
+    """
+    check_keys(state, [*turns.course.state_dict(), "pace", "rounds", "optimizer"], owner="an averager")
+    faults = Faults()
+    faults.catch(lambda: turns.rounds.check(state["rounds"]))
+    theirs = timing[0][0] if (timing := state.get("timing")) else None
+    is_other = theirs not in (None, turns.timing.pace.setting()[0])
+    if is_other or (state["pace"] is not None) != isinstance(turns.timing.pace, Adaptive):
+        faults.append("the state is of another averaging_policy: make the averager with the same")
+    elif not faults:
+        faults += fitting_faults(
+            turns.method, *turns.timing.of_state(state, longest=turns.longest), len(turns.named)
+        )
+    return faults
+
+
+def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict: bool) -> None:
+    """Go on from a state.
+
+    Args:
+        turns: Of a member whose model has its values back already.
+        state: As `state_of` gave it.
+        optimizer: As the user gives it, or None.
+        strict: Refuse states of different rounds.
+
+    Raises:
+        ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+        StateError: If a round is under way, or members' states are not of the same round.
+    """
+    if turns.rounds.is_under_way:
+        raise StateError(
+            "a round is under way, which would move the model that has just been loaded: load into an "
+            "averager that was just made, or call flush() before"
+        )
+    faults = faults_of(turns, state)
+    if state["optimizer"] is not None:
+        faults += faults_of_state(turns.optimizer.live, optimizer)
+    refuse(faults)
+    if state["optimizer"] is not None:
+        turns.optimizer.use(optimizer).load_state_dict(state["optimizer"])
+    pace, overlap = turns.timing.of_state(state, longest=turns.longest)
+    if strict or not turns.members.has_gone_on:
+        if turns.rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):
+            _resume_timing(turns, pace, overlap)
+    elif isinstance(pace, Adaptive) and isinstance(turns.timing.pace, Adaptive):
+        turns.timing.pace = replace(pace, start=turns.timing.pace.start)  # the others' is the start
+    turns.course.load_state_dict(state)
+    turns.unshared.end(turns.course.iterations)
+    if isinstance(turns.members, Arrivals):
+        turns.members.go_out_anew()
+
+
+def _resume_timing(turns: Turns, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it
+    """Go on at the pace of a state; at a server, where nobody knows the others', once all want it."""
+    made = turns.timing.setting()
+    if [pace.setting(), overlap] != made and not turns.members.is_waited_for:
+        turns.timing.ask(pace=pace, overlap=overlap)
+        return
+    turns.timing.resume(pace, overlap)
+    turns.rounds.goes_on = overlap is not False
+    if turns.timing.setting() != made:
+        process.warn(
+            f"averaging goes on as in the state, with averaging_frequency {pace.every} and overlap "
+            f"{overlap}, and not with those that this averager was made with: set averager."
+            f"averaging_frequency and averager.overlap, in all members, where others are meant"
+        )

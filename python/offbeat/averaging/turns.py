@@ -1,0 +1,323 @@
+"""One member's rounds, one after another: when each begins, when it ends, and what follows from it."""
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offbeat import process
+from offbeat.averaging.arrivals import guided
+from offbeat.averaging.course import Course
+from offbeat.averaging.gauge import Gauge
+from offbeat.averaging.meeting import Joined
+from offbeat.averaging.methods import Method
+from offbeat.averaging.pace import Adaptive, Seconds
+from offbeat.averaging.rounds import Outcome, Progress, Rounds
+from offbeat.averaging.timing import Agreement, Asked, Timing
+from offbeat.averaging.unshared import Unshared
+from offbeat.errors import ConnectionLostError, NonFiniteError
+from offbeat.local import LocalOptimizer
+from offbeat.local.parameters import check_same, each_once
+
+__all__ = ["Owner", "Turns", "setting_of"]
+
+_log = logging.getLogger("offbeat")
+
+
+class Owner(Protocol):
+    """The averager that takes these turns, for a user's function and the log.
+
+    It is handed over where it is needed, and not kept: so it goes, with its connections, as soon as its user
+    lets go of it, and a copy of it has turns of its own.
+
+    Attributes:
+        model: That is averaged.
+    """
+
+    model: nn.Module
+
+
+class Turns:
+    """Takes a member from round to round, iteration by iteration, and to the end of all.
+
+    Attributes:
+        members: All of them.
+        named: The model's parameters, each once, as they were when all met.
+        optimizer: Of the model, with its state.
+        timing: When a round begins and ends.
+        longest: Of the pace that this began with: what a pace of time may not exceed later.
+        gauge: What an adaptive pace goes by.
+        rounds: What is made of the models.
+        course: How far this member is.
+        unshared: What the others do not have of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        joined: Joined,
+        method: Method,
+        timing: Timing,
+        gauge: Gauge,
+        *,
+        is_guided: bool,
+    ) -> None:
+        """Begin, where all have met.
+
+        Args:
+            model: That is averaged.
+            joined: The members, and which this is.
+            method: What is made of the mean.
+            timing: As all members have it.
+            gauge: Likewise.
+            is_guided: The server takes the method's step, for each member that arrives.
+        """
+        self._rank = joined.rank
+        self._outer = method if is_guided else None
+        self.members = joined.members
+        self.named = each_once(model)
+        self.optimizer = LocalOptimizer(model)
+        self.timing = timing
+        self.longest = timing.pace.every
+        self.gauge = gauge
+        self.rounds = Rounds(
+            model,
+            [parameter for _, parameter in self.named],
+            self.members,
+            method if self._outer is None else guided(self._outer),
+            goes_on=timing.overlap is not False,
+            measures_drift=gauge.needs_drift,
+        )
+        self.course = Course()  # now: its clock counts from when all have met
+        self.unshared = Unshared(self._rank)
+        self._agreement = Agreement()
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the method's step is the server's."""
+        return self._outer is not None
+
+    @property
+    def method(self) -> Method:
+        """What is made of the mean, at present, here or at the server."""
+        return self.rounds.method if self._outer is None else self._outer
+
+    def advance(self, owner: Owner, samples: int, loss: float | None) -> None:
+        """Count an iteration; end a round and begin one where it is time to.
+
+        Args:
+            owner: Whose turns these are.
+            samples: In its batch.
+            loss: Of it; None: it is not asked for.
+
+        Raises:
+            StateError: If the model has other parameters than at first, or members average differently.
+            NonFiniteError: If no member's parameters are finite.
+            ConnectionLostError: If a member is lost.
+        """
+        self.course.advance(samples, loss)
+        if not self.members.is_alone:
+            num_fragments = self.rounds.num_fragments
+            self.unshared.count(
+                self.course.iterations, num_members=self.members.size, num_fragments=num_fragments
+            )
+            self.members.note_progress(self.course.iterations)
+        if self.rounds.is_under_way and self._is_to_end():
+            self.finish(owner)
+        if self.rounds.is_under_way and not self.members.is_waited_for:
+            is_adaptive = isinstance(self.timing.pace, Adaptive)
+            self.unshared.look_behind(self._times(), self.course.since_begin, is_adaptive=is_adaptive)
+            return
+        if self._is_due() and self.rounds.is_under_way:
+            self.finish(owner)  # after which it may be due later, as in members that have ended it before
+        if self._is_due():
+            self._average(owner)
+
+    def flush(self, owner: Owner) -> None:
+        """Average what is left, and leave the same model in all members, who all call this.
+
+        Raises:
+            StateError: As `advance`.
+            NonFiniteError: As `advance`.
+            ConnectionLostError: As `advance`, or if the members' server was not reached.
+        """
+        if self.rounds.is_under_way:
+            self.finish(owner)
+        if self.rounds.is_to_change:
+            self._average(owner, waits=True)
+            self._check_there()
+        for _ in range(self.rounds.num_fragments):
+            self._average(owner, waits=True)
+            self._check_there()
+        if not self.members.is_alone:
+            num_at_work = 1
+            while num_at_work:
+                self.rounds.begin(self._progress(owner, is_at_work=False))
+                num_at_work = self.finish(owner).num_at_work
+                self._check_there()
+            while self.rounds.are_apart:
+                self.rounds.begin(self._progress(owner, is_at_work=False), meets_all=True)
+                self.finish(owner)
+                self._check_there()
+            self.rounds.end_alike()
+            self._check_there()
+        self.unshared.end(self.course.iterations)
+
+    def drop(self) -> None:
+        """Take no notice of what comes of the round under way."""
+        self.unshared.leave()
+        self.rounds.drop()
+        self.course.end_round()
+
+    def finish(self, owner: Owner) -> Outcome:
+        """End the round under way, waiting for the others if need be, and do what follows from it.
+
+        Raises:
+            StateError: As `advance`.
+            NonFiniteError: As `advance`.
+            ConnectionLostError: As `advance`.
+        """
+        before, fragment = self.method, (self.rounds.number - 1) % self.rounds.num_fragments
+        try:
+            outcome = self.rounds.finish(self.course.iterations)
+        except Exception:
+            self.unshared.leave()  # who averages is told now
+            raise
+        finally:
+            if not self.rounds.is_under_way:  # as it is where Ctrl-C has broken off the wait
+                self.course.end_round()
+        if outcome.is_averaged and not self.rounds.are_apart:
+            self.unshared.end_round(fragment, self.course.begun_at)
+        if outcome.num_at_work:
+            if outcome.is_averaged:
+                self.course.count_round(outcome.drift)
+            self._adapt(outcome.metric)
+        if not outcome.is_finite:
+            self._recover(is_mended=outcome.is_mended)
+        if self.method != before:
+            _log.info("from round %d on the method is %r", self.rounds.number, self.method)
+        if outcome.are_agreed and outcome.asked is not None:
+            self._agree(owner, outcome.asked)
+        if outcome.are_agreed is not None:
+            self._agreement.count(are_agreed=outcome.are_agreed, kept=before)
+        return outcome
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a round would leave everything as it is."""
+        has_wish = self.rounds.wanted_method != self.method
+        return self.members.is_alone and self.method.is_nothing_alone and not has_wish
+
+    def _is_due(self) -> bool:
+        return self.timing.pace.is_due(
+            iterations=self.course.since_begin,
+            seconds=0.0 if self.rounds.is_under_way else self.course.seconds,
+            num_fragments=self.rounds.num_fragments,
+            number=self.rounds.number,
+        )
+
+    def _times(self) -> float:
+        """Tell how many times as long as from average to average it is since the last round began."""
+        pace, course = self.timing.pace, self.course
+        passed = course.seconds_since_begin if isinstance(pace, Seconds) else course.since_begin
+        return passed / pace.every
+
+    def _is_to_end(self) -> bool:
+        overlap = self.timing.overlap
+        if isinstance(overlap, bool):
+            return self.rounds.is_there()
+        return self.course.since_begin >= overlap
+
+    def _check_there(self) -> None:
+        """See that the members' server was reached.
+
+        Raises:
+            ConnectionLostError: If it was not.
+        """
+        if self.members.away is not None:
+            raise ConnectionLostError(
+                f"the members' server is away, and this one cannot end together with the others: "
+                f"{self.members.away}; the last {self.unshared.num} iteration(s) of member {self._rank} are "
+                f"in its own model alone, which stays as it is: call flush() again when the server is there, "
+                f"or go on with this model"
+            )
+
+    def _average(self, owner: Owner, *, waits: bool = False) -> None:
+        if self.rounds.is_under_way:
+            self.finish(owner)
+        check_same(self.named, owner.model)
+        progress, has_trained = self._progress(owner, is_at_work=True), self.course.since_begin > 0
+        self.course.begin_round()
+        if self._is_idle:
+            if has_trained:
+                self.course.count_round(None)
+                self._adapt(progress.metric)
+            self.course.end_round()
+            self._agree(owner, self.timing.asked())
+            return
+        self.rounds.begin(progress)
+        if waits or self.timing.overlap is False:
+            self.finish(owner)
+
+    def _agree(self, owner: Owner, asked: Asked) -> None:
+        """Follow what all members have wanted."""
+        before = self.timing.setting()
+        self.timing.agree(asked)
+        self.rounds.goes_on = self.timing.overlap is not False
+        if self.timing.setting() != before:
+            _log.info("from round %d on: %r", self.rounds.number, owner)
+
+    def _recover(self, *, is_mended: bool) -> None:
+        """Go on after parameters were not finite: without what the optimizer kept that is not either.
+
+        Raises:
+            NonFiniteError: If there was no member's mean to go on from.
+        """
+        text = f"parameters of member {self._rank} were not finite in iteration {self.course.begun_at}"
+        remedy = "look at its learning rate and its data"
+        if not is_mended:
+            raise NonFiniteError(f"{text}, nor any member's, so there is nothing to go on from: {remedy}")
+        live = self.optimizer.live
+        for kept in list(live.state if live is not None else ()):
+            assert live is not None  # noqa: S101  it has states
+            values = [v for v in live.state[kept].values() if isinstance(v, torch.Tensor)]
+            if not all(bool(value.isfinite().all()) for value in values):
+                del live.state[kept]
+        process.warn(
+            f"{text}: it adds nothing to round {self.course.rounds} and goes on from the others' "
+            f"mean; {remedy}"
+        )
+
+    def _adapt(self, metric: float | None) -> None:
+        before = self.timing.pace
+        pace = self.timing.pace = before.after(metric)
+        if pace.every != before.every:
+            _log.info(
+                "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
+                self.course.rounds, metric, pace.every, before.every,
+            )  # fmt: skip
+
+    def _progress(self, owner: Owner, *, is_at_work: bool) -> Progress:
+        live = self.optimizer.live
+        return Progress(
+            iterations=self.course.iterations,
+            samples=self.course.samples,
+            is_at_work=is_at_work,
+            rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
+            metric=self._measured(owner) if is_at_work else None,
+            setting=setting_of(self.timing, self.gauge),
+            wish=[*self.timing.wish(), self.gauge.name],
+            asked=self.timing.asked(),
+        )
+
+    def _measured(self, owner: Owner) -> float | None:
+        """Give the metric that the pace goes by, of what was trained since the last round began."""
+        return self.gauge.measure(owner, self.course, (parameter for _, parameter in self.named))
+
+
+def setting_of(timing: Timing, gauge: Gauge) -> list[object]:
+    """Give what has to be the same for all members, as JSON can have it."""
+    return [*timing.setting(), gauge.name]
