@@ -105,24 +105,24 @@ class Stops:
         self.server, self.after = server, after
 
     def on_step(self, trainer, step):
-        if step == self.after:
+        if step.step == self.after:
             self.server.stop()
 
 
 def test_a_run_whose_server_is_lost_goes_on_to_its_end_and_says_so():
     trained = model()
     with offbeat.ParameterServer(transaction="model") as server, warned() as told:
-        stops = Stops(server, after=5)
+        stops = Stops(server, after=3)
         with offbeat.AsyncTrainer(
             trained, 1, 2, 3, strategy="average", server_address=server.address, callbacks=stops
         ) as trainer:
-            history = fit(trainer, data_of(0, 9), epochs=3)
-            assert trainer._stage.strategy.averager.averaging_frequency == 3  # whoever is there
-    assert (history.stopped, history.steps) == ("epochs", 27)
+            history = fit(trainer, data_of(0, 4), epochs=2)
+            assert trainer._stage.strategy.averager.averaging_frequency == 2  # as long as nobody answers
+    assert (history.stopped, history.steps) == ("epochs", 8)
     assert [text for text in told if text.startswith("what was trained last is not averaged: the members' s")]
     after = model()
     optimizer = torch.optim.SGD(after.parameters(), lr=0.05, momentum=0.9)
-    for inputs, targets in data_of(0, 9) * 3:
+    for inputs, targets in data_of(0, 4) * 2:
         optimizer.zero_grad()
         LOSS(after(inputs), targets).backward()
         optimizer.step()
