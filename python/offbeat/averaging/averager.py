@@ -28,6 +28,7 @@ from offbeat.averaging.settings import (
 from offbeat.averaging.state import faults_of, state_of, take_up
 from offbeat.averaging.timing import Timing
 from offbeat.averaging.turns import Turns, setting_of
+from offbeat.averaging.waiting import telling
 from offbeat.checks import Faults, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError
 from offbeat.local.arguments import of_loss_fn
@@ -309,14 +310,19 @@ class AsyncModelAverager:
         twice. Not to be called while other members have more to do: `flush` comes first. What comes of a
         round under way is not added here. Its other members still have what this one has said in it: in a
         process group they are waited for, for a few seconds, and where they have not come to it by then the
-        connections stay open behind until they have, or the process ends.
+        connections stay open behind until they have, or the process ends. A server that rank 0 has started is
+        stopped once all members have said goodbye, or after half a minute, which one that was killed takes.
         """
         self._is_closed = True
         self.give_up()
         self._turns.members.close()
         server, self._server = self._server, None
         if server is not None:
-            server.wait_for_workers(timeout_s=GOODBYE_S)
+            with telling(
+                f"the members' server, in this process, waits up to {GOODBYE_S:g} s before it stops for those "
+                f"that have not said goodbye: they may still be ending, or were killed"
+            ):
+                server.wait_for_workers(timeout_s=GOODBYE_S)
             server.stop()
 
     def __enter__(self) -> Self:

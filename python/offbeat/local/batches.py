@@ -15,7 +15,7 @@ from offbeat.errors import ConfigError
 
 __all__ = ["Epochs", "Given", "batches_of", "count", "is_map_style", "loaded", "moved", "split"]
 
-_OWN_LOOP = """a loop of your own takes any batch:
+_OWN_LOOP = """make it such (`collate_fn=` of a DataLoader does). With an AsyncWorker a loop of your own takes any:
     for batch in loader:
         loss = ...                          # computed with worker.model
         loss.backward()
@@ -163,8 +163,13 @@ def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int) -> Iterable[Any]
     """Give batches of what gives batches, or of a dataset, in its order.
 
     Raises:
-        ConfigError: If it is neither.
+        ConfigError: If it is neither, or a tensor, whose rows would be taken for batches.
     """
+    if isinstance(data, torch.Tensor):
+        raise ConfigError(
+            f"loader is a tensor of shape {list(data.shape)}, whose rows would be taken for batches: "
+            f"give a list of batches, as [inputs], or a TensorDataset of it"
+        )
     _refuse_what_gives_nothing("loader", data)
     return DataLoader(data, batch_size=batch_size) if is_map_style(data) else cast(Iterable[Any], data)
 

@@ -18,7 +18,7 @@ LossReduction = Literal["mean", "sum"]
 
 
 def check_loss(loss: object, *, owner: str | None) -> None:
-    """See that a loss function gave a scalar.
+    """See that a loss function gave a scalar that can be trained by.
 
     Args:
         loss: What it gave.
@@ -32,6 +32,11 @@ def check_loss(loss: object, *, owner: str | None) -> None:
         raise ConfigError(
             f"loss_fn gave {what}: it takes (outputs, targets) and gives a scalar tensor, the mean over the "
             "batch" + (f' (or the sum, with {owner}(loss_reduction="sum"))' if owner else "")
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "loss_fn gave a loss without a way back to the model: it was detached, made of plain numbers "
+            "(item()), or computed under torch.no_grad(); or all of the model is frozen (requires_grad)"
         )
 
 

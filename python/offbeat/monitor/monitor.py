@@ -195,6 +195,7 @@ class AsyncTrainingMonitor:
 
     # ------------------------------------------------------------------ what users call
 
+    @known_keywords
     def observe(
         self,
         step: int,

@@ -829,3 +829,8 @@ def test_it_watches_without_torch(run_python):
         "found = [len(monitor.observe(step, loss=loss)) for step, loss in enumerate([1, 1, 1, 2])]\n"
         "assert found == [0, 0, 0, 1], found\n"
     )
+
+
+def test_an_observation_of_what_is_no_metric_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'loss'"):
+        AsyncTrainingMonitor().observe(0, lss=1.0)

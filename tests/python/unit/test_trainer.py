@@ -636,6 +636,28 @@ def test_predict_puts_nests_together_and_says_what_it_cannot():
         trainer.predict([])
     with pytest.raises(ConfigError, match="the loader gave a str"):
         trainer.predict(["text"])
+    for measure in (trainer.predict, trainer.evaluate):
+        with pytest.raises(
+            ConfigError, match=rf"a tensor of shape \[{len(inputs)}, 6\].*give a list of batches"
+        ):
+            measure(inputs)
+
+
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
+def test_a_loss_without_a_way_back_is_refused_before_anything_is_trained(strategy):
+    trained = model()
+    before = copy.deepcopy(list(trained.parameters()))
+    with (
+        offbeat.AsyncTrainer(trained, strategy=strategy) as trainer,
+        pytest.raises(ConfigError, match="loss without a way back to the model: it was detached"),
+    ):
+        trainer.train(
+            dataloader=DATA,
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=lambda outputs, targets: LOSS(outputs.detach(), targets),
+            progress=False,
+        )
+    assert all(map(torch.equal, before, trained.parameters()))
 
 
 # ------------------------------------------------------------------------------------------ refusals
