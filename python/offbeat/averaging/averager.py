@@ -319,8 +319,8 @@ class AsyncModelAverager:
         server, self._server = self._server, None
         if server is not None:
             with telling(
-                f"the members' server, in this process, waits up to {GOODBYE_S:g} s before it stops for those "
-                f"that have not said goodbye: they may still be ending, or were killed"
+                f"the members' server, in this process, waits up to {GOODBYE_S:g} s before it stops for "
+                f"those that have not said goodbye: they may still be ending, or were killed"
             ):
                 server.wait_for_workers(timeout_s=GOODBYE_S)
             server.stop()
