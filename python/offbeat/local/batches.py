@@ -15,7 +15,7 @@ from offbeat.errors import ConfigError
 
 __all__ = ["Epochs", "Given", "batches_of", "count", "is_map_style", "loaded", "moved", "split"]
 
-_OWN_LOOP = """make it such (`collate_fn=` of a DataLoader does). With AsyncWorker a loop of your own takes any:
+_OWN_LOOP = """make it such (a DataLoader with `collate_fn=`). With AsyncWorker a loop of your own takes any:
     for batch in loader:
         loss = ...                          # computed with worker.model
         loss.backward()
