@@ -568,7 +568,12 @@ class AsyncModelAverager:
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
     ) -> None:
-        """Go on from a state, in a model that has its values back already. To be called by all members.
+        """Go on from a state, in a model that has its values back. To be called by all members.
+
+        In this order: the averager is made, which gives the first member's model to all; each member's model
+        takes back its own values; then comes this, which refuses a model that is not the state's. A member
+        that calls it while others train or average meets them in another message than theirs, which torch's
+        gloo ends a process for.
 
         `averaging_frequency` and `overlap` are those that were in force then, with a warning where this was
         made with others; at a server they are wished for, and in force once all members wish for them.
@@ -585,7 +590,8 @@ class AsyncModelAverager:
 
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
-            StateError: If a round is under way, or members' states are not of the same round.
+            StateError: If a round is under way, a member's model is not that of its state, which changes
+                nothing, or members' states are not of the same round.
         """
         take_up(self._turns, state, optimizer=optimizer, strict=strict)
 
