@@ -14,6 +14,7 @@ from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
 from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds
+from offbeat.averaging.served import Served
 from offbeat.averaging.settings import (
     AveragingPolicy,
     Backend,
@@ -288,6 +289,9 @@ class AsyncModelAverager:
 
         To be called by every member when its data is at its end. It waits until all have called it, taking
         part with nothing in the rounds of those that have more to do. Training may go on afterwards.
+
+        At a server that was started again without its run, and so knows nobody of before, as many as were in
+        the newest round are waited for up to a minute; a warning tells how many this ends with, if not all.
 
         With ``"gossip"``, whose members hold different models until then, they go on meeting in twos while
         others have more to do, and then all go to the mean of all, which is each one's equal part.
@@ -601,8 +605,12 @@ class AsyncModelAverager:
         how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
         if isinstance(pace, Adaptive):
             how += f" at present, {pace.least} to {pace.most} by {self._turns.gauge.name}"
+        members = self._turns.members
+        who = f"{self.rank} of {members.size}"
+        if isinstance(members, Served):  # who comes late has a rank beside those who are there
+            who = f"member {self.rank}, {members.shown}"
         return (
-            f"<offbeat.AsyncModelAverager {self.rank} of {self._turns.members.size}, {self.method!r}"
+            f"<offbeat.AsyncModelAverager {who}, {self.method!r}"
             f"{', asynchronous' if self._turns.is_guided else ''}, {how}, round {self.averaging_round}"
             f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
         )

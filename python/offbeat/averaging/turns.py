@@ -14,6 +14,7 @@ from offbeat.averaging.meeting import Joined
 from offbeat.averaging.methods import Method
 from offbeat.averaging.pace import Seconds
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
+from offbeat.averaging.served import Served
 from offbeat.averaging.timing import Agreement, Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.errors import ConnectionLostError, NonFiniteError
@@ -143,6 +144,9 @@ class Turns:
         """
         if self.rounds.is_under_way:
             self.finish(owner)
+        if isinstance(self.members, Served):
+            self.members.wait_for_those_before()
+            self._check_there()
         if self.rounds.is_to_change:
             self._average(owner, waits=True)
             self._check_there()

@@ -412,6 +412,7 @@ def test_who_waits_for_the_others_to_begin_says_so_and_for_how_long(server, monk
     assert "1 of 3 are there; after 1.5 s at most" in told[0]
     assert "(world_size=)" in told[0]
     assert told[1].startswith("1 of 3 members have come, and begin without the others")
+    assert told[1].endswith("one that was refused, as for other settings, has said why itself")
 
 
 def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_whom(tmp_path, monkeypatch):
