@@ -197,6 +197,7 @@ def test_a_state_s_frequency_is_wished_for_at_a_server_and_in_force_once_all_wan
         assert (ours.averaging_frequency, ours.overlap) == (3, 2)
         state = ours.state_dict()
     with offbeat.ParameterServer(transaction="model") as other, averaging(Counter().model, other) as alone:
+        alone.model.load_state_dict(first.model.state_dict())
         with warned() as told:
             alone.load_state_dict(state)
         assert (alone.averaging_frequency, alone.overlap) == (1, False)
