@@ -441,9 +441,11 @@ class AsyncGradientAccumulator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, optimizer: object = None) -> None:
-        """Go on from a state, in a model that has its values back already.
+        """Go on from a state, in a model that has its values back.
 
-        What is gathered or under way here is dropped. With others, all load a state of the same update.
+        It gets them after this was made: members of a group begin with the first one's, also in buffers such
+        as BatchNorm's, of which each has its own until `flush`. What is gathered or under way here is
+        dropped. With others, all load a state of the same update.
 
         Args:
             state: As `state_dict` gave it, of the same number of members.

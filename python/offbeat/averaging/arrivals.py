@@ -155,7 +155,8 @@ class Arrivals(Served):
             with self._telling_whom_it_misses(client, is_at_work=False):
                 entered = client.enter(0.0, at_work=False)
             client.gather(entered.round)
-            num_at_work, self.size = entered.at_work, max(entered.members, 1)
+            num_at_work = entered.at_work
+            self._count(entered.members)
         before = int(self._mean[TOTALS][0])
         client.pull(out=self._mean)
         came = int(self._mean[TOTALS][0]) - before
@@ -265,7 +266,10 @@ class Arrivals(Served):
         """Be one of those who are waited for at the end."""
         entered = client.enter(0.0, grace_s=0.0)
         client.gather(entered.round)
-        self.size = max(entered.members, 1)
+        self.size, self._is_counted = max(entered.members, 1), True
+
+    def _reread(self, client: Client) -> None:
+        """Nothing: its way is measured from where it went out."""
 
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member, as long as nobody has arrived."""

@@ -14,6 +14,7 @@ from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method, as_method
 from offbeat.averaging.pace import AdaptationMetric, Adaptive, Seconds
+from offbeat.averaging.served import Served
 from offbeat.averaging.settings import (
     AveragingPolicy,
     Backend,
@@ -289,6 +290,9 @@ class AsyncModelAverager:
 
         To be called by every member when its data is at its end. It waits until all have called it, taking
         part with nothing in the rounds of those that have more to do. Training may go on afterwards.
+
+        At a server that was started again without its run, and so knows nobody of before, as many as were in
+        the newest round are waited for up to a minute; a warning tells how many this ends with, if not all.
 
         With ``"gossip"``, whose members hold different models until then, they go on meeting in twos while
         others have more to do, and then all go to the mean of all, which is each one's equal part.
@@ -574,7 +578,12 @@ class AsyncModelAverager:
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: object = None, strict: bool = True
     ) -> None:
-        """Go on from a state, in a model that has its values back already. To be called by all members.
+        """Go on from a state, in a model that has its values back. To be called by all members.
+
+        In this order: the averager is made, which gives the first member's model to all; each member's model
+        takes back its own values; then comes this, which refuses a model that is not the state's. A member
+        that calls it while others train or average meets them in another message than theirs, which torch's
+        gloo ends a process for.
 
         `averaging_frequency` and `overlap` are those that were in force then, with a warning where this was
         made with others; at a server they are wished for, and in force once all members wish for them.
@@ -591,7 +600,8 @@ class AsyncModelAverager:
 
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
-            StateError: If a round is under way, or members' states are not of the same round.
+            StateError: If a round is under way, a member's model is not that of its state, which changes
+                nothing, or members' states are not of the same round.
         """
         take_up(self._turns, state, optimizer=optimizer, strict=strict)
 
@@ -601,8 +611,12 @@ class AsyncModelAverager:
         how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
         if isinstance(pace, Adaptive):
             how += f" at present, {pace.least} to {pace.most} by {self._turns.gauge.name}"
+        members = self._turns.members
+        who = f"{self.rank} of {members.size}"
+        if isinstance(members, Served):  # who comes late has a rank beside those who are there
+            who = f"member {self.rank}, {members.shown}"
         return (
-            f"<offbeat.AsyncModelAverager {self.rank} of {self._turns.members.size}, {self.method!r}"
+            f"<offbeat.AsyncModelAverager {who}, {self.method!r}"
             f"{', asynchronous' if self._turns.is_guided else ''}, {how}, round {self.averaging_round}"
             f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
         )

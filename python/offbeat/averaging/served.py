@@ -13,7 +13,7 @@ from torch import nn
 
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
-from offbeat.averaging.waiting import for_the_others, missed, telling
+from offbeat.averaging.waiting import for_the_others, for_those_before, missed, telling
 from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
@@ -100,6 +100,9 @@ class Served:
             ConnectError: If it cannot be reached.
         """
         self.size = 1
+        self._is_counted = False  # in `size`
+        self._run_id: str | None = None
+        self._num_before = 1  # how many there were at a server whose run is lost, while they are missed here
         self._terms = terms
         self._connect = connect
         self._names = {id(parameter): name for name, parameter in parameters}
@@ -117,7 +120,7 @@ class Served:
         self._version = -1
         self._future: Future[Heard] | None = None
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
-        self._is_closed = self.has_gone_on = self._has_missed = False
+        self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
         self.away: str | None = None
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
         self._missed: str | None = None  # of whom it was told that they are waited for
@@ -226,6 +229,38 @@ class Served:
     @staticmethod
     def _names_of_statistics(num: int) -> list[str]:
         return [f"BatchNorm statistics {number}" for number in range(num)]
+
+    def wait_for_those_before(self) -> None:
+        """Before the end, wait for those who were there with this member, where the server has lost its run.
+
+        It knows nobody then, and would end with each of them alone. Who has come is waited for from there on.
+        """
+        self._check_open()
+        try:
+            if self._client is None:
+                self._meet()
+            self._go_on()
+            if self._num_before == 1:
+                return
+            assert self._client is not None  # noqa: S101  it has met
+            there = int(self._client.status()["rounds"]["open_entrants"]) + 1
+            with telling(for_those_before(num_there=there, num_before=self._num_before, most_s=BEGIN_S)):
+                entered = self._client.enter(
+                    0.0, grace_s=BEGIN_S, at_least=self._num_before, terms=self._terms or None
+                )
+            gathered = self._client.gather(entered.round)
+            self._reread(self._client)
+        except LOST as error:
+            self._pause(error)
+            return
+        if entered.round == 1:  # others have made none before it
+            self._last = entered.round, gathered.version
+        self._has_waited = True
+
+    @property
+    def shown(self) -> str:
+        """How many there are, for people."""
+        return f"{self.size} in its newest round" if self._is_counted else "in no round yet"
 
     # ------------------------------------------------------------------ on the thread
 
@@ -354,8 +389,22 @@ class Served:
         client.pull(out=self._mean)
         self._version = gathered.version
         self._last = entered.round, gathered.version
-        self.size = max(entered.members, 1)
+        self._count(entered.members)
         return entered.at_work, are_agreed, is_brought
+
+    def _count(self, num_members: int) -> None:
+        """Take note of how many were in a round, and warn of those of before who have not come to the end."""
+        self.size, self._is_counted = max(num_members, 1), True
+        if self.size < self._num_before:
+            if not self._has_waited:
+                return
+            process.warn(
+                f"this ends with {self.size} of {self._num_before} members: the others have not come within "
+                f"{BEGIN_S:g} s to the server, which was started again without its run and knows nobody of "
+                f"before; what they have learnt is not in this model. A server that keeps checkpoints "
+                f"(checkpoint_dir=) knows them"
+            )
+        self._num_before, self._has_waited = 1, False
 
     def _push(self, client: Client, own: Arrays, room: Arrays, entered: Entered, samples: int) -> bool:
         """Push the way from the mean, times the share; nothing where that is 0, or too large for float32.
@@ -404,12 +453,14 @@ class Served:
             ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
         """
         client = self._connect(AGAIN_S if tries_s is None else tries_s)
+        if self._run_id not in {None, client.run_id}:
+            self._num_before = max(self._num_before, self.size)
         try:
             self._agree(client)
         except BaseException:
             client.close(finished=False)
             raise
-        self._client = client
+        self._client, self._run_id = client, client.run_id
 
     def _agree(self, client: Client) -> None:
         arrays = self._brought()
@@ -420,6 +471,10 @@ class Served:
         self._mean = client.pull(out=arrays)
         if self._last == NOWHERE:
             self._last = status["rounds"]["closed"], self._version
+
+    def _reread(self, client: Client) -> None:
+        """Take what the server has, from which this member's way is measured."""
+        client.pull(out=self._mean)
 
     def _brought(self) -> Arrays:
         """Give what a server that has nothing is to begin with."""
@@ -457,8 +512,8 @@ class Served:
         gathered = client.gather(entered.round)
         client.pull(out=self._mean)
         self._last = entered.round, gathered.version
-        self.size = entered.members
-        if entered.members < num_expected:
+        self._count(entered.members)
+        if self.size < num_expected:
             self._warn_of_missing(num_expected)
 
     @staticmethod
@@ -469,7 +524,7 @@ class Served:
     def _warn_of_missing(self, num_expected: int) -> None:
         process.warn(
             f"{self.size} of {num_expected} members have come, and begin without the others, who may come "
-            f"later"
+            f"later; one that was refused, as for other settings, has said why itself"
         )
 
     def _pause(self, error: Exception) -> None:

@@ -12,6 +12,7 @@ from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
 from offbeat.local.optimizer import faults_of_state
+from offbeat.local.parameters import fingerprint, first_other
 
 __all__ = ["faults_of", "state_of", "take_up"]
 
@@ -32,6 +33,7 @@ def state_of(turns: Turns, owner: Owner) -> dict[str, Any]:
         **turns.course.state_dict(),
         **turns.timing.state_dict(),
         "rounds": turns.rounds.state_dict(),
+        "model": fingerprint(turns.named),
         "optimizer": None if live is None else live.state_dict(),
     }
 
@@ -60,14 +62,15 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     """Go on from a state.
 
     Args:
-        turns: Of a member whose model has its values back already.
+        turns: Of a member whose model has got its values back since all met.
         state: As `state_of` gave it.
         optimizer: As the user gives it, or None.
         strict: Refuse states of different rounds.
 
     Raises:
         ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
-        StateError: If a round is under way, or members' states are not of the same round.
+        StateError: If a round is under way, a member's model is not that of its state, which changes nothing,
+            or members' states are not of the same round.
     """
     if turns.rounds.is_under_way:
         raise StateError(
@@ -78,6 +81,7 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     if state["optimizer"] is not None:
         faults += faults_of_state(turns.optimizer.live, optimizer)
     refuse(faults)
+    _check_model(turns, state)
     if state["optimizer"] is not None:
         turns.optimizer.use(optimizer).load_state_dict(state["optimizer"])
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
@@ -90,6 +94,30 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     turns.unshared.end(turns.course.iterations)
     if isinstance(turns.members, Arrivals):
         turns.members.go_out_anew()
+
+
+def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:
+    """See that all members have their models back: where they have met, all have the first one's.
+
+    Raises:
+        StateError: In all members of a process group, if one has not.
+    """
+    if turns.members.has_gone_on or isinstance(turns.members, Arrivals):
+        return  # the model is what others have made
+    kept = state.get("model")  # which older states do not have
+    other = None if kept is None else first_other(turns.named, kept)
+    are_fitting = turns.members.is_alike(other is None)
+    if other is None and are_fitting:
+        return
+    what = (
+        "the model of another member is not the one of its state"
+        if other is None
+        else f"the model is not the one of the state: parameter {other!r} has other values"
+    )
+    raise StateError(
+        f"{what}: making an averager gives the first member's model to all, so make the averager first, then "
+        f"load the model's own state, which was taken right after the averager's, and then the averager's"
+    )
 
 
 def _resume_timing(turns: Turns, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it

@@ -12,8 +12,9 @@ from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Joined
 from offbeat.averaging.methods import Method
-from offbeat.averaging.pace import Adaptive, Seconds
+from offbeat.averaging.pace import Seconds
 from offbeat.averaging.rounds import Outcome, Progress, Rounds
+from offbeat.averaging.served import Served
 from offbeat.averaging.timing import Agreement, Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.errors import ConnectionLostError, NonFiniteError
@@ -126,8 +127,7 @@ class Turns:
         if self.rounds.is_under_way and self._is_to_end():
             self.finish(owner)
         if self.rounds.is_under_way and not self.members.is_waited_for:
-            is_adaptive = isinstance(self.timing.pace, Adaptive)
-            self.unshared.look_behind(self._times(), self.course.since_begin, is_adaptive=is_adaptive)
+            self._look_behind()
             return
         if self._is_due() and self.rounds.is_under_way:
             self.finish(owner)  # after which it may be due later, as in members that have ended it before
@@ -144,6 +144,9 @@ class Turns:
         """
         if self.rounds.is_under_way:
             self.finish(owner)
+        if isinstance(self.members, Served):
+            self.members.wait_for_those_before()
+            self._check_there()
         if self.rounds.is_to_change:
             self._average(owner, waits=True)
             self._check_there()
@@ -219,11 +222,16 @@ class Turns:
             number=self.rounds.number,
         )
 
-    def _times(self) -> float:
-        """Tell how many times as long as from average to average it is since the last round began."""
+    def _look_behind(self) -> None:
+        """Warn of a round that takes many times as long as it is from average to average."""
         pace, course = self.timing.pace, self.course
-        passed = course.seconds_since_begin if isinstance(pace, Seconds) else course.since_begin
-        return passed / pace.every
+        passed: float = course.since_begin
+        done = f"has done {course.since_begin} iterations"
+        if isinstance(pace, Seconds):
+            passed = course.seconds_since_begin
+            done = f"has trained for {passed:.3g} s"
+        policy = str(pace.setting()[0])
+        self.unshared.look_behind(passed / pace.every, done, policy=policy, away=self.members.away)
 
     def _is_to_end(self) -> bool:
         overlap = self.timing.overlap

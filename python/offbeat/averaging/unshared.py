@@ -50,32 +50,42 @@ class Unshared:
         """Take note that what is left is accounted for; until the next iteration."""
         _open.discard(self)
 
-    def look_behind(self, times: float, iterations: int, *, is_adaptive: bool) -> None:
-        """Warn once of a round that takes very long.
+    def look_behind(self, times: float, done: str, *, policy: str, away: str | None) -> None:
+        """Warn once of a round, at a server, that takes very long.
 
         Args:
             times: How many times the averaging frequency has passed since it began.
-            iterations: That have passed since then.
-            is_adaptive: Each member's frequency is its own.
+            done: What the member has done since then, in words.
+            policy: By which it is time to average; with "adaptive" each member's frequency is its own.
+            away: How the server was not reached when it was tried last.
         """
         if times < FAR or self._has_told:
             return
         self._has_told = True
         text = (
-            f"averaging is far behind: member {self._rank} has done {iterations} iterations since its round "
-            f"began, {FAR} times averaging_frequency, and it has not ended: other members, or the server, "
-            f"are slower than this one's training"
+            f"averaging is far behind: member {self._rank} {done} since its round began, {FAR} times "
+            f"averaging_frequency, and it has not ended: "
         )
-        if is_adaptive:
+        if away is not None:
+            process.warn(f"{text}the members' server is away, and is tried again: {away}")
+            return
+        slower = (  # a client that is coming back to its server says so in the log, and nowhere else
+            "other members, or the server, are slower than this one's training, or the connection to the "
+            "server is lost, of which the log has a warning then"
+        )
+        if policy == "adaptive":
             process.warn(
-                f"{text}, or by their own adaptation_metric they average less often (at a server each member "
-                f"goes by its own); bring min_averaging_frequency and max_averaging_frequency nearer to one "
-                f"another, or take averaging_policy='iteration' or 'time'"
+                f"{text}{slower}, or by their own adaptation_metric they average less often (at a server "
+                f"each member goes by its own); bring min_averaging_frequency and max_averaging_frequency "
+                f"nearer to one another, or take averaging_policy='iteration' or 'time'"
             )
             return
+        by_time = (
+            "" if policy == "time" else "where members differ in speed by time (averaging_policy='time'), "
+        )
         process.warn(
-            f"{text}; average less often (averaging_frequency=), where members differ in speed by time "
-            f"(averaging_policy='time'), or wait for each round (overlap=False)"
+            f"{text}{slower}; average less often (averaging_frequency=), {by_time}or wait for each round "
+            f"(overlap=False)"
         )
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from offbeat import process
 
-__all__ = ["for_the_others", "missed", "telling"]
+__all__ = ["for_the_others", "for_those_before", "missed", "telling"]
 
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
@@ -37,6 +37,15 @@ def for_the_others(*, num_there: int, num_expected: int, most_s: float) -> str:
         f"waiting for the members that begin together: {num_there} of {num_expected} are there; after "
         f"{most_s:g} s at most those who are there begin without the others. If fewer are started, give "
         f"their number (world_size=)"
+    )
+
+
+def for_those_before(*, num_there: int, num_before: int, most_s: float) -> str:
+    """Word the wait for those who were at a server that has lost its run."""
+    return (
+        f"waiting for the members of before the server was started again without its run, to end together: "
+        f"{num_there} of {num_before} are there; after {most_s:g} s at most those who are there end without "
+        f"the others"
     )
 
 

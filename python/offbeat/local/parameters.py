@@ -3,13 +3,17 @@
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
 
-__all__ = ["check_same", "each_once", "of_model"]
+__all__ = ["check_same", "each_once", "fingerprint", "first_other", "of_model"]
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By bytes of a value: as what its bits are read."""
 
 
 def each_once(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -35,6 +39,28 @@ def check_same(before: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> 
             )
     if len(before) != len(now):
         raise StateError("the model has more or fewer parameters than when this was made: change it first")
+
+
+def fingerprint(named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str | int]]:
+    """Tell values from others by little: each parameter's dtype, and the sum of its bits as whole numbers.
+
+    It is the same on each device, and computed there: only the sums leave it.
+    """
+    if not named:
+        return []
+    sums = [p.detach().reshape(-1).view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
+    return [[str(p.dtype), sum_] for (_, p), sum_ in zip(named, torch.stack(sums).tolist(), strict=True)]
+
+
+def first_other(named: Sequence[tuple[str, nn.Parameter]], kept: Sequence[Sequence[str | int]]) -> str | None:
+    """Name the first parameter that has other values than when a `fingerprint` was taken; None: none has.
+
+    Of one that was cast since then nothing can be said.
+    """
+    for (name, _), (dtype, sum_), (old_dtype, old) in zip(named, fingerprint(named), kept, strict=False):
+        if dtype == old_dtype and sum_ != old:
+            return name
+    return None
 
 
 def of_model(model: object) -> list[str]:

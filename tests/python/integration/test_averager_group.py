@@ -1,5 +1,6 @@
 """Members of a process group that average are what the methods say, computed in one process."""
 
+import copy
 import gc
 import json
 import os
@@ -426,14 +427,15 @@ def resumed_at_another_pace(rank, is_early):
     """Save, some after the frequency has changed; go on, and say when rounds begin."""
     first = Counter()
     ours = offbeat.AsyncModelAverager(first.model, averaging_frequency=3, overlap=False)
-    state = ours.state_dict()
+    state, value = ours.state_dict(), first.value
     ours.averaging_frequency = 5
     first.train(ours, 9)
     if not is_early or rank == 1:
-        state = ours.state_dict()
+        state, value = ours.state_dict(), first.value
     ours.flush()
     one = Counter()
     with offbeat.AsyncModelAverager(one.model, averaging_frequency=3, overlap=False) as again:
+        nn.init.constant_(one.model.weight, value)
         again.load_state_dict(state, strict=False)
         begins = []
         for number in range(12):
@@ -805,3 +807,36 @@ def test_a_frequency_that_one_member_alone_has_set_is_not_followed():
     (one, begins), (other, others) = together(other_frequency, 2, (1,), False)
     assert begins == others == [3, 6, 9, 12, 15, 18, 21]
     assert all(map(np.array_equal, one, other))
+
+
+def loading_in_an_order(rank, is_model_first, strict):
+    """Go on from a state, in a model of another life; give what is said, and whether that was the model."""
+    trained = model()
+    with offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False) as ours:
+        for number in range(6):
+            live = torch.optim.SGD(trained.parameters(), lr=0.1)
+            ours.step(step(trained, live, rank, number))
+        kept = copy.deepcopy((ours.state_dict(), trained.state_dict()))
+    again = model(seed=7 + rank)
+    if is_model_first:
+        again.load_state_dict(kept[1])
+    with offbeat.AsyncModelAverager(again, averaging_frequency=4, overlap=False) as ours:
+        if not is_model_first:
+            again.load_state_dict(kept[1])
+        try:
+            ours.load_state_dict(kept[0], strict=strict)
+        except StateError as error:
+            return str(error), ours.iterations
+        return all(map(np.array_equal, arrays(again), arrays(trained))), ours.iterations
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_is_refused_in_all_members_where_making_the_averager_has_overwritten_a_model(strict):
+    first, second = together(loading_in_an_order, 2, True, strict)
+    assert first[0].startswith("the model of another member is not the one of its state: ")
+    assert second[0].startswith(
+        "the model is not the one of the state: parameter '0.weight' has other values"
+    )
+    assert "make the averager first, then load the model's own state" in second[0]
+    assert (first[1], second[1]) == (0, 0), "nothing is changed"
+    assert together(loading_in_an_order, 2, False, strict) == [(True, 6)] * 2

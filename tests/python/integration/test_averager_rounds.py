@@ -197,6 +197,7 @@ def test_a_state_s_frequency_is_wished_for_at_a_server_and_in_force_once_all_wan
         assert (ours.averaging_frequency, ours.overlap) == (3, 2)
         state = ours.state_dict()
     with offbeat.ParameterServer(transaction="model") as other, averaging(Counter().model, other) as alone:
+        alone.model.load_state_dict(first.model.state_dict())
         with warned() as told:
             alone.load_state_dict(state)
         assert (alone.averaging_frequency, alone.overlap) == (1, False)
@@ -412,6 +413,7 @@ def test_who_waits_for_the_others_to_begin_says_so_and_for_how_long(server, monk
     assert "1 of 3 are there; after 1.5 s at most" in told[0]
     assert "(world_size=)" in told[0]
     assert told[1].startswith("1 of 3 members have come, and begin without the others")
+    assert told[1].endswith("one that was refused, as for other settings, has said why itself")
 
 
 def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_whom(tmp_path, monkeypatch):

@@ -169,6 +169,67 @@ def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_ther
             ours.close()
 
 
+@pytest.fixture
+def two_of_before(monkeypatch):
+    """Give two members of a server that was lost, and the port at which they try to flush again."""
+    port, ones = free_port(), [Counter(by=1.0), Counter(by=3.0)]
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+
+    with ThreadPoolExecutor(2) as threads:
+
+        def joined(rank):
+            place = f"127.0.0.1:{port}"
+            return at(place, ones[rank].model, rank, 2, averaging_frequency=100, overlap=False)
+
+        with offbeat.ParameterServer(port=port, transaction="model"):
+            members = list(threads.map(joined, range(2)))
+        for one, averager in zip(ones, members, strict=True):
+            one.train(averager, 2)
+            with pytest.raises(ConnectionLostError, match="the members' server is away"):
+                averager.flush()
+        yield port, ones, members, threads
+    for averager in members:
+        averager.close()
+
+
+def test_a_member_at_a_server_is_shown_with_how_many_its_newest_round_had(server):
+    with at(server.address, Counter().model, 0, 1, averaging_frequency=1, overlap=False) as first:
+        first.step(1)
+        assert repr(first).startswith(
+            "<offbeat.AsyncModelAverager member 0, 1 in its newest round, Average()"
+        )
+        late_model = Counter().model
+        with at(server.address, late_model, 2, 3, averaging_frequency=1, overlap=False) as late:
+            assert repr(late).startswith("<offbeat.AsyncModelAverager member 2, in no round yet, Average()")
+
+
+def test_members_end_together_at_a_server_that_knows_nobody_of_before(two_of_before):
+    port, ones, members, threads = two_of_before
+    with warned() as told, offbeat.ParameterServer(port=port, transaction="model") as server:
+        first = threads.submit(members[0].flush)
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        assert not first.done(), "it waits for the other, of whom the server knows nothing"
+        members[1].flush()
+        first.result(LEASE_S)
+        assert [one.value for one in ones] == [4.0, 4.0], "2 and 6"
+        assert [averager.world_size for averager in members] == [2, 2]
+        assert {*told} == {"the server is there again: averaging goes on"}
+
+
+def test_who_ends_without_those_of_before_has_waited_for_them_and_says_so(two_of_before, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.served.BEGIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
+    port, ones, members, _ = two_of_before
+    with warned() as told, offbeat.ParameterServer(port=port, transaction="model"):
+        members[0].flush()
+        assert "1 of 2 are there; after 0.5 s at most" in told[1]
+        assert told[2].startswith("this ends with 1 of 2 members: the others have not come within 0.5 s")
+        members[0].flush()
+        assert len(told) == 3, "it is waited for once"
+    assert ones[0].value == 2.0
+
+
 def test_what_is_learnt_before_the_server_is_started_again_is_brought_after_it(tmp_path):
     port, one = free_port(), Counter()
 

@@ -85,6 +85,7 @@ def test_what_is_closed_saved_or_given_up_is_not_forgotten(two, does):
 def test_a_state_that_was_loaded_is_nothing_new(two):
     train(two[0], 1)
     state, live = two[0].state_dict(), torch.optim.SGD(two[1].model.parameters(), lr=0.1)
+    two[1].model.load_state_dict(two[0].model.state_dict())
     two[1].load_state_dict(state, optimizer=live)
     assert at_the_end() == []
     train(two[1], 1)
@@ -106,6 +107,7 @@ def test_a_round_that_takes_ten_times_the_frequency_is_told_once(two):
         train(two[0], 30)
     assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
     assert "member 0 has done 20 iterations since its round began, 10 times averaging_frequency" in told[0]
+    assert "or the connection to the server is lost, of which the log has a warning" in told[0]
 
 
 def test_where_each_member_adapts_by_itself_a_round_that_takes_long_is_told_with_the_bounds_to_set():
@@ -133,6 +135,8 @@ def test_a_round_that_takes_ten_times_a_frequency_of_time_is_told_too(monkeypatc
         now[0] += 1.0
         train(ours, 2)
     assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
+    assert "member 0 has trained for 50 s since its round began, 10 times averaging_frequency" in told[0]
+    assert "averaging_policy='time'" not in told[0], "it is so already"
 
 
 def test_a_member_that_trains_and_seldom_averages_is_not_taken_for_stalled():

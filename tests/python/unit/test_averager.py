@@ -171,6 +171,7 @@ def test_a_frequency_of_time_counts_from_the_end_of_a_round_and_not_while_it_is_
         seen.append((ours.is_under_way, ours.averaging_round))
     assert seen == [(True, 0), (False, 1), (False, 1), (True, 1), (False, 2), (False, 2)]
     state, other = ours.state_dict(), made()
+    other.model.load_state_dict(ours.model.state_dict())
     other.load_state_dict(state, optimizer=optim.SGD(lr=0.1))  # 4 s after the end of its second round
     for passes, is_due in ((5.9, False), (0.1, True)):
         now[0] += passes
@@ -341,6 +342,7 @@ def test_a_frequency_and_an_overlap_that_were_changed_are_in_the_state(policy):
     assert trained(second, 19, 60) == expected[1]
     assert same(whole.model, second.model)
     third = made()
+    third.model.load_state_dict(kept[1])
     older = {name: value for name, value in kept[0].items() if name != "timing"}
     with warned() as told:
         third.load_state_dict(older, optimizer=optim.SGD(lr=0.1))
@@ -405,6 +407,10 @@ def test_a_state_with_an_optimizers_says_where_to_give_one_and_changes_nothing()
     assert (other.iterations, other.optimizer) == (0, None)
     with pytest.raises(ConfigError, match=r"the state is of method .*; there is no optimizer here"):
         offbeat.AsyncModelAverager(model(), method="diloco").load_state_dict(state)
+    with pytest.raises(StateError, match=r"parameter '0\.weight' has other values: .* load the model's own"):
+        other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
+    assert (other.iterations, other.optimizer) == (0, None)
+    other.model.load_state_dict(ours.model.state_dict())
     other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
     assert other.iterations == 3
     assert len(other.optimizer.state) == len(ours.optimizer.state) > 0
