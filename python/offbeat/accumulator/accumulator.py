@@ -20,6 +20,7 @@ from offbeat.accumulator.settings import (
     count_of,
     extra_faults,
     other_faults,
+    settings_by_name,
     size_faults,
     steps_of,
 )
@@ -207,7 +208,9 @@ class AsyncGradientAccumulator:
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
         most = self._most if adaptive_accumulation else None
-        setting = [most, self._scaler.is_there, overlap, *self._losses_are()]
+        setting = settings_by_name(
+            loss_reduction, normalizer, most, overlap=overlap, has_scaler=self._scaler.is_there
+        )
         self._members: Members = (
             Alone()
             if group is None or size == 1
@@ -603,11 +606,14 @@ class AsyncGradientAccumulator:
             self._samples = total.samples
         return total.num_at_work
 
-    def _settings(self) -> list[object]:
-        """Give what may change from update to update and has to be the same for all members."""
-        steps = self.accumulation_steps if self._meter else None
-        watched = [] if self._members.size == 1 else trained_by.act_on_gradients(self.model)
-        return [self.updates, steps, self._scaler.scale, watched]
+    def _settings(self) -> dict[str, object]:
+        """Give what may change from update to update and has to be the same for all members, by name."""
+        return {
+            "updates": self.updates,
+            "accumulation_steps": self.accumulation_steps if self._meter else None,
+            "scale of grad_scaler": self._scaler.scale,
+            "what monitors do": [] if self._members.size == 1 else trained_by.act_on_gradients(self.model),
+        }
 
     def _rates(self) -> list[float] | None:
         """Give the learning rates, which have to be the same in all members that have an optimizer."""
