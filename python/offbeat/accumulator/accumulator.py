@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -31,6 +32,7 @@ from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
+from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
@@ -422,11 +424,14 @@ class AsyncGradientAccumulator:
         self._is_under_way, self._due = False, None  # its sum is nobody's now
 
     def __enter__(self) -> Self:
-        """Use the accumulator in a `with` block, at whose end it is closed."""
+        """Use the accumulator in a `with` block, at whose end it is closed; it is not flushed there."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it, and warn of what was gathered and not flushed."""
+        tell_at_end_of_block(self._unflushed, error)
         self.close()
 
     # ------------------------------------------------------------------ state
