@@ -434,6 +434,18 @@ class AsyncGradientAccumulator:
         tell_at_end_of_block(self._unflushed, error)
         self.close()
 
+    def __repr__(self) -> str:
+        """Say what it does."""
+        members = self._members
+        steps = f"{self.accumulation_steps} micro-batches"
+        if self._meter is not None:
+            steps += f" at present, at most {self._most}"
+        return (
+            f"<offbeat.AsyncGradientAccumulator {members.rank} of {members.size}, an update every {steps}"
+            f"{', one window late' if self._overlaps else ''}, update {self.updates}"
+            f"{', closed' if self._is_closed else ''}>"
+        )
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:

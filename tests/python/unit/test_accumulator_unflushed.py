@@ -90,6 +90,15 @@ def test_a_with_block_that_ends_by_an_exception_tells_that_alone():
     assert told == []
 
 
+def test_what_it_does_can_be_read():
+    accumulator = made()
+    gather(accumulator, 4)
+    said = "<offbeat.AsyncGradientAccumulator 0 of 1, an update every 4 micro-batches, update 1"
+    assert repr(accumulator) == f"{said}>"
+    accumulator.close()
+    assert repr(accumulator) == f"{said}, closed>"
+
+
 def test_a_window_that_was_dropped_by_an_error_is_not_forgotten():
     accumulator = made()
     gather(accumulator, 3)
