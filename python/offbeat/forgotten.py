@@ -4,13 +4,13 @@ from typing import Protocol
 
 from offbeat import process
 
-__all__ = ["Leaves", "forget", "remember", "warn_of_forgotten", "with_something_left"]
+__all__ = ["Leaves", "forget", "remember", "tell_at_end_of_block", "warn_of_forgotten", "with_something_left"]
 
 
 class Leaves(Protocol):
     """Knows what is left of something, and holds nothing else: it outlives what it is about."""
 
-    def _warn_of_forgotten(self) -> None:
+    def _warn_of_forgotten(self, what_ends: str = "process") -> None:
         """Warn of what is left, if anything is, and if it is this process's."""
 
 
@@ -27,6 +27,12 @@ def remember(one: Leaves) -> None:
 def forget(one: Leaves) -> None:
     """Take note that what is left is accounted for."""
     with_something_left.discard(one)
+
+
+def tell_at_end_of_block(one: Leaves, failure: BaseException | None) -> None:
+    """Let one warn of what is left as its `with` block ends, unless that is by a failure."""
+    if failure is None and one in with_something_left:
+        one._warn_of_forgotten("with block")  # noqa: SLF001  likewise
 
 
 def warn_of_forgotten(failure: BaseException | None) -> None:

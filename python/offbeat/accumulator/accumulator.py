@@ -4,12 +4,14 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import distributed, nn
 
 from offbeat import process, trained_by
+from offbeat.accumulator import culprits
 from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
@@ -19,6 +21,7 @@ from offbeat.accumulator.settings import (
     count_of,
     extra_faults,
     other_faults,
+    settings_by_name,
     size_faults,
     steps_of,
 )
@@ -28,7 +31,8 @@ from offbeat.accumulator.unflushed import Unflushed
 from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
-from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
+from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
@@ -46,6 +50,12 @@ if TYPE_CHECKING:
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
 _log = logging.getLogger("offbeat")
+
+_THROUGH = (
+    "This flush() was complete in all members all the same: it is not to be called again for it, where it "
+    "would wait for the others' next one"
+)
+"""What to add to an error that `flush` raises in the end."""
 
 
 class AsyncGradientAccumulator:
@@ -200,7 +210,9 @@ class AsyncGradientAccumulator:
         are_means = loss_reduction == "mean"
         is_divided = are_means or normalizer is not None
         most = self._most if adaptive_accumulation else None
-        setting = [most, self._scaler.is_there, overlap, *self._losses_are()]
+        setting = settings_by_name(
+            loss_reduction, normalizer, most, overlap=overlap, has_scaler=self._scaler.is_there
+        )
         self._members: Members = (
             Alone()
             if group is None or size == 1
@@ -228,6 +240,7 @@ class AsyncGradientAccumulator:
         self._was_update = False
         self._has_warned = False
         self._unflushed = Unflushed()
+        self._flushed: Literal["well", "raised"] | None = None  # and nothing was trained since
         self._is_closed = False
         self._samples = 0
         self._samples_since_end = 0
@@ -287,10 +300,14 @@ class AsyncGradientAccumulator:
         if counts:  # a mean over nothing is NaN, and no sign of anything
             trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
         self._was_update = False
+        self._flushed = None
         try:
             self._window.add(
                 self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
             )
+            value = float(shown)
+            if counts:
+                self._window.see(value)
             if self._sizes.see(samples):
                 self._warn_of_size(samples)
             self._samples_since_end += samples
@@ -300,7 +317,7 @@ class AsyncGradientAccumulator:
                 self._end_window()
         finally:
             self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
-        return float(shown)
+        return value
 
     def is_update_step(self) -> bool:
         """Tell whether the last call made an update."""
@@ -362,13 +379,15 @@ class AsyncGradientAccumulator:
                 called again with one it goes on, and the others wait for it.
             StateError: As `train_step`.
             NonFiniteError: As `train_step`, of this member's last windows; all else has been done by then, in
-                all members, and nothing is left to be flushed.
+                all members, and nothing is left to be flushed: called again, it waits for the others' next
+                one.
             ConnectionLostError: As `train_step`.
             ClosedError: As `train_step`.
         """
         self._check_open()
         if optimizer is not None:
             self._updates.use(optimizer)
+        self._tell_of_nothing_new()
         num_before = self.updates
         faults: list[NonFiniteError] = []
         if self._window.batches:
@@ -379,11 +398,18 @@ class AsyncGradientAccumulator:
                 self._update()
         self._updates.end()
         if self._members.size > 1:
-            self._end_together()
+            try:
+                self._end_together()
+            except ConnectionLostError as error:
+                if not faults:
+                    raise
+                what = str(faults[0]).partition(". This may be caught")[0]
+                raise ConnectionLostError(f"{what}; that may have ended another member: {error}") from None
         self._unflushed.end()
         self._was_update = self.updates > num_before
+        self._flushed = "raised" if faults else "well"
         if faults:  # not before the end: the others wait there for this member
-            raise faults[0]
+            raise faults[0] if self._members.size == 1 else NonFiniteError(f"{faults[0]}. {_THROUGH}")
 
     def close(self) -> None:
         """Take part no more, and give back the members' own process group; the model stays usable.
@@ -398,12 +424,27 @@ class AsyncGradientAccumulator:
         self._is_under_way, self._due = False, None  # its sum is nobody's now
 
     def __enter__(self) -> Self:
-        """Use the accumulator in a `with` block, at whose end it is closed."""
+        """Use the accumulator in a `with` block, at whose end it is closed; it is not flushed there."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it, and warn of what was gathered and not flushed."""
+        tell_at_end_of_block(self._unflushed, error)
         self.close()
+
+    def __repr__(self) -> str:
+        """Say what it does."""
+        members = self._members
+        steps = f"{self.accumulation_steps} micro-batches"
+        if self._meter is not None:
+            steps += f" at present, at most {self._most}"
+        return (
+            f"<offbeat.AsyncGradientAccumulator {members.rank} of {members.size}, an update every {steps}"
+            f"{', one window late' if self._overlaps else ''}, update {self.updates}"
+            f"{', closed' if self._is_closed else ''}>"
+        )
 
     # ------------------------------------------------------------------ state
 
@@ -480,6 +521,7 @@ class AsyncGradientAccumulator:
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None
         self._window.load_state_dict(state["window"])
+        self._flushed = None
         self._unflushed.end()  # what it has is kept where it came from
         if self._meter is not None:
             self._meter.load_state_dict(state["meter"])
@@ -531,6 +573,8 @@ class AsyncGradientAccumulator:
     def _send(self, own: Sum | None, scale: float) -> None:
         """Begin a sum, of nothing where this member has ended."""
         told = [scale if own is not None else 0.0] if self._scaler.is_there else []
+        members = self._members
+        told += culprits.told(members.rank, members.size, is_finite=own is None or own.is_finite)
         if self._meter is not None:
             told += self._meter.told(own, scale)
         self._members.begin(own, self._settings(), told, rates=self._rates())
@@ -560,6 +604,8 @@ class AsyncGradientAccumulator:
         scale, told = self._scaler.scale, list(total.told)
         if self._scaler.is_there:
             scale = told.pop(0) / max(total.num_at_work, 1)  # the same in all that are at work
+        num = culprits.num_numbers(self._members.size)
+        unfinite, told = culprits.culprits_in(told[:num]), told[num:]
         if self._meter is not None:
             self._meter.take(total, told, scale)
         if total.num_at_work:
@@ -569,6 +615,7 @@ class AsyncGradientAccumulator:
                 samples=total.samples,
                 scale=scale,
                 gain=self.gain,
+                whose=culprits.worded(unfinite, self._members.size),
             )
             self.updates += self._was_update
             is_any = any(gradient is not None for gradient in total.gradients)
@@ -578,11 +625,14 @@ class AsyncGradientAccumulator:
             self._samples = total.samples
         return total.num_at_work
 
-    def _settings(self) -> list[object]:
-        """Give what may change from update to update and has to be the same for all members."""
-        steps = self.accumulation_steps if self._meter else None
-        watched = [] if self._members.size == 1 else trained_by.act_on_gradients(self.model)
-        return [self.updates, steps, self._scaler.scale, watched]
+    def _settings(self) -> dict[str, object]:
+        """Give what may change from update to update and has to be the same for all members, by name."""
+        return {
+            "updates": self.updates,
+            "accumulation_steps": self.accumulation_steps if self._meter else None,
+            "scale of grad_scaler": self._scaler.scale,
+            "what monitors do": [] if self._members.size == 1 else trained_by.act_on_gradients(self.model),
+        }
 
     def _rates(self) -> list[float] | None:
         """Give the learning rates, which have to be the same in all members that have an optimizer."""
@@ -602,12 +652,21 @@ class AsyncGradientAccumulator:
                 num_at_work = self._update()
             if faults and not num_faults:  # each of the others is told by its own errors
                 process.warn(
-                    f"the gradient of update {self.updates + 1} is NaN or infinite, of a window that other "
-                    f"members alone had: it is dropped in all of them, those raise a NonFiniteError, and "
-                    f"nothing is changed"
+                    f"{str(faults[0]).partition(',')[0]}, of a window that other members alone had: it is "
+                    f"dropped in all of them, those raise a NonFiniteError, and nothing is changed"
                 )
         self._members.end(list(self.model.buffers()), self._samples_since_end)
         self._samples_since_end = 0
+
+    def _tell_of_nothing_new(self) -> None:
+        """Say for what a flush waits that has nothing to add, as one that is called twice."""
+        if self._members.size == 1 or self._flushed is None:
+            return
+        text = (
+            "nothing was trained here since the last flush(), which was complete in all members: this one "
+            "waits until the others call it again, too"
+        )
+        (process.warn if self._flushed == "raised" else _log.info)(text)
 
     def _tell_made(self, *, is_late: bool) -> None:
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"

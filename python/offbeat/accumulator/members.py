@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed, nn
@@ -15,30 +15,32 @@ from offbeat.local.group import (
     begin_alike,
     check_alike,
     check_device,
+    check_made,
+    check_settings,
+    differing,
     digest,
+    gathered,
     is_alike,
     is_other,
+    listed,
 )
 from offbeat.local.sums import Sums
 
 __all__ = ["Alone", "Group", "Members", "Total"]
 
 
-UNLIKE = (
-    "the members' optimizers are set differently, or they train different parameters (requires_grad), or "
-    "they went on from states of different updates, or only some have a monitor that changes gradients: a "
-    "scheduler has to step once per update in every member, also in those that flush() makes: "
-    "optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it; and an AsyncTrainingMonitor "
-    'that may "clip", "reject" or "pause" has to be in every member, set alike, until flush() is through'
-)
-"""What to say where members differ in what has to be alike."""
+Settings = Mapping[str, object]
+"""As JSON can have them, by names for people."""
 
-MADE_UNLIKE = (
-    "members train different parameters (requires_grad), or have another overlap, loss_reduction or "
-    "adaptive_accumulation, with that also another number of micro-batches, or only some of them a "
-    "normalizer or a grad_scaler: give all the same"
-)
-"""What to say where they were made so."""
+REMEDIES = {
+    "learning rate": "a scheduler has to step once per update in every member, also in those that flush() "
+    "makes: optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it",
+    "updates": "load states of the same update in all of them",
+    "scale of grad_scaler": "make all scalers with the same init_scale, or load the same state",
+    "what monitors do": 'an AsyncTrainingMonitor that may "clip", "reject" or "pause" has to be in every '
+    "member, set alike, until flush() is through",
+}
+"""What to do where members differ in what may change from update to update; in all else: set it alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,18 @@ class Members(Protocol):
         """Give where the next window's sums are to be, so that they need not be copied."""
 
     def begin(
-        self, own: Sum | None, settings: object, told: Sequence[float] = (), *, rates: object = None
+        self,
+        own: Sum | None,
+        settings: Mapping[str, object],
+        told: Sequence[float] = (),
+        *,
+        rates: object = None,
     ) -> None:
         """Send what this member has.
 
         Args:
             own: None takes part with nothing, having ended.
-            settings: How it is set, as JSON can have it: alike for all members.
+            settings: How it is set: alike for all members.
             told: Numbers to be added up with it; as many in all members.
             rates: How its optimizer is set, likewise; None where it has none yet, and nothing to say of it.
         """
@@ -118,7 +125,12 @@ class Alone:
         return []
 
     def begin(
-        self, own: Sum | None, settings: object, told: Sequence[float] = (), *, rates: object = None
+        self,
+        own: Sum | None,
+        settings: Mapping[str, object],
+        told: Sequence[float] = (),
+        *,
+        rates: object = None,
     ) -> None:
         """Keep it."""
         del settings, rates
@@ -162,7 +174,7 @@ class Group:
         buffers: Sequence[torch.Tensor],
         *,
         is_divided: bool,
-        setting: object = None,
+        setting: Settings,
     ) -> None:
         """Begin with the first member's values.
 
@@ -171,13 +183,12 @@ class Group:
             named: The parameters, each once, with its name.
             buffers: The buffers that are to begin alike.
             is_divided: Totals are, by the counts of all.
-            setting: What else has to be the same in all members, as JSON can have it: it says how much they
-                send one another.
+            setting: What else has to be the same in all members: it says how much they send one another.
 
         Raises:
             ConfigError: If the group has no backend for the parameters' device.
             ModelMismatchError: If members hold different models.
-            StateError: If they train different parameters, or are set differently.
+            StateError: If they train different parameters, or are set differently, or make something else.
             ConnectionLostError: If a member is lost.
         """
         self.size, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
@@ -193,15 +204,17 @@ class Group:
         self._counts = 0.0  # of the newest one
         self._sent_in = 1.0
         self._facts = torch.empty(0)
+        self._settings: Settings = {}  # said with them, as is which parameters are `_wanted`
         check_device(group, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
         # another sums of different sizes otherwise, and torch ends a process to which that happens.
         self._is_sent = self._wanted = self._are_trained()
         self._sums = Sums.among(group, of="the gradients")
         with self._sums.together() as own:
+            check_made(own, "AsyncGradientAccumulator", self._device)
             check_alike(own, named, self._device)
-            if not is_alike(own, [self._is_sent, setting], self._device):
-                raise StateError(MADE_UNLIKE)
+            alike = {**setting, **self._by_name(self._is_sent)}
+            check_settings(own, alike, self._device, how="members accumulate differently")
             begin_alike(own, (*(parameter for _, parameter in named), *buffers))
 
     @property
@@ -225,7 +238,12 @@ class Group:
         return [part if part is not None and part.dtype == p.dtype else None for p, part in every]
 
     def begin(
-        self, own: Sum | None, settings: object, told: Sequence[float] = (), *, rates: object = None
+        self,
+        own: Sum | None,
+        settings: Mapping[str, object],
+        told: Sequence[float] = (),
+        *,
+        rates: object = None,
     ) -> None:
         """Copy the sums into flat memory and start their reduction.
 
@@ -246,6 +264,7 @@ class Group:
         there = [gradient for gradient, is_one in zip(gradients, self._is_sent, strict=True) if is_one]
         fill(self._flat, self._sent, there, scale=unit / self._sent_in)
         self._wanted = self._are_trained()
+        self._settings = settings if rates is None else {**settings, "learning rate": rates}
         marks = _marks([settings, self._wanted]) + _marks(rates)
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
         numbers = [*facts, *marks, *presence, *told]
@@ -264,7 +283,7 @@ class Group:
         settings, rates, rest = rest[:3], rest[3:6], rest[6:]
         presence, told = rest[: len(self._named)], rest[len(self._named) :]
         if num_at_work and (is_other(*settings) or is_other(*rates)):
-            raise StateError(UNLIKE)
+            self._raise_unlike()
         self._is_sent = self._wanted
         if self._is_divided and counts:
             _divide(list(self._flat.values()), counts / self._sent_in)
@@ -315,6 +334,20 @@ class Group:
     def close(self) -> None:
         """Destroy the group of one's own."""
         self._sums.close()
+
+    def _raise_unlike(self) -> NoReturn:
+        """Tell in what members differ; all of them come here, as they have heard the same."""
+        with self._sums.together() as group:
+            everybody = gathered(group, {**self._settings, **self._by_name(self._wanted)})
+        found = differing(everybody)
+        remedies = "; ".join(
+            dict.fromkeys(REMEDIES.get(name, "give the same to all of them") for name in found)
+        )
+        raise StateError(f"members are set differently: {listed(found)}: {remedies}")
+
+    def _by_name(self, are_trained: Sequence[bool]) -> dict[str, bool]:
+        every = zip(self._named, are_trained, strict=True)
+        return {f"requires_grad of {name!r}": is_trained for (name, _), is_trained in every}
 
     def _are_trained(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._named]

@@ -57,13 +57,14 @@ class PushedUpdates:
         samples: int,
         scale: float,
         gain: float,
+        whose: str = "",
     ) -> bool:
         """Push a gradient, and tell whether that was done; see `LocalUpdates.make`.
 
         Raises:
             NonFiniteError: From the worker, which looks at what it pushes.
         """
-        del number, gain
+        del number, gain, whose
         if all(gradient is None for gradient in gradients):
             return False  # of nothing that counts
         optimizer = self.optimizer

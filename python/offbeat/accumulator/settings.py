@@ -11,7 +11,15 @@ from offbeat import process
 from offbeat.checks import at_least_one, functions
 from offbeat.errors import ConfigError
 
-__all__ = ["Normalizer", "count_of", "extra_faults", "other_faults", "size_faults", "steps_of"]
+__all__ = [
+    "Normalizer",
+    "count_of",
+    "extra_faults",
+    "other_faults",
+    "settings_by_name",
+    "size_faults",
+    "steps_of",
+]
 
 Normalizer = Callable[[Any, Any], float]
 """From a micro-batch's (inputs, targets) to what its loss is a mean over."""
@@ -46,6 +54,28 @@ def count_of(given: object) -> float:
     if not (math.isfinite(counts) and counts >= 0):
         raise ConfigError(f"normalizer gave {given!r}: it gives a count, 0 or more")
     return counts
+
+
+def settings_by_name(
+    reduction: str, normalizer: Normalizer | None, most: int | None, *, overlap: bool, has_scaler: bool
+) -> dict[str, object]:
+    """Give what has to be the same in all members by the keywords that say it.
+
+    Args:
+        reduction: Of losses.
+        normalizer: None where there is none.
+        most: Micro-batches of an update and member, where that is adapted.
+        overlap: As given.
+        has_scaler: Losses are scaled.
+    """
+    setting: dict[str, object] = {
+        "overlap": overlap,
+        "adaptive_accumulation": most is not None,
+        "loss_reduction": reduction,
+        "normalizer": None if normalizer is None else "a function",
+        "grad_scaler": "a GradScaler" if has_scaler else None,
+    }
+    return setting if most is None else {**setting, "accumulation_steps": most}
 
 
 def size_faults(steps: object, base: object, target: object) -> list[str]:

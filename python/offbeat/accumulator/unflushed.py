@@ -27,12 +27,12 @@ class Unflushed:
         """Take note that what is left is accounted for; until the next micro-batch."""
         forgotten.forget(self)
 
-    def _warn_of_forgotten(self) -> None:
+    def _warn_of_forgotten(self, what_ends: str = "process") -> None:
         if self._pid != os.getpid():
             return
         left = [f"{self._batches} micro-batch(es) that were gathered"] if self._batches else []
         left += ["the window before, whose sum is under way"] if self._is_under_way else []
         process.warn(
-            f"no update was made of {', nor of '.join(left)}, and the process ends: an accumulator makes it "
-            f"in flush(), in every member when its data is at its end; call close() where that is meant"
+            f"no update was made of {', nor of '.join(left)}, and the {what_ends} ends: an accumulator makes "
+            f"it in flush(), in every member when its data is at its end; call close() where that is meant"
         )

@@ -108,6 +108,7 @@ class Updates(Protocol):
         samples: int,
         scale: float,
         gain: float,
+        whose: str = "",
     ) -> bool:
         """Make an update, and tell whether one was made.
 
@@ -117,6 +118,7 @@ class Updates(Protocol):
             samples: In it.
             scale: What the losses were multiplied by.
             gain: AdaScale's.
+            whose: Where the gradient is not finite: what is known of whose fault that is, for people.
         """
 
     def end(self) -> None:
@@ -154,6 +156,7 @@ class LocalUpdates:
         samples: int,
         scale: float,
         gain: float,
+        whose: str = "",
     ) -> bool:
         """Let the optimizer step; see `Updates.make`.
 
@@ -166,7 +169,7 @@ class LocalUpdates:
             if not self._scaler.is_there:
                 if not trained_by.admits(self._model):
                     return False  # who watches the model drops it
-                _check_finite([p.grad for p in self._parameters if p.grad is not None], number)
+                _check_finite([p.grad for p in self._parameters if p.grad is not None], number, whose)
             return self._step(gradients, live, scale, gain)
 
     def _step(
@@ -232,10 +235,10 @@ def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None
         restore()  # where the step raised
 
 
-def _check_finite(gradients: Sequence[torch.Tensor], number: int) -> None:
+def _check_finite(gradients: Sequence[torch.Tensor], number: int, whose: str) -> None:
     if not are_finite(gradients):
         raise NonFiniteError(
-            f"the gradient of update {number} is NaN or infinite, so it was dropped and nothing was "
+            f"the gradient of update {number} is NaN or infinite{whose}, so it was dropped and nothing was "
             f"changed: look at the data, the loss and the learning rate. This may be caught, and training "
             f"go on with the next window"
         )

@@ -1,6 +1,7 @@
 """A window: the gradients of several micro-batches, added up where autograd adds them."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Sum:
         samples: Of all micro-batches.
         measured: Where that is asked for: micro-batches, their counts, and the sum of the squared norms of
             their mean gradients times their counts.
+        is_finite: All losses were that count.
     """
 
     gradients: list[torch.Tensor | None]
@@ -39,6 +41,7 @@ class Sum:
     unit: float
     samples: int
     measured: tuple[int, float, float] = NOTHING
+    is_finite: bool = True
 
     @property
     def is_empty(self) -> bool:
@@ -86,6 +89,7 @@ class Window:
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
         self._samples = 0
         self._counts = self._unit = 0.0
+        self._is_finite = True
 
     def add(self, loss: torch.Tensor, *, counts: float, samples: int, unit: float | None = None) -> None:
         """Add a micro-batch's gradients. If that raises, the window begins anew: autograd had begun to add.
@@ -141,10 +145,16 @@ class Window:
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def see(self, loss: float) -> None:
+        """Take note of what a micro-batch's loss was."""
+        self._is_finite = self._is_finite and math.isfinite(loss)
+
     def take(self) -> Sum:
         """Give what was gathered, and begin anew."""
         counts = self._counts if self._is_divided else None
-        taken = Sum(self._gradients, counts, self._unit or 1.0, self._samples, self._measured)
+        taken = Sum(
+            self._gradients, counts, self._unit or 1.0, self._samples, self._measured, self._is_finite
+        )
         self.drop()
         return taken
 
@@ -155,6 +165,7 @@ class Window:
         self._at = []
         self._counts = self._unit = 0.0
         self._measured = NOTHING
+        self._is_finite = True
 
     def state_dict(self) -> dict[str, Any]:
         """Give copies of what was gathered: the next micro-batch is added to it in place."""
@@ -164,6 +175,7 @@ class Window:
             "counts": self._counts,
             "unit": self._unit,
             "measured": list(self._measured),
+            "is_finite": self._is_finite,
             "gradients": [None if g is None else g.detach().clone() for g in self._gradients],
         }
 
@@ -173,6 +185,7 @@ class Window:
         self._counts, self._unit = state["counts"], state["unit"]
         num, seen, squares = state["measured"]
         self._measured = num, seen, squares
+        self._is_finite = state["is_finite"]
         self._at = []
         self._gradients = brought(state["gradients"], self._parameters)
 

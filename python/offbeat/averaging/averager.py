@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
@@ -32,6 +33,7 @@ from offbeat.averaging.turns import Turns, setting_of
 from offbeat.averaging.waiting import telling
 from offbeat.checks import Faults, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError
+from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
@@ -330,11 +332,14 @@ class AsyncModelAverager:
             server.stop()
 
     def __enter__(self) -> Self:
-        """Use the averager in a `with` block, at whose end it is closed."""
+        """Use the averager in a `with` block, at whose end it is closed; it is not flushed there."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it, and warn of what was trained and not flushed."""
+        tell_at_end_of_block(self._turns.unshared, error)
         self.close()
 
     # ------------------------------------------------------------------ what is known

@@ -11,12 +11,20 @@ import torch
 from torch import distributed
 
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
-from offbeat.errors import StateError
 from offbeat.local.flat import Flat
-from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other
+from offbeat.local.group import (
+    begin_alike,
+    carries,
+    check_alike,
+    check_device,
+    check_made,
+    check_settings,
+    is_alike,
+    is_other,
+)
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "differences", "terms_of"]
+__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of"]
 
 MOST_TERMS = 1000
 """Characters of the terms that members tell a server, which takes 1024 bytes."""
@@ -29,9 +37,6 @@ DIFFERENT = (
     "them when they are made"
 )
 """What to say where members' settings have come to differ since they were made."""
-
-MOST_DIFFERENCES = 3
-"""Settings named where members differ; of the others it is said how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +293,9 @@ class Group:
         check_device(group, self._device)
         self._sums = Sums.among(group, of="the models", more=more_time)
         with self._sums.together() as own:
+            check_made(own, "AsyncModelAverager", self._device)
             check_alike(own, named, self._device)
-            if not is_alike(own, setting, self._device):
-                everybody: list[Mapping[str, object]] = [{} for _ in range(self.size)]
-                distributed.all_gather_object(everybody, setting, group=own)
-                raise StateError(differences(everybody))
+            check_settings(own, setting, self._device, how="members average differently")
             check()
             begin_alike(own, (tensor for _, tensor in named))
         self._twos: _Twos | None = None
@@ -439,27 +442,6 @@ def _facts(said: Said) -> list[float]:
     marks = said.mark, said.mark**2, said.want, said.want**2
     sizes = said.weight, said.samples, float(said.is_at_work)
     return [*sizes, *metric, said.samples * said.rate, *marks]
-
-
-def differences(everybody: Sequence[Mapping[str, object]]) -> str:
-    """Word in what members' settings differ, in the same words in all of them.
-
-    Args:
-        everybody: Each member's settings, by name; of the same names.
-    """
-    first, *others = everybody
-    told = []
-    for name, value in first.items():
-        own = json.dumps(value)  # by which they were compared: there 1 is not True
-        unlike = ((rank, one[name]) for rank, one in enumerate(others, 1) if json.dumps(one[name]) != own)
-        if (found := next(unlike, None)) is not None:
-            rank, other = found
-            told.append(f"{name} is {value!r} in member 0 and {other!r} in member {rank}")
-    more = f", and {len(told) - MOST_DIFFERENCES} more" if len(told) > MOST_DIFFERENCES else ""
-    return (
-        f"members average differently: {'; '.join(told[:MOST_DIFFERENCES])}{more}: give the same to all of "
-        f"them"
-    )
 
 
 def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> str:

@@ -94,10 +94,10 @@ class Unshared:
         oldest = min(self._begun.get(number, self._shared) for number in range(self._num_fragments))
         return self._iterations - oldest
 
-    def _warn_of_forgotten(self) -> None:
+    def _warn_of_forgotten(self, what_ends: str = "process") -> None:
         if self._pid == os.getpid() and self._num_members > 1 and self.num:
             process.warn(
                 f"{self.num} iteration(s) since the last average are in the model of member {self._rank} "
-                f"alone, and the process ends: members' models differ; call flush() in every member when its "
-                f"data is at its end, or close() where that is meant"
+                f"alone, and the {what_ends} ends: members' models differ; call flush() in every member when "
+                f"its data is at its end, or close() where that is meant"
             )

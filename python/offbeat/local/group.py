@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from offbeat.errors import ConfigError, ModelMismatchError
+from offbeat.errors import ConfigError, ModelMismatchError, StateError
 from offbeat.launchers import find
 
 __all__ = [
@@ -17,16 +18,26 @@ __all__ = [
     "carries",
     "check_alike",
     "check_device",
+    "check_made",
+    "check_settings",
     "destroy",
+    "differing",
     "digest",
+    "gathered",
     "group_of",
     "is_alike",
     "is_other",
+    "listed",
     "own_group",
 ]
 
+T = TypeVar("T")
+
 ROUNDING = 1e-12
 """Relative; beyond what float64 rounds in sums over thousands of members."""
+
+MOST_DIFFERENCES = 3
+"""Settings named where members differ; of the others it is said how many there are."""
 
 
 def group_of(given: object) -> "distributed.ProcessGroup | None":
@@ -127,15 +138,83 @@ def check_alike(
     rows = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     if is_alike(group, rows, device):
         return
-    everybody: list[list[tuple[str, list[int], str]]] = [[] for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather_object(everybody, rows, group=group)
-    for other, theirs in enumerate(everybody):
+    for other, theirs in enumerate(gathered(group, rows)):
         for one, two in zip([*rows, None], [*theirs, None], strict=False):
             if one != two:
                 raise ModelMismatchError(
                     f"members hold different models: here comes {_row(one)}, and in member {other} "
                     f"{_row(two)}"
                 )
+
+
+def check_made(group: "distributed.ProcessGroup", made: str, device: torch.device) -> None:
+    """See that all members make an object of the same class: others would not be understood from here on.
+
+    Raises:
+        StateError: In all members, with what two of them make.
+    """
+    if not is_alike(group, made, device):
+        everybody = gathered(group, made)
+        first = everybody[0]
+        rank, other = next((rank, one) for rank, one in enumerate(everybody) if one != first)
+        raise StateError(
+            f"member 0 makes an {first} and member {rank} an {other}, in one process group: make the same in "
+            f"all of them"
+        )
+
+
+def check_settings(
+    group: "distributed.ProcessGroup",
+    settings: Mapping[str, object],
+    device: torch.device,
+    *,
+    how: str,
+) -> None:
+    """See that all members are set alike.
+
+    Args:
+        group: The members.
+        settings: As JSON can have them, by names for people.
+        device: Of the tensors that the group carries.
+        how: Say what members do who are not, such as "members average differently".
+
+    Raises:
+        StateError: In all members, with the same words.
+    """
+    if not is_alike(group, settings, device):
+        raise StateError(
+            f"{how}: {listed(differing(gathered(group, settings)))}: give the same to all of them"
+        )
+
+
+def differing(everybody: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """Word each setting in which members differ, in the same words in all of them.
+
+    Args:
+        everybody: Each member's settings, by name; what one has no name for it has nothing to say of.
+    """
+    told = {}
+    for name in dict.fromkeys(name for one in everybody for name in one):
+        (first, value), *others = ((rank, one[name]) for rank, one in enumerate(everybody) if name in one)
+        own = json.dumps(value)  # by which they were compared: there 1 is not True
+        if (found := next((one for one in others if json.dumps(one[1]) != own), None)) is not None:
+            rank, other = found
+            told[name] = f"{name} is {value!r} in member {first} and {other!r} in member {rank}"
+    return told
+
+
+def listed(differences: Mapping[str, str]) -> str:
+    """Name the first of what `differing` gave, and count the others."""
+    told = list(differences.values())
+    more = f", and {len(told) - MOST_DIFFERENCES} more" if len(told) > MOST_DIFFERENCES else ""
+    return f"{'; '.join(told[:MOST_DIFFERENCES])}{more}"
+
+
+def gathered(group: "distributed.ProcessGroup", value: T) -> list[T]:
+    """Give what each member has, in all of them, by rank."""
+    everybody: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(everybody, value, group=group)
+    return everybody
 
 
 def is_alike(group: "distributed.ProcessGroup", value: object, device: torch.device) -> bool:

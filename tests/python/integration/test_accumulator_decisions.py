@@ -173,29 +173,69 @@ def one_of_each(inputs, targets):
 def made_unlike(rank, keywords):
     given = {"accumulation_steps": 4} | keywords[rank]
     if "grad_scaler" in given:
-        given["grad_scaler"] = torch.amp.GradScaler("cpu")
+        given["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=given["grad_scaler"])
+    trained = model()
+    if given.pop("frozen", False):
+        trained[0].weight.requires_grad_(requires_grad=False)
     try:
-        offbeat.AsyncGradientAccumulator(model(), **given)
+        if given.pop("averages", False):
+            offbeat.AsyncModelAverager(trained)
+        else:
+            offbeat.AsyncGradientAccumulator(trained, **given)
     except StateError as error:
         return str(error)
     return None
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("first", "second", "said"),
     [
-        {"adaptive_accumulation": True},
-        {"overlap": False},
-        {"loss_reduction": "sum"},
-        {"normalizer": one_of_each},
-        {"grad_scaler": True},
+        ({}, {"adaptive_accumulation": True}, "adaptive_accumulation is False in member 0 and True"),
+        (
+            {"adaptive_accumulation": True},
+            {"adaptive_accumulation": True, "accumulation_steps": 2},
+            "accumulation_steps is 4 in member 0 and 2",
+        ),
+        ({}, {"overlap": False}, "overlap is True in member 0 and False"),
+        ({}, {"loss_reduction": "sum"}, "loss_reduction is 'mean' in member 0 and 'sum'"),
+        ({}, {"normalizer": one_of_each}, "normalizer is None in member 0 and 'a function'"),
+        ({}, {"grad_scaler": 1024.0}, "grad_scaler is None in member 0 and 'a GradScaler'"),
+        ({}, {"frozen": True}, "requires_grad of '0.weight' is True in member 0 and False"),
+        ({}, {"averages": True}, None),
     ],
-    ids=lambda other: next(iter(other)),
+    ids=lambda given: next(iter(given), None) if isinstance(given, dict) else "",
 )
-def test_members_that_are_made_otherwise_are_told_at_once(other):
-    for told in together(made_unlike, 2, ({}, other)):
-        assert "members train different parameters (requires_grad), or have another" in told
-        assert next(iter(other)) in told
+def test_members_that_are_made_otherwise_are_told_at_once_in_what(first, second, said):
+    for told in together(made_unlike, 2, (first, second)):
+        if said is None:
+            assert told == (
+                "member 0 makes an AsyncGradientAccumulator and member 1 an AsyncModelAverager, in one "
+                "process group: make the same in all of them"
+            )
+        else:
+            assert told == f"members accumulate differently: {said} in member 1: give the same to all of them"
+
+
+def scaled_unlike(rank):
+    """Begin with another scale in each member."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=(1024.0, 512.0)[rank])
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False, grad_scaler=scaler)
+    with pytest.raises(StateError) as raised:
+        ours.train_step(
+            inputs=torch.ones(2, 6),
+            targets=torch.zeros(2, dtype=torch.long),
+            optimizer=offbeat.optim.SGD(lr=0.1),
+            loss_fn=nn.CrossEntropyLoss(),
+        )
+    return str(raised.value)
+
+
+def test_members_whose_scales_differ_are_told_both():
+    for told in together(scaled_unlike, 2):
+        assert told == (
+            "members are set differently: scale of grad_scaler is 1024.0 in member 0 and 512.0 in member 1: "
+            "make all scalers with the same init_scale, or load the same state"
+        )
 
 
 def test_members_may_have_another_number_of_micro_batches():

@@ -33,6 +33,7 @@ from offbeat.errors import (
 )
 from offbeat.local.group import own_group
 from offbeat.local.sums import Sums
+from support.averaging import warned
 from support.group import together
 from support.waiting import wait_for
 
@@ -461,7 +462,8 @@ def test_a_monitor_that_changes_one_members_gradients_alone_is_an_error_in_all(r
     one = NORM | {"remediation_strategy": ["alert", remedy]}
     for other in (None, one | {"warm_up": 3}):
         for told in together(watched, 2, (one, other)):
-            assert "or only some have a monitor that changes gradients" in told
+            assert "members are set differently: what monitors do is [" in told
+        assert "has to be in every member, set alike" in told
 
 
 def test_monitors_that_are_set_alike_clip_in_all_members_and_one_that_tells_may_be_in_one():
@@ -517,7 +519,7 @@ def flushing_with_another_rate(rank):
 
 def test_an_optimizer_that_is_given_to_flush_has_to_be_set_as_the_others_are():
     for told in together(flushing_with_another_rate, 2):
-        assert "the members' optimizers are set differently" in told
+        assert "members are set differently: learning rate is [" in told
 
 
 def with_another_model(rank):
@@ -573,7 +575,10 @@ def with_nan(rank):
 
 def test_what_is_not_finite_in_one_member_is_an_error_in_all_and_costs_its_window():
     first, second = together(with_nan, 2)
-    said = "the gradient of update 2 is NaN or infinite, so it was dropped and nothing was changed"
+    said = (
+        "the gradient of update 2 is NaN or infinite (a loss of member 0 was), so it was dropped and nothing "
+        "was changed"
+    )
     assert first[0] == second[0] == [(2, said)], "one window late"
     assert first[1] == second[1] == 3
     assert all(map(np.array_equal, first[2], second[2]))
@@ -605,11 +610,11 @@ def with_nan_at_the_end(rank, overlap, num_micro, num_batches, broken):
         told.append("flush: " + str(error).partition(" is NaN")[0])
     is_through = ours.state_dict()["due"] is None
     logging.getLogger("offbeat").removeHandler(records)
-    warned = []
+    warnings = []
     while not records.queue.empty():
         if (record := records.queue.get()).levelno >= logging.WARNING:
-            warned.append(record.getMessage().partition(" is NaN")[0])
-    return told, warned, ours.updates, is_through, [v.numpy() for v in trained.state_dict().values()]
+            warnings.append(record.getMessage().partition(" is NaN")[0])
+    return told, warnings, ours.updates, is_through, [v.numpy() for v in trained.state_dict().values()]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -634,9 +639,61 @@ def test_flush_is_through_in_all_members_where_it_raises_of_what_is_not_finite(b
     else:
         said[1:] = ["flush: " + one for one in said[1:]]
     ends = together(with_nan_at_the_end, 2, overlap, 2, (5, 5), broken)
-    for told, warned, updates, is_through, _ in ends:
-        assert (told, warned, updates, is_through) == (said, [], 3 - len(broken), True)
+    for told, warnings, updates, is_through, _ in ends:
+        assert (told, warnings, updates, is_through) == (said, [], 3 - len(broken), True)
     assert all(map(np.array_equal, ends[0][4], ends[1][4]))
+
+
+def flushing_twice(rank):
+    """Catch what a flush raises, and flush again, which the others do when they have trained more."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 1)
+    inputs, targets = micro_batch(rank, 0, 0)
+    given = {"inputs": inputs, "targets": targets, "optimizer": SPEC}
+    bad = float("nan") if rank == 1 else 1.0
+    ours.train_step(**given, loss_fn=lambda outputs, targets: LOSS(outputs, targets) * bad)
+    with pytest.raises(NonFiniteError) as raised:
+        ours.flush()
+    if rank == 0:
+        ours.train_step(**given, loss_fn=LOSS)
+    with warned() as told:
+        ours.flush()
+    return str(raised.value), told, ours.updates
+
+
+def test_a_flush_that_raises_says_that_it_is_complete_and_the_next_one_for_what_it_waits():
+    first, second = together(flushing_twice, 2)
+    for said, _, updates in first, second:
+        assert "update 1 is NaN or infinite (a loss of member 1 was)" in said
+        assert "This flush() was complete in all members" in said
+        assert updates == 1, "a member that flushes again takes part in what others have trained since"
+    assert first[1] == []
+    (text,) = second[1]
+    assert text.startswith("nothing was trained here since the last flush()")
+
+
+def gone_by_what_is_not_finite(rank, said):
+    """End by a NaN of the other one's last window, as a script does; the other one flushes."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 1)
+    given = {"optimizer": SPEC, "loss_fn": LOSS}
+    inputs, targets = micro_batch(rank, 0, 0)
+    if rank == 1:
+        ours.train_step(inputs=inputs, targets=targets, **given)
+        with pytest.raises(NonFiniteError):
+            ours.train_step(inputs=inputs, targets=targets, **given)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ours.train_step(inputs=inputs * float("nan"), targets=targets, **given)
+    with pytest.raises(ConnectionLostError) as raised:
+        ours.flush()
+    said.write_text(str(raised.value))
+
+
+def test_a_member_whose_nan_has_ended_the_others_is_told_of_it(tmp_path):
+    with pytest.raises(EOFError):  # of the one that ends
+        together(gone_by_what_is_not_finite, 2, tmp_path / "said")
+    text = (tmp_path / "said").read_text()
+    assert text.startswith("the gradient of update 1 is NaN or infinite (a loss of member 0 was)")
+    assert "for one is gone" in text
+    assert "caught" not in text
 
 
 def freezing(rank, is_alone):
@@ -657,7 +714,7 @@ def test_freezing_in_mid_run_is_for_all_members():
     first, second = together(freezing, 2, False)
     assert first == second
     for told in together(freezing, 2, True):
-        assert "they train different parameters (requires_grad)" in told
+        assert "requires_grad of '0.weight' is False in member 0 and True in member 1" in told
 
 
 def dying(rank, gone, said):
@@ -844,7 +901,8 @@ def from_different_updates(rank):
 
 def test_members_that_go_on_from_states_of_different_updates_are_told():
     for told in together(from_different_updates, 2):
-        assert "they went on from states of different updates" in told
+        assert "members are set differently: updates is " in told
+        assert "load states of the same update" in told
 
 
 def going_no_further(rank, said):

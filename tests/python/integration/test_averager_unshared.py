@@ -82,6 +82,26 @@ def test_what_is_closed_saved_or_given_up_is_not_forgotten(two, does):
     assert at_the_end() == []
 
 
+@pytest.mark.parametrize("does", [None, "close", "state_dict"])
+def test_a_with_block_that_ends_well_tells_what_was_not_flushed(two, does):
+    with warned() as told, two[0] as ours:
+        train(ours, 1)
+        if does is not None:
+            getattr(ours, does)()
+    said = (
+        "1 iteration(s) since the last average are in the model of member 0 alone, and the with block ends: "
+    )
+    assert [text[: len(said)] for text in told] == ([said] if does is None else [])
+    assert at_the_end() == [], "it is told once"
+
+
+def test_a_with_block_that_ends_by_an_exception_tells_that_alone(two):
+    train(two[0], 1)
+    with warned() as told, pytest.raises(KeyError), two[0]:
+        raise KeyError
+    assert told == []
+
+
 def test_a_state_that_was_loaded_is_nothing_new(two):
     train(two[0], 1)
     state, live = two[0].state_dict(), torch.optim.SGD(two[1].model.parameters(), lr=0.1)

@@ -71,6 +71,34 @@ def test_what_is_flushed_closed_or_saved_is_not_forgotten_until_there_is_more(do
         assert len(at_the_end()) == 1
 
 
+@pytest.mark.parametrize("does", [None, "flush", "close", "state_dict"])
+def test_a_with_block_that_ends_well_tells_what_was_not_flushed(does):
+    with warned() as told, made() as accumulator:
+        gather(accumulator, 3)
+        if does is not None:
+            getattr(accumulator, does)()
+    said = "no update was made of 3 micro-batch(es) that were gathered, and the with block ends: "
+    assert [text[: len(said)] for text in told] == ([said] if does is None else [])
+    assert at_the_end() == [], "it is told once"
+
+
+def test_a_with_block_that_ends_by_an_exception_tells_that_alone():
+    accumulator = made()
+    gather(accumulator, 3)
+    with warned() as told, pytest.raises(KeyError), accumulator:
+        raise KeyError
+    assert told == []
+
+
+def test_what_it_does_can_be_read():
+    accumulator = made()
+    gather(accumulator, 4)
+    said = "<offbeat.AsyncGradientAccumulator 0 of 1, an update every 4 micro-batches, update 1"
+    assert repr(accumulator) == f"{said}>"
+    accumulator.close()
+    assert repr(accumulator) == f"{said}, closed>"
+
+
 def test_a_window_that_was_dropped_by_an_error_is_not_forgotten():
     accumulator = made()
     gather(accumulator, 3)

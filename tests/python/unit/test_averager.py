@@ -10,7 +10,6 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.averaging.members import differences
 from offbeat.averaging.pace import Adaptive
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
 from support.averaging import warned
@@ -915,13 +914,3 @@ def test_what_is_closed_trains_no_more_and_says_so():
     assert ours.iterations == 1
     assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
     ours.close()
-
-
-def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
-    assert "overlap is True in member 0 and 1 in member 1" in differences([{"overlap": True}, {"overlap": 1}])
-    everybody = [{str(name): 0 for name in range(5)}, {str(name): 0 for name in range(5)}]
-    everybody.append({str(name): name for name in range(5)})
-    assert differences(everybody) == (
-        "members average differently: 1 is 0 in member 0 and 1 in member 2; 2 is 0 in member 0 and 2 in "
-        "member 2; 3 is 0 in member 0 and 3 in member 2, and 1 more: give the same to all of them"
-    )
