@@ -379,7 +379,8 @@ class AsyncGradientAccumulator:
                 self._update()
         self._updates.end()
         if self._members.size > 1:
-            self._end_together()
+            with self._members.telling():
+                self._end_together()
         self._unflushed.end()
         self._was_update = self.updates > num_before
         if faults:  # not before the end: the others wait there for this member
