@@ -37,7 +37,7 @@ from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_re
 from offbeat.local.lr_scale import factor_of
 from offbeat.local.optimizer import faults_of_state
 from offbeat.local.parameters import check_same, each_once, of_model
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 _log = logging.getLogger("offbeat")
 
 
+@known_attributes
 class AsyncGradientAccumulator:
     """Trains a model with the gradients of several micro-batches at a time, as of one large batch.
 

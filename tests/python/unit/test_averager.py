@@ -12,7 +12,7 @@ import offbeat
 from offbeat import averaging, optim
 from offbeat.averaging.members import differences
 from offbeat.averaging.pace import Adaptive
-from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError, UnknownAttributeError
 from support.averaging import warned
 
 LOSS = nn.CrossEntropyLoss()
@@ -919,3 +919,52 @@ def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
         "members average differently: 1 is 0 in member 0 and 1 in member 2; 2 is 0 in member 0 and 2 in "
         "member 2; 3 is 0 in member 0 and 3 in member 2, and 1 more: give the same to all of them"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        (
+            "averaging_frequncy",
+            2,
+            "has no attribute 'averaging_frequncy'.*did you mean 'averaging_frequency'",
+        ),
+        (
+            "averaging_policy",
+            "adaptive",
+            r"given when .*with AsyncModelAverager\(averaging_policy='adaptive'\)",
+        ),
+        ("asynchronous", "x", "given when an AsyncModelAverager is made"),
+        ("adaptation_metric", "gradient_norm", "given when an AsyncModelAverager is made"),
+        ("world_size", 3, "given when an AsyncModelAverager is made"),
+        ("min_averaging_frequency", 1, "given when an AsyncModelAverager is made"),
+        ("iterations", 0, "iterations is what an AsyncModelAverager tells of itself, and cannot be set"),
+    ],
+)
+def test_what_cannot_be_set_in_mid_run_is_refused_with_what_can(name, value, told):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3)
+    with pytest.raises(UnknownAttributeError, match=told) as refused:
+        setattr(ours, name, value)
+    assert str(refused.value).endswith("to be set in mid-run: averaging_frequency, method, overlap")
+    ours.averaging_frequency, ours.device = 4, "cpu"
+
+
+def test_who_makes_a_kind_of_averager_may_give_it_attributes():
+    class Named(offbeat.AsyncModelAverager):
+        def __init__(self, name):
+            super().__init__(model())
+            self.name = name
+
+    ours = Named("first")
+    ours.note = "of its own"
+    assert (ours.name, ours.note) == ("first", "of its own")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("method", "diloco"), ("averaging_frequency", 7), ("overlap", 2)]
+)
+def test_of_what_is_closed_nothing_can_be_set(name, value):
+    ours = offbeat.AsyncModelAverager(model())
+    ours.close()
+    with pytest.raises(ClosedError):
+        setattr(ours, name, value)
