@@ -10,6 +10,7 @@ from offbeat.checks import Faults, refuse, seconds
 from offbeat.errors import ConfigError, ConnectError, StateError
 from offbeat.launchers import Place, find, meeting_place, overlooked
 from offbeat.naming import known_keywords
+from offbeat.telling import LONG_S, telling
 
 __all__ = ["BACKENDS", "init_distributed"]
 
@@ -138,6 +139,7 @@ def _device_of(local_rank: int, num_devices: int) -> int:
 
 def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
     from torch import distributed
+    from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
     host, port = meeting_place(os.environ, place)
     if host is None:
@@ -148,14 +150,22 @@ def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     # Of what torchrun sets torch knows more than the address: whether its agent listens there already.
     is_environs = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
+    usual = (default_pg_nccl_timeout if backend == "nccl" else None) or default_pg_timeout
+    most_s = (usual if timeout is None else timeout).total_seconds()
+    text = (
+        f"process {place.rank} of {place.world_size} has waited {LONG_S:g} s at {where} for the others of "
+        f"the process group, and does so up to {most_s:g} s (timeout_s): is every rank started, with the "
+        f"same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+    )
     try:
-        distributed.init_process_group(
-            backend,
-            init_method="env://" if is_environs else f"tcp://{where}",
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
+        with telling(text, after_s=LONG_S):
+            distributed.init_process_group(
+                backend,
+                init_method="env://" if is_environs else f"tcp://{where}",
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise ConnectError(

@@ -25,6 +25,7 @@ __all__ = [
     "RejectedError",
     "ServerClosedError",
     "StateError",
+    "UnknownAttributeError",
     "UnsupportedTensorError",
 ]
 
@@ -38,6 +39,13 @@ class ConfigError(OffbeatError, ValueError):
 
     Raised where the setting is given, before anything is started; it names every bad setting at once, and for
     an unknown name the nearest known one.
+    """
+
+
+class UnknownAttributeError(ConfigError, AttributeError):
+    """An attribute is set that there is not, or that cannot be set any more. Nothing was changed.
+
+    The message says what to do instead, and which attributes can be set.
     """
 
 

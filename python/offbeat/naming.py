@@ -4,11 +4,11 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, UnknownAttributeError
 
-__all__ = ["known_keywords", "nearest", "strict_keywords", "unknown"]
+__all__ = ["known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,3 +61,51 @@ def strict_keywords(cls: C) -> C:
     """Let a dataclass refuse an unknown keyword with the nearest known one, as `known_keywords` does."""
     cls.__init__ = known_keywords(cls.__init__)  # type: ignore[misc]  # of just this class
     return cls
+
+
+def known_attributes(cls: C) -> C:
+    """Let a class refuse that an attribute is set which it does not have, as a typo would, or not to be set.
+
+    Private names, methods, properties with a setter, and what the constructor has set may be set. A subclass
+    may have attributes of its own.
+    """
+    made_by: Callable[..., None] = cls.__init__  # type: ignore[misc]  # of just this class
+    keywords = [name for name in inspect.signature(made_by).parameters if name != "self"]
+
+    @functools.wraps(made_by)
+    def make(self: object, *args: Any, **settings: Any) -> None:  # noqa: ANN401  whatever that takes
+        made_by(self, *args, **settings)
+        self.__dict__["_is_made"] = True
+
+    def set_known(self: object, name: str, value: object) -> None:
+        own = vars(self)
+        if type(self) is cls and "_is_made" in own and not name.startswith("_") and name not in own:
+            found = getattr(cls, name, None)
+            if found is None or (isinstance(found, property) and found.fset is None):
+                text = _unsettable(cls, name, value, keywords, is_there=found is not None)
+                raise UnknownAttributeError(text)
+        object.__setattr__(self, name, value)
+
+    cls.__init__ = make  # type: ignore[misc]
+    cls.__setattr__ = set_known  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def _unsettable(cls: type, name: str, value: object, keywords: list[str], *, is_there: bool) -> str:
+    """Word why an attribute cannot be set, and what to do."""
+    settable = [key for key, found in inspect.getmembers(cls) if isinstance(found, property) and found.fset]
+    can = f"to be set in mid-run: {', '.join(settable) or 'nothing'}"
+    if name in keywords:
+        return (
+            f"{name} is given when {_a(cls)} is made, and cannot be set to {value!r} after that: end this "
+            f"one and make a new one, with {cls.__name__}({name}={value!r}); {can}"
+        )
+    if is_there:
+        return f"{name} is what {_a(cls)} tells of itself, and cannot be set; {can}"
+    near = nearest(name, [*settable, *(key for key in keywords if key not in settable)])
+    hint = f"did you mean {near!r}? " if near is not None else ""
+    return f"{_a(cls)} has no attribute {name!r} that could be set; {hint}{can}"
+
+
+def _a(cls: type) -> str:
+    return f"a{'n' if cls.__name__[0] in 'AEIOU' else ''} {cls.__name__}"

@@ -41,7 +41,7 @@ from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_re
 from offbeat.local.lr_scale import factor_of
 from offbeat.local.optimizer import faults_of_state
 from offbeat.local.parameters import check_same, each_once, of_model
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ _THROUGH = (
 """What to add to an error that `flush` raises in the end."""
 
 
+@known_attributes
 class AsyncGradientAccumulator:
     """Trains a model with the gradients of several micro-batches at a time, as of one large batch.
 
@@ -399,7 +400,8 @@ class AsyncGradientAccumulator:
         self._updates.end()
         if self._members.size > 1:
             try:
-                self._end_together()
+                with self._members.telling():
+                    self._end_together()
             except ConnectionLostError as error:
                 if not faults:
                     raise

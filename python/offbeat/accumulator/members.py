@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -96,6 +97,9 @@ class Members(Protocol):
     def finish(self) -> Total:
         """Wait for the total of what was begun."""
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Say for whom this member waits, where what is done within takes long; once for all of it."""
+
     def agreed(self) -> dict[str, Any] | None:
         """Tell what members have agreed upon, as plain values, where there is anybody to agree with."""
 
@@ -149,6 +153,10 @@ class Alone:
             # By 1 where there was one micro-batch, which so keeps its bits.
             _divide([g for g in own.gradients if g is not None], own.counts / own.unit)
         return Total(own.gradients, own.samples, 1, self._told)
+
+    def telling(self) -> AbstractContextManager[None]:
+        """For nobody."""
+        return nullcontext()
 
     def agreed(self) -> dict[str, Any] | None:
         """Tell that there is nobody."""
@@ -297,6 +305,10 @@ class Group:
     def is_there(self) -> bool:
         """Tell whether the sums are."""
         return self._sums.is_there()
+
+    def telling(self) -> AbstractContextManager[None]:
+        """For the others of the group."""
+        return self._sums.telling()
 
     def agreed(self) -> dict[str, Any] | None:
         """Tell which parameters the next sum is of, and in what units the next two are."""

@@ -1,7 +1,7 @@
 """Members that nobody waits for: each brings its way to a server, which steps, and goes on from there."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,6 +72,7 @@ class Arrivals(Served):
         *,
         num_expected: int,
         method: DiLoCo,
+        ask: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Begin with the server's parameters; bring this model, and the outer step, where it has none.
 
@@ -81,6 +82,7 @@ class Arrivals(Served):
             statistics: Of the model's BatchNorm layers.
             num_expected: As `Served`; also the delay, where the method does not say it.
             method: The outer step.
+            ask: As `Served`.
 
         Raises:
             ConfigError: If the server takes another outer step, or adds differences up, or its transaction is
@@ -100,7 +102,7 @@ class Arrivals(Served):
         self._counted_of_said = np.zeros(2, np.int64)  # which a lost server leaves to be said once more
         self._counts_unsettled = np.zeros(2, np.int64)
         self._share = 1.0 / num_expected
-        super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected)
+        super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected, ask=ask)
 
     def begin(self, said: Said) -> None:
         """Bring what is said, on a thread of its own."""

@@ -41,7 +41,7 @@ from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
 from offbeat.local.parameters import each_once, of_model
 from offbeat.metrics import Metric
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 
 if TYPE_CHECKING:
     from offbeat.receipt import Receipt
@@ -57,6 +57,7 @@ GOODBYE_S = 30.0
 _log = logging.getLogger("offbeat")
 
 
+@known_attributes
 class AsyncModelAverager:
     """Trains a model apart from others and averages it with theirs now and then, behind the training.
 
@@ -424,6 +425,7 @@ class AsyncModelAverager:
 
     @averaging_frequency.setter
     def averaging_frequency(self, given: int | str) -> None:
+        self._check_open()
         timing = self._turns.timing
         pace = changed(timing.pace, given, longest=self._turns.longest)
         refuse(fitting_faults(self.method, pace, timing.wished_overlap, len(self._turns.named)))
@@ -451,6 +453,7 @@ class AsyncModelAverager:
 
     @overlap.setter
     def overlap(self, given: bool | int) -> None:
+        self._check_open()
         faults = overlap_faults(given)
         timing = self._turns.timing
         refuse(faults or fitting_faults(self.method, timing.wished_pace, given, len(self._turns.named)))
@@ -484,6 +487,7 @@ class AsyncModelAverager:
 
     @method.setter
     def method(self, given: str | Method) -> None:
+        self._check_open()
         how = as_method(given)
         if self._turns.is_guided:
             raise ConfigError(

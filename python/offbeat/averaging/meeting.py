@@ -1,15 +1,17 @@
 """Where members meet: in a process group of torch's, or at an Offbeat server; and this process among them."""
 
+import json
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
 
+from offbeat._offbeat import fetch_status
 from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.members import Alone, Group, Members, terms_of
 from offbeat.averaging.methods import DiLoCo, Method, shown
@@ -31,6 +33,9 @@ __all__ = ["Joined", "Meeting"]
 
 RECONNECT_S: float | None = None
 """How long a round waits for a server that is lost; None: as long as a client does by itself."""
+
+ASK_S = 5.0
+"""How long a server is asked for its status while a round at it is waited for."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -160,14 +165,19 @@ class Meeting:
                 contribution="gradient" if self.is_asynchronous else "delta",
             )
 
+        def ask() -> dict[str, Any]:
+            token = self.token or os.environ.get("OFFBEAT_TOKEN") or None
+            status: dict[str, Any] = json.loads(fetch_status(address, token, ASK_S))
+            return status
+
         buffers, num = Statistics(model).buffers(), place.world_size
         members: Members
         try:
             if self.is_asynchronous:
                 assert isinstance(method, DiLoCo)  # noqa: S101  else it was refused
-                members = Arrivals(connect, named, buffers, num_expected=num, method=method)
+                members = Arrivals(connect, named, buffers, num_expected=num, method=method, ask=ask)
             else:
-                members = Served(connect, named, buffers, terms=terms, num_expected=num)
+                members = Served(connect, named, buffers, terms=terms, num_expected=num, ask=ask)
         except BaseException:
             if server is not None:
                 server.stop()

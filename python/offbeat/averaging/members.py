@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -154,6 +155,9 @@ class Members(Protocol):
     def finish(self) -> Heard:
         """Wait for it."""
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Say for whom this member waits, where what is done within takes long; once for all of it."""
+
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
@@ -215,6 +219,10 @@ class Alone:
             said.rate,
             said.statistics,
         )
+
+    def telling(self) -> AbstractContextManager[None]:
+        """For nobody."""
+        return nullcontext()
 
     def is_alike(self, value: object) -> bool:
         """It is."""
@@ -348,6 +356,10 @@ class Group:
         for flat in means.values():
             flat.div_(weight or 1.0)
         return self._heard(facts, means, self._statistics.div_(samples or 1.0))
+
+    def telling(self) -> AbstractContextManager[None]:
+        """For the others of the group."""
+        return self._sums.telling()
 
     def is_alike(self, value: object) -> bool:
         """Compare over the group.

@@ -143,7 +143,8 @@ class Pairs:
             ConnectionLostError: If a member is lost.
         """
         if self._future is not None:
-            self._future.result()
+            with self._sums.telling(is_there=self._future.done()):
+                self._future.result()
 
     def take(self) -> Met | None:
         """Give what the partner has said, once it is there; None: there was none to be met."""
@@ -197,7 +198,8 @@ class Later:
         if len(self._waiting) <= self._rounds:
             return None
         works, tensor, own = self._waiting[0]
-        self._sums.wait(works)
+        with self._sums.telling(is_there=self.is_there()):
+            self._sums.wait(works)
         self._waiting.popleft()
         return tensor.tolist(), own
 
@@ -211,8 +213,9 @@ class Later:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        for works, _, _ in self._waiting:
-            self._sums.wait(works)
+        with self._sums.telling():
+            for works, _, _ in self._waiting:
+                self._sums.wait(works)
         return [tensor.tolist() for _, tensor, _ in self._waiting]
 
     def resume(self, state: Sequence[Sequence[float]]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from offbeat import process
 from offbeat.averaging.members import Heard, Said
-from offbeat.averaging.waiting import for_the_others, for_those_before, missed, telling
+from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, missed, telling
 from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
@@ -26,6 +26,7 @@ from offbeat.errors import (
 )
 from offbeat.local.flat import PIECE, slices
 from offbeat.rounds import Entered
+from offbeat.telling import Waits
 
 __all__ = ["Arrays", "Served", "array_of"]
 
@@ -82,6 +83,7 @@ class Served:
         *,
         terms: str,
         num_expected: int,
+        ask: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Begin with the server's mean; bring this model where it has none.
 
@@ -91,6 +93,7 @@ class Served:
             statistics: Of the model's BatchNorm layers.
             terms: By what this member averages, which has to be the same in all.
             num_expected: Where the run begins here, how many are waited for, up to a minute.
+            ask: Asks for the server's status without the client, which waits in a call where that is needed.
 
         Raises:
             UnsupportedTensorError: If a parameter is wider than float32.
@@ -105,6 +108,7 @@ class Served:
         self._num_before = 1  # how many there were at a server whose run is lost, while they are missed here
         self._terms = terms
         self._connect = connect
+        self._ask, self._waits = ask, Waits()
         self._names = {id(parameter): name for name, parameter in parameters}
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
         self._statistics = self._names_of_statistics(len(statistics))
@@ -116,6 +120,7 @@ class Served:
                     f"communication_backend='gloo'"
                 )
         self._client: Client | None = None
+        self._name: str | None = None  # there; the client itself, while it is in a call, does not say it
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None
@@ -169,11 +174,16 @@ class Served:
     def finish(self) -> Heard:
         """Wait for the thread."""
         assert self._future is not None  # noqa: S101  something was begun
-        heard = self._future.result()
+        with nullcontext() if self.is_there() else self.telling():
+            heard = self._future.result()
         self._future = None
         if self._stream is not None:  # on which what was heard may still be on its way to the device
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return heard
+
+    def telling(self) -> AbstractContextManager[None]:
+        """For those at the server, or for itself."""
+        return self._waits.telling(self._waiting)
 
     def is_alike(self, value: object) -> bool:
         """Nobody asks: of what a member takes up of its own, the others need nothing."""
@@ -194,9 +204,10 @@ class Served:
                 self._meet()
             while not is_brought:
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
-                _, _, is_brought = self._exchange(
-                    own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
-                )
+                with self.telling():
+                    _, _, is_brought = self._exchange(
+                        own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
+                    )
         except LOST as error:
             self._pause(error)
             return
@@ -261,6 +272,20 @@ class Served:
     def shown(self) -> str:
         """How many there are, for people."""
         return f"{self.size} in its newest round" if self._is_counted else "in no round yet"
+
+    def _waiting(self, waited_s: float) -> str | None:
+        """Find out for whom this member waits; None: it does not, or it is told already why."""
+        try:
+            status = self._ask()
+        except OffbeatTimeoutError:
+            return (
+                f"this member has waited {waited_s:g} s for a round of averaging to end, and the server does "
+                f"not answer, though it takes connections: its process may be stopped, or busy; waiting on "
+                f"(Ctrl-C ends the wait)"
+            )
+        except OffbeatError:  # it is gone, and soon that is told: averaging pauses
+            return None
+        return at_the_server(status, own=self._name, waited_s=waited_s)
 
     # ------------------------------------------------------------------ on the thread
 
@@ -460,7 +485,7 @@ class Served:
         except BaseException:
             client.close(finished=False)
             raise
-        self._client, self._run_id = client, client.run_id
+        self._client, self._name, self._run_id = client, client.worker_id, client.run_id
 
     def _agree(self, client: Client) -> None:
         arrays = self._brought()

@@ -142,6 +142,11 @@ class Turns:
             NonFiniteError: As `advance`.
             ConnectionLostError: As `advance`, or if the members' server was not reached.
         """
+        with self.members.telling():
+            self._end_together(owner)
+        self.unshared.end(self.course.iterations)
+
+    def _end_together(self, owner: Owner) -> None:
         if self.rounds.is_under_way:
             self.finish(owner)
         if isinstance(self.members, Served):
@@ -165,7 +170,6 @@ class Turns:
                 self._check_there()
             self.rounds.end_alike()
             self._check_there()
-        self.unshared.end(self.course.iterations)
 
     def drop(self) -> None:
         """Take no notice of what comes of the round under way."""

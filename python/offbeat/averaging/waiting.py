@@ -1,13 +1,12 @@
 """For whom a member at a server waits, which is told once it has waited for some seconds."""
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from offbeat import process
+from offbeat import telling as late
 
-__all__ = ["for_the_others", "for_those_before", "missed", "telling"]
+__all__ = ["at_the_server", "for_the_others", "for_those_before", "missed", "telling"]
 
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
@@ -16,19 +15,31 @@ MISSED = "has not come back since the server was started again"
 """How a status words why one of a server's life before is lost, for whom it waits all the same."""
 
 
-@contextmanager
-def telling(text: str | None) -> Iterator[None]:
+ENDED = "finished", "left"
+"""States, in a status, of workers for whom nobody waits."""
+
+
+def telling(text: str | None) -> AbstractContextManager[None]:
     """Say why this waits, if it does for long; None: there is nothing to say."""
-    if text is None:
-        yield
-        return
-    timer = threading.Timer(TELL_AFTER_S, process.warn, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return late.telling(text, after_s=TELL_AFTER_S)
+
+
+def at_the_server(status: Mapping[str, Any], *, own: str | None, waited_s: float) -> str:
+    """Word the wait for a round in which other members are missing.
+
+    Args:
+        status: The server's.
+        own: This member's name there.
+        waited_s: How long it has waited by now.
+    """
+    workers = [worker for worker in status["workers"] if worker["state"] not in ENDED and worker["id"] != own]
+    others = ", ".join(f"{worker['id']} ({worker['state']})" for worker in workers) or "none"
+    return (
+        f"{own or 'this member'} has waited {waited_s:g} s for a round of averaging to end: "
+        f"{status['rounds']['open_entrants']} member(s) have come to the one that is open at the server, and "
+        f"the others there are: {others}; who trains is waited for until it comes, ends or is lost, and one "
+        f"that is at its end has to call flush() or close()"
+    )
 
 
 def for_the_others(*, num_there: int, num_expected: int, most_s: float) -> str:

@@ -2,16 +2,15 @@
 
 import os
 import socket
-import threading
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from offbeat.checks import refuse, seconds
 from offbeat.cli.parser import Parser, secret
 from offbeat.cli.parser import seconds as as_seconds
 from offbeat.cli.say import say
 from offbeat.errors import AuthenticationError, ConfigError, OffbeatTimeoutError, ProtocolError
+from offbeat.telling import telling
 
 __all__ = ["add_server_arguments", "ask", "server_of", "telling_that_nobody_answers"]
 
@@ -78,17 +77,10 @@ def ask(address: str, token: str | None, timeout_s: float) -> str:
         raise
 
 
-@contextmanager
-def telling_that_nobody_answers(address: str, timeout_s: float) -> Iterator[None]:
+def telling_that_nobody_answers(address: str, timeout_s: float) -> AbstractContextManager[None]:
     """Say so once it takes longer than it should, with how long it is tried."""
     text = f"nobody has answered at {address} yet: it is tried for {timeout_s:g} s (--timeout)"
-    timer = threading.Timer(TELL_AFTER_S, say, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return telling(text, after_s=TELL_AFTER_S, tell=say)
 
 
 def _answers_http(address: str) -> bool:

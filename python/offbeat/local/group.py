@@ -29,6 +29,7 @@ __all__ = [
     "is_other",
     "listed",
     "own_group",
+    "timeout_of",
 ]
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def own_group(
     """
     made = distributed.new_group(
         distributed.get_process_group_ranks(group),
-        timeout=_timeout_of(group) + more,
+        timeout=timeout_of(group) + more,
         backend=distributed.get_backend_config(group) if backend is None else backend,
         use_local_synchronization=True,  # members outside the group need not take part
     )
@@ -100,7 +101,7 @@ def destroy(group: "distributed.ProcessGroup") -> None:
         distributed.destroy_process_group(group)
 
 
-def _timeout_of(group: "distributed.ProcessGroup") -> timedelta:
+def timeout_of(group: "distributed.ProcessGroup") -> timedelta:
     """Give how long a group's operations wait; torch tells it nowhere else than with each backend."""
     devices = [part.partition(":")[0] for part in distributed.get_backend_config(group).split(",")]
     times: list[timedelta] = [group._get_backend(torch.device(d)).options._timeout for d in devices]  # noqa: SLF001

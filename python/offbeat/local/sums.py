@@ -13,7 +13,8 @@ import torch
 from torch import distributed
 
 from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
-from offbeat.local.group import destroy, own_group
+from offbeat.local.group import destroy, own_group, timeout_of
+from offbeat.telling import Waits
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -43,6 +44,7 @@ class Sums:
         self._of = of
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
+        self._waits = Waits()
 
     @classmethod
     def among(
@@ -59,7 +61,8 @@ class Sums:
             ConnectionLostError: If a member is lost.
         """
         try:
-            return cls(own_group(group, more=more, backend=backend), of=of)
+            with Waits().telling(lambda waited_s: _waiting(group, of, waited_s, more=more)):
+                return cls(own_group(group, more=more, backend=backend), of=of)
         except RuntimeError as error:  # torch's store has waited for a member that did not come
             raise ConnectionLostError(_lost(of, error)) from None
 
@@ -119,7 +122,8 @@ class Sums:
             ClosedError: If this is closed.
         """
         _ = self.group  # once it is closed there is nothing to wait for, and no sum either
-        self.wait(self._works)
+        with self.telling(is_there=self.is_there()):
+            self.wait(self._works)
         self._works = []
 
     def start(
@@ -152,7 +156,9 @@ class Sums:
             ClosedError: If this is closed.
         """
         try:
-            yield self.group
+            group = self.group
+            with self.telling():
+                yield group
         except OffbeatError:  # some are RuntimeErrors, too, and say themselves what is wrong
             raise
         except RuntimeError as error:
@@ -171,6 +177,20 @@ class Sums:
                 work.wait()
         except RuntimeError as error:
             self._lose(error)
+
+    @contextmanager
+    def telling(self, *, is_there: bool = False) -> Iterator[None]:
+        """Say for whom this waits, if it does for long.
+
+        Args:
+            is_there: What is waited for is there, and no watch is kept.
+        """
+        group = self._group
+        if is_there or group is None:
+            yield
+            return
+        with self._waits.telling(lambda waited_s: _waiting(group, self._of, waited_s)):
+            yield
 
     def _lose(self, error: RuntimeError) -> NoReturn:
         self._lost = _lost(self._of, error)
@@ -191,6 +211,20 @@ def _lost(of: str, error: RuntimeError) -> str:
         f"{of} of all members could not be put together, for one is gone or was waited for too "
         f"long: {cause}; torch's process groups do not outlive a member: start all of them again. Each "
         f"member has to call flush() when its data is at its end, as others may have more"
+    )
+
+
+def _waiting(
+    group: distributed.ProcessGroup, of: str, waited_s: float, *, more: timedelta = timedelta(0)
+) -> str:
+    """Word that a member waits for others, and for how long it does."""
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    others = f"member {1 - rank}" if size == 2 else f"one or more of the other {size - 1} members"  # noqa: PLR2004
+    most_s = (timeout_of(group) + more).total_seconds()
+    return (
+        f"member {rank} of {size} has waited {waited_s:g} s for {others}, to put {of} of all members "
+        f"together: slower, stopped, or not that far; it waits up to {most_s:g} s for each sum (the process "
+        f"group's timeout), and raises ConnectionLostError then. Whose data is at its end has to call flush()"
     )
 
 

@@ -20,7 +20,7 @@ from offbeat.monitor.onset import Onset
 from offbeat.monitor.remedies import until_when
 from offbeat.monitor.report import MonitorReport
 from offbeat.monitor.settings import Callback, Given, resolve
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ LOOK_S = 0.2
 """How often a pause looks whether the process is to end."""
 
 
+@known_attributes
 class AsyncTrainingMonitor:
     """Watches a run, tells when it leaves the range that its own past lets expect, and acts on it.
 

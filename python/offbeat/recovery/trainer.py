@@ -20,7 +20,7 @@ from offbeat.history import History
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.metrics import Metric
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, kept
@@ -47,6 +47,7 @@ __all__ = ["FaultTolerantTrainer"]
 _log = logging.getLogger("offbeat")
 
 
+@known_attributes
 class FaultTolerantTrainer:
     """Trains a model so that the same command, after a crash, goes on where the last checkpoint was.
 

@@ -29,7 +29,7 @@ from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
@@ -65,6 +65,7 @@ KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "scaler
 """What every state has."""
 
 
+@known_attributes
 class AsyncTrainer:
     """Trains a model with one call, alone or with others, in whichever way `strategy` says.
 

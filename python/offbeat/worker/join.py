@@ -32,7 +32,7 @@ from offbeat.worker.link import Link
 if TYPE_CHECKING:
     from offbeat._offbeat import Session
 
-__all__ = ["Buffers", "JoinConfig", "fixed", "join"]
+__all__ = ["Buffers", "JoinConfig", "join"]
 
 Buffers = Literal["sync", "local"]
 
@@ -93,14 +93,6 @@ def _address(given: str | None) -> str:
     raise ConfigError(
         "no server address: give AsyncWorker(server_address='HOST:PORT') or set OFFBEAT_SERVER; the server "
         "prints the line to use when it starts"
-    )
-
-
-def fixed(name: str, value: object) -> str:
-    """Word the refusal to change a setting of a worker that has joined."""
-    return (
-        f"worker.{name} cannot be set to {value!r}: it is chosen when the worker is made; close this one and "
-        f"make a new one, with AsyncWorker({name}={value!r})"
     )
 
 

@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import nn
@@ -22,13 +22,13 @@ from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
-from offbeat.naming import known_keywords
+from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
 from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.worker.facade import WorkerOptimizer
-from offbeat.worker.join import Buffers, JoinConfig, fixed, join
+from offbeat.worker.join import Buffers, JoinConfig, join
 from offbeat.worker.steps import Optimizer, Steps
 from offbeat.worker.train import TrainPlan, run
 from offbeat.worker.turn import one_thread, whole_turn
@@ -41,6 +41,7 @@ __all__ = ["AsyncWorker"]
 _log = logging.getLogger("offbeat")
 
 
+@known_attributes
 class AsyncWorker(process.Live):
     """Trains a module against a parameter server, at its own pace.
 
@@ -164,18 +165,10 @@ class AsyncWorker(process.Live):
         """Where the model computes; chosen when the worker is made."""
         return self._config.torch_device
 
-    @device.setter
-    def device(self, value: Never) -> None:
-        raise AttributeError(fixed("device", value))
-
     @property
     def update_frequency(self) -> int:
         """Batches per push, or local steps per push; chosen when the worker is made."""
         return self._config.update_frequency
-
-    @update_frequency.setter
-    def update_frequency(self, value: Never) -> None:
-        raise AttributeError(fixed("update_frequency", value))
 
     @property
     def in_flight(self) -> int:

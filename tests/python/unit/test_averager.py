@@ -11,7 +11,7 @@ from torch import nn
 import offbeat
 from offbeat import averaging, optim
 from offbeat.averaging.pace import Adaptive
-from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError
+from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError, UnknownAttributeError
 from support.averaging import warned
 
 LOSS = nn.CrossEntropyLoss()
@@ -914,3 +914,52 @@ def test_what_is_closed_trains_no_more_and_says_so():
     assert ours.iterations == 1
     assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
     ours.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        (
+            "averaging_frequncy",
+            2,
+            "has no attribute 'averaging_frequncy'.*did you mean 'averaging_frequency'",
+        ),
+        (
+            "averaging_policy",
+            "adaptive",
+            r"given when .*with AsyncModelAverager\(averaging_policy='adaptive'\)",
+        ),
+        ("asynchronous", "x", "given when an AsyncModelAverager is made"),
+        ("adaptation_metric", "gradient_norm", "given when an AsyncModelAverager is made"),
+        ("world_size", 3, "given when an AsyncModelAverager is made"),
+        ("min_averaging_frequency", 1, "given when an AsyncModelAverager is made"),
+        ("iterations", 0, "iterations is what an AsyncModelAverager tells of itself, and cannot be set"),
+    ],
+)
+def test_what_cannot_be_set_in_mid_run_is_refused_with_what_can(name, value, told):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3)
+    with pytest.raises(UnknownAttributeError, match=told) as refused:
+        setattr(ours, name, value)
+    assert str(refused.value).endswith("to be set in mid-run: averaging_frequency, method, overlap")
+    ours.averaging_frequency, ours.device = 4, "cpu"
+
+
+def test_who_makes_a_kind_of_averager_may_give_it_attributes():
+    class Named(offbeat.AsyncModelAverager):
+        def __init__(self, name):
+            super().__init__(model())
+            self.name = name
+
+    ours = Named("first")
+    ours.note = "of its own"
+    assert (ours.name, ours.note) == ("first", "of its own")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("method", "diloco"), ("averaging_frequency", 7), ("overlap", 2)]
+)
+def test_of_what_is_closed_nothing_can_be_set(name, value):
+    ours = offbeat.AsyncModelAverager(model())
+    ours.close()
+    with pytest.raises(ClosedError):
+        setattr(ours, name, value)

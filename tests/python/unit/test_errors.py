@@ -13,7 +13,7 @@ RAISED = [cls for cls in CLASSES if cls is not errors.OffbeatError]
 
 
 def test_the_module_lists_every_class_it_has():
-    assert len(CLASSES) == 18
+    assert len(CLASSES) == 19
     assert sorted(errors.__all__) == sorted(cls.__name__ for cls in CLASSES)
 
 
@@ -57,6 +57,7 @@ def test_each_error_carries_its_message_and_survives_pickling(cls):
         (errors.OffbeatTimeoutError, TimeoutError),
         (errors.ProtocolError, ConnectionError),
         (errors.ServerClosedError, errors.ConnectionLostError),
+        (errors.UnknownAttributeError, AttributeError),
         (errors.UnsupportedTensorError, TypeError),
     ],
 )
