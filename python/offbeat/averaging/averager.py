@@ -464,7 +464,8 @@ class AsyncModelAverager:
 
         May be set, to a name or an object, in all members. They change together, after the first round that
         all have begun with the same wish; until then all keep to the method before, and a warning says so
-        where it takes long. A member that waits in `flush` wishes for what it had. What the method before has
+        where it takes long. This reads as before until then, and the averager's repr tells what it wishes
+        for. A member that waits in `flush` wishes for what it had. What the method before has
         kept (a reference, a velocity) is forgotten; the new one begins with the mean of its first round, to
         which members go.
         """
@@ -599,10 +600,12 @@ class AsyncModelAverager:
         how = f"every {pace.every:g} {'s' if isinstance(pace, Seconds) else 'iterations'}"
         if isinstance(pace, Adaptive):
             how += f" at present, {pace.least} to {pace.most} by {self._turns.gauge.name}"
+        wishes = self._turns.wishes()
         return (
             f"<offbeat.AsyncModelAverager {self.rank} of {self._turns.members.size}, {self.method!r}"
             f"{', asynchronous' if self._turns.is_guided else ''}, {how}, round {self.averaging_round}"
-            f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
+            f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}"
+            f"{', wishes for ' if wishes else ''}{', '.join(wishes)}>"
         )
 
     # ------------------------------------------------------------------ inside

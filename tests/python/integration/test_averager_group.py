@@ -307,6 +307,13 @@ def test_members_change_together_or_not_at_all_and_end_alike(what, who):
     (first, told, last), (second, also_told, also_last) = together(changing, 2, what, who)
     assert first == second == ("diloco" if what == "method" and len(who) == 2 else "average")
     assert len(told) == len(also_told) == (len(who) == 1)
+    if told:
+        wish = {
+            "method": f"method={averaging.DiLoCo(fragments=2)!r} (in force: Average())",
+            "frozen": "other parameters to be trained (requires_grad)",
+        }[what]
+        assert f"this member (rank 0) wishes for {wish}, and not all others do" in told[0]
+        assert "this member (rank 1) wishes for what is in force, and others for" in also_told[0]
     assert all(map(np.array_equal, last, also_last))
 
 
