@@ -11,13 +11,27 @@ from typing import Protocol
 import torch
 from torch import distributed
 
+from offbeat.averaging.methods import worded
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
 from offbeat.errors import StateError
 from offbeat.local.flat import Flat
 from offbeat.local.group import begin_alike, carries, check_alike, check_device, is_alike, is_other
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "differences", "terms_of"]
+__all__ = [
+    "DIFFERENT",
+    "Alone",
+    "Group",
+    "Heard",
+    "Members",
+    "Said",
+    "differences",
+    "terms_of",
+    "worded_terms",
+]
+
+PACE_NAMES = "averaging_policy", "averaging_frequency", "min_averaging_frequency", "max_averaging_frequency"
+"""Keywords of the numbers that a pace's setting has, in their order."""
 
 MOST_TERMS = 1000
 """Characters of the terms that members tell a server, which takes 1024 bytes."""
@@ -466,12 +480,31 @@ def differences(everybody: Sequence[Mapping[str, object]]) -> str:
         unlike = ((rank, one[name]) for rank, one in enumerate(others, 1) if json.dumps(one[name]) != own)
         if (found := next(unlike, None)) is not None:
             rank, other = found
-            told.append(f"{name} is {value!r} in member 0 and {other!r} in member {rank}")
+            told.append(
+                f"{name} is {_said(name, value)} in member 0 and {_said(name, other)} in member {rank}"
+            )
     more = f", and {len(told) - MOST_DIFFERENCES} more" if len(told) > MOST_DIFFERENCES else ""
     return (
         f"members average differently: {'; '.join(told[:MOST_DIFFERENCES])}{more}: give the same to all of "
         f"them"
     )
+
+
+def _said(name: str, value: object) -> str:
+    return worded(value) if name == "method" and isinstance(value, list) else repr(value)
+
+
+def worded_terms(terms: str) -> str:
+    """Give what `terms_of` gave as a user writes it; what was cut off, or is of another version, as it is."""
+    try:
+        found = json.loads(terms)
+        pace, overlap, metric = found["frequency, overlap, metric"]
+        named = dict(zip(PACE_NAMES, pace, strict=False)) | {"overlap": overlap, "adaptation_metric": metric}
+        settings = [f"{name}={value!r}" for name, value in named.items() if value is not None]
+        trained = found["trained parameters"]
+        return f"method={worded(found['method'])}, {', '.join(settings)}, {trained} parameters trained"
+    except (ValueError, KeyError, TypeError):
+        return terms
 
 
 def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> str:

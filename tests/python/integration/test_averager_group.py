@@ -261,10 +261,10 @@ def unlike(rank, what):
     ("what", "told"),
     [
         ("frequency", "averaging_frequency is 4 in member 0 and 5 in member 1"),
-        ("method", "method is ['average'] in member 0 and ['easgd', None] in member 1"),
+        ("method", "method is Average() in member 0 and EASGD(alpha=None) in member 1"),
         ("frozen", "requires_grad of '0.weight' is True in member 0 and False in member 1"),
         ("overlap", "overlap is 1 in member 0 and 2 in member 1"),
-        ("springs", "method is ['easgd', 0.5] in member 0 and ['easgd', 1.5] in member 1"),
+        ("springs", "method is EASGD(alpha=0.5) in member 0 and EASGD(alpha=1.5) in member 1"),
     ],
 )
 def test_members_that_are_set_differently_are_all_told_in_what(what, told):
