@@ -479,7 +479,8 @@ class AsyncModelAverager:
 
         May be set, to a name or an object, in all members. They change together, after the first round that
         all have begun with the same wish; until then all keep to the method before, and a warning says so
-        where it takes long. A member that waits in `flush` wishes for what it had. What the method before has
+        where it takes long. This reads as before until then, and the averager's repr tells what it wishes
+        for. A member that waits in `flush` wishes for what it had. What the method before has
         kept (a reference, a velocity) is forgotten; the new one begins with the mean of its first round, to
         which members go.
         """
@@ -624,10 +625,12 @@ class AsyncModelAverager:
         who = f"{self.rank} of {members.size}"
         if isinstance(members, Served):  # who comes late has a rank beside those who are there
             who = f"member {self.rank}, {members.shown}"
+        wishes = self._turns.wishes()
         return (
             f"<offbeat.AsyncModelAverager {who}, {self.method!r}"
             f"{', asynchronous' if self._turns.is_guided else ''}, {how}, round {self.averaging_round}"
-            f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}>"
+            f"{'' if self.receipt is None else f', {self.receipt.staleness} updates late'}"
+            f"{', wishes for ' if wishes else ''}{', '.join(wishes)}>"
         )
 
     # ------------------------------------------------------------------ inside

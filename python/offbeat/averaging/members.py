@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import distributed
 
+from offbeat.averaging.methods import worded
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
 from offbeat.local.flat import Flat
 from offbeat.local.group import (
@@ -25,7 +26,10 @@ from offbeat.local.group import (
 )
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of"]
+__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of", "worded_terms"]
+
+PACE_NAMES = "averaging_policy", "averaging_frequency", "min_averaging_frequency", "max_averaging_frequency"
+"""Keywords of the numbers that a pace's setting has, in their order."""
 
 MOST_TERMS = 1000
 """Characters of the terms that members tell a server, which takes 1024 bytes."""
@@ -303,7 +307,7 @@ class Group:
         with self._sums.together() as own:
             check_made(own, "AsyncModelAverager", self._device)
             check_alike(own, named, self._device)
-            check_settings(own, setting, self._device, how="members average differently")
+            check_settings(own, setting, self._device, how="members average differently", show=_said)
             check()
             begin_alike(own, (tensor for _, tensor in named))
         self._twos: _Twos | None = None
@@ -454,6 +458,23 @@ def _facts(said: Said) -> list[float]:
     marks = said.mark, said.mark**2, said.want, said.want**2
     sizes = said.weight, said.samples, float(said.is_at_work)
     return [*sizes, *metric, said.samples * said.rate, *marks]
+
+
+def _said(name: str, value: object) -> str:
+    return worded(value) if name == "method" and isinstance(value, list) else repr(value)
+
+
+def worded_terms(terms: str) -> str:
+    """Give what `terms_of` gave as a user writes it; what was cut off, or is of another version, as it is."""
+    try:
+        found = json.loads(terms)
+        pace, overlap, metric = found["frequency, overlap, metric"]
+        named = dict(zip(PACE_NAMES, pace, strict=False)) | {"overlap": overlap, "adaptation_metric": metric}
+        settings = [f"{name}={value!r}" for name, value in named.items() if value is not None]
+        trained = found["trained parameters"]
+        return f"method={worded(found['method'])}, {', '.join(settings)}, {trained} parameters trained"
+    except (ValueError, KeyError, TypeError):
+        return terms
 
 
 def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "SlowMo",
     "as_method",
     "shown",
+    "worded",
 ]
 
 
@@ -399,6 +400,17 @@ def shown(method: Method) -> list[object]:
     """Give what says which method this is, as JSON can have it: its name and all numbers."""
     numbers: Any = method  # a dataclass, as all of them are
     return [method.name, *(getattr(numbers, field.name) for field in fields(numbers))]
+
+
+def worded(method: Sequence[object]) -> str:
+    """Give what `shown` gave as a user writes it; of a method that is not known here, as it is."""
+    name, *numbers = method
+    kind = METHODS.get(str(name))
+    plain: Any = kind  # a dataclass, as all of them are
+    if kind is None or len(numbers) != len(fields(plain)):
+        return repr(method)
+    given = (f"{field.name}={number!r}" for field, number in zip(fields(plain), numbers, strict=True))
+    return f"{kind.__name__}({', '.join(given)})"
 
 
 def _outside(low: float, high: float, *, is_zero_in: bool = False, **values: float | None) -> Sequence[str]:

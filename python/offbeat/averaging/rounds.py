@@ -193,6 +193,11 @@ class Rounds:
         """Whether this member wants another plan than the one in force."""
         return self._wanted().shown() != self._plan.shown()
 
+    @property
+    def trains_others(self) -> bool:
+        """Whether this member trains other parameters (requires_grad) than those that are averaged."""
+        return self._wanted().are_trained != self._plan.are_trained
+
     def is_there(self) -> bool:
         """Tell whether the round under way can be ended without waiting."""
         return self._members.is_there()

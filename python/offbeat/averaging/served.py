@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offbeat import process
-from offbeat.averaging.members import Heard, Said
+from offbeat.averaging.members import Heard, Said, worded_terms
 from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, missed, telling
 from offbeat.checks import refuse
 from offbeat.client import Client
@@ -441,7 +441,7 @@ class Served:
             _log.warning(
                 "the way of this member is not in round %d, and comes with the next: the others went on to "
                 "%s while it was away",
-                entered.round, self._terms,
+                entered.round, worded_terms(self._terms),
             )  # fmt: skip
             return False
         for name, array in own.items():
@@ -526,9 +526,9 @@ class Served:
         assert client is not None  # noqa: S101  it has met
         if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
             raise StateError(
-                f"this member averages by {self._terms}, and those at the server by {theirs}: give all of "
-                f"them the same, and train the same parameters (requires_grad); where machines differ in "
-                f"speed, averaging_policy='time' suits all"
+                f"this member averages by {worded_terms(self._terms)}, and those at the server by "
+                f"{worded_terms(theirs)}: give all of them the same, and train the same parameters "
+                f"(requires_grad); where machines differ in speed, averaging_policy='time' suits all"
             )
         if num_expected <= 1 or self.has_gone_on:
             return

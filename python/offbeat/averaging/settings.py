@@ -6,6 +6,7 @@ from itertools import zip_longest
 from math import inf
 from typing import Any, Literal, TypeAlias
 
+from offbeat.averaging.members import PACE_NAMES
 from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import (
     METRICS,
@@ -184,10 +185,9 @@ def settings_by_name(method: Method, setting: Sequence[Any]) -> dict[str, object
         setting: That of the pace, the overlap, and the metric's name, as JSON can have them.
     """
     pace, overlap, metric = setting
-    names = "averaging_policy", "averaging_frequency", "min_averaging_frequency", "max_averaging_frequency"
     return {
         "method": shown(method),
-        **dict(zip_longest(names, pace)),
+        **dict(zip_longest(PACE_NAMES, pace)),
         "overlap": overlap,
         "adaptation_metric": metric,
     }

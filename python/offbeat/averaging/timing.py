@@ -1,6 +1,6 @@
 """When a member averages, and what of that is to change in mid-run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from offbeat import process
@@ -57,6 +57,15 @@ class Timing:
         """Give what is wanted, as JSON can have it."""
         return [self.wished_pace.setting(), self.wished_overlap]
 
+    def wishes(self) -> dict[str, tuple[object, object]]:
+        """Give what is wanted and not in force, by its keyword, beside what is."""
+        pace, found = self.wished_pace, dict[str, tuple[object, object]]()
+        if pace.setting() != self.pace.setting():
+            found["averaging_frequency"] = pace.every, self.pace.every
+        if (overlap := self.wished_overlap) is not self.overlap and [overlap] != [self.overlap]:
+            found["overlap"] = overlap, self.overlap
+        return found
+
     def asked(self) -> Asked:
         """Give what a round that begins now tells the others."""
         return self._wanted_pace, self._wanted_overlap
@@ -111,13 +120,25 @@ class Agreement:
         """Begin as they were made: they do."""
         self._num_disagreed = 0
 
-    def count(self, *, are_agreed: bool, kept: Method) -> None:
-        """Take note of a round; tell of it once members keep to `kept` for want of one wish."""
+    def count(self, *, are_agreed: bool, kept: Method, rank: int, wishes: Sequence[str]) -> None:
+        """Take note of a round; tell of it once members keep to `kept` for want of one wish.
+
+        Args:
+            are_agreed: All have wanted the same.
+            kept: The method in force.
+            rank: Of this member.
+            wishes: What it wants that is not in force, in words.
+        """
         self._num_disagreed = 0 if are_agreed else self._num_disagreed + 1
         if self._num_disagreed == ROUNDS_TO_AGREE:
+            own = (
+                f"this member (rank {rank}) wishes for {', '.join(wishes)}, and not all others do"
+                if wishes
+                else f"this member (rank {rank}) wishes for what is in force, and others for something else"
+            )
             process.warn(
-                f"members want different things since {ROUNDS_TO_AGREE} rounds, and keep to {kept!r}, and to "
-                f"the frequency and the parameters they trained until then: set method, averaging_frequency "
-                f"and overlap, and freeze parameters (requires_grad), in all of them; one that waits in "
-                f"flush() cannot follow"
+                f"members want different things since {ROUNDS_TO_AGREE} rounds: {own}; all keep to {kept!r}, "
+                f"and to the frequency and the parameters they trained until then: set method, "
+                f"averaging_frequency and overlap, and freeze parameters (requires_grad), in all of them; "
+                f"one that waits in flush() cannot follow"
             )

@@ -207,8 +207,21 @@ class Turns:
         if outcome.are_agreed and outcome.asked is not None:
             self._agree(owner, outcome.asked)
         if outcome.are_agreed is not None:
-            self._agreement.count(are_agreed=outcome.are_agreed, kept=before)
+            self._agreement.count(
+                are_agreed=outcome.are_agreed, kept=before, rank=self._rank, wishes=self.wishes()
+            )
         return outcome
+
+    def wishes(self) -> list[str]:
+        """Say what this member wants that is not in force, since not all others want it."""
+        found: dict[str, tuple[object, object]] = {}
+        if self.rounds.wanted_method != self.rounds.method:
+            found["method"] = self.rounds.wanted_method, self.rounds.method
+        found |= self.timing.wishes()
+        words = [f"{name}={wanted!r} (in force: {now!r})" for name, (wanted, now) in found.items()]
+        if self.rounds.trains_others:
+            words.append("other parameters to be trained (requires_grad)")
+        return words
 
     # ------------------------------------------------------------------ inside
 

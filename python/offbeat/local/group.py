@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -170,6 +170,7 @@ def check_settings(
     device: torch.device,
     *,
     how: str,
+    show: Callable[[str, object], str] = lambda _, value: repr(value),
 ) -> None:
     """See that all members are set alike.
 
@@ -178,21 +179,26 @@ def check_settings(
         settings: As JSON can have them, by names for people.
         device: Of the tensors that the group carries.
         how: Say what members do who are not, such as "members average differently".
+        show: Gives a setting's value for people, of its name and value.
 
     Raises:
         StateError: In all members, with the same words.
     """
     if not is_alike(group, settings, device):
         raise StateError(
-            f"{how}: {listed(differing(gathered(group, settings)))}: give the same to all of them"
+            f"{how}: {listed(differing(gathered(group, settings), show))}: give the same to all of them"
         )
 
 
-def differing(everybody: Sequence[Mapping[str, object]]) -> dict[str, str]:
+def differing(
+    everybody: Sequence[Mapping[str, object]],
+    show: Callable[[str, object], str] = lambda _, value: repr(value),
+) -> dict[str, str]:
     """Word each setting in which members differ, in the same words in all of them.
 
     Args:
         everybody: Each member's settings, by name; what one has no name for it has nothing to say of.
+        show: As in `check_settings`.
     """
     told = {}
     for name in dict.fromkeys(name for one in everybody for name in one):
@@ -200,7 +206,9 @@ def differing(everybody: Sequence[Mapping[str, object]]) -> dict[str, str]:
         own = json.dumps(value)  # by which they were compared: there 1 is not True
         if (found := next((one for one in others if json.dumps(one[1]) != own), None)) is not None:
             rank, other = found
-            told[name] = f"{name} is {value!r} in member {first} and {other!r} in member {rank}"
+            told[name] = (
+                f"{name} is {show(name, value)} in member {first} and {show(name, other)} in member {rank}"
+            )
     return told
 
 

@@ -262,10 +262,10 @@ def unlike(rank, what):
     ("what", "told"),
     [
         ("frequency", "averaging_frequency is 4 in member 0 and 5 in member 1"),
-        ("method", "method is ['average'] in member 0 and ['easgd', None] in member 1"),
+        ("method", "method is Average() in member 0 and EASGD(alpha=None) in member 1"),
         ("frozen", "requires_grad of '0.weight' is True in member 0 and False in member 1"),
         ("overlap", "overlap is 1 in member 0 and 2 in member 1"),
-        ("springs", "method is ['easgd', 0.5] in member 0 and ['easgd', 1.5] in member 1"),
+        ("springs", "method is EASGD(alpha=0.5) in member 0 and EASGD(alpha=1.5) in member 1"),
     ],
 )
 def test_members_that_are_set_differently_are_all_told_in_what(what, told):
@@ -308,6 +308,13 @@ def test_members_change_together_or_not_at_all_and_end_alike(what, who):
     (first, told, last), (second, also_told, also_last) = together(changing, 2, what, who)
     assert first == second == ("diloco" if what == "method" and len(who) == 2 else "average")
     assert len(told) == len(also_told) == (len(who) == 1)
+    if told:
+        wish = {
+            "method": f"method={averaging.DiLoCo(fragments=2)!r} (in force: Average())",
+            "frozen": "other parameters to be trained (requires_grad)",
+        }[what]
+        assert f"this member (rank 0) wishes for {wish}, and not all others do" in told[0]
+        assert "this member (rank 1) wishes for what is in force, and others for" in also_told[0]
     assert all(map(np.array_equal, last, also_last))
 
 

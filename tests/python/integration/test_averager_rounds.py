@@ -141,9 +141,12 @@ def test_members_that_are_set_differently_are_told_both_settings(server):
     for settings in ({"method": "diloco"}, {"averaging_frequency": 7}):
         with pytest.raises(StateError) as refused:
             Member(server, **settings)
-        assert '["average"], "frequency, overlap, metric": [["iteration", 1]' in str(refused.value)
-        other = '"diloco"' if "method" in settings else '["iteration", 7]'
-        assert "averages by {" in str(refused.value)
+        theirs = (
+            "those at the server by method=Average(), averaging_policy='iteration', averaging_frequency=1,"
+        )
+        assert theirs in str(refused.value)
+        other = "method=DiLoCo(lr=0.7, " if "method" in settings else "averaging_frequency=7, "
+        assert "averages by method=" in str(refused.value)
         assert other in str(refused.value)
     first.train()
     assert first.averager.averaging_round == 2, "nobody waits for those"
@@ -213,8 +216,10 @@ def test_members_that_train_other_parameters_are_told_and_freeze_them_in_the_sam
     frozen[0].requires_grad_(requires_grad=False)
     with pytest.raises(StateError) as refused:
         averaging(frozen, server)
-    assert '"trained parameters": "2 of 4, ' in str(refused.value)
-    assert '"trained parameters": "4 of 4"' in str(refused.value)
+    text = str(refused.value)
+    assert "method=Average(), averaging_policy='iteration', averaging_frequency=1, overlap=False, " in text
+    assert "overlap=False, 2 of 4, " in text
+    assert "overlap=False, 4 of 4 parameters trained" in text
     assert "(requires_grad)" in str(refused.value)
 
     def both():
@@ -233,7 +238,7 @@ def test_members_that_train_other_parameters_are_told_and_freeze_them_in_the_sam
     assert [text for text in told if "members want different things" in text and "requires_grad" in text]
     other.model[0].requires_grad_(requires_grad=False)
     assert [both() for _ in range(2)] == [True, False], "from the round on in which all want it"
-    with pytest.raises(StateError, match=r'"trained parameters": "4 of 4".*"trained parameters": "2 of 4, '):
+    with pytest.raises(StateError, match=r"4 of 4 parameters trained, and.*2 of 4, "):
         Member(server)
     averaging(frozen, server).close()
     one.averager.close()

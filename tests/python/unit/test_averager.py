@@ -420,6 +420,7 @@ def test_the_method_can_change_in_mid_run():
     train(ours, 2, optim.SGD(lr=0.1))
     ours.method = "slowmo"
     assert ours.method == averaging.Average(), "until a round has been begun with that wish"
+    assert repr(ours).endswith(f", wishes for method={averaging.SlowMo()!r} (in force: Average())>")
     train(ours, 2, optim.SGD(lr=0.1), first=2)
     assert ours.method == averaging.SlowMo()
     before = [p.detach().clone() for p in ours.model.parameters()]
