@@ -6,8 +6,8 @@ Four processes have shards in proportion of about 4 : 3 : 2 : 1, whose shares of
 or so, and train them at speeds in the same proportion, by sleeping. They average in the background, by time,
 at a server (what cannot, in a process group), until their data ends. All together they have as many samples
 as the single process, which has the same model, batches and falling rate. Methods are as their names make
-them; only the rate is another, as is printed. Rates, epochs and the time between rounds were chosen with seeds
-that are not among those trained here.
+them; only the rate is another, as is printed. Rates, epochs and the time between rounds were chosen with
+other seeds than those trained here.
 
 Printed are the test part's accuracies, of each seed and the medians. Figures move a little from run to run,
 for when a round ends is up to the clock. On a machine too busy to keep the pace members' data does not end
