@@ -30,12 +30,14 @@ def telling(
     if text is None:
         yield
         return
-    is_over = threading.Event()
+    # The thread outlasts the wait a little, and is not to be the last to hold what the text is made from: a
+    # process group that it let go of, while Python ends, would end the process with SIGABRT.
+    held = [text]
 
     def say() -> None:
-        found = text() if callable(text) else text
-        if found is not None and not is_over.is_set():  # as it may be by the time that it is found
-            tell(found)
+        found = [one() if callable(one) else one for one in held]
+        if held and found[0] is not None:  # the wait may be over by the time that it is found
+            tell(found[0])
 
     timer = threading.Timer(after_s, say)
     timer.daemon = True
@@ -43,7 +45,7 @@ def telling(
     try:
         yield
     finally:
-        is_over.set()
+        held.clear()
         timer.cancel()
 
 
