@@ -130,12 +130,6 @@ class Room:
             return empty(tensors)
         return {kind: self._flat(kind, size) for kind, size in _sizes(tensors).items()}
 
-    def like(self, flat: torch.Tensor) -> torch.Tensor:
-        """Make a copy."""
-        if flat.device.type != "cpu":
-            return flat.clone()
-        return self._flat(flat.dtype, flat.numel()).copy_(flat)
-
     def _flat(self, kind: torch.dtype, size: int) -> torch.Tensor:
         kept = self._kept.setdefault(kind, [])
         free = [

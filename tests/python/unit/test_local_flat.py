@@ -46,7 +46,7 @@ def test_what_is_held_through_a_view_alone_is_nobody_elses():
     assert other[torch.float32].data_ptr() != first
     assert torch.equal(held, LIKE[0][1:])
     del held
-    assert room.like(other[torch.float32]).data_ptr() == first
+    assert room.empty(LIKE)[torch.float32].data_ptr() == first
 
 
 def test_what_is_more_than_is_kept_comes_from_the_system_and_what_is_larger_replaces():
