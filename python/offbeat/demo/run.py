@@ -31,7 +31,8 @@ TICK_S = 0.25
 STAND_IN_SAMPLES = 76_800
 """What is trained on of the stand-in, which has a fortieth of the pictures."""
 
-QUICK_SAMPLES = 12_800
+QUICK_SAMPLES = 51_200
+"""Some seconds of training: with fewer, a stall of the machine may be all that a worker does."""
 
 STALENESS_POLICY = "constant"
 """Without any damping: what is late is to be seen, and costs what it costs."""

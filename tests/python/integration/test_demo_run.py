@@ -90,14 +90,14 @@ def test_the_report_and_the_picture_are_there(demo):
     assert "worker-3, 5x slower" in done.stdout
     assert "single process" in done.stdout
     assert (folder / "offbeat-demo.png").read_bytes().startswith(b"\x89PNG")
-    assert "4 workers: 12,800 samples" in done.stderr, "progress without a terminal is lines"
+    assert f"4 workers: {QUICK_SAMPLES:,} samples" in done.stderr, "progress without a terminal is lines"
 
 
 def test_ctrl_c_ends_the_demo_and_all_its_processes_in_one_sentence(tmp_path):
     with command("demo", "--data-dir", str(tmp_path), cwd=tmp_path) as refused:
         assert refused.ends() == 2, "there is nothing to train on"
     with command("demo", "--quick", cwd=tmp_path) as demo:
-        demo.line("MLP 784-256-128-10, 4 workers: 12,800 samples", timeout_s=100)
+        demo.line(f"MLP 784-256-128-10, 4 workers: {QUICK_SAMPLES:,} samples", timeout_s=100)
         workers = workers_of(demo.process.pid)
         assert len(workers) == 4
         for pid in (demo.process.pid, *workers):  # as a terminal does
