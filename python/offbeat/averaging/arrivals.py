@@ -139,7 +139,15 @@ class Arrivals(Served):
     # ------------------------------------------------------------------ on the thread
 
     def _exchange(
-        self, own: Arrays, room: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
+        self,
+        own: Arrays,
+        room: Arrays,
+        *,
+        weight: float,
+        samples: int,
+        is_at_work: bool,
+        wish: str,
+        is_mean: bool = False,
     ) -> tuple[int, bool, bool]:
         """Push and pull; who has ended waits, before it pulls, until all have.
 
@@ -147,7 +155,7 @@ class Arrivals(Served):
             How many have not ended; that what this member wishes for holds, since each goes by its own; and
             that nothing is left to come.
         """
-        del wish, room
+        del wish, room, is_mean
         client, said = self._client, self._said
         assert client is not None  # noqa: S101  who calls this has met
         assert said is not None  # noqa: S101  what is own was said

@@ -69,6 +69,7 @@ class Said:
         iterations: It has had since the round before.
         is_finite: Its parameters are.
         keeps: The method keeps something, which is old where rounds go by without this member.
+        are_means_read: The means that are heard are read alone, and may go on being another's.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -90,6 +91,7 @@ class Said:
     iterations: int = 0
     is_finite: bool = True
     keeps: bool = False
+    are_means_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)

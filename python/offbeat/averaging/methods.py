@@ -55,6 +55,7 @@ class Method(ABC):
         has_centre: Members keep models of their own, and the result is the reference.
         scales_velocity: The velocity follows the learning rate of the members' own steps.
         is_pairwise: Members meet in twos, and each goes halfway to the other; targets are for where all meet.
+        reads_mean: It leaves the mean that it gets as it is, which saves a copy of it at a server.
     """
 
     name: ClassVar[str]
@@ -64,6 +65,7 @@ class Method(ABC):
     has_centre: ClassVar[bool] = False
     scales_velocity: ClassVar[bool] = False
     is_pairwise: ClassVar[bool] = False
+    reads_mean: ClassVar[bool] = False
 
     def check_for(self, num_members: int) -> None:
         """See that its numbers go with so many members.
@@ -88,7 +90,7 @@ class Method(ABC):
         """Say where this member is to go from where it was when the round began, and keep what has to be.
 
         Args:
-            mean: Of the members, weighted; its memory may be used for what is given.
+            mean: Of the members, weighted; its memory may be used for what is given, but for `reads_mean`.
             own: Where this member was.
             memory: Of the rounds before.
             num_members: How many there are.
@@ -102,6 +104,7 @@ class Average(Method):
 
     name: ClassVar = "average"
     is_nothing_alone: ClassVar = True
+    reads_mean: ClassVar = True
 
     def target(self, mean: torch.Tensor, own: torch.Tensor, memory: Memory, num_members: int) -> torch.Tensor:
         """Go to the mean."""
@@ -137,6 +140,7 @@ class EASGD(Method):
     keeps: ClassVar[tuple[Kept, ...]] = ("reference",)
     is_nothing_alone: ClassVar = True
     has_centre: ClassVar = True
+    reads_mean: ClassVar = True
 
     def __post_init__(self) -> None:
         """Check the number."""

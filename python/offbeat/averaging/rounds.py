@@ -156,7 +156,9 @@ class Rounds:
         self._measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
-        self._room = Room(2)  # for what this member was, and what it has sent
+        self._room = Room(
+            3
+        )  # for what this member was, what it sends, and the mean that a server is known to have
         self._rate = 0.0
         self._plan = self._wanted()
         self._samples: list[int] = [0]
@@ -247,6 +249,7 @@ class Rounds:
             iterations=progress.iterations - self._iterations,
             is_finite=is_finite,
             keeps=bool(self.method.keeps),
+            are_means_read=self.method.reads_mean,
         )
         with _told_of(self.number + 1):
             self._members.begin(said)

@@ -306,6 +306,7 @@ class Served:
     def _averaged(self, said: Said) -> Heard:
         own: Arrays = {}
         room: Arrays = {}
+        is_mean = False  # what is in the room at the end stays the mean that the next way is measured from
         names = [self._names[id(parameter)] for parameter in said.parameters]
         parts = slices(said.parameters, said.room)
         if said.weight:
@@ -313,6 +314,7 @@ class Served:
             values = slices(said.parameters, said.values)
             own = {name: part.cpu().numpy() for name, part in zip(names, values, strict=True)}
             is_near = all(part.device.type == "cpu" for part in parts)  # else what is own is a copy already
+            is_mean = is_near and said.are_means_read
             room = {n: part.numpy() for n, part in zip(names, parts, strict=True)} if is_near else dict(own)
             start = 1
             for name in self._statistics:
@@ -331,10 +333,11 @@ class Served:
             samples=round(said.samples),
             is_at_work=said.is_at_work,
             wish=said.wish,
+            is_mean=is_mean,
         )
         if not is_brought:  # there is another round to come, for this member at least
             return _not_brought(said, max(num_at_work, 1), are_agreed=are_agreed)
-        for name, part in zip(names, parts, strict=True):
+        for name, part in zip(() if is_mean else names, () if is_mean else parts, strict=True):
             part.copy_(torch.from_numpy(self._mean[name]))
         statistics = said.statistics.clone()
         start = 1
@@ -379,7 +382,15 @@ class Served:
         self._has_missed |= has_missed
 
     def _exchange(
-        self, own: Arrays, room: Arrays, *, weight: float, samples: int, is_at_work: bool, wish: str
+        self,
+        own: Arrays,
+        room: Arrays,
+        *,
+        weight: float,
+        samples: int,
+        is_at_work: bool,
+        wish: str,
+        is_mean: bool = False,
     ) -> tuple[int, bool, bool]:
         """Enter, push, gather and pull.
 
@@ -390,6 +401,7 @@ class Served:
             samples: That it comes of.
             is_at_work: This member has not ended.
             wish: The terms wanted.
+            is_mean: The room has the mean from here on, rather than the memory that has it.
 
         Returns:
             How many members have not ended; whether all wish for these terms, or nobody for others; and
@@ -411,7 +423,7 @@ class Served:
                 "round %d is without the shares of %d of its %d members: they were lost, or did nothing",
                 entered.round, gathered.missing, entered.members,
             )  # fmt: skip
-        client.pull(out=self._mean)
+        self._mean = client.pull(out=self._mean | room if is_mean else self._mean)
         self._version = gathered.version
         self._last = entered.round, gathered.version
         self._count(entered.members)
