@@ -231,6 +231,26 @@ def test_each_start_with_another_rate_than_the_run_began_with_is_warned_of_and_n
         assert warned == [False, True, True, False]
 
 
+def test_a_run_whose_optimizer_got_a_group_in_mid_run_goes_on_where_both_are_given(tmp_path):
+    module = net()
+    module[2].requires_grad_(False)
+    live = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 3:
+            module[2].requires_grad_(True)
+            live.add_param_group({"params": module[2].parameters(), "lr": 0.01})
+        return LOSS(outputs, targets)
+
+    run(FaultTolerantTrainer(module, tmp_path), optimizer=live, loss_fn=loss_fn, epochs=9, max_steps=4)
+    module = net()
+    groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.01}]
+    live = torch.optim.SGD(groups, lr=0.1)
+    assert run(FaultTolerantTrainer(module, tmp_path), optimizer=live, epochs=9, max_steps=6).steps == 6
+
+
 def test_a_hook_changes_a_rate_in_a_run_that_goes_on_as_that_warning_says(tmp_path, caplog):
     batches = list(DataLoader(data(), batch_size=8))
     whole = net()
