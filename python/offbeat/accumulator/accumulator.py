@@ -421,6 +421,7 @@ class AsyncGradientAccumulator:
         stays open, which is its owner's to close.
         """
         self._is_closed = True
+        trained_by.unregister(self.model, self)
         self._unflushed.end()
         self._members.close()
         self._is_under_way, self._due = False, None  # its sum is nobody's now

@@ -321,6 +321,7 @@ class AsyncModelAverager:
         stopped once all members have said goodbye, or after half a minute, which one that was killed takes.
         """
         self._is_closed = True
+        trained_by.unregister(self.model, self)
         self.give_up()
         self._turns.members.close()
         server, self._server = self._server, None

@@ -380,6 +380,33 @@ def test_an_accumulator_alone_goes_on_from_a_nan_before_a_rollback_has_its_turn(
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def test_the_first_step_after_an_update_that_was_dropped_is_judged_as_any_other():
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=1)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        x, y = batch(0)
+        accumulator.train_step(
+            inputs=x * math.nan, targets=y, optimizer=optim.SGD(lr=0.1), loss_fn=functional.cross_entropy
+        )
+        accumulator.close()
+        (loss_of(model, 1) * math.nan).backward()
+        sgd(model).step()
+    assert monitor.report().num_dropped == 2
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_a_closed_accumulator_gathers_nothing_so_gradients_are_measured_as_backward_left_them():
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=2)
+    accumulator.close()
+    with AsyncTrainingMonitor(model, ["gradient_norm"]) as monitor:
+        loss_of(model, 0).backward()
+        norm = norm_of(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        sgd(model).step()
+    assert seen(monitor, "gradient_norm") == [pytest.approx(norm)]
+
+
 def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
