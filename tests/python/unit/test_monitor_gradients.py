@@ -311,6 +311,21 @@ def test_what_is_not_finite_is_never_taken_for_usual(caplog):
     assert sum("no gradient has passed" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_new_level_that_comes_after_200_steps_of_nan_becomes_the_range_as_well():
+    model, moved = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(260):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            before = next(model.parameters()).clone()
+            monitor.observe(step, loss=1.0 if step < 10 else math.nan if step < 240 else 3.0)
+            optimizer.step()
+            moved.append(not torch.equal(next(model.parameters()), before))
+    assert not any(moved[10:240])
+    assert all(moved[245:])
+
+
 def test_an_update_of_which_a_loss_was_out_of_range_is_dropped_whole():
     model, changed = net(), []
     accumulator = AsyncGradientAccumulator(model, accumulation_steps=3)
