@@ -366,6 +366,27 @@ def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypa
     assert trainer.resumed_from.name.endswith("step-6")
 
 
+def test_what_a_train_had_measured_that_broke_off_before_it_saved_is_in_no_mean(tmp_path):
+    levels = iter([9.0] * 2 + [2.0] * 3)
+
+    def level(outputs, targets):
+        del outputs, targets
+        return next(levels)
+
+    trainer, steps = made(tmp_path, monitor=level), []
+
+    def fails(outputs, targets):
+        steps.append(1)
+        if len(steps) == 3:
+            raise ZeroDivisionError
+        return LOSS(outputs, targets)
+
+    with pytest.raises(ZeroDivisionError):
+        run(trainer, loss_fn=fails)
+    run(trainer, max_steps=3)
+    assert {(e.manifest.monitored, e.manifest.monitored_samples) for e in entries(tmp_path)} == {(2.0, 24)}
+
+
 def cut_off(folder, *, after, **keywords):
     """Start the command of a run, and kill it by an exception after so many steps; give where it began."""
     steps = []
