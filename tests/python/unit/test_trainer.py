@@ -99,6 +99,27 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+def test_within_a_train_the_strategy_is_that_of_the_next_batch():
+    class Notes:
+        def __init__(self):
+            self.seen, self.shown = [], []
+
+        def on_step(self, trainer, step):
+            self.seen.append((step.epoch, repr(trainer.strategy)))
+
+        def on_epoch_end(self, trainer, epoch):
+            self.shown.append(repr(trainer))
+
+    notes = Notes()
+    trainer = offbeat.AsyncTrainer(
+        plain(), strategy={0: "local", 1: averaging.Average(), 3: "local"}, callbacks=notes
+    )
+    train(trainer, optim.SGD(lr=0.1), data=DATA[:1], epochs=3)
+    assert notes.seen == [(0, "'local'"), (1, "Average()"), (2, "Average()")]
+    assert ["strategy Average(), 1 epochs" in notes.shown[0], "3 epochs" in notes.shown[2]] == [True, True]
+    assert trainer.strategy == "local"
+
+
 # ------------------------------------------------------------------------------------------ exactness
 
 
