@@ -29,7 +29,7 @@ class Patience:
             return True
         if self._since is None:
             self._since = number
-        return number > self._since
+        return number != self._since  # it begins anew with another strategy
 
 
 class Averaged(Local):
