@@ -159,6 +159,7 @@ class Attachment:
             self._is_judged = False
         elif not self._is_used(optimizer):
             self.gradients.drop()
+        lr_scale.arrange(optimizer)  # which "reduce_lr" may have scaled just now
 
     def _is_used(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""

@@ -578,6 +578,27 @@ def test_a_rate_is_reduced_and_whole_again_in_the_midst_of_steps_with_another_mo
     assert len(ours.report().releases) == len(other.report().releases) == 1
 
 
+@pytest.mark.parametrize(("place", "num_reduced"), [("pre", 3), ("post", 4)])
+def test_a_hook_of_the_step_may_observe_and_others_come_behind_it(place, num_reduced):
+    optimizer, seen = Notes(net().parameters()), []
+    monitor = AsyncTrainingMonitor(
+        remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=3, quiet_steps=3
+    )
+
+    def observes(*_):
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        monitor.observe(len(seen), loss=9.0 if len(seen) == 5 else 1.0)
+
+    register = getattr(optimizer, f"register_step_{place}_hook")
+    register(observes)
+    register(lambda *_: None)
+    for _ in range(12):
+        optimizer.step()
+    assert optimizer.rates == [0.1] * 5 + [0.05] * num_reduced + [0.1] * (7 - num_reduced)
+    assert seen == [0.1] * 12
+    assert len(monitor.report().releases) == 1
+
+
 def test_a_step_that_raises_leaves_no_scaled_rate_behind():
     optimizer = Notes(net().parameters())
     monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=1)
