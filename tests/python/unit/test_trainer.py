@@ -120,6 +120,20 @@ def test_within_a_train_the_strategy_is_that_of_the_next_batch():
     assert trainer.strategy == "local"
 
 
+@pytest.mark.parametrize("around", ["trainer", "averager"])
+def test_a_batch_without_a_sample_is_refused_before_it_trains_what_is_averaged(around, tmp_path):
+    trained = plain()
+    run = {"dataloader": [DATA[0], (torch.empty(0, 6), torch.empty(0).long())], "loss_fn": LOSS}
+    run["optimizer"] = live = torch.optim.Adam(trained.parameters(), lr=0.1)
+    if around == "trainer":
+        trainer = offbeat.AsyncTrainer(trained, strategy="average")
+    else:
+        trainer = offbeat.FaultTolerantTrainer(offbeat.AsyncModelAverager(trained), tmp_path)
+    with pytest.raises(ConfigError, match=r"the batch has no sample.*drop_last"):
+        trainer.train(**run)
+    assert {float(state["step"]) for state in live.state.values()} == {1.0}
+
+
 # ------------------------------------------------------------------------------------------ exactness
 
 
