@@ -39,7 +39,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
-from offbeat.local.optimizer import faults_of_state
+from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import check_same, each_once, of_model
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
@@ -421,6 +421,7 @@ class AsyncGradientAccumulator:
         stays open, which is its owner's to close.
         """
         self._is_closed = True
+        trained_by.unregister(self.model, self)
         self._unflushed.end()
         self._members.close()
         self._is_under_way, self._due = False, None  # its sum is nobody's now
@@ -499,11 +500,11 @@ class AsyncGradientAccumulator:
             ConnectionLostError: If a sum was under way and a member is lost.
         """
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
-        live = None
         if state["optimizer"] is not None:
             wrong = faults_of_state(self._updates.optimizer, optimizer)
             faults += wrong
-            live = None if wrong else faults.catch(lambda: self._updates.use(optimizer))
+            if not wrong:
+                faults.catch(lambda: self._updates.check(optimizer))
         parts = {
             "meter": ("adaptive_accumulation", self._meter is not None),
             "grad_scaler": ("grad_scaler", self._scaler.is_there),
@@ -515,8 +516,8 @@ class AsyncGradientAccumulator:
                     f"the state is of one {'without' if is_here else 'with'} {keyword}: make it so here"
                 )
         refuse(faults)
-        if live is not None:
-            live.load_state_dict(state["optimizer"])
+        if state["optimizer"] is not None:
+            bring_back(self._updates.use(optimizer), state["optimizer"])
         if self._is_under_way and self._due is None:
             self._members.finish()
         self._members.agree(state["agreed"])

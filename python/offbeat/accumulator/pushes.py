@@ -49,6 +49,10 @@ class PushedUpdates:
             )
         return self.optimizer
 
+    def check(self, optimizer: object) -> None:
+        """See that `use` would take it; see `Updates.check`."""
+        self.use(optimizer)
+
     def make(
         self,
         gradients: Sequence[torch.Tensor | None],

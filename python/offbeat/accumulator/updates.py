@@ -100,6 +100,9 @@ class Updates(Protocol):
     def use(self, optimizer: object) -> torch.optim.Optimizer:
         """Give the optimizer, of what a user gives for one."""
 
+    def check(self, optimizer: object) -> None:
+        """See that `use` would take it; nothing of it is kept."""
+
     def make(
         self,
         gradients: Sequence[torch.Tensor | None],
@@ -147,6 +150,14 @@ class LocalUpdates:
     def use(self, optimizer: object) -> torch.optim.Optimizer:
         """Give the live optimizer; see `LocalOptimizer.use`."""
         return self._optimizer.use(optimizer)
+
+    def check(self, optimizer: object) -> None:
+        """See that `use` would take it; see `Updates.check`.
+
+        Raises:
+            ConfigError: If it would not.
+        """
+        (LocalOptimizer(self._model) if self.optimizer is None else self._optimizer).use(optimizer)
 
     def make(
         self,

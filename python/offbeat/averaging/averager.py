@@ -35,7 +35,7 @@ from offbeat.checks import Faults, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError
 from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
-from offbeat.local.batches import count, moved
+from offbeat.local.batches import check_any, count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
@@ -240,11 +240,7 @@ class AsyncModelAverager:
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
-        if not samples:
-            raise ConfigError(
-                "the batch has no sample, so there is nothing to train on: skip it, or make the loader so "
-                "that it gives none (drop_last=True, where its last batch is empty)"
-            )
+        check_any(samples)
         live = self._turns.optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
@@ -321,6 +317,7 @@ class AsyncModelAverager:
         stopped once all members have said goodbye, or after half a minute, which one that was killed takes.
         """
         self._is_closed = True
+        trained_by.unregister(self.model, self)
         self.give_up()
         self._turns.members.close()
         server, self._server = self._server, None

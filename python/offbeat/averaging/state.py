@@ -11,7 +11,7 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.optimizer import faults_of_state
+from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import fingerprint, first_other
 
 __all__ = ["faults_of", "state_of", "take_up"]
@@ -83,7 +83,7 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     refuse(faults)
     _check_model(turns, state)
     if state["optimizer"] is not None:
-        turns.optimizer.use(optimizer).load_state_dict(state["optimizer"])
+        bring_back(turns.optimizer.use(optimizer), state["optimizer"])
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
     if strict or not turns.members.has_gone_on:
         if turns.rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):

@@ -13,7 +13,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 
-__all__ = ["Epochs", "Given", "batches_of", "count", "is_map_style", "loaded", "moved", "split"]
+__all__ = [
+    "Epochs",
+    "Given",
+    "batches_of",
+    "check_any",
+    "count",
+    "is_map_style",
+    "loaded",
+    "moved",
+    "split",
+]
 
 _OWN_LOOP = """make it such (a DataLoader with `collate_fn=`). With AsyncWorker a loop of your own takes any:
     for batch in loader:
@@ -262,6 +272,19 @@ def count(inputs: object, targets: object, *, instead: str = _OWN_LOOP) -> int:
         if tensor.ndim:
             return tensor.shape[0]
     raise ConfigError(f"a batch without a tensor that has a batch dimension cannot be counted; {instead}")
+
+
+def check_any(samples: int) -> None:
+    """See that a batch has a sample, where what is trained on is weighed by these.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    if not samples:
+        raise ConfigError(
+            "the batch has no sample, so there is nothing to train on: skip it, or make the loader so "
+            "that it gives none (drop_last=True, where its last batch is empty)"
+        )
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["factor_of", "listen", "scale"]
+__all__ = ["arrange", "factor_of", "listen", "scale"]
 
 
 @dataclass(slots=True)
@@ -23,14 +23,12 @@ class _Scaled:
 
     Attributes:
         factor: What its rates are multiplied by.
-        pre: Before its step.
-        post: After it.
+        hooks: Before its step, and after it; None where there are none yet.
         held: By group the rate that was set and the scaled one, while it steps.
     """
 
-    factor: float
-    pre: RemovableHandle
-    post: RemovableHandle
+    factor: float = 1.0
+    hooks: tuple[RemovableHandle, RemovableHandle] | None = None
     held: list[tuple[Any, Any]] = field(default_factory=list)
 
 
@@ -45,20 +43,16 @@ def factor_of(optimizer: torch.optim.Optimizer) -> float:
 
 
 def scale(optimizer: torch.optim.Optimizer, by: float) -> None:
-    """Multiply an optimizer's factor, from its next step on; the inverse takes it back."""
+    """Multiply an optimizer's factor, from its next step on; the inverse takes it back.
+
+    In a hook of the optimizer, too: its own hooks, which torch goes through then, change in `arrange`.
+    """
     listen()
-    known = _scaled.get(optimizer)
-    if known is None:
-        _scaled[optimizer] = known = _Scaled(
-            1.0, optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)
-        )
-        _enclose(optimizer, known)
+    known = _scaled.setdefault(optimizer, _Scaled())
     known.factor *= by
     if math.isclose(known.factor, 1.0):
-        del _scaled[optimizer]
+        known.factor = 1.0
         _put_back(optimizer, known)
-        known.pre.remove()
-        known.post.remove()
 
 
 def listen() -> None:
@@ -71,19 +65,34 @@ def listen() -> None:
         _hooks.append(register_optimizer_step_pre_hook(_arrange))
 
 
-def _arrange(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Enclose the step with our hooks once more, before torch goes through the optimizer's own."""
-    del args, kwargs
-    if (known := _scaled.get(optimizer)) is not None:
-        _put_back(optimizer, known)  # a step that raised has left them
-        _enclose(optimizer, known)
+def arrange(optimizer: torch.optim.Optimizer) -> None:
+    """Enclose the step of an optimizer that is scaled, before torch goes through its hooks.
 
-
-def _enclose(optimizer: torch.optim.Optimizer, known: _Scaled) -> None:
-    """Let ours be the last hook before the step and the first after it, whoever has registered since."""
+    Ours are the last one before the step and the first one after it, whoever has registered since. Who scales
+    in a hook of every optimizer's step calls this behind it, and the step is scaled that is about to be made.
+    """
+    if (known := _scaled.get(optimizer)) is None:
+        return
+    _put_back(optimizer, known)  # a step that raised has left them
+    if known.factor == 1.0:
+        del _scaled[optimizer]
+        for hook in known.hooks or ():
+            hook.remove()
+        return
+    if known.hooks is None:
+        known.hooks = (
+            optimizer.register_step_pre_hook(_before),
+            optimizer.register_step_post_hook(_after),
+        )
+    pre, post = known.hooks
     hooks: Any = optimizer  # torch prepends only a module's
-    hooks._optimizer_step_pre_hooks.move_to_end(known.pre.id)  # noqa: SLF001  see above
-    hooks._optimizer_step_post_hooks.move_to_end(known.post.id, last=False)  # noqa: SLF001  see above
+    hooks._optimizer_step_pre_hooks.move_to_end(pre.id)  # noqa: SLF001  see above
+    hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # noqa: SLF001  see above
+
+
+def _arrange(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    del args, kwargs
+    arrange(optimizer)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

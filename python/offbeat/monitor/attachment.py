@@ -102,13 +102,15 @@ class Attachment:
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Hear what a trainer of ours knows."""
+        if "loss" in readings:  # of another batch: what was judged before has stepped, or never will
+            self._is_judged = False
         if (hear := self._hear()) is not None:
             hear(readings)
 
     def admits(self) -> bool:
         """Judge for a trainer of ours, which may have an optimizer here that steps right after."""
-        self._is_judged = True
-        return self._is_used(None)
+        self._is_judged = self._is_used(None)  # else no step follows
+        return self._is_judged
 
     def skipped(self) -> None:
         """Hear of a step that a loss scale skips."""
@@ -157,6 +159,7 @@ class Attachment:
             self._is_judged = False
         elif not self._is_used(optimizer):
             self.gradients.drop()
+        lr_scale.arrange(optimizer)  # which "reduce_lr" may have scaled just now
 
     def _is_used(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""

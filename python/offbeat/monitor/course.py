@@ -124,9 +124,9 @@ class Course:
                 f'mend the data, or put "rollback" behind "reject". After {LONG} steps more, what is finite '
                 f"is taken for the range"
             )
-        elif self._num_dropped_in_a_row == 2 * LONG and (metrics := self._judge.take_level()):
+        elif self._num_dropped_in_a_row >= 2 * LONG and (metrics := self._judge.take_level()):
             process.warn(
-                f"step {self._step}: no gradient has passed for {2 * LONG} steps: what "
+                f"step {self._step}: no gradient has passed for {self._num_dropped_in_a_row} steps: what "
                 f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew, and gradients "
                 f"are used meanwhile"
             )

@@ -69,7 +69,8 @@ class Gradients:
         self._left: dict[int, _Left] = {}  # by parameter
         self._is_first = True
         self._is_scaled_by_others = False
-        self._before: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
+        self._ratio_since: float | None = None  # where they are of another process
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         ours = weakref.ref(self)  # a parameter outlives a monitor that is let go of
 
@@ -128,14 +129,25 @@ class Gradients:
         Returns:
             ‖change‖ / ‖before‖; None where there is nothing to compare with.
         """
-        now = [p.detach() for p in self._model.parameters()]
-        before, self._before = self._before, [p.clone() for p in now]
+        ratio = self.ratio_since()
+        self._before = [p.detach().clone() for p in self._model.parameters()]
+        return ratio
+
+    def ratio_since(self) -> float | None:
+        """Tell so, and let it be told once more: for a state, which has the number and not the parameters."""
+        now, before = [p.detach() for p in self._model.parameters()], self._before
+        if not before:
+            return self._ratio_since
         if [p.shape for p in before] != [p.shape for p in now]:
             return None
         pairs = zip(now, before, strict=True)
         change = _norm([torch.linalg.vector_norm(a - b, dtype=torch.float32) for a, b in pairs])
         whole = _norm([torch.linalg.vector_norm(b, dtype=torch.float32) for b in before])
         return change / whole if whole else None
+
+    def resume(self, ratio_since: float | None) -> None:
+        """Go on from a state's."""
+        self._before, self._ratio_since = [], ratio_since
 
     def clip(self, most: float, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Scale the gradients down to a norm. Returns whether they were larger."""

@@ -321,6 +321,7 @@ class AsyncTrainingMonitor:
                 "norms": asdict(self._norms),
                 "first_norms": asdict(self._first_norms),
                 "course": self._course.state(),
+                "ratio_since": None if self._attachment is None else self._attachment.gradients.ratio_since(),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -359,6 +360,8 @@ class AsyncTrainingMonitor:
                 raise _no_state(error) from error
             self._norms, self._first_norms = norms, first_norms
             self._num_steps, self._ahead = num_steps, ahead
+            if self._attachment is not None:
+                self._attachment.gradients.resume(state.get("ratio_since"))  # which older ones do not have
             self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 

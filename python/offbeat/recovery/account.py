@@ -49,6 +49,8 @@ class Account:
         self.place = Place()
         self._meters = meters
         self._monitor = monitor
+        if monitor is not None:
+            monitor.read()  # of a `train` before, which broke off before it saved
         self._new_samples = 0
         self._monitored: float | None = None
         self._monitored_samples: int | None = None

@@ -6,6 +6,7 @@ from offbeat import process
 from offbeat.averaging import AsyncModelAverager
 from offbeat.checks import Faults
 from offbeat.errors import ConnectionLostError
+from offbeat.local.batches import check_any, count, split
 from offbeat.recovery.local import Local
 from offbeat.recovery.trainee import Stepped
 
@@ -29,7 +30,7 @@ class Patience:
             return True
         if self._since is None:
             self._since = number
-        return number > self._since
+        return number != self._since  # it begins anew with another strategy
 
 
 class Averaged(Local):
@@ -47,8 +48,13 @@ class Averaged(Local):
         self._patience = Patience()
 
     def step(self, batch: object, epoch: int) -> Stepped:
-        """Make a step; average if it is time to. A step that is skipped is none for the averager either."""
+        """Make a step; average if it is time to. A step that is skipped is none for the averager either.
+
+        Raises:
+            ConfigError: If the batch has no sample; nothing is trained then.
+        """
         del epoch
+        check_any(count(*split(batch)))
         done = self.stepped(batch)
         if not done.is_skipped:
             needs_loss = self._averager.goes_by_loss

@@ -175,9 +175,12 @@ def _read(path: Path, manifest: Manifest, faults: dict[str, str]) -> Found:
 def _bring_back(trainee: Trainee, saved: Modes | None, left: Modes | None) -> None:
     """Bring a module's modes back, but for what a user has set since the `train` before."""
     now = modes_of(trainee.module)
+    wake(trainee.module)
+    if left is not None and not any(now["training"].values()):  # `eval()`, to look at it, is no such wish
+        now = now | {"training": left["training"]}
     wanted = saved if saved is None or left is None else overlaid(saved, left, now)
     if trainee.agree(wanted):
-        set_modes(trainee.module, wanted or now)
+        set_modes(trainee.module, wanted or modes_of(trainee.module))
     else:  # members train the same parameters, or none of them begins
         process.warn(
             "members' checkpoints are of different times, and of different parameters that were trained "
@@ -241,7 +244,6 @@ def go_on(
         notes += words_of_others(modes_of(trainee.module), **modes)
     if notes:
         process.warn(f"{'; '.join(notes)}: what the checkpoint has is taken, {found.path}. {OTHER_SETTINGS}")
-    wake(trainee.module)
     _bring_back(trainee, None if modes is None else modes["now"], left)
     trainee.load_state_dict(state)
     account.load_state_dict(found.rest["account"])

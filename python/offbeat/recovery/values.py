@@ -66,6 +66,8 @@ def of_settings(
 ) -> list[str]:
     """Word which settings of an optimizer's groups are neither what a run began with nor what it has now.
 
+    Of groups that were added in mid-run it says nothing: nobody has given what they began with.
+
     Args:
         own: Of the groups as given, by `settings_of`.
         theirs: As the checkpoint's run began.
@@ -74,7 +76,7 @@ def of_settings(
     now = theirs if optimizer is None else [settings_of(group) for group in optimizer["param_groups"]]
     return [
         f"the optimizer's {name} is {ours[name]!r}, and the checkpoint's run began with {then[name]!r}"
-        for ours, then, held in zip(own, theirs, now, strict=True)
+        for ours, then, held in zip(own, theirs, now, strict=False)
         for name in ours
         if name in then and ours[name] not in (then[name], held.get(name))
     ]

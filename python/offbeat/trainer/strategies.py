@@ -11,7 +11,7 @@ from offbeat import process, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
 from offbeat.errors import ConnectionLostError, StateError
-from offbeat.local.batches import count, moved, split
+from offbeat.local.batches import check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
 from offbeat.trainer.numerics import Numerics
@@ -241,7 +241,12 @@ class Averaged(Local):
         return self.averager.averaging_round
 
     def batch(self, batch: Batch) -> Made:
-        """Make a step; average if it is time to. A step that is skipped is none for the averager either."""
+        """Make a step; average if it is time to. A step that is skipped is none for the averager either.
+
+        Raises:
+            ConfigError: If the batch has no sample; nothing is trained then.
+        """
+        check_any(batch.samples)
         made = super().batch(batch)
         if not made.is_skipped:
             self.averager.step(batch.samples, optimizer=self.workshop.live)

@@ -371,7 +371,7 @@ class AsyncTrainer:
         May be set, also in mid-run, as by a callback: to what the constructor takes, by all members after the
         same batch of theirs. What is under way is ended before the next batch, or the next `train`.
         """
-        return settings.kind_at(self._stage.schedule, self._epochs_begun)
+        return settings.kind_at(self._stage.schedule, self._num_finished)
 
     @strategy.setter
     def strategy(self, given: str | Method | Mapping[int, str | Method]) -> None:
@@ -639,7 +639,7 @@ class AsyncTrainer:
         """Say what it does."""
         return (
             f"<offbeat.AsyncTrainer of a {type(self.model).__name__}, strategy {self.strategy!r}, "
-            f"{self._epochs_begun} epochs, {self._workshop.tally.steps} steps>"
+            f"{self._num_finished} epochs, {self._workshop.tally.steps} steps>"
         )
 
     # ------------------------------------------------------------------ inside

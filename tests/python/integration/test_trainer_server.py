@@ -117,6 +117,17 @@ def test_an_alert_on_a_batch_that_is_skipped_costs_no_other(trainer_of):
     assert (history.skipped, history.receipts, monitor.report().num_dropped) == (1, {"applied": 7}, 0)
 
 
+def test_the_first_step_here_is_judged_after_pushes_to_an_optimizer_there(trainer_of):
+    ours = model()
+    _, trainer = trainer_of(ours)
+    with offbeat.AsyncTrainingMonitor(ours, ["non_finite"], remediation_strategy="reject") as monitor:
+        fit(trainer, optim.SGD(lr=0.1))
+        trainer.strategy = "local"
+        fit(trainer, optim.SGD(lr=0.1), dataloader=[batch(1, scale=math.nan)])
+    assert monitor.report().num_dropped == 1
+    assert all(bool(parameter.isfinite().all()) for parameter in ours.parameters())
+
+
 def test_a_monitor_that_is_to_reduce_the_rate_of_an_optimizer_on_the_server_says_what_to_give(trainer_of):
     ours = model()
     _, trainer = trainer_of(ours)

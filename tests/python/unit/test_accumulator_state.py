@@ -1,6 +1,7 @@
 """An accumulator that is taken up again goes on as if nothing had been, also in the middle of a window."""
 
 import copy
+import functools
 import io
 
 import pytest
@@ -66,6 +67,16 @@ def test_a_round_trip_goes_on_bit_for_bit(spec, kind, taken_after):
     assert same(second, whole)
 
 
+def test_what_an_optimizer_keeps_in_float32_beside_a_bfloat16_model_comes_back_as_it_was():
+    spec = functools.partial(torch.optim.NAdam, lr=0.01)
+    first, second = (offbeat.AsyncGradientAccumulator(model(torch.bfloat16), 1) for _ in range(2))
+    train(first, range(3), spec)
+    second.load_state_dict(first.state_dict(), optimizer=spec)
+    kept = [[state["mu_product"] for state in one.optimizer.state.values()] for one in (first, second)]
+    assert all(map(torch.equal, *kept))
+    assert kept[1][0].dtype == torch.float32
+
+
 def test_a_state_stays_as_it_was_taken_while_training_goes_on():
     ours = offbeat.AsyncGradientAccumulator(model(), 4)
     train(ours, range(2), optim.SGD(lr=0.1))
@@ -114,6 +125,22 @@ def test_a_state_that_does_not_fit_is_refused_with_all_that_is_wrong_and_changes
         assert what in str(caught.value)
     assert ours.updates == 0
     assert ours.state_dict()["window"]["batches"] == 0
+
+
+def test_a_refused_state_leaves_no_optimizer_behind_and_a_wrong_one_is_told_with_the_rest():
+    theirs = offbeat.AsyncGradientAccumulator(model(), 4)
+    train(theirs, range(5), optim.SGD(lr=0.1))
+    state = theirs.state_dict()
+    ours = offbeat.AsyncGradientAccumulator(model(), 4)
+    with pytest.raises(ConfigError, match="the state is of one of 3 members"):
+        ours.load_state_dict(state | {"size": 3}, optimizer=optim.Adam(lr=0.01))
+    assert ours.optimizer is None
+    with pytest.raises(ConfigError, match=r"3 members.*does not hold the model's parameter '0.weight'"):
+        ours.load_state_dict(
+            state | {"size": 3}, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        )
+    ours.load_state_dict(state, optimizer=optim.SGD(lr=0.1))
+    assert type(ours.optimizer) is torch.optim.SGD
 
 
 @pytest.mark.parametrize("state", [{}, {"size": 1, "losses": ["mean", False]}, 3, None])

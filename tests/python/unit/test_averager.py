@@ -1,6 +1,7 @@
 """An averager alone, and what can be told of it without others."""
 
 import copy
+import functools
 import itertools
 import statistics
 
@@ -304,6 +305,20 @@ def test_a_state_goes_on_bit_for_bit():
         whole.averaging_round,
         whole.averaging_frequency,
     )
+
+
+def test_what_an_optimizer_keeps_in_float32_beside_a_bfloat16_model_comes_back_as_it_was():
+    spec = functools.partial(torch.optim.NAdam, lr=0.01)
+    first = offbeat.AsyncModelAverager(model().bfloat16(), averaging_frequency=4)
+    for number in range(3):
+        inputs, targets = batch(number)
+        first.train_step(inputs=inputs.bfloat16(), targets=targets, optimizer=spec, loss_fn=LOSS)
+    second = offbeat.AsyncModelAverager(model().bfloat16(), averaging_frequency=4)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict(), optimizer=spec)
+    kept = [[state["mu_product"] for state in one.optimizer.state.values()] for one in (first, second)]
+    assert all(map(torch.equal, *kept))
+    assert kept[1][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("policy", ["iteration", "adaptive"])

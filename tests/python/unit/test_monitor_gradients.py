@@ -311,6 +311,21 @@ def test_what_is_not_finite_is_never_taken_for_usual(caplog):
     assert sum("no gradient has passed" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_new_level_that_comes_after_200_steps_of_nan_becomes_the_range_as_well():
+    model, moved = net(), []
+    optimizer = sgd(model)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        for step in range(260):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            before = next(model.parameters()).clone()
+            monitor.observe(step, loss=1.0 if step < 10 else math.nan if step < 240 else 3.0)
+            optimizer.step()
+            moved.append(not torch.equal(next(model.parameters()), before))
+    assert not any(moved[10:240])
+    assert all(moved[245:])
+
+
 def test_an_update_of_which_a_loss_was_out_of_range_is_dropped_whole():
     model, changed = net(), []
     accumulator = AsyncGradientAccumulator(model, accumulation_steps=3)
@@ -378,6 +393,33 @@ def test_an_accumulator_alone_goes_on_from_a_nan_before_a_rollback_has_its_turn(
             )
         assert monitor.report().num_dropped == 1
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_the_first_step_after_an_update_that_was_dropped_is_judged_as_any_other():
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=1)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        x, y = batch(0)
+        accumulator.train_step(
+            inputs=x * math.nan, targets=y, optimizer=optim.SGD(lr=0.1), loss_fn=functional.cross_entropy
+        )
+        accumulator.close()
+        (loss_of(model, 1) * math.nan).backward()
+        sgd(model).step()
+    assert monitor.report().num_dropped == 2
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_a_closed_accumulator_gathers_nothing_so_gradients_are_measured_as_backward_left_them():
+    model = net()
+    accumulator = AsyncGradientAccumulator(model, accumulation_steps=2)
+    accumulator.close()
+    with AsyncTrainingMonitor(model, ["gradient_norm"]) as monitor:
+        loss_of(model, 0).backward()
+        norm = norm_of(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        sgd(model).step()
+    assert seen(monitor, "gradient_norm") == [pytest.approx(norm)]
 
 
 def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
@@ -534,6 +576,27 @@ def test_a_rate_is_reduced_and_whole_again_in_the_midst_of_steps_with_another_mo
         optimizer.step()
     assert optimizer.rates == [0.1] * 5 + [0.05] * 4 + [0.1] * 3
     assert len(ours.report().releases) == len(other.report().releases) == 1
+
+
+@pytest.mark.parametrize(("place", "num_reduced"), [("pre", 3), ("post", 4)])
+def test_a_hook_of_the_step_may_observe_and_others_come_behind_it(place, num_reduced):
+    optimizer, seen = Notes(net().parameters()), []
+    monitor = AsyncTrainingMonitor(
+        remediation_strategy="reduce_lr", acts_on=optimizer, warm_up=3, quiet_steps=3
+    )
+
+    def observes(*_):
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        monitor.observe(len(seen), loss=9.0 if len(seen) == 5 else 1.0)
+
+    register = getattr(optimizer, f"register_step_{place}_hook")
+    register(observes)
+    register(lambda *_: None)
+    for _ in range(12):
+        optimizer.step()
+    assert optimizer.rates == [0.1] * 5 + [0.05] * num_reduced + [0.1] * (7 - num_reduced)
+    assert seen == [0.1] * 12
+    assert len(monitor.report().releases) == 1
 
 
 def test_a_step_that_raises_leaves_no_scaled_rate_behind():

@@ -236,6 +236,30 @@ def test_clip_goes_on_by_the_norms_that_there_were():
         assert all(torch.equal(a, b) for a, b in zip(run(None), run(cut), strict=True))
 
 
+def test_how_far_the_last_step_has_moved_the_parameters_is_not_lost():
+    def life(steps, kept=None):
+        """Take steps from there; give the monitor's state, the model's, and the ratios."""
+        model = net()
+        monitor = AsyncTrainingMonitor(model, ["update_ratio"], warm_up=3)
+        if kept is not None:
+            model.load_state_dict(kept["model"])
+            monitor.load_state_dict(by_json(kept["monitor"]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in model.parameters()).backward()
+            optimizer.step()
+        kept = {"monitor": monitor.state_dict(), "model": model.state_dict()}
+        return kept, monitor.report().series["update_ratio"].values
+
+    whole, ratios = life(9)
+    first, before = life(5)
+    second, after = life(4, first)
+    assert [*before, *after] == ratios
+    assert len(ratios) == 8
+    assert second["monitor"] == whole["monitor"]
+
+
 def test_what_is_in_effect_is_let_go_of_before_a_state_is_taken():
     thing = Thing(averaging_frequency=64)
     monitor = AsyncTrainingMonitor(

@@ -250,6 +250,24 @@ def test_the_end_of_a_warm_up_ends_what_a_remedy_had_set_and_is_told_of():
     assert monitor.report().releases[-1].result == "averaging_frequency is 4"
 
 
+def test_an_averager_that_a_change_of_strategy_has_closed_is_asked_no_more():
+    model = net()
+    trainer = offbeat.AsyncTrainer(
+        model, strategy={0: "average", 1: "diloco"}, regular_sync_frequency=8, overlap=False
+    )
+    run = {"dataloader": BATCHES, "loss_fn": nn.CrossEntropyLoss(), "progress": False}
+    with AsyncTrainingMonitor(
+        model, remediation_strategy="increase_sync_frequency", warm_up=2, patience=1
+    ) as monitor:
+        trainer.train(**run, optimizer=optim.SGD(lr=0.1))
+        (alert,) = monitor.observe(20, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 4 instead of 8"
+        trainer.train(**run)
+        (alert,) = monitor.observe(30, loss=1e9)
+        assert alert.result == "averaging_frequency is to be 4 instead of 8"
+    assert "what it acted on has ended" in monitor.report().releases[-1].result
+
+
 def test_a_trainer_that_averages_nothing_will_not_do():
     model = net()
     trainer = offbeat.AsyncTrainer(model)

@@ -109,6 +109,13 @@ def test_what_a_user_sets_between_two_trains_counts(tmp_path, caplog):
     assert "requires_grad" not in caplog.text
 
 
+def test_a_look_at_the_model_in_eval_mode_between_two_trains_changes_no_mode(tmp_path):
+    module, trainer = life(tmp_path, max_steps=9)
+    module.eval()
+    trainer.train(dataloader=batches(), epochs=2, loss_fn=LOSS)
+    assert (module.training, module[1].training, module[3].training) == (True, False, True)
+
+
 def test_a_checkpoint_without_modes_leaves_a_module_as_it_is(tmp_path, monkeypatch):
     rest = run_module.Run._rest
 

@@ -21,6 +21,7 @@ from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery import directory as directory_module
 from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery import saver as saver_module
+from offbeat.recovery.averaged import Patience
 from offbeat.recovery.directory import Directory, names
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
@@ -395,6 +396,13 @@ def saved_each_step(folder, monkeypatch, *, epochs, loss_fn=plain_loss):
     return FaultTolerantTrainer(net(), folder, checkpoint_frequency=1).train(
         dataset=Numbered(), batch_size=8, epochs=epochs, optimizer=optim.SGD(lr=0.1), loss_fn=loss_fn
     )
+
+
+def test_a_save_waits_for_the_end_of_a_round_also_where_a_new_strategy_begins_to_count():
+    patience = Patience()
+    assert not any(patience.is_over(is_under_way=True, number=7) for _ in range(2))
+    assert patience.is_over(is_under_way=True, number=0)
+    assert patience.is_over(is_under_way=False, number=7)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_of_once_and_tried_again(

@@ -231,6 +231,26 @@ def test_each_start_with_another_rate_than_the_run_began_with_is_warned_of_and_n
         assert warned == [False, True, True, False]
 
 
+def test_a_run_whose_optimizer_got_a_group_in_mid_run_goes_on_where_both_are_given(tmp_path):
+    module = net()
+    module[2].requires_grad_(False)
+    live = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 3:
+            module[2].requires_grad_(True)
+            live.add_param_group({"params": module[2].parameters(), "lr": 0.01})
+        return LOSS(outputs, targets)
+
+    run(FaultTolerantTrainer(module, tmp_path), optimizer=live, loss_fn=loss_fn, epochs=9, max_steps=4)
+    module = net()
+    groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.01}]
+    live = torch.optim.SGD(groups, lr=0.1)
+    assert run(FaultTolerantTrainer(module, tmp_path), optimizer=live, epochs=9, max_steps=6).steps == 6
+
+
 def test_a_hook_changes_a_rate_in_a_run_that_goes_on_as_that_warning_says(tmp_path, caplog):
     batches = list(DataLoader(data(), batch_size=8))
     whole = net()
@@ -344,6 +364,27 @@ def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypa
     trainer = made(tmp_path, monitor=level, recovery_strategy="best")
     run(trainer, max_steps=8, epochs=9)
     assert trainer.resumed_from.name.endswith("step-6")
+
+
+def test_what_a_train_had_measured_that_broke_off_before_it_saved_is_in_no_mean(tmp_path):
+    levels = iter([9.0] * 2 + [2.0] * 3)
+
+    def level(outputs, targets):
+        del outputs, targets
+        return next(levels)
+
+    trainer, steps = made(tmp_path, monitor=level), []
+
+    def fails(outputs, targets):
+        steps.append(1)
+        if len(steps) == 3:
+            raise ZeroDivisionError
+        return LOSS(outputs, targets)
+
+    with pytest.raises(ZeroDivisionError):
+        run(trainer, loss_fn=fails)
+    run(trainer, max_steps=3)
+    assert {(e.manifest.monitored, e.manifest.monitored_samples) for e in entries(tmp_path)} == {(2.0, 24)}
 
 
 def cut_off(folder, *, after, **keywords):

@@ -99,6 +99,41 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+def test_within_a_train_the_strategy_is_that_of_the_next_batch():
+    class Notes:
+        def __init__(self):
+            self.seen, self.shown = [], []
+
+        def on_step(self, trainer, step):
+            self.seen.append((step.epoch, repr(trainer.strategy)))
+
+        def on_epoch_end(self, trainer, epoch):
+            self.shown.append(repr(trainer))
+
+    notes = Notes()
+    trainer = offbeat.AsyncTrainer(
+        plain(), strategy={0: "local", 1: averaging.Average(), 3: "local"}, callbacks=notes
+    )
+    train(trainer, optim.SGD(lr=0.1), data=DATA[:1], epochs=3)
+    assert notes.seen == [(0, "'local'"), (1, "Average()"), (2, "Average()")]
+    assert ["strategy Average(), 1 epochs" in notes.shown[0], "3 epochs" in notes.shown[2]] == [True, True]
+    assert trainer.strategy == "local"
+
+
+@pytest.mark.parametrize("around", ["trainer", "averager"])
+def test_a_batch_without_a_sample_is_refused_before_it_trains_what_is_averaged(around, tmp_path):
+    trained = plain()
+    run = {"dataloader": [DATA[0], (torch.empty(0, 6), torch.empty(0).long())], "loss_fn": LOSS}
+    run["optimizer"] = live = torch.optim.Adam(trained.parameters(), lr=0.1)
+    if around == "trainer":
+        trainer = offbeat.AsyncTrainer(trained, strategy="average")
+    else:
+        trainer = offbeat.FaultTolerantTrainer(offbeat.AsyncModelAverager(trained), tmp_path)
+    with pytest.raises(ConfigError, match=r"the batch has no sample.*drop_last"):
+        trainer.train(**run)
+    assert {float(state["step"]) for state in live.state.values()} == {1.0}
+
+
 # ------------------------------------------------------------------------------------------ exactness
 
 
