@@ -354,8 +354,11 @@ class Group:
         said = self._said
         assert said is not None  # noqa: S101  something was begun
         if said.is_pairwise:
-            return self._finish_pair(said)
+            heard = self._finish_pair(said)
+            self._said = None
+            return heard
         self._sums.finish()
+        self._said = None  # whose memory the next round is to have again
         means, self._values = self._values, {}
         facts = self._facts.tolist()
         weight, samples = facts[:2]

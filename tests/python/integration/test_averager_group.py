@@ -120,6 +120,35 @@ def test_in_the_background_no_progress_is_lost():
     assert np.allclose(total, 2 * start + 43 * (0.5 + 0.25), atol=1e-5)
 
 
+def rounds_in_their_memory(rank, method):
+    """See after each round that the next has its memory; give where the values were, and what was sent."""
+    trained = model(rank)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=2, method=method, overlap=1)
+    room, parameters = ours._turns.rounds._room, list(trained.parameters())
+    addresses = set()
+
+    def is_free():
+        flats = [room.empty(parameters), room.empty(parameters)]
+        return {flat[torch.float32].data_ptr() for flat in flats} == addresses
+
+    for _ in range(10):
+        ours.step(1)
+        if ours.is_under_way:
+            said = ours._turns.members._said
+            flats = said.values[torch.float32], said.room[torch.float32]
+            addresses |= {flat.data_ptr() for flat in flats}
+            del said, flats
+        elif addresses:
+            wait_for(is_free, timeout_s=10)  # gloo's own thread lets go a moment later
+    ours.flush()
+    return len(addresses)
+
+
+@pytest.mark.parametrize("method", ["average", "diloco"])
+def test_each_round_is_in_the_memory_of_the_one_before(method):
+    assert together(rounds_in_their_memory, 2, method) == [2, 2]
+
+
 def fragments(rank):
     trained = model(seed=rank)
     ours = offbeat.AsyncModelAverager(
