@@ -76,6 +76,8 @@ class Attachment:
         self.gradients = Gradients(
             model, scaler, is_measured=is_measured, are_gathered=lambda: _are_gathered(reference())
         )
+        if may_drop:
+            self.gradients.keep_buffers_at_first()
         trained_by.watch(model, self)
         ours = weakref.ref(self)
 

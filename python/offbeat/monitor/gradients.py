@@ -72,6 +72,7 @@ class Gradients:
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
         self._ratio_since: float | None = None  # where they are of another process
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._at_first: list[torch.Tensor] = []  # what they held, before there is anything of a step to keep
         ours = weakref.ref(self)  # a parameter outlives a monitor that is let go of
 
         def accumulated(parameter: torch.Tensor) -> None:
@@ -167,8 +168,13 @@ class Gradients:
         for p in self._model.parameters():
             p.grad = None
 
+    def keep_buffers_at_first(self) -> None:
+        """Keep what they hold before any step; the module may be loaded, or moved, before the first."""
+        self._at_first = [buffer.detach().clone() for buffer in self._model.buffers()]
+
     def keep_buffers(self) -> None:
         """Keep what the buffers hold now, for `restore_buffers`."""
+        self._at_first = []
         now = list(self._model.buffers())
         if [id(b) for b, _ in self._buffers] != [id(b) for b in now]:
             self._buffers = [(b, b.detach().clone()) for b in now]
@@ -177,8 +183,15 @@ class Gradients:
             kept.copy_(buffer)
 
     def restore_buffers(self) -> None:
-        """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages."""
+        """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages.
+
+        Before any step was used, only what it broke: the others may have been loaded since they were kept.
+        """
         with torch.no_grad():
+            for buffer, first in zip(self._model.buffers(), self._at_first, strict=False):
+                was_sound = buffer.shape == first.shape and bool(first.isfinite().all())
+                if was_sound and not bool(buffer.isfinite().all()):
+                    buffer.copy_(first)
             for buffer, kept in self._buffers:
                 buffer.copy_(kept)
 

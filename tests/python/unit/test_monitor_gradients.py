@@ -262,6 +262,21 @@ def test_a_step_that_is_dropped_changes_no_parameter_no_buffer_and_no_state(stra
         assert monitor.report().alerts[0].value == sum(p.numel() for p in model.parameters()) - num_finite
 
 
+def test_a_first_step_that_is_dropped_breaks_no_buffer_and_leaves_what_was_loaded():
+    model = normed()
+    model.register_buffer("table", torch.zeros(3))
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject"):
+        model.table.copy_(torch.arange(3.0))
+        x, y = batch(0)
+        for factor in (math.nan, math.nan, 1.0):
+            functional.cross_entropy(model(x * factor), y).backward()
+            sgd(model).step()
+            model.zero_grad()
+    assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
+    assert not model[3].running_mean.equal(torch.zeros(2))
+    assert model.table.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_loss_that_was_observed_before_the_step_drops_its_gradient():
     model = net()
     optimizer = sgd(model)
