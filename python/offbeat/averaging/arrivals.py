@@ -236,7 +236,7 @@ class Arrivals(Served):
                 f"is cut short counts in part: start the server with transaction='model' (`--transaction "
                 f"model` of `offbeat server` and `offbeat launch`)"
             )
-        brought = self._brought()
+        brought = self._sound(self._brought())
         is_ours = client.init(brought)
         client.set_optimizer(self._outer_step(client))
         self._mean = client.pull(out=brought)

@@ -479,7 +479,7 @@ class Rounds:
             is_averaged=heard.weight > 0,
             metric=heard.metric if heard.weight else None,
             drift=drift,
-            is_finite=round_.is_finite,
+            is_finite=round_.is_finite or not heard.is_brought,  # the server is away: the mean is to come
             is_mended=heard.weight > 0,
             are_agreed=heard.are_agreed,
             asked=wanted.asked,

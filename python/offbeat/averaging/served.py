@@ -488,7 +488,7 @@ class Served:
         self._client, self._name, self._run_id = client, client.worker_id, client.run_id
 
     def _agree(self, client: Client) -> None:
-        arrays = self._brought()
+        arrays = self._sound(self._brought())
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
@@ -504,6 +504,15 @@ class Served:
     def _brought(self) -> Arrays:
         """Give what a server that has nothing is to begin with."""
         return {name: array_of(tensor) for name, tensor in self._tensors.items()}
+
+    def _sound(self, brought: Arrays) -> Arrays:
+        """Put the mean that this member had last in the place of a model that is not finite.
+
+        No server begins with such a one; at a server that goes on the member has a mean to come to.
+        """
+        if not self._mean or all(np.isfinite(array).all() for array in brought.values()):
+            return brought
+        return brought | {name: self._mean[name].copy() for name in self._tensors}
 
     @contextmanager
     def _telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
