@@ -114,6 +114,7 @@ class _UnderWay:
     is_pairwise: bool
     samples_before: int
     iterations_before: int
+    was_apart: bool
 
 
 class Rounds:
@@ -262,6 +263,7 @@ class Rounds:
             is_pairwise,
             self._samples[fragment],
             self._iterations,
+            self._are_apart[fragment],
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
@@ -291,6 +293,7 @@ class Rounds:
         if not heard.is_brought:
             self._samples[round_.fragment] = round_.samples_before
             self._iterations = round_.iterations_before
+            self._are_apart[round_.fragment] = round_.was_apart
         if heard.has_missed:
             self._memories[round_.fragment].begin_anew()
         wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted

@@ -404,6 +404,24 @@ def test_one_that_is_not_finite_while_the_server_is_away_trains_on_and_is_mended
                     averager.close()
 
 
+def test_after_a_centre_all_models_count_in_the_next_round_also_where_the_server_is_away_first(monkeypatch):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    with offbeat.ParameterServer(port=port, transaction="model"):
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=1, overlap=False, method="easgd")
+        ours.method = "average"
+        one.train(ours)
+        assert ours.method == averaging.Average()
+    with pytest.raises(ConnectionLostError, match="server is away"):
+        ours.flush()
+    assert ours._turns.rounds.are_apart, "nobody else has what it learnt around the centre"
+    with offbeat.ParameterServer(port=port, transaction="model"):
+        ours.flush()
+        assert not ours._turns.rounds.are_apart
+        ours.close()
+
+
 def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
     ones = [Counter(), Counter()]
