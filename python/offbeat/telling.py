@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from offbeat import process
 
@@ -41,7 +41,8 @@ def telling(
 
     timer = threading.Timer(after_s, say)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no thread is to be had, as where Python ends: the wait counts
+        timer.start()
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offbeat.averaging.members import Said
+from offbeat.averaging.members import Heard, Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
 from offbeat.averaging.served import BEGIN_S, LOST, REREAD, Arrays, Served, array_of
 from offbeat.client import Client
@@ -104,11 +104,6 @@ class Arrivals(Served):
         self._share = 1.0 / num_expected
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected, ask=ask)
 
-    def begin(self, said: Said) -> None:
-        """Bring what is said, on a thread of its own."""
-        self._said = said
-        super().begin(said)
-
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give this member what the server has, which since the last of a `flush` is the same for all."""
         del tensors  # they are those that it was made of
@@ -117,6 +112,7 @@ class Arrivals(Served):
 
     def go_out_anew(self) -> None:
         """Begin once more with what the server has."""
+        self._end_given_up()
         self._said = None
         self._counted_of_said[:] = 0
         try:
@@ -137,6 +133,10 @@ class Arrivals(Served):
         return [f"BatchNorm {number // 2}.running_{('mean', 'var')[number % 2]}" for number in range(num)]
 
     # ------------------------------------------------------------------ on the thread
+
+    def _round(self, said: Said) -> Heard:
+        self._said = said
+        return super()._round(said)
 
     def _exchange(
         self,
@@ -244,7 +244,7 @@ class Arrivals(Served):
                 f"is cut short counts in part: start the server with transaction='model' (`--transaction "
                 f"model` of `offbeat server` and `offbeat launch`)"
             )
-        brought = self._brought()
+        brought = self._sound(self._brought())
         is_ours = client.init(brought)
         client.set_optimizer(self._outer_step(client))
         self._mean = client.pull(out=brought)

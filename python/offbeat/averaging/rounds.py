@@ -114,6 +114,7 @@ class _UnderWay:
     is_pairwise: bool
     samples_before: int
     iterations_before: int
+    was_apart: bool
 
 
 class Rounds:
@@ -265,6 +266,7 @@ class Rounds:
             is_pairwise,
             self._samples[fragment],
             self._iterations,
+            self._are_apart[fragment],
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
@@ -294,6 +296,7 @@ class Rounds:
         if not heard.is_brought:
             self._samples[round_.fragment] = round_.samples_before
             self._iterations = round_.iterations_before
+            self._are_apart[round_.fragment] = round_.was_apart
         if heard.has_missed:
             self._memories[round_.fragment].begin_anew()
         wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted
@@ -482,7 +485,7 @@ class Rounds:
             is_averaged=heard.weight > 0,
             metric=heard.metric if heard.weight else None,
             drift=drift,
-            is_finite=round_.is_finite,
+            is_finite=round_.is_finite or not heard.is_brought,  # the server is away: the mean is to come
             is_mended=heard.weight > 0,
             are_agreed=heard.are_agreed,
             asked=wanted.asked,

@@ -151,6 +151,7 @@ class Served:
             ClosedError: If this is closed.
         """
         self._check_open()
+        before = self._future  # of a round of which nobody takes notice any more: its thread has the client
         self._future = future = Future[Heard]()
 
         device = said.statistics.device
@@ -158,6 +159,8 @@ class Served:
 
         def do() -> None:
             try:
+                if before is not None:
+                    before.exception()
                 with _on(stream):
                     heard = self._round(said)
                 future.set_result(heard)
@@ -198,6 +201,7 @@ class Served:
         """
         self._check_open()
         del tensors  # they are those that it was made of
+        self._end_given_up()
         is_brought = False
         try:
             if self._client is None:
@@ -247,6 +251,7 @@ class Served:
         It knows nobody then, and would end with each of them alone. Who has come is waited for from there on.
         """
         self._check_open()
+        self._end_given_up()
         try:
             if self._client is None:
                 self._meet()
@@ -272,6 +277,13 @@ class Served:
     def shown(self) -> str:
         """How many there are, for people."""
         return f"{self.size} in its newest round" if self._is_counted else "in no round yet"
+
+    def _end_given_up(self) -> None:
+        """Wait for a round of which nobody takes notice any more: its thread has the client."""
+        if self._future is not None:
+            with self.telling():
+                self._future.exception()
+            self._future = None
 
     def _waiting(self, waited_s: float) -> str | None:
         """Find out for whom this member waits; None: it does not, or it is told already why."""
@@ -500,7 +512,7 @@ class Served:
         self._client, self._name, self._run_id = client, client.worker_id, client.run_id
 
     def _agree(self, client: Client) -> None:
-        arrays = self._brought()
+        arrays = self._sound(self._brought())
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
@@ -516,6 +528,15 @@ class Served:
     def _brought(self) -> Arrays:
         """Give what a server that has nothing is to begin with."""
         return {name: array_of(tensor) for name, tensor in self._tensors.items()}
+
+    def _sound(self, brought: Arrays) -> Arrays:
+        """Put the mean that this member had last in the place of a model that is not finite.
+
+        No server begins with such a one; at a server that goes on the member has a mean to come to.
+        """
+        if not self._mean or all(np.isfinite(array).all() for array in brought.values()):
+            return brought
+        return brought | {name: self._mean[name].copy() for name in self._tensors}
 
     @contextmanager
     def _telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:

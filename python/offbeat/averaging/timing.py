@@ -62,7 +62,7 @@ class Timing:
         pace, found = self.wished_pace, dict[str, tuple[object, object]]()
         if pace.setting() != self.pace.setting():
             found["averaging_frequency"] = pace.every, self.pace.every
-        if (overlap := self.wished_overlap) is not self.overlap and [overlap] != [self.overlap]:
+        if repr(overlap := self.wished_overlap) != repr(self.overlap):  # 1 is another than True
             found["overlap"] = overlap, self.overlap
         return found
 

@@ -90,6 +90,30 @@ def test_one_that_closes_in_mid_round_and_lives_on_is_waited_for_no_more(server)
     stays.averager.close()
 
 
+def test_one_that_has_given_up_a_round_begins_the_next_when_its_thread_is_through(server):
+    """As a FaultTolerantTrainer gives up one, whose `train` broke off and is called again."""
+    ones = [Counter(by=1.0), Counter(by=3.0)]
+    stays = averaging(ones[0].model, server, overlap=True)
+    ones[0].train(stays)
+    wait_for(stays._turns.rounds.is_there)  # from then on it is waited for
+    gives_up = averaging(ones[1].model, server, overlap=True)
+    ones[1].train(gives_up)
+    until_entered(server, 1)
+    gives_up.give_up()
+    ones[1].train(gives_up)
+    assert gives_up.is_under_way
+    gives_up.give_up()
+    ending = [threading.Thread(target=one.flush, daemon=True) for one in (gives_up, stays)]
+    for thread in ending:
+        thread.start()
+    for thread in ending:
+        thread.join(AT_ONCE_S)
+        assert not thread.is_alive()
+    assert ones[0].value == ones[1].value == held_number(server)
+    stays.close()
+    gives_up.close()
+
+
 def test_a_way_that_float32_cannot_hold_adds_nothing_and_holds_up_nobody(server):
     near, far = Member(server), Member(server)
     acquainted(server, near, far)

@@ -361,6 +361,67 @@ def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkey
         ours.close()
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_one_that_is_not_finite_while_the_server_is_away_trains_on_and_is_mended_when_it_is_there(
+    monkeypatch, tmp_path, is_asynchronous
+):
+    port, ones = free_port(), [Counter(), Counter()]
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    method = averaging.DiLoCo(lr=1.0, momentum=0.0, delay=1) if is_asynchronous else "average"
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    def made(rank):
+        return at(
+            f"127.0.0.1:{port}", ones[rank].model, rank, 2, averaging_frequency=4, overlap=False,
+            method=method, asynchronous=is_asynchronous,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as threads:
+
+        def train(averagers):
+            list(threads.map(Counter.train, ones, averagers, (4, 4)))
+
+        with serving() as server:
+            averagers = list(threads.map(made, range(2)))
+            train(averagers)
+            server.stop(restarting=True)
+        with torch.no_grad():
+            ones[0].model.weight.fill_(float("nan"))
+        with warned() as told:
+            train(averagers)
+            with pytest.raises(ConnectionLostError, match="server is away"):
+                averagers[0].flush()
+            assert not [text for text in told if "finite" in text], "there is a mean to come to"
+            with serving() as server:
+                train(averagers)
+                assert held_number(server) == ones[1].value
+                assert np.isfinite(ones[0].value)
+                assert len([text for text in told if "were not finite" in text]) == 1
+                for averager in averagers:
+                    averager.close()
+
+
+def test_after_a_centre_all_models_count_in_the_next_round_also_where_the_server_is_away_first(monkeypatch):
+    port, one = free_port(), Counter()
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    with offbeat.ParameterServer(port=port, transaction="model"):
+        ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=1, overlap=False, method="easgd")
+        ours.method = "average"
+        one.train(ours)
+        assert ours.method == averaging.Average()
+    with pytest.raises(ConnectionLostError, match="server is away"):
+        ours.flush()
+    assert ours._turns.rounds.are_apart, "nobody else has what it learnt around the centre"
+    with offbeat.ParameterServer(port=port, transaction="model"):
+        ours.flush()
+        assert not ours._turns.rounds.are_apart
+        ours.close()
+
+
 def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
     ones = [Counter(), Counter()]

@@ -801,6 +801,12 @@ def test_the_frequency_and_the_overlap_can_change_in_mid_run_and_what_the_method
     assert ours.state_dict()["rounds"]["memories"][0].keys() == kept.keys()
 
 
+def test_a_wish_for_an_overlap_of_one_iteration_is_told_where_any_is_in_force():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=3)
+    ours.overlap = 1
+    assert repr(ours).endswith(", wishes for overlap=1 (in force: True)>")
+
+
 def test_an_adaptive_frequency_that_is_set_begins_anew_from_there():
     ours = offbeat.AsyncModelAverager(
         model(), averaging_frequency=4, averaging_policy="adaptive", max_averaging_frequency=8
