@@ -39,8 +39,8 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
-from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.local.saved import bring_back_told, faults_of_state
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
 
@@ -479,6 +479,7 @@ class AsyncGradientAccumulator:
             "window": self._window.state_dict(),
             "due": None if self._due is None else total_state(self._due),
             "optimizer": None if live is None else live.state_dict(),
+            "classes": {"optimizer": None if live is None else type(live).__name__},
             "meter": None if self._meter is None else self._meter.state_dict(),
             "grad_scaler": self._scaler.state_dict(),
             "worker": True if isinstance(self._updates, PushedUpdates) else None,
@@ -494,21 +495,21 @@ class AsyncGradientAccumulator:
         Args:
             state: As `state_dict` gave it, of the same number of members.
             optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
+                Its settings are the state's then; a warning tells those that were given otherwise.
 
         Raises:
-            ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+            ConfigError: If the state does not fit, or there is no optimizer of its class for it; nothing is
+                changed then.
             ConnectionLostError: If a sum was under way and a member is lost.
         """
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
+        updates = self._updates
         if state["optimizer"] is not None:
-            wrong = faults_of_state(self._updates.optimizer, optimizer)
-            faults += wrong
-            if not wrong:
-                faults.catch(lambda: self._updates.check(optimizer))
+            faults += faults_of_state(state, updates.optimizer, optimizer, updates.look)
         parts = {
             "meter": ("adaptive_accumulation", self._meter is not None),
             "grad_scaler": ("grad_scaler", self._scaler.is_there),
-            "worker": ("worker", isinstance(self._updates, PushedUpdates)),
+            "worker": ("worker", isinstance(updates, PushedUpdates)),
         }
         for part, (keyword, is_here) in parts.items():
             if (state[part] is not None) != is_here:
@@ -517,7 +518,8 @@ class AsyncGradientAccumulator:
                 )
         refuse(faults)
         if state["optimizer"] is not None:
-            bring_back(self._updates.use(optimizer), state["optimizer"])
+            is_new = updates.optimizer is None
+            bring_back_told(updates.use(optimizer), state["optimizer"], is_new=is_new)
         if self._is_under_way and self._due is None:
             self._members.finish()
         self._members.agree(state["agreed"])

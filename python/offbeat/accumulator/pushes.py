@@ -49,9 +49,9 @@ class PushedUpdates:
             )
         return self.optimizer
 
-    def check(self, optimizer: object) -> None:
-        """See that `use` would take it; see `Updates.check`."""
-        self.use(optimizer)
+    def look(self, optimizer: object) -> torch.optim.Optimizer:
+        """Give the same: there is nothing to be kept."""
+        return self.use(optimizer)
 
     def make(
         self,

@@ -25,6 +25,7 @@ KEYS = (
     "window",
     "due",
     "optimizer",
+    "classes",
     "meter",
     "grad_scaler",
     "worker",

@@ -100,8 +100,8 @@ class Updates(Protocol):
     def use(self, optimizer: object) -> torch.optim.Optimizer:
         """Give the optimizer, of what a user gives for one."""
 
-    def check(self, optimizer: object) -> None:
-        """See that `use` would take it; nothing of it is kept."""
+    def look(self, optimizer: object) -> torch.optim.Optimizer:
+        """Give what `use` would give; nothing of it is kept."""
 
     def make(
         self,
@@ -151,13 +151,9 @@ class LocalUpdates:
         """Give the live optimizer; see `LocalOptimizer.use`."""
         return self._optimizer.use(optimizer)
 
-    def check(self, optimizer: object) -> None:
-        """See that `use` would take it; see `Updates.check`.
-
-        Raises:
-            ConfigError: If it would not.
-        """
-        (LocalOptimizer(self._model) if self.optimizer is None else self._optimizer).use(optimizer)
+    def look(self, optimizer: object) -> torch.optim.Optimizer:
+        """Give what `use` would give; see `LocalOptimizer.look`."""
+        return self._optimizer.look(optimizer)
 
     def make(
         self,

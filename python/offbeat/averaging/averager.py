@@ -601,12 +601,14 @@ class AsyncModelAverager:
         Args:
             state: As `state_dict` gave it.
             optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
+                Its settings are the state's then; a warning tells those that were given otherwise.
             strict: Refuse states of different rounds. False: where members were saved in different rounds, or
                 others at a server have gone on meanwhile, what `method` has kept begins anew, with a warning,
                 and all go on together from here.
 
         Raises:
-            ConfigError: If the state does not fit, or there is no optimizer for it; nothing is changed then.
+            ConfigError: If the state does not fit, or there is no optimizer of its class for it; nothing is
+                changed then.
             StateError: If a round is under way, a member's model is not that of its state, which changes
                 nothing, or members' states are not of the same round.
         """

@@ -11,7 +11,7 @@ from torch import nn
 from offbeat import process
 from offbeat.averaging.members import DIFFERENT, Heard, Members, Said, terms_of
 from offbeat.averaging.memory import FragmentMemory
-from offbeat.averaging.methods import Method, shown
+from offbeat.averaging.methods import Method, shown, worded
 from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
@@ -353,14 +353,15 @@ class Rounds:
         Raises:
             ConfigError: If it is of another method or model.
         """
-        if list(state["method"]) != shown(self.method):
+        theirs, own = list(state["method"]), shown(self.method)
+        if theirs != own:
             raise ConfigError(
-                f"the state is of method {state['method']}, and here it is {shown(self.method)}: make the "
-                f"averager with that one, load, and change the method then"
+                f"the state is of method {worded(theirs)}, and here it is {worded(own)}: make the averager "
+                f"with that one, load, and change the method then"
             )
-        num, own = len(state["are_trained"]), len(self._parameters)
-        if num != own:
-            raise ConfigError(f"the state is of a model of {num} parameters, and here are {own}")
+        num, num_here = len(state["are_trained"]), len(self._parameters)
+        if num != num_here:
+            raise ConfigError(f"the state is of a model of {num} parameters, and here are {num_here}")
         for places, kept in zip(self._kept_of(state), state["memories"], strict=True):
             FragmentMemory.check(self.method, [self._parameters[place] for place in places], kept)
 

@@ -11,10 +11,13 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import fingerprint, first_other
+from offbeat.local.saved import bring_back_told, faults_of_state
 
 __all__ = ["faults_of", "state_of", "take_up"]
+
+KEYS = ("pace", "rounds", "optimizer", "classes")
+"""What every state has besides the course."""
 
 
 def state_of(turns: Turns, owner: Owner) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def state_of(turns: Turns, owner: Owner) -> dict[str, Any]:
         "rounds": turns.rounds.state_dict(),
         "model": fingerprint(turns.named),
         "optimizer": None if live is None else live.state_dict(),
+        "classes": {"optimizer": None if live is None else type(live).__name__},
     }
 
 
@@ -44,7 +48,7 @@ def faults_of(turns: Turns, state: Mapping[str, Any]) -> Faults:
     Raises:
         ConfigError: If it is no averager's at all.
     """
-    check_keys(state, [*turns.course.state_dict(), "pace", "rounds", "optimizer"], owner="an averager")
+    check_keys(state, [*turns.course.state_dict(), *KEYS], owner="an averager")
     faults = Faults()
     faults.catch(lambda: turns.rounds.check(state["rounds"]))
     theirs = timing[0][0] if (timing := state.get("timing")) else None
@@ -77,13 +81,13 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
             "a round is under way, which would move the model that has just been loaded: load into an "
             "averager that was just made, or call flush() before"
         )
-    faults = faults_of(turns, state)
-    if state["optimizer"] is not None:
-        faults += faults_of_state(turns.optimizer.live, optimizer)
+    faults, chosen = faults_of(turns, state), turns.optimizer
+    faults += faults_of_state(state, chosen.live, optimizer, chosen.look)
     refuse(faults)
     _check_model(turns, state)
     if state["optimizer"] is not None:
-        bring_back(turns.optimizer.use(optimizer), state["optimizer"])
+        is_new = chosen.live is None
+        bring_back_told(chosen.use(optimizer), state["optimizer"], is_new=is_new)
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
     if strict or not turns.members.has_gone_on:
         if turns.rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):

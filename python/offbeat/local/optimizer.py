@@ -5,7 +5,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +17,8 @@ __all__ = [
     "LocalOptimizer",
     "Named",
     "are_equal",
-    "bring_back",
     "check_holds",
     "check_steps_alone",
-    "faults_of_state",
 ]
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -73,6 +70,15 @@ class LocalOptimizer:
             )
         return self._live
 
+    def look(self, given: object) -> torch.optim.Optimizer:
+        """Give what `use` would give; nothing of it is kept.
+
+        Raises:
+            ConfigError: As `use`.
+        """
+        chosen = LocalOptimizer(self._module, called=self._called) if self._live is None else self
+        return chosen.use(given)
+
     def _made(self, given: object) -> torch.optim.Optimizer:
         if isinstance(given, torch.optim.Optimizer):
             check_steps_alone(given)
@@ -84,22 +90,6 @@ class LocalOptimizer:
             check_steps_alone(made)
             return made
         return _of_spec(as_spec(given), self._module)
-
-
-def faults_of_state(live: torch.optim.Optimizer | None, given: object) -> list[str]:
-    """Tell what is missing where a state has an optimizer's, and is loaded.
-
-    Args:
-        live: The optimizer that there is.
-        given: What the user gave for one.
-    """
-    if live is not None or given is not None:
-        return []
-    text = (
-        "there is no optimizer here, and the state has one's: give load_state_dict(state, optimizer=...), "
-        "such as offbeat.optim.SGD(lr=...), or a live one, of the kind that the state was saved with"
-    )
-    return [text]
 
 
 def check_holds(optimizer: torch.optim.Optimizer, parameters: Named, *, called: str) -> set[int]:
@@ -211,20 +201,3 @@ def _shown(given: object) -> str:
         keywords = ", ".join(f"{name}={value!r}" for name, value in given.keywords.items())
         return f"functools.partial({getattr(given.func, '__name__', given.func)}, {keywords})"
     return given.__name__ if isinstance(given, type) else repr(given)
-
-
-def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state, in the dtypes that it had.
-
-    torch casts it to its parameter's, as float32 averages to bfloat16.
-    """
-    optimizer.load_state_dict(saved)
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in saved["state"].items():
-        if not isinstance(index, int) or not isinstance(entry, dict):
-            continue
-        held = optimizer.state[parameters[index]]
-        for name, value in entry.items():
-            now = held.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                held[name] = value.to(now.device)

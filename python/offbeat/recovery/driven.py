@@ -9,21 +9,13 @@ from offbeat import trained_by
 from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
 from offbeat.local.loss import LossFunction
+from offbeat.local.saved import of_classes, of_groups, of_settings, settings_of
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.averaged import Patience
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Stepped, Trainee
-from offbeat.recovery.values import (
-    WithMetadata,
-    fill,
-    of_classes,
-    of_groups,
-    of_settings,
-    of_tensors,
-    settings_of,
-    unlisted,
-)
+from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
 from offbeat.trainer import AsyncTrainer
 from offbeat.trainer.driven import Driven
 

@@ -8,20 +8,12 @@ from torch import nn
 from offbeat import trained_by
 from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
-from offbeat.local.optimizer import bring_back
+from offbeat.local.saved import bring_back, of_classes, of_groups, of_settings, settings_of
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
-from offbeat.recovery.values import (
-    fill,
-    of_classes,
-    of_groups,
-    of_settings,
-    of_tensors,
-    settings_of,
-    unlisted,
-)
+from offbeat.recovery.values import fill, of_tensors, unlisted
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Joined"]

@@ -9,19 +9,10 @@ from offbeat import trained_by
 from offbeat.errors import StateError
 from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
-from offbeat.local.optimizer import bring_back
+from offbeat.local.saved import bring_back, of_classes, of_groups, of_settings, settings_of
 from offbeat.module.table import unwrap
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
-from offbeat.recovery.values import (
-    WithMetadata,
-    fill,
-    of_classes,
-    of_groups,
-    of_settings,
-    of_tensors,
-    settings_of,
-    unlisted,
-)
+from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
 
 __all__ = ["Local", "of_loss"]
 

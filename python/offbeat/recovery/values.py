@@ -1,4 +1,4 @@
-"""What a module and an optimizer hold: compared with a checkpoint's, and brought back as it was."""
+"""What a module holds: compared with a checkpoint's, and brought back as it was."""
 
 from typing import Any
 
@@ -9,11 +9,7 @@ __all__ = [
     "WithMetadata",
     "fill",
     "is_overlapping",
-    "of_classes",
-    "of_groups",
-    "of_settings",
     "of_tensors",
-    "settings_of",
     "unlisted",
 ]
 
@@ -61,47 +57,6 @@ class WithMetadata(dict[str, Any]):
         return self.of(self, self._metadata)
 
 
-def of_settings(
-    own: list[dict[str, Any]], theirs: list[dict[str, Any]], optimizer: dict[str, Any] | None
-) -> list[str]:
-    """Word which settings of an optimizer's groups are neither what a run began with nor what it has now.
-
-    Of groups that were added in mid-run it says nothing: nobody has given what they began with.
-
-    Args:
-        own: Of the groups as given, by `settings_of`.
-        theirs: As the checkpoint's run began.
-        optimizer: Its state in the checkpoint, whose settings come into effect; None where there is none.
-    """
-    now = theirs if optimizer is None else [settings_of(group) for group in optimizer["param_groups"]]
-    return [
-        f"the optimizer's {name} is {ours[name]!r}, and the checkpoint's run began with {then[name]!r}"
-        for ours, then, held in zip(own, theirs, now, strict=False)
-        for name in ours
-        if name in then and ours[name] not in (then[name], held.get(name))
-    ]
-
-
-def of_classes(own: dict[str, str | None], theirs: dict[str, str | None]) -> list[str]:
-    """Word which classes are others than a checkpoint's."""
-    return [
-        f"the {name} is {own.get(name) or 'none'}, and the checkpoint's is {theirs.get(name) or 'none'}"
-        for name in own | theirs
-        if own.get(name) != theirs.get(name)
-    ]
-
-
-def of_groups(own: torch.optim.Optimizer | None, theirs: dict[str, Any] | None) -> list[str]:
-    """Word whether an optimizer's groups are others than a checkpoint's; of one that is not here, nothing."""
-    if own is None or theirs is None:
-        return []
-    here = [len(group["params"]) for group in own.param_groups]
-    then = [len(group["params"]) for group in theirs["param_groups"]]
-    if here == then:
-        return []
-    return [f"the optimizer's groups have {here} parameters, and the checkpoint's {then}"]
-
-
 def of_tensors(own: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """Word how a checkpoint's tensors differ from a model's: which are missing, or of another shape."""
     found = [f"the checkpoint has no {name!r}, which the model has" for name in own if name not in theirs]
@@ -113,9 +68,3 @@ def of_tensors(own: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
             if ours != told:
                 found.append(f"{name!r} is {ours}, and the checkpoint's is {told}")
     return found
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Give a group's plain numbers as the run begins with them: a scheduler keeps the learning rate's."""
-    plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | tuple)}
-    return plain | {"lr": plain.get("initial_lr", plain.get("lr"))}

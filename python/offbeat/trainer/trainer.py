@@ -25,9 +25,9 @@ from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
 from offbeat.local.log import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
-from offbeat.local.optimizer import bring_back, faults_of_state
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
+from offbeat.local.saved import bring_back_told, faults_of_kind, faults_of_state
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.tracking import alerts
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncTrainer"]
 
 
-KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "scaler", "history")
+KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "classes", "scaler", "history")
 """What every state has."""
 
 
@@ -482,6 +482,7 @@ class AsyncTrainer:
             "stage": stage,
             "optimizer": None if live is None else live.state_dict(),
             "scheduler": None if scheduled is None else scheduled[1].state_dict(),
+            "classes": self.classes,
             "scaler": None if scaler is None else scaler.state_dict(),
             "history": asdict(self._history),
         }
@@ -496,22 +497,23 @@ class AsyncTrainer:
 
         Args:
             state: As `state_dict` gave it, of a trainer that was made in the same way.
-            optimizer: As in `train`; needed where the state has an optimizer's, and there is none here.
+            optimizer: As in `train`; needed where the state has an optimizer's, and there is none here. Its
+                settings are the state's then; a warning tells those that were given otherwise.
             scheduler: As in `train`, likewise.
 
         Raises:
-            ConfigError: If the state does not fit, or there is no optimizer or scheduler for it; nothing is
-                changed then.
+            ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it;
+                nothing is changed then.
             StateError: If members average, and the model of one is not that of its state.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop
         chosen = LocalOptimizer(self.model) if self._optimizer.live is None else self._optimizer
-        live, scheduled = chosen.live, self._scheduled
+        live, scheduled, is_new = chosen.live, self._scheduled, chosen.live is None
         if state["optimizer"] is not None:
-            wrong = faults_of_state(chosen.live, optimizer)
+            wrong = faults_of_state(state, live, optimizer, chosen.use)
             faults += wrong
-            live = None if wrong else faults.catch(lambda: chosen.use(optimizer))
+            live = None if wrong else chosen.use(optimizer)
         with as_it_was_if_refused(live):
             if state["scheduler"] is not None and live is not None:
                 if scheduler is None and scheduled is None:
@@ -519,6 +521,8 @@ class AsyncTrainer:
                 elif scheduler is not None:
                     made = faults.catch(lambda: scheduler_for(scheduler, live, scheduled))
                     scheduled = scheduled if made is None else (scheduler, made)
+                if scheduled is not None:
+                    faults += faults_of_kind("scheduler", scheduled[1], state)
             refuse(faults)
         self._optimizer, self._scheduled = chosen, scheduled
         if live is not None:
@@ -526,7 +530,7 @@ class AsyncTrainer:
             workshop.given = live if workshop.given is None else workshop.given
         self._stage.load_state_dict(state["stage"])
         if live is not None and state["optimizer"] is not None:
-            bring_back(live, state["optimizer"])
+            bring_back_told(live, state["optimizer"], is_new=is_new)
         if scheduled is not None and state["scheduler"] is not None:
             scheduled[1].load_state_dict(state["scheduler"])
         if workshop.numerics.scaler is not None:
