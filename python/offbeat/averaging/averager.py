@@ -292,6 +292,7 @@ class AsyncModelAverager:
 
         At a server that was started again without its run, and so knows nobody of before, as many as were in
         the newest round are waited for up to a minute; a warning tells how many this ends with, if not all.
+        Where a server is lost in this call, the one that is there in its place is met once.
 
         With ``"gossip"``, whose members hold different models until then, they go on meeting in twos while
         others have more to do, and then all go to the mean of all, which is each one's equal part.

@@ -69,6 +69,7 @@ class Served:
         size: Members in the newest round.
         has_gone_on: The mean was others' when this member came.
         away: How the newest try to reach the server has failed; None: it has not.
+        has_just_lost_it: It was there until then; what is there by now is to be met still.
     """
 
     is_alone = False
@@ -127,6 +128,7 @@ class Served:
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
         self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
         self.away: str | None = None
+        self.has_just_lost_it = False
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
@@ -588,13 +590,13 @@ class Served:
     def _pause(self, error: Exception) -> None:
         if self.away is None:
             process.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
-        self.away = str(error)
+        self.away, self.has_just_lost_it = str(error), self._client is not None
         self._drop(finished=False)
 
     def _go_on(self) -> None:
         if self.away is not None:
             process.warn("the server is there again: averaging goes on")
-        self.away = None
+        self.away, self.has_just_lost_it = None, False
 
     def _drop(self, *, finished: bool) -> None:
         client, self._client = self._client, None

@@ -143,7 +143,12 @@ class Turns:
             ConnectionLostError: As `advance`, or if the members' server was not reached.
         """
         with self.members.telling():
-            self._end_together(owner)
+            try:
+                self._end_together(owner)
+            except ConnectionLostError:
+                if not (isinstance(self.members, Served) and self.members.has_just_lost_it):
+                    raise
+                self._end_together(owner)  # at the server that is there by now, as the next round would be
         self.unshared.end(self.course.iterations)
 
     def _end_together(self, owner: Owner) -> None:

@@ -1,5 +1,6 @@
 """Members that meet at a server average as the methods say, and outlive one another and the server."""
 
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from torch.distributed import TCPStore
 
 import offbeat
 from offbeat import averaging
+from offbeat._offbeat import fetch_status
 from offbeat.errors import (
     ConfigError,
     ConnectError,
@@ -38,6 +40,7 @@ from support.averaging import (
     step,
     warned,
 )
+from support.command import command
 from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
@@ -59,6 +62,11 @@ def at(address, trained, rank, num, **settings):
     return offbeat.AsyncModelAverager(
         trained, num, rank, communication_backend="tcp", server_address=address, **settings
     )
+
+
+def asked(port):
+    """Give what a server in another process says of itself."""
+    return json.loads(fetch_status(f"127.0.0.1:{port}", None, 5.0))
 
 
 def member(rank, address, method):
@@ -215,6 +223,47 @@ def test_members_end_together_at_a_server_that_knows_nobody_of_before(two_of_bef
         assert [one.value for one in ones] == [4.0, 4.0], "2 and 6"
         assert [averager.world_size for averager in members] == [2, 2]
         assert {*told} == {"the server is there again: averaging goes on"}
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_one_flush_is_enough_where_the_server_was_started_again_without_its_run(has_begun, is_asynchronous):
+    port, ones = str(free_port()), [Counter(by=1.0), Counter(by=3.0)]
+    method = averaging.DiLoCo(lr=1.0, momentum=0.0, delay=1) if is_asynchronous else "average"
+
+    def serving():
+        return command("server", "--port", port, "--transaction", "model")
+
+    def joined(rank):
+        return at(
+            f"127.0.0.1:{port}", ones[rank].model, rank, 2, averaging_frequency=100, overlap=False,
+            method=method, asynchronous=is_asynchronous,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as threads, warned() as told:
+        with serving() as server:
+            server.line("OFFBEAT_SERVER=")
+            members = list(threads.map(joined, range(2)))
+            for one, averager in zip(ones, members, strict=True):
+                one.train(averager, 2)
+            if has_begun:
+                first = threads.submit(members[0].flush)
+                wait_for(lambda: asked(port)["rounds"]["open_entrants"] == 1)
+            server.signal(signal.SIGKILL)
+        with serving() as server:
+            server.line("OFFBEAT_SERVER=")
+            if not has_begun:
+                first = threads.submit(members[0].flush)
+            wait_for(lambda: asked(port)["rounds"]["open_entrants"] == 1)
+            assert not first.done(), "it waits for the other, of whom the server knows nothing"
+            members[1].flush()
+            first.result(LEASE_S)
+            assert ones[0].value == ones[1].value
+            assert is_asynchronous or ones[0].value == 4.0, "of 2 and 6"
+            assert [averager.world_size for averager in members] == [2, 2]
+            assert not [text for text in told if "this ends with" in text]
+            for averager in members:
+                averager.close()
 
 
 def test_who_ends_without_those_of_before_has_waited_for_them_and_says_so(two_of_before, monkeypatch):
