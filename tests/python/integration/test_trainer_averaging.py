@@ -161,6 +161,17 @@ def test_a_train_that_is_called_again_brings_what_was_learnt_while_the_server_wa
         torch.testing.assert_close(ours, theirs)  # but for rounding, as a difference was added to the mean
 
 
+def test_a_train_after_close_joins_the_members_anew(server):
+    trained = model()
+    trainer = offbeat.AsyncTrainer(trained, 0, 2, 2, strategy="average", server_address=server.address)
+    for _ in range(2):
+        fit(trainer, data_of(0, 4))
+        assert all(map(np.array_equal, held(server), arrays(trained)))
+        trainer.close()
+        (*_, newest) = server.status()["workers"]
+        assert newest["state"] not in ("joined", "lost"), "it has said goodbye"
+
+
 def changing(rank, address, lengths):
     trained = model(seed=rank)
     strategies = {0: "average", 1: averaging.SlowMo(beta=0.3), 2: averaging.DiLoCo(lr=0.5)}
