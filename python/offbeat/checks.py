@@ -1,11 +1,13 @@
 """Checking what a user gave: each check says what is wrong in words, so that all of it is told at once."""
 
 import math
+import os
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from offbeat.address import is_address
 from offbeat.errors import ConfigError
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "is_number",
     "is_scalar",
     "objects",
+    "of_address",
     "of_seed",
     "of_worker_id",
     "one_or_two",
@@ -161,6 +164,20 @@ def of_seed(seed: object) -> list[str]:
     if seed is None or (not isinstance(seed, bool) and isinstance(seed, Integral) and int(seed) >= 0):
         return []
     return [f"seed is {seed!r}: give a whole number, 0 or more, or None"]
+
+
+def of_address(given: object, *, name: str = "server_address") -> list[str]:
+    """Tell what is wrong with a server's address: the one given, or else that of the environment.
+
+    Args:
+        given: As a user gave it; `strings` tells of what is none.
+        name: Of the keyword.
+    """
+    if not given:
+        name, given = "OFFBEAT_SERVER", os.environ.get("OFFBEAT_SERVER")
+    if not given or not isinstance(given, str) or is_address(given):
+        return []
+    return [f"{name}: {given!r} is not an address; give HOST:PORT, such as 127.0.0.1:5000"]
 
 
 def of_worker_id(worker_id: object) -> list[str]:

@@ -25,6 +25,7 @@ from offbeat.arrays import (
 from offbeat.checks import (
     is_count,
     is_number,
+    of_address,
     of_worker_id,
     one_or_two,
     refuse,
@@ -102,7 +103,7 @@ class Client(process.Live):
         reconnect_timeout_s: float | None = None,
         contribution: Literal["gradient", "delta"] = "gradient",
     ) -> None:
-        faults = strings('"HOST:PORT", a string', address=address)
+        faults = strings('"HOST:PORT", a string', address=address) + of_address(address, name="address")
         faults += of_worker_id(worker_id) + strings(token=token)
         faults += one_or_two(in_flight=in_flight) + seconds(connect_timeout_s=connect_timeout_s)
         if reconnect_timeout_s is not None:

@@ -132,7 +132,10 @@ class Mean:
         """Take one batch."""
         value = loss if self._of is None else self._of(outputs, targets)
         if self._of is None and loss is None:
-            raise ConfigError('the metric "loss" needs a loss function, and none was given')
+            raise ConfigError(
+                'the metric "loss" needs a loss function, and none was given: train first, with loss_fn=, or '
+                "give the loss function itself as the metric"
+            )
         self._values.append(_number(self.name, value, "per batch, the mean over its samples"))
         self._samples.append(samples)
         if len(self._values) >= MOST_WAITING:

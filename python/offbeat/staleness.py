@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offbeat.checks import is_count, is_number
+from offbeat.checks import Faults, is_count, is_number, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import strict_keywords, unknown
 
@@ -203,15 +203,17 @@ def resolve(
         ConfigError: If a name is unknown, or a keyword and an object disagree; it names both values.
     """
     given = policy if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
-    faults = _no_bound(max_staleness)
-    if any(isinstance(p, str) and p == AdaptiveLR.name for p in given):
-        faults += _no_factor("staleness_lr_factor", lr_factor)
-    if faults:
-        raise ConfigError("; ".join(faults))
-    policies = [_named(p, lr_factor) for p in given]
+    faults = Faults(_no_bound(max_staleness))
+    is_asked_for = any(isinstance(p, str) and p == AdaptiveLR.name for p in given)
+    wrong = _no_factor("staleness_lr_factor", lr_factor) if is_asked_for else []
+    faults += wrong
+    factor = DEFAULT_LR_FACTOR if wrong else lr_factor
+    found = [faults.catch(lambda p=p: _named(p, factor)) for p in given]  # type: ignore[misc]
+    refuse(dict.fromkeys(faults))
+    policies = [policy for policy in found if policy is not None]
     kinds = [type(p) for p in policies]
     twice = [kind.name for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
-    faults = [f"{name!r} is among the policies twice" for name in twice]
+    faults += [f"{name!r} is among the policies twice" for name in twice]
     _warn_of_unheard_factor(kinds, lr_factor)
     for p in policies:
         if isinstance(p, AdaptiveLR) and lr_factor not in (DEFAULT_LR_FACTOR, p.factor):

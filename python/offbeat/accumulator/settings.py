@@ -92,7 +92,10 @@ def size_faults(steps: object, base: object, target: object) -> list[str]:
             f"{' and '.join(given)} given: give accumulation_steps, or base_batch_size and target_batch_size"
         )
     elif not faults and isinstance(base, int) and isinstance(target, int) and target < base:
-        faults.append(f"target_batch_size is {target} and base_batch_size {base}: one micro-batch is larger")
+        faults.append(
+            f"target_batch_size is {target} and base_batch_size {base}: one micro-batch is larger; give a "
+            f"target_batch_size of {base} or more, or smaller micro-batches"
+        )
     return faults
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import distributed
 
+from offbeat.checks import of_address, refuse
 from offbeat.errors import ConfigError, ConnectError
 from offbeat.launchers import find, has_agents_store, meeting_place
 from offbeat.server import ParameterServer
@@ -59,6 +60,7 @@ def server_place(given: str | None, rank: int | None, world_size: int | None) ->
     """
     place = find(os.environ, rank=rank, world_size=world_size)
     if address := given or os.environ.get("OFFBEAT_SERVER"):
+        refuse(of_address(given))
         return ServerPlace(address, place.rank, place.world_size, is_ours=False)
     host, port = meeting_place(os.environ, place)
     if host is None:

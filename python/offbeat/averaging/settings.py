@@ -82,7 +82,7 @@ def pacing(given: Pacing) -> tuple[Pace | None, list[str]]:
         )
     elif given.policy == "iteration":
         pace = Iterations(every=found.count)
-    else:
+    elif not _are_crossed(given):
         pace, wrong = _adaptive(given, found.count)
         faults += wrong
     return None if faults else pace, faults
@@ -210,16 +210,22 @@ def server_faults(method: Method) -> list[str]:
 def _of_policy(given: Pacing) -> list[str]:
     bounds = {"min_averaging_frequency": given.least, "max_averaging_frequency": given.most}
     bounds = {name: value for name, value in bounds.items() if value is not None}
+    faults = at_least_one(**bounds)
+    if _are_crossed(given):
+        faults.append(
+            f"min_averaging_frequency is {given.least} and max_averaging_frequency {given.most}: give a "
+            f"minimum that is not above the maximum"
+        )
     if given.policy not in POLICIES:
-        return [unknown("averaging_policy", given.policy, POLICIES), *at_least_one(**bounds)]
+        return [unknown("averaging_policy", given.policy, POLICIES), *faults]
     if bounds and given.policy != "adaptive":
         names = " and ".join(bounds)
         text = (
             f"{names} given, and averaging_policy is {given.policy!r}, which keeps to averaging_frequency: "
             f"leave out what is not meant, or take averaging_policy='adaptive'"
         )
-        return [text, *at_least_one(**bounds)]
-    return at_least_one(**bounds)
+        return [text, *faults]
+    return faults
 
 
 def _of_metric(given: Pacing) -> list[str]:
@@ -252,6 +258,12 @@ def _usual(given: Pacing) -> int | str:
 def _bound(given: object) -> int | None:
     """Give a bound that was given and can be one; of another it is told elsewhere."""
     return given if isinstance(given, int) and not at_least_one(bound=given) else None
+
+
+def _are_crossed(given: Pacing) -> bool:
+    """Whether both bounds were given, and nothing is within them."""
+    least, most = _bound(given.least), _bound(given.most)
+    return least is not None and most is not None and least > most
 
 
 def _adaptive(given: Pacing, start: int) -> tuple[Pace | None, list[str]]:

@@ -21,7 +21,10 @@ from offbeat.errors import ConnectionLostError, NonFiniteError
 from offbeat.local import LocalOptimizer
 from offbeat.local.parameters import check_same, each_once
 
-__all__ = ["Owner", "Turns", "setting_of"]
+__all__ = ["FLUSH_AGAIN", "Owner", "Turns", "setting_of"]
+
+FLUSH_AGAIN = "call flush() again when the server is there, or go on with this model"
+"""What to do where the server is away at the end; who has no `flush` to offer words this anew."""
 
 _log = logging.getLogger("offbeat")
 
@@ -271,8 +274,7 @@ class Turns:
             raise ConnectionLostError(
                 f"the members' server is away, and this one cannot end together with the others: "
                 f"{self.members.away}; the last {self.unshared.num} iteration(s) of member {self._rank} are "
-                f"in its own model alone, which stays as it is: call flush() again when the server is there, "
-                f"or go on with this model"
+                f"in its own model alone, which stays as it is: {FLUSH_AGAIN}"
             )
 
     def _average(self, owner: Owner, *, waits: bool = False) -> None:

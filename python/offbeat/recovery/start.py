@@ -1,6 +1,6 @@
 """What a start goes on from: the checkpoint that a strategy wants, verified, or the one before it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,21 +80,19 @@ class Found:
     warnings: tuple[str, ...]
 
 
-def find(
-    directory: Directory, strategy: Strategy, *, is_done: Callable[[Manifest], bool] = lambda _: False
-) -> Found | None:
+def find(directory: Directory, strategy: Strategy) -> Found | None:
     """Find what to go on from; None if the run begins.
 
-    A strategy that may go back goes back once: where the newest checkpoints were made under this very
-    strategy, they are what has come of that, and the newest of them is gone on from. Else each start would
-    throw them away. With "last_good" that is so only where all is done, for it asks for one that is good.
+    "best" and a path go back once: where the newest checkpoints were made under this very strategy, they are
+    what has come of that, and the newest of them is gone on from. Else each start would throw them away.
+    "last_good" asks for one that is good at each start, also where all is done: a model that became NaN is no
+    end. It throws away nothing that is good, since it takes the newest of these.
 
     What is damaged is warned of, and the next that the strategy wants is taken. Nothing is renamed.
 
     Args:
         directory: Where they are.
         strategy: Which is wanted.
-        is_done: Whether a checkpoint has all that `train` is asked for.
 
     Raises:
         CheckpointError: If there are checkpoints and none can be used, if one cannot be read, or the one at
@@ -109,7 +107,7 @@ def find(
     manifests = [entry.manifest for entry in found if entry.manifest is not None]
     for damage in faults.values():
         _warn(damage)
-    if (taken := _first_whole(directory, _ours(strategy, manifests, is_done), faults)) is not None:
+    if (taken := _first_whole(directory, _ours(strategy, manifests), faults)) is not None:
         process.announce(
             f"{taken.path} was made under the same recovery_strategy, {strategy.request!r}: the run goes on "
             f"from there, and not once more from an older one; to go back to that all the same, give its "
@@ -120,6 +118,14 @@ def find(
         return _at(strategy.path, faults)
     wanted = ranked(strategy.name, manifests, monitor=strategy.monitor, mode=strategy.mode)
     if (taken := _first_whole(directory, wanted, faults)) is not None:
+        newer = [m for m in manifests if m.number > taken.manifest.number]
+        if strategy.name == "last_good" and (bad := [m for m in newer if not m.is_good]):
+            newest = directory.path / name_of(bad[0].number, bad[0].step)
+            process.announce(
+                f"{newest} is not good (its loss is {bad[0].loss:.4g}, or parameters are not finite): "
+                f"recovery_strategy 'last_good' goes back to {taken.path.name}; to go on from the newest all "
+                f"the same, take 'latest'"
+            )
         return taken
     if faults:
         raise CheckpointError(
@@ -129,17 +135,11 @@ def find(
     return None
 
 
-def _ours(
-    strategy: Strategy, manifests: Sequence[Manifest], is_done: Callable[[Manifest], bool]
-) -> list[Manifest]:
-    """Give what has come of a strategy that goes back, where that is to go on."""
-    match strategy.name:
-        case "latest":
-            return []  # which never goes back
-        case "last_good":
-            return [newest for newest in made_under(strategy.request, manifests)[:1] if is_done(newest)]
-        case _:
-            return made_under(strategy.request, manifests)
+def _ours(strategy: Strategy, manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Give what has come of a strategy that goes back once, where that is to go on."""
+    if strategy.name in ("latest", "last_good"):
+        return []  # the one never goes back, the other never beyond the newest that is good
+    return made_under(strategy.request, manifests)
 
 
 def _first_whole(directory: Directory, wanted: Sequence[Manifest], faults: dict[str, str]) -> Found | None:

@@ -12,7 +12,7 @@ from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method
 from offbeat.averaging.pace import Iterations
 from offbeat.averaging.settings import Backend, asynchronous_faults, fitting_faults
-from offbeat.checks import Faults
+from offbeat.checks import Faults, of_address
 from offbeat.launchers import find
 from offbeat.local.group import group_of
 from offbeat.local.parameters import each_once
@@ -103,6 +103,8 @@ class Places:
                 'strategy is "parameter_server", and nobody says where it is: give '
                 'server_address="HOST:PORT", or set OFFBEAT_SERVER'
             )
+        if "parameter_server" in kinds:
+            faults += of_address(self.address)
         if "parameter_server" in kinds and self.are_served and any(map(_averages, kinds)):
             faults.append(
                 f"strategies are {_shown(kinds)}, and those that average would meet at a server "

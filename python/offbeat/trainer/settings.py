@@ -121,13 +121,15 @@ def schedule_of(given: object) -> dict[int, Kind]:
     faults = Faults()
     found = {}
     for epoch, one in given.items():
+        kind = faults.catch(lambda one=one: as_kind(one))  # type: ignore[misc]
         if not is_count(epoch):
             faults.append(f"strategy has the epoch {epoch!r}: give whole numbers, from 0 on")
-            continue
-        if (kind := faults.catch(lambda one=one: as_kind(one))) is not None:  # type: ignore[misc]
+        elif kind is not None:
             found[epoch] = kind
     if 0 not in given:
-        faults.append("strategy says nothing of epoch 0, which is the first")
+        faults.append(
+            'strategy says nothing of epoch 0, which is the first: give one for it, as in {0: "local", …}'
+        )
     if faults:
         raise ConfigError("; ".join(faults))
     return dict(sorted(found.items()))

@@ -10,6 +10,7 @@ from torch import nn
 from offbeat import process, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
+from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
@@ -19,6 +20,12 @@ from offbeat.trainer.places import Places
 from offbeat.trainer.settings import Sync
 
 __all__ = ["Averaged", "Batch", "Local", "Made", "Strategy", "Tally", "Workshop"]
+
+TRAIN_AGAIN = (
+    "the next round in which the server is there brings them to the others, as the end of a train() that is "
+    "called again is one; or go on with this model"
+)
+"""What to do where the members' server is away: a trainer has no `flush`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +266,8 @@ class Averaged(Local):
         except ConnectionLostError as error:
             if not self.averager.has_lost_server:
                 raise
-            process.warn(f"what was trained last is not averaged: {error}")
+            what = str(error).replace(FLUSH_AGAIN, TRAIN_AGAIN)
+            process.warn(f"what was trained last is not averaged: {what}")
 
     def close(self) -> None:
         """Give back the members' group."""

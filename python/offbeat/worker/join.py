@@ -14,6 +14,7 @@ from offbeat.checks import (
     Faults,
     at_least_one,
     objects,
+    of_address,
     of_seed,
     of_worker_id,
     one_or_two,
@@ -73,10 +74,10 @@ class JoinConfig:
         faults += at_least_one(local_batch_size=self.local_batch_size, update_frequency=self.update_frequency)
         device = faults.catch(lambda: usable_device(self.device))
         if self.loss_reduction not in ("mean", "sum"):
-            faults.append(unknown("loss reduction", self.loss_reduction, ("mean", "sum")))
+            faults.append(unknown("loss_reduction", self.loss_reduction, ("mean", "sum")))
         faults += one_or_two(in_flight=self.in_flight)
         if self.buffers not in ("sync", "local"):
-            faults.append(unknown("way to treat buffers", self.buffers, ("sync", "local")))
+            faults.append(unknown("buffers", self.buffers, ("sync", "local")))
         faults += seconds(connect_timeout_s=self.connect_timeout_s)
         if self.reconnect_timeout_s is not None:
             faults += seconds(reconnect_timeout_s=self.reconnect_timeout_s)
@@ -87,7 +88,7 @@ class JoinConfig:
 
 
 def _address(given: str | None) -> str:
-    refuse(strings('"HOST:PORT", a string', server_address=given))
+    refuse(strings('"HOST:PORT", a string', server_address=given) + of_address(given))
     if address := given or os.environ.get("OFFBEAT_SERVER"):
         return address
     raise ConfigError(

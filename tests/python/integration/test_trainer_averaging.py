@@ -13,6 +13,7 @@ import offbeat
 from offbeat import averaging, optim
 from support.averaging import arrays, model, warned
 from support.group import together
+from support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -34,6 +35,16 @@ def data_of(rank, length):
 
 def fit(trainer, data, epochs=1):
     return trainer.train(dataloader=data, epochs=epochs, optimizer=SPEC, loss_fn=LOSS, progress=False)
+
+
+def plain_loop(data):
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        LOSS(trained(inputs), targets).backward()
+        optimizer.step()
+    return trained
 
 
 def held(server):
@@ -120,13 +131,45 @@ def test_a_run_whose_server_is_lost_goes_on_to_its_end_and_says_so():
             assert trainer._stage.strategy.averager.averaging_frequency == 2  # as long as nobody answers
     assert (history.stopped, history.steps) == ("epochs", 8)
     assert [text for text in told if text.startswith("what was trained last is not averaged: the members' s")]
-    after = model()
-    optimizer = torch.optim.SGD(after.parameters(), lr=0.05, momentum=0.9)
-    for inputs, targets in data_of(0, 4) * 2:
-        optimizer.zero_grad()
-        LOSS(after(inputs), targets).backward()
-        optimizer.step()
+    after = plain_loop(data_of(0, 4) * 2)
     assert all(map(torch.equal, trained.parameters(), after.parameters())), "a member alone is a plain loop"
+
+
+def test_a_train_that_is_called_again_brings_what_was_learnt_while_the_server_was_away(monkeypatch, tmp_path):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    port, trained = free_port(), model()
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    with offbeat.AsyncTrainer(
+        trained, 0, 2, 2, strategy="average", overlap=False, server_address=f"127.0.0.1:{port}"
+    ) as trainer:
+        with serving():
+            fit(trainer, data_of(0, 4))
+        with warned() as told:
+            fit(trainer, data_of(0, 4))
+        (said,) = [text for text in told if text.startswith("what was trained last is not averaged")]
+        assert "as the end of a train() that is called again is one" in said
+        assert "flush" not in said
+        with serving() as server:
+            assert not all(map(np.array_equal, held(server), arrays(trained)))
+            fit(trainer, data_of(0, 4))
+            assert all(map(np.array_equal, held(server), arrays(trained)))
+    for ours, theirs in zip(trained.parameters(), plain_loop(data_of(0, 4) * 3).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)  # but for rounding, as a difference was added to the mean
+
+
+def test_a_train_after_close_joins_the_members_anew(server):
+    trained = model()
+    trainer = offbeat.AsyncTrainer(trained, 0, 2, 2, strategy="average", server_address=server.address)
+    for _ in range(2):
+        fit(trainer, data_of(0, 4))
+        assert all(map(np.array_equal, held(server), arrays(trained)))
+        trainer.close()
+        (*_, newest) = server.status()["workers"]
+        assert newest["state"] not in ("joined", "lost"), "it has said goodbye"
 
 
 def changing(rank, address, lengths):

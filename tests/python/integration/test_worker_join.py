@@ -223,7 +223,7 @@ def test_an_address_that_is_a_url_is_refused_at_once(address):
         ({"local_batch_size": 0}, "local_batch_size is 0"),
         ({"update_frequency": -1}, "update_frequency is -1"),
         ({"device": "gpu"}, "device is 'gpu'"),
-        ({"loss_reduction": "avg"}, "unknown loss reduction 'avg'"),
+        ({"loss_reduction": "avg"}, "unknown loss_reduction 'avg'"),
         ({"in_flight": 3}, "in_flight is 3: give 1 or 2"),
         ({"in_flight": 1.0}, "in_flight is 1.0: give 1 or 2"),
         ({"server_address": 5000}, 'server_address is 5000: give "HOST:PORT", a string'),
@@ -231,7 +231,7 @@ def test_an_address_that_is_a_url_is_refused_at_once(address):
         ({"token": 31337}, "token is of type int: give a string, or None"),
         ({"model": nn.Linear}, "model is the class Linear: give an object, as Linear(…) makes one"),
         ({"model": 5}, "model is of type int: give an nn.Module, or None"),
-        ({"buffers": "locale"}, "did you mean 'local'"),
+        ({"buffers": "locale"}, "unknown buffers 'locale'; did you mean 'local'"),
         ({"connect_timeout_s": -1}, "connect_timeout_s is -1"),
         ({"connect_timeout_s": "5"}, "connect_timeout_s is '5'"),
         ({"seed": 1.5}, "seed is 1.5: give a whole number, 0 or more, or None"),
@@ -246,6 +246,18 @@ def test_a_setting_that_cannot_be_used_is_named(setting, said):
         offbeat.AsyncWorker(**({"server_address": "127.0.0.1:1"} | setting))
     assert said in str(caught.value)
     assert "31337" not in str(caught.value), "a token is not shown"
+
+
+def test_an_address_that_is_none_is_told_with_the_rest_and_by_who_gave_it(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_SERVER", "127.0.0.1:x")
+    for address, said in [
+        ("127.0.0.1:99999", "_address: '127.0.0.1:99999'"),
+        (None, "OFFBEAT_SERVER: '127."),
+    ]:
+        with pytest.raises(ConfigError, match=f"{said}.* give HOST:PORT, .*; in_flight is 3"):
+            offbeat.AsyncWorker(address, in_flight=3)
+    with pytest.raises(ConfigError, match=r"^address: '127\.0\.0\.1' is not an address; .*; in_flight is 3"):
+        offbeat.Client("127.0.0.1", in_flight=3)
 
 
 def test_every_bad_setting_is_named_at_once():
@@ -266,7 +278,7 @@ def test_every_bad_setting_is_named_at_once():
         "local_batch_size is 0",
         "update_frequency is True",
         "device is 'gpu'",
-        "loss reduction 'no'",
+        "loss_reduction 'no'",
         "in_flight is 7",
         "buffers 'x'",
         "connect_timeout_s is None",

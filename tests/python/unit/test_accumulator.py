@@ -197,7 +197,10 @@ def test_sizes_are_given_as_steps_or_as_samples():
         ({"base_batch_size": 64}, "base_batch_size given: give"),
         ({"accumulation_steps": 1, "overlap": "yes"}, "overlap is 'yes': give True or False"),
         ({"accumulation_steps": 1, "process_group": 3}, "process_group is 3: give a torch.distributed."),
-        ({"base_batch_size": 64, "target_batch_size": 32}, "target_batch_size is 32 and base_batch_size 64"),
+        (
+            {"base_batch_size": 64, "target_batch_size": 32},
+            "target_batch_size is 32 and base_batch_size 64: one micro-batch is larger; give a target_batch_",
+        ),
         ({"accumulation_steps": 1, "loss_reduction": "none"}, "loss_reduction is 'none': give \"mean\" or"),
         ({"accumulation_steps": 1, "loss_reduction": np.ones(2)}, "loss_reduction is array([1., 1.])"),
         ({"accumulation_steps": 1, "normalizer": 3}, "normalizer is 3: give a function of (inputs, targets)"),

@@ -630,6 +630,19 @@ def test_all_that_is_wrong_is_told_at_once():
             ("'loss'", "min_averaging_frequency is 0"),
         ),
         ({"communication_backend": "tpc", "rank": -1}, ("'tpc'", "rank is -1")),
+        (
+            {
+                "averaging_policy": "adaptive",
+                "averaging_frequency": 0,
+                "min_averaging_frequency": 5,
+                "max_averaging_frequency": 3,
+            },
+            ("averaging_frequency is 0", "min_averaging_frequency is 5 and max_averaging_frequency 3: give"),
+        ),
+        (
+            {"server_address": "127.0.0.1", "overlap": 0},
+            ("server_address: '127.0.0.1' is not an address; give HOST:PORT", "overlap is 0"),
+        ),
     ],
 )
 def test_one_setting_that_cannot_be_used_hides_no_other(settings, told):

@@ -456,22 +456,38 @@ def test_where_what_came_of_a_request_is_damaged_it_goes_back_again(tmp_path, ca
     assert f"{newest}: state.json has 2 bytes" in again.passed_over[0]
 
 
-def test_last_good_trains_nothing_where_all_is_done_and_else_asks_for_one_that_is_good(tmp_path):
-    run(made(tmp_path), epochs=1)  # a good one
+def test_last_good_goes_back_where_the_newest_is_not_good_and_trains_nothing_where_a_good_one_is_done(
+    tmp_path, caplog
+):
+    caplog.set_level(logging.INFO, "offbeat")
+    run(made(tmp_path), epochs=1)
     good = names(tmp_path)[0]
-
-    def ruined_loss(outputs, targets):
-        return LOSS(outputs, targets) * float("nan")
-
-    first = made(tmp_path, recovery_strategy="last_good")
-    run(first, epochs=2, loss_fn=ruined_loss)
-    then = made(tmp_path, recovery_strategy="last_good")
+    asked = {"recovery_strategy": "last_good"}
+    run(
+        made(tmp_path, **asked), epochs=2, loss_fn=lambda outputs, targets: LOSS(outputs, targets) * torch.nan
+    )
+    again = made(tmp_path, **asked)
+    assert run(again, epochs=2).steps == 10  # the same command: a model that is NaN is no end
+    assert again.resumed_from.name == good
+    assert all(torch.isfinite(value).all() for value in again.model.state_dict().values())
+    assert "step-10 is not good (its loss is nan, or parameters are not finite)" in caplog.text
     called = []
-    assert run(then, epochs=2, loss_fn=lambda outputs, targets: called.append(1)).steps == 10
-    assert called == []
-    more = made(tmp_path, recovery_strategy="last_good")
-    assert run(more, epochs=3).steps == 15
-    assert more.resumed_from.name == good
+    once_more = made(tmp_path, **asked)
+    assert run(once_more, epochs=2, loss_fn=lambda outputs, targets: called.append(1)).steps == 10
+    assert (called, once_more.resumed_from.name) == ([], names(tmp_path)[0])
+    assert equal(values(once_more.model), values(again.model))
+    assert caplog.text.count("is not good") == 1
+
+
+def test_what_last_good_has_made_since_it_went_back_is_not_thrown_away(tmp_path):
+    run(made(tmp_path), epochs=1)
+    asked = {"recovery_strategy": "last_good"}
+    run(
+        made(tmp_path, **asked), epochs=9, loss_fn=lambda outputs, targets: LOSS(outputs, targets) * torch.nan
+    )
+    began = [cut_off(tmp_path, after=4, **asked) for _ in range(3)]
+    steps = [int(path.name.rpartition("-")[2]) for path in began]
+    assert steps[0] == 5 < steps[1] < steps[2]
 
 
 # ---------------------------------------------------------------------------------------- refusals

@@ -68,6 +68,13 @@ def test_max_staleness_keyword_and_object_that_disagree_are_refused_naming_both(
     assert spec["max_staleness"] == 10
 
 
+def test_what_is_wrong_with_policies_and_what_is_beside_them_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        staleness.resolve(["adaptve", "hing", "adaptive_lr"], lr_factor=2, max_staleness=-1)
+    for said in ("max_staleness is -1", "staleness_lr_factor is 2", "policy 'adaptve'", "policy 'hing'"):
+        assert str(caught.value).count(said) == 1, said
+
+
 def test_list_multiplies_in_a_fixed_order_whatever_its_own():
     policies = ["hinge", staleness.AdaptiveLR(0.8), "polynomial", staleness.GradientFiltering(7), "inverse"]
     specs = [staleness.resolve(list(p))[0] for p in itertools.permutations(policies)]

@@ -383,7 +383,8 @@ def test_a_strategy_that_cannot_be_set_is_refused_and_changes_nothing():
     trainer = offbeat.AsyncTrainer(model(), amp="fp16")
     for given, told in [
         ("avrage", "unknown strategy 'avrage'; did you mean 'average'"),
-        ({1: "local"}, "strategy says nothing of epoch 0"),
+        ({1: "local"}, 'strategy says nothing of epoch 0, which is the first: give one for it, as in {0: "l'),
+        ({0: "local", 2.5: "averge"}, "unknown strategy 'averge'.*; strategy has the epoch 2.5"),
         ({0: "local", -1: "average"}, "strategy has the epoch -1"),
         ({0: "local", 3: 5}, "strategy is 5"),
         (averaging.DiLoCo, "method is the class DiLoCo"),
@@ -804,6 +805,10 @@ def test_all_that_is_wrong_is_told_at_once():
         ),
         ({"strategy": "average", "communication_backend": "tpc"}, ["unknown communication_backend 'tpc'"]),
         ({"strategy": "average", "communication_backend": "tcp"}, ["give server_address='HOST:PORT'"]),
+        (
+            {"strategy": "parameter_server", "server_address": "10.0.0.1", "seed": -1},
+            ["server_address: '10.0.0.1' is not an address; give HOST:PORT", "seed is -1"],
+        ),
     ],
 )
 def test_what_no_strategy_has_a_use_for_is_refused_with_value_and_remedy(keywords, told):
