@@ -454,6 +454,9 @@ class AsyncGradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        It refers to live tensors, as torch's own states and the model's do: save it, or take `copy.deepcopy`
+        of it, at once.
+
         What a window has gathered so far is in it, and so is the optimizer's state. A sum that is under way
         is waited for, and its update is still made when its time comes: others have to come to the end of
         that window, and each member has a state of its own.

@@ -464,6 +464,9 @@ class AsyncTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        It refers to live tensors, as torch's own states and the model's do: save it, or take `copy.deepcopy`
+        of it, at once.
+
         Of a round that is under way members ask one another as in `AsyncModelAverager.state_dict`: all call
         this in the same place, and take the model's own state after it. Of ``"parameter_server"`` there is
         the worker's name and the run's: the model, and an optimizer there, are the server's to keep.
