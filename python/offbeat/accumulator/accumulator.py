@@ -26,7 +26,7 @@ from offbeat.accumulator.settings import (
     steps_of,
 )
 from offbeat.accumulator.sizes import Sizes
-from offbeat.accumulator.state import check_state, total_of_state, total_state
+from offbeat.accumulator.state import check_model, check_state, tell_of_steps, total_of_state, total_state
 from offbeat.accumulator.unflushed import Unflushed
 from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
 from offbeat.accumulator.window import Sum, Window
@@ -39,7 +39,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
-from offbeat.local.parameters import check_same, each_once, of_model
+from offbeat.local.parameters import check_same, each_once, fingerprint, of_model
 from offbeat.local.saved import bring_back_told, faults_of_state
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
@@ -454,6 +454,9 @@ class AsyncGradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        It refers to live tensors, as torch's own states and the model's do: save it, or take `copy.deepcopy`
+        of it, at once.
+
         What a window has gathered so far is in it, and so is the optimizer's state. A sum that is under way
         is waited for, and its update is still made when its time comes: others have to come to the end of
         that window, and each member has a state of its own.
@@ -474,7 +477,9 @@ class AsyncGradientAccumulator:
             "samples_since_end": self._samples_since_end,
             "sizes": self._sizes.state_dict(),
             "size": self._members.size,
+            "steps": self._most,
             "losses": self._losses_are(),
+            "model": None if isinstance(self._updates, PushedUpdates) else fingerprint(self._named),
             "agreed": self._members.agreed(),
             "window": self._window.state_dict(),
             "due": None if self._due is None else total_state(self._due),
@@ -500,6 +505,7 @@ class AsyncGradientAccumulator:
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer of its class for it; nothing is
                 changed then.
+            StateError: If the model is not that of the state, which changes nothing.
             ConnectionLostError: If a sum was under way and a member is lost.
         """
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
@@ -517,6 +523,8 @@ class AsyncGradientAccumulator:
                     f"the state is of one {'without' if is_here else 'with'} {keyword}: make it so here"
                 )
         refuse(faults)
+        check_model(self._named, state)
+        tell_of_steps(state, self._most, is_adaptive=self._meter is not None)
         if state["optimizer"] is not None:
             is_new = updates.optimizer is None
             bring_back_told(updates.use(optimizer), state["optimizer"], is_new=is_new)

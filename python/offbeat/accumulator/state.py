@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat import process
 from offbeat.accumulator.members import Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults, check_keys
+from offbeat.errors import StateError
+from offbeat.local.parameters import AT_ONCE, first_other
 
-__all__ = ["KEYS", "check_state", "total_of_state", "total_state"]
+__all__ = ["KEYS", "check_model", "check_state", "tell_of_steps", "total_of_state", "total_state"]
 
 KEYS = (
     "updates",
@@ -20,7 +23,9 @@ KEYS = (
     "samples_since_end",
     "sizes",
     "size",
+    "steps",
     "losses",
+    "model",
     "agreed",
     "window",
     "due",
@@ -31,6 +36,32 @@ KEYS = (
     "worker",
 )
 """What every state has."""
+
+
+def check_model(named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, Any]) -> None:
+    """See that the model has its values back; a worker's has the server's, and its state tells none.
+
+    Raises:
+        StateError: If it has not.
+    """
+    other = None if state["model"] is None else first_other(named, state["model"])
+    if other is not None:
+        raise StateError(
+            f"the model is not the one of the state: parameter {other!r} has other values: load the model's "
+            f"own state before this one, which was taken with this one and {AT_ONCE}; and after the "
+            f"accumulator was made, which gives the first member's model to all"
+        )
+
+
+def tell_of_steps(state: Mapping[str, Any], most: int, *, is_adaptive: bool) -> None:
+    """Warn if windows are of another length here than when a state was taken."""
+    if state["steps"] != most:
+        at_most = "at most " if is_adaptive else ""
+        process.warn(
+            f"updates are of {at_most}{most} micro-batches of a member, as this accumulator was made, and of "
+            f"{at_most}{state['steps']} where the state was taken: to go on as before, make it with the same "
+            f"accumulation_steps, or sizes"
+        )
 
 
 def check_state(

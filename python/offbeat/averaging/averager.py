@@ -553,6 +553,9 @@ class AsyncModelAverager:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        It refers to live tensors, as torch's own states and the model's do: save it, or take `copy.deepcopy`
+        of it, at once.
+
         Of what was set in mid-run it has what is in force, and no wish that members have not agreed on yet.
 
         A round that is under way is ended first, in which every member has to take part, and which moves the

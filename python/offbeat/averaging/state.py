@@ -11,7 +11,7 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.parameters import fingerprint, first_other
+from offbeat.local.parameters import AT_ONCE, fingerprint, first_other
 from offbeat.local.saved import bring_back_told, faults_of_state
 
 __all__ = ["faults_of", "state_of", "take_up"]
@@ -120,7 +120,8 @@ def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:
     )
     raise StateError(
         f"{what}: making an averager gives the first member's model to all, so make the averager first, then "
-        f"load the model's own state, which was taken right after the averager's, and then the averager's"
+        f"load the model's own state, which was taken right after the averager's and {AT_ONCE}, and then the "
+        f"averager's"
     )
 
 

@@ -10,7 +10,10 @@ from torch.nn.parameter import is_lazy
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
 
-__all__ = ["check_same", "each_once", "fingerprint", "first_other", "of_model"]
+__all__ = ["AT_ONCE", "check_same", "each_once", "fingerprint", "first_other", "of_model"]
+
+AT_ONCE = "saved, or copied (copy.deepcopy), at once, as it refers to the model's own tensors"
+"""What to do with a model's state, which goes on changing with the model."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """By bytes of a value: as what its bits are read."""

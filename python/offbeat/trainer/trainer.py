@@ -464,6 +464,9 @@ class AsyncTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Give what it takes to go on, besides the model: a nest of plain values and tensors.
 
+        It refers to live tensors, as torch's own states and the model's do: save it, or take `copy.deepcopy`
+        of it, at once.
+
         Of a round that is under way members ask one another as in `AsyncModelAverager.state_dict`: all call
         this in the same place, and take the model's own state after it. Of ``"parameter_server"`` there is
         the worker's name and the run's: the model, and an optimizer there, are the server's to keep.
@@ -504,7 +507,7 @@ class AsyncTrainer:
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it;
                 nothing is changed then.
-            StateError: If members average, and the model of one is not that of its state.
+            StateError: If members average or accumulate, and the model of one is not that of its state.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop

@@ -888,10 +888,11 @@ def test_a_state_taken_in_mid_window_goes_on_bit_for_bit_in_all_members(overlap,
 def from_different_updates(rank):
     ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
     steps_of(rank, ours, range(2))
-    kept = copy.deepcopy(ours.state_dict())
+    kept = copy.deepcopy((ours.model.state_dict(), ours.state_dict()))
     steps_of(rank, ours, range(2, 3))
     if rank == 0:
-        ours.load_state_dict(kept)
+        ours.model.load_state_dict(kept[0])
+        ours.load_state_dict(kept[1])
     try:
         steps_of(rank, ours, range(3, 4))
     except StateError as error:

@@ -1,5 +1,6 @@
 """The guide is true: its code runs as it stands, from top to bottom, and its tables leave nothing out."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import offbeat
 from offbeat import errors, history, staleness
 from offbeat.receipt import Receipt
+from support.group import together
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs/guide.md").read_text("utf-8")
@@ -70,6 +72,35 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     assert len(printed) >= 2
     for said in printed:
         assert said in ran.stdout
+
+
+def save_and_go_on(rank, folder):
+    """Run what the guide has of an averager's life and its next one, but for the flush in between."""
+    os.chdir(folder)
+    begins, averaging = GUIDE.index("import offbeat\n"), GUIDE.index("averager = offbeat.AsyncModelAverager(")
+    made = GUIDE[begins : GUIDE.index("\nserver = ", begins)]
+    rounds = GUIDE[GUIDE.rindex("```python\n", 0, averaging) : averaging]
+    life, next_life = re.findall(r"```python\n(.*?)```", GUIDE[averaging - len(rounds) :], re.DOTALL)[:2]
+    life, num_flushes = re.subn(r"averager\.flush\(\).*\nprint\(.*\n", "", life)
+    assert num_flushes == 1
+    found = {}
+    saving, going_on = next_life.split("\n\n", 1)
+    exec(made + life + saving, found)  # noqa: S102  the guide's own
+    before = [p.detach().numpy().copy() for p in found["model"].parameters()]
+    first = found["averager"]
+    exec(going_on, found)  # noqa: S102
+    assert found["averager"] is not first
+    after = [p.detach().numpy().copy() for p in found["model"].parameters()]
+    return before, after, (first.iterations, found["averager"].iterations)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_each_of_two_members_saves_and_goes_on_as_the_guide_has_it(tmp_path):
+    of_first, of_second = together(save_and_go_on, 2, str(tmp_path))
+    assert not np.array_equal(of_first[0][0], of_second[0][0]), "between rounds members differ"
+    for before, after, (saved, now) in (of_first, of_second):
+        assert all(map(np.array_equal, before, after))
+        assert saved == now > 0
 
 
 def test_every_field_of_a_receipt_is_explained():

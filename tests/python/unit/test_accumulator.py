@@ -524,6 +524,7 @@ def test_micro_batches_of_another_size_than_was_said_are_warned_of_once(
     )
     assert [record.getMessage() for record in caplog.records] == [told]
     other = sized(base)
+    other.model.load_state_dict(ours.model.state_dict())
     other.load_state_dict(ours.state_dict(), optimizer=optim.SGD(lr=0.1))
     assert other.effective_batch_size == in_update
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import offbeat
 from offbeat import optim
 from offbeat.accumulator.state import KEYS
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StateError
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -71,6 +72,7 @@ def test_what_an_optimizer_keeps_in_float32_beside_a_bfloat16_model_comes_back_a
     spec = functools.partial(torch.optim.NAdam, lr=0.01)
     first, second = (offbeat.AsyncGradientAccumulator(model(torch.bfloat16), 1) for _ in range(2))
     train(first, range(3), spec)
+    second.model.load_state_dict(first.model.state_dict())
     second.load_state_dict(first.state_dict(), optimizer=spec)
     kept = [[state["mu_product"] for state in one.optimizer.state.values()] for one in (first, second)]
     assert all(map(torch.equal, *kept))
@@ -139,8 +141,48 @@ def test_a_refused_state_leaves_no_optimizer_behind_and_a_wrong_one_is_told_with
         ours.load_state_dict(
             state | {"size": 3}, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         )
+    ours.model.load_state_dict(theirs.model.state_dict())
     ours.load_state_dict(state, optimizer=optim.SGD(lr=0.1))
     assert type(ours.optimizer) is torch.optim.SGD
+
+
+def test_a_model_that_has_not_its_values_back_is_refused_and_nothing_changes():
+    theirs, spec = offbeat.AsyncGradientAccumulator(model(), 4), optim.SGD(lr=0.1)
+    train(theirs, range(5), spec)
+    ours = offbeat.AsyncGradientAccumulator(model(), 4)
+    with pytest.raises(
+        StateError, match=r"parameter '0\.weight' has other values: load the model's own state"
+    ):
+        ours.load_state_dict(theirs.state_dict(), optimizer=spec)
+    assert (ours.updates, ours.optimizer) == (0, None)
+    assert ours.state_dict()["window"]["batches"] == 0
+    ours.model.load_state_dict(theirs.model.state_dict())
+    ours.load_state_dict(theirs.state_dict(), optimizer=spec)
+    for ended in (theirs, ours):
+        ended.flush()
+    assert same(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"accumulation_steps": 2}, None),
+        ({"base_batch_size": 4, "target_batch_size": 8}, None),
+        (
+            {"accumulation_steps": 3},
+            "updates are of 3 micro-batches of a member, .* and of 2 where the state",
+        ),
+        ({"base_batch_size": 4, "target_batch_size": 16}, "updates are of 4 micro-batches"),
+    ],
+)
+def test_windows_of_another_length_than_the_states_are_told_of(sizes, told, caplog):
+    state = offbeat.AsyncGradientAccumulator(model(), 2).state_dict()
+    ours = offbeat.AsyncGradientAccumulator(model(), **sizes)
+    ours.load_state_dict(state)
+    assert ours.accumulation_steps == sizes.get("accumulation_steps", sizes.get("target_batch_size", 0) // 4)
+    assert len(caplog.messages) == (told is not None)
+    if told is not None:
+        assert re.match(told, caplog.messages[0])
 
 
 @pytest.mark.parametrize("state", [{}, {"size": 1, "losses": ["mean", False]}, 3, None])

@@ -64,6 +64,7 @@ def test_what_is_flushed_closed_or_saved_is_not_forgotten_until_there_is_more(do
     assert at_the_end() == []
     if does == "state_dict":
         again = made()
+        again.model.load_state_dict(accumulator.model.state_dict())
         again.load_state_dict(state, optimizer=optim.SGD(lr=0.1))
         assert at_the_end() == [], "a state that was loaded is nothing new"
     if does != "close":

@@ -322,6 +322,7 @@ def test_an_epoch_of_less_than_one_update_is_warned_of_once(every, warned, caplo
         train(trainer, optim.SGD(lr=0.1), data=breaks(), epochs=1)
     train(trainer, optim.SGD(lr=0.1))
     other = offbeat.AsyncTrainer(model(), regular_sync_frequency=every, strategy="accumulate")
+    other.model.load_state_dict(trainer.model.state_dict())
     other.load_state_dict(trainer.state_dict(), optimizer=optim.SGD(lr=0.1))
     train(other, optim.SGD(lr=0.1), epochs=1)  # which may be the rest of one
     told = 'an epoch is of 9 batches, and strategy "accumulate" makes an update of every 10 of a member\'s'
