@@ -127,6 +127,7 @@ class Served:
         self._future: Future[Heard] | None = None
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
         self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
+        self._waits_for_those_before = False
         self.away: str | None = None
         self.has_just_lost_it = False
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
@@ -256,11 +257,14 @@ class Served:
             if self._num_before == 1:
                 return
             assert self._client is not None  # noqa: S101  it has met
-            there = int(self._client.status()["rounds"]["open_entrants"]) + 1
-            with telling(for_those_before(num_there=there, num_before=self._num_before, most_s=BEGIN_S)):
-                entered = self._client.enter(
-                    0.0, grace_s=BEGIN_S, at_least=self._num_before, terms=self._terms or None
-                )
+            self._waits_for_those_before = True
+            try:
+                with self._telling_by_status(self._words_for_those_before):
+                    entered = self._client.enter(
+                        0.0, grace_s=BEGIN_S, at_least=self._num_before, terms=self._terms or None
+                    )
+            finally:
+                self._waits_for_those_before = False
             gathered = self._client.gather(entered.round)
             self._reread(self._client)
         except LOST as error:
@@ -287,7 +291,12 @@ class Served:
             )
         except OffbeatError:  # it is gone, and soon that is told: averaging pauses
             return None
+        if self._waits_for_those_before:
+            return self._words_for_those_before(status)
         return at_the_server(status, own=self._name, waited_s=waited_s)
+
+    def _words_for_those_before(self, status: Mapping[str, Any]) -> str:
+        return for_those_before(status, num_before=self._num_before, most_s=BEGIN_S)
 
     # ------------------------------------------------------------------ on the thread
 
@@ -546,7 +555,7 @@ class Served:
             )
         if num_expected <= 1 or self.has_gone_on:
             return
-        with self._telling_of_the_others(client, num_expected):
+        with self._telling_of_the_others(num_expected):
             entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
         gathered = client.gather(entered.round)
         client.pull(out=self._mean)
@@ -555,10 +564,21 @@ class Served:
         if self.size < num_expected:
             self._warn_of_missing(num_expected)
 
-    @staticmethod
-    def _telling_of_the_others(client: Client, num_expected: int) -> AbstractContextManager[None]:
-        there = int(client.status()["rounds"]["open_entrants"]) + 1
-        return telling(for_the_others(num_there=there, num_expected=num_expected, most_s=BEGIN_S))
+    def _telling_of_the_others(self, num_expected: int) -> AbstractContextManager[None]:
+        return self._telling_by_status(
+            lambda status: for_the_others(status, num_expected=num_expected, most_s=BEGIN_S)
+        )
+
+    def _telling_by_status(
+        self, words: Callable[[Mapping[str, Any]], str | None]
+    ) -> AbstractContextManager[None]:
+        def found() -> str | None:
+            try:
+                return words(self._ask())
+            except OffbeatError:  # it is gone, or silent, and soon that is told
+                return None
+
+        return telling(found)
 
     def _warn_of_missing(self, num_expected: int) -> None:
         process.warn(

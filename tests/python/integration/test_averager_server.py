@@ -279,6 +279,18 @@ def test_who_ends_without_those_of_before_has_waited_for_them_and_says_so(two_of
     assert ones[0].value == 2.0
 
 
+def test_a_long_wait_for_those_of_before_says_no_other_thing_than_a_short_one(two_of_before, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.served.BEGIN_S", 1.5)
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("offbeat.telling.LONG_S", 0.5)
+    port, _, members, _ = two_of_before
+    with warned() as told, offbeat.ParameterServer(port=port, transaction="model"):
+        members[0].flush()
+    short, long = [text for text in told if "wait" in text]
+    assert "1 of 2 are there; after 1.5 s at most those who are there end without the others" in short
+    assert long == short
+
+
 def test_what_is_learnt_before_the_server_is_started_again_is_brought_after_it(tmp_path):
     port, one = free_port(), Counter()
 
@@ -407,7 +419,9 @@ def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkey
         ours.flush()
         assert not ours.has_lost_server
         assert held_number(server) == one.value
-        ours.close()
+    with pytest.raises(ConnectionLostError, match="all that member 0 has trained is averaged, and its model"):
+        ours.flush()
+    ours.close()
 
 
 def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(monkeypatch):
