@@ -131,6 +131,7 @@ class Served:
         self.away: str | None = None
         self.has_just_lost_it = False
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
+        self._known_lost: set[str] = set()
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
@@ -425,6 +426,8 @@ class Served:
         assert client is not None  # noqa: S101  who calls this has met
         with self._telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        if self._is_counted and self.away is None:  # else it is told of what was lost in between
+            self._tell_who_was_lost(client, entered)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
@@ -439,6 +442,29 @@ class Served:
         self._last = entered.round, gathered.version
         self._count(entered.members)
         return entered.at_work, are_agreed, is_brought
+
+    def _tell_who_was_lost(self, client: Client, entered: Entered) -> None:
+        """Say why a round has fewer members than this one's last had, where not all that went have ended."""
+        if entered.members >= self.size:
+            return
+        if (num_without := entered.round - self._last[0] - 1) > 0:
+            process.warn(
+                f"the others have made {num_without} round(s) of averaging without this member, which the "
+                f"server had given up, as it does whom it does not hear of for a lease (10 s), or who does "
+                f"nothing in a round: did its process stand still? Its last round had {self.size} members, "
+                f"and this one has {entered.members}; who has ended since has nothing of what it learns"
+            )
+            return
+        lost = {w["id"]: w["cause"] for w in client.status()["workers"] if w["state"] == "lost"}
+        news = [
+            f"{name} was given up ({cause})" for name, cause in lost.items() if name not in self._known_lost
+        ]
+        if news:
+            _log.warning(
+                "round %d has %d member(s), and the one before had %d: %s",
+                entered.round, entered.members, self.size, ", ".join(news),
+            )  # fmt: skip
+        self._known_lost = set(lost)
 
     def _count(self, num_members: int) -> None:
         """Take note of how many were in a round, and warn of those of before who have not come to the end."""
@@ -515,6 +541,7 @@ class Served:
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
+        self._known_lost = {worker["id"] for worker in status["workers"] if worker["state"] == "lost"}
         self._version = status["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
         if self._last == NOWHERE:
