@@ -287,7 +287,7 @@ class Arrivals(Served):
         assert client is not None  # noqa: S101  it has met
         if self.size >= num_expected or self.has_gone_on:
             return
-        with self._telling_of_the_others(client, num_expected):
+        with self._telling_of_the_others(num_expected):
             entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected)
         client.gather(entered.round)
         self.size = entered.members

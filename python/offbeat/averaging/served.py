@@ -127,9 +127,11 @@ class Served:
         self._future: Future[Heard] | None = None
         self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
         self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
+        self._waits_for_those_before = False
         self.away: str | None = None
         self.has_just_lost_it = False
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
+        self._known_lost: set[str] = set()
         self._missed: str | None = None  # of whom it was told that they are waited for
         self._meet(BEGIN_S)
         assert self._client is not None  # noqa: S101  it has met
@@ -261,11 +263,14 @@ class Served:
             if self._num_before == 1:
                 return
             assert self._client is not None  # noqa: S101  it has met
-            there = int(self._client.status()["rounds"]["open_entrants"]) + 1
-            with telling(for_those_before(num_there=there, num_before=self._num_before, most_s=BEGIN_S)):
-                entered = self._client.enter(
-                    0.0, grace_s=BEGIN_S, at_least=self._num_before, terms=self._terms or None
-                )
+            self._waits_for_those_before = True
+            try:
+                with self._telling_by_status(self._words_for_those_before):
+                    entered = self._client.enter(
+                        0.0, grace_s=BEGIN_S, at_least=self._num_before, terms=self._terms or None
+                    )
+            finally:
+                self._waits_for_those_before = False
             gathered = self._client.gather(entered.round)
             self._reread(self._client)
         except LOST as error:
@@ -299,7 +304,12 @@ class Served:
             )
         except OffbeatError:  # it is gone, and soon that is told: averaging pauses
             return None
+        if self._waits_for_those_before:
+            return self._words_for_those_before(status)
         return at_the_server(status, own=self._name, waited_s=waited_s)
+
+    def _words_for_those_before(self, status: Mapping[str, Any]) -> str:
+        return for_those_before(status, num_before=self._num_before, most_s=BEGIN_S)
 
     # ------------------------------------------------------------------ on the thread
 
@@ -428,6 +438,8 @@ class Served:
         assert client is not None  # noqa: S101  who calls this has met
         with self._telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        if self._is_counted and self.away is None:  # else it is told of what was lost in between
+            self._tell_who_was_lost(client, entered)
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
@@ -442,6 +454,29 @@ class Served:
         self._last = entered.round, gathered.version
         self._count(entered.members)
         return entered.at_work, are_agreed, is_brought
+
+    def _tell_who_was_lost(self, client: Client, entered: Entered) -> None:
+        """Say why a round has fewer members than this one's last had, where not all that went have ended."""
+        if entered.members >= self.size:
+            return
+        if (num_without := entered.round - self._last[0] - 1) > 0:
+            process.warn(
+                f"the others have made {num_without} round(s) of averaging without this member, which the "
+                f"server had given up, as it does whom it does not hear of for a lease (10 s), or who does "
+                f"nothing in a round: did its process stand still? Its last round had {self.size} members, "
+                f"and this one has {entered.members}; who has ended since has nothing of what it learns"
+            )
+            return
+        lost = {w["id"]: w["cause"] for w in client.status()["workers"] if w["state"] == "lost"}
+        news = [
+            f"{name} was given up ({cause})" for name, cause in lost.items() if name not in self._known_lost
+        ]
+        if news:
+            _log.warning(
+                "round %d has %d member(s), and the one before had %d: %s",
+                entered.round, entered.members, self.size, ", ".join(news),
+            )  # fmt: skip
+        self._known_lost = set(lost)
 
     def _count(self, num_members: int) -> None:
         """Take note of how many were in a round, and warn of those of before who have not come to the end."""
@@ -518,6 +553,7 @@ class Served:
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
+        self._known_lost = {worker["id"] for worker in status["workers"] if worker["state"] == "lost"}
         self._version = status["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
         if self._last == NOWHERE:
@@ -567,7 +603,7 @@ class Served:
             )
         if num_expected <= 1 or self.has_gone_on:
             return
-        with self._telling_of_the_others(client, num_expected):
+        with self._telling_of_the_others(num_expected):
             entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
         gathered = client.gather(entered.round)
         client.pull(out=self._mean)
@@ -576,10 +612,21 @@ class Served:
         if self.size < num_expected:
             self._warn_of_missing(num_expected)
 
-    @staticmethod
-    def _telling_of_the_others(client: Client, num_expected: int) -> AbstractContextManager[None]:
-        there = int(client.status()["rounds"]["open_entrants"]) + 1
-        return telling(for_the_others(num_there=there, num_expected=num_expected, most_s=BEGIN_S))
+    def _telling_of_the_others(self, num_expected: int) -> AbstractContextManager[None]:
+        return self._telling_by_status(
+            lambda status: for_the_others(status, num_expected=num_expected, most_s=BEGIN_S)
+        )
+
+    def _telling_by_status(
+        self, words: Callable[[Mapping[str, Any]], str | None]
+    ) -> AbstractContextManager[None]:
+        def found() -> str | None:
+            try:
+                return words(self._ask())
+            except OffbeatError:  # it is gone, or silent, and soon that is told
+                return None
+
+        return telling(found)
 
     def _warn_of_missing(self, num_expected: int) -> None:
         process.warn(

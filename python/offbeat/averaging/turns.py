@@ -271,10 +271,15 @@ class Turns:
             ConnectionLostError: If it was not.
         """
         if self.members.away is not None:
+            num = self.unshared.num
+            own = (
+                f"the last {num} iteration(s) of member {self._rank} are in its own model alone, which stays"
+                if num
+                else f"all that member {self._rank} has trained is averaged, and its model stays"
+            )
             raise ConnectionLostError(
                 f"the members' server is away, and this one cannot end together with the others: "
-                f"{self.members.away}; the last {self.unshared.num} iteration(s) of member {self._rank} are "
-                f"in its own model alone, which stays as it is: {FLUSH_AGAIN}"
+                f"{self.members.away}; {own} as it is: {FLUSH_AGAIN}"
             )
 
     def _average(self, owner: Owner, *, waits: bool = False) -> None:

@@ -1,6 +1,6 @@
 """For whom a member at a server waits, which is told once it has waited for some seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ ENDED = "finished", "left"
 """States, in a status, of workers for whom nobody waits."""
 
 
-def telling(text: str | None) -> AbstractContextManager[None]:
+def telling(text: str | Callable[[], str | None] | None) -> AbstractContextManager[None]:
     """Say why this waits, if it does for long; None: there is nothing to say."""
     return late.telling(text, after_s=TELL_AFTER_S)
 
@@ -34,16 +34,35 @@ def at_the_server(status: Mapping[str, Any], *, own: str | None, waited_s: float
     """
     workers = [worker for worker in status["workers"] if worker["state"] not in ENDED and worker["id"] != own]
     others = ", ".join(f"{worker['id']} ({worker['state']})" for worker in workers) or "none"
+    come = status["rounds"]["open_entrants"]
+    if come > 1:  # this one, and some of the others
+        others += " (of whom the server does not tell which have come)"
     return (
         f"{own or 'this member'} has waited {waited_s:g} s for a round of averaging to end: "
-        f"{status['rounds']['open_entrants']} member(s) have come to the one that is open at the server, and "
+        f"{come} member(s) have come to the one that is open at the server, and "
         f"the others there are: {others}; who trains is waited for until it comes, ends or is lost, and one "
         f"that is at its end has to call flush() or close()"
     )
 
 
-def for_the_others(*, num_there: int, num_expected: int, most_s: float) -> str:
-    """Word the wait for those who begin together."""
+def for_the_others(status: Mapping[str, Any], *, num_expected: int, most_s: float) -> str | None:
+    """Word the wait for those who begin together.
+
+    Args:
+        status: The server's.
+        num_expected: How many they are.
+        most_s: How long they are waited for.
+
+    Returns:
+        None where all of them are there, and nobody is waited for who is known.
+    """
+    num_there = status["rounds"]["open_entrants"]
+    if num_there >= num_expected:
+        names = _missed_of(status["workers"])
+        return names and (
+            f"all {num_expected} members that begin together are there; for a lease (10 s) they wait for "
+            f"those who were at the server before it was started again and have not come back: {names}"
+        )
     return (
         f"waiting for the members that begin together: {num_there} of {num_expected} are there; after "
         f"{most_s:g} s at most those who are there begin without the others. If fewer are started, give "
@@ -51,8 +70,9 @@ def for_the_others(*, num_there: int, num_expected: int, most_s: float) -> str:
     )
 
 
-def for_those_before(*, num_there: int, num_before: int, most_s: float) -> str:
+def for_those_before(status: Mapping[str, Any], *, num_before: int, most_s: float) -> str:
     """Word the wait for those who were at a server that has lost its run."""
+    num_there = status["rounds"]["open_entrants"]
     return (
         f"waiting for the members of before the server was started again without its run, to end together: "
         f"{num_there} of {num_before} are there; after {most_s:g} s at most those who are there end without "
@@ -69,12 +89,15 @@ def missed(workers: Sequence[Mapping[str, Any]]) -> str | None:
     Returns:
         None where there are no such.
     """
-    names = [worker["id"] for worker in workers if worker["state"] == "lost" and worker["cause"] == MISSED]
-    if not names:
-        return None
-    return (
-        f"waiting for {', '.join(names)}, who may be training still: no word has come from there since the "
+    names = _missed_of(workers)
+    return names and (
+        f"waiting for {names}, who may be training still: no word has come from there since the "
         f"server was started again; it gives them five times its rejoin_grace_s (60 s, if it was not set) "
         f"from then on. If they are gone, start them again, or give the server a shorter one "
         f"(rejoin_grace_s=, `--rejoin-grace`)"
     )
+
+
+def _missed_of(workers: Sequence[Mapping[str, Any]]) -> str | None:
+    names = [worker["id"] for worker in workers if worker["state"] == "lost" and worker["cause"] == MISSED]
+    return ", ".join(names) or None

@@ -2,6 +2,7 @@
 
 import operator
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -443,6 +444,34 @@ def test_who_waits_for_the_others_to_begin_says_so_and_for_how_long(server, monk
     assert "(world_size=)" in told[0]
     assert told[1].startswith("1 of 3 members have come, and begin without the others")
     assert told[1].endswith("one that was refused, as for other settings, has said why itself")
+
+
+def test_who_waits_though_all_have_come_to_begin_says_for_whom_of_before_the_servers_restart(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.5)
+    settings = {"transaction": "model", "checkpoint_dir": tmp_path}
+
+    with ThreadPoolExecutor(2) as threads:
+
+        def begin(server):
+            place = {"communication_backend": "tcp", "server_address": server.address}
+            return list(
+                threads.map(lambda rank: offbeat.AsyncModelAverager(model(), 2, rank, **place), range(2))
+            )
+
+        with offbeat.ParameterServer(**settings) as first:
+            port = int(first.address.rpartition(":")[2])
+            gone = begin(first)
+            names = [averager._turns.members._client.worker_id for averager in gone]
+            first.stop(restarting=True)
+        with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
+            for averager in begin(again) + gone:
+                averager.close()
+    waiting = [text for text in told if text.startswith("all 2 members that begin together are there")]
+    assert len(waiting) == 2
+    assert all(name in text for text in waiting for name in names)
+    assert not [text for text in told if "2 of 2" in text]
 
 
 def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_whom(tmp_path, monkeypatch):

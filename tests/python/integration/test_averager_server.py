@@ -279,6 +279,18 @@ def test_who_ends_without_those_of_before_has_waited_for_them_and_says_so(two_of
     assert ones[0].value == 2.0
 
 
+def test_a_long_wait_for_those_of_before_says_no_other_thing_than_a_short_one(two_of_before, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.served.BEGIN_S", 1.5)
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("offbeat.telling.LONG_S", 0.5)
+    port, _, members, _ = two_of_before
+    with warned() as told, offbeat.ParameterServer(port=port, transaction="model"):
+        members[0].flush()
+    short, long = [text for text in told if "wait" in text]
+    assert "1 of 2 are there; after 1.5 s at most those who are there end without the others" in short
+    assert long == short
+
+
 def test_what_is_learnt_before_the_server_is_started_again_is_brought_after_it(tmp_path):
     port, one = free_port(), Counter()
 
@@ -367,9 +379,7 @@ def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the
         )  # fmt: skip
         one.train(ours, 4)
         assert one.value == 4.0 + 0.5 * 4.0
-    with pytest.raises(
-        ConnectionLostError, match=r"server is away, .* the last 0 iteration\(s\) of member 0"
-    ):
+    with pytest.raises(ConnectionLostError, match=r"server is away, .* all that member 0 has trained"):
         ours.flush()
     with serving() as server:
         ours.flush()
@@ -407,7 +417,9 @@ def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkey
         ours.flush()
         assert not ours.has_lost_server
         assert held_number(server) == one.value
-        ours.close()
+    with pytest.raises(ConnectionLostError, match="all that member 0 has trained is averaged, and its model"):
+        ours.flush()
+    ours.close()
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -628,6 +640,60 @@ def test_one_that_stands_still_for_longer_than_the_lease_loses_nothing(server, i
     assert server.status()["rejected"] == {"slept": 1}
     assert told == "8.0\n9.0\n"
     assert held_number(server) == 9.0
+
+
+STANDING_STILL_BESIDE_OTHERS = """
+import sys
+import offbeat
+from support.averaging import Counter, warned
+
+one = Counter()
+with warned() as told, offbeat.AsyncModelAverager(
+    one.model, 3, 2, communication_backend="tcp", server_address=sys.argv[1], averaging_frequency=1,
+    overlap=False,
+) as ours:
+    one.train(ours, 1)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    one.train(ours, 3)
+    ours.flush()
+print(*told, sep="\\n")
+"""
+
+
+def test_one_that_was_given_up_while_it_stood_still_and_the_others_say_that_it_was(server):
+    ones = [Counter(), Counter()]
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", STANDING_STILL_BESIDE_OTHERS, server.address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+        ) as process,
+        ThreadPoolExecutor(2) as threads,
+        warned() as told,
+    ):  # fmt: skip
+        try:
+
+            def joined(rank):
+                return at(server.address, ones[rank].model, rank, 3, averaging_frequency=1, overlap=False)
+
+            others = list(threads.map(joined, range(2)))
+            list(threads.map(Counter.train, ones, others))
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGSTOP)
+            list(threads.map(offbeat.AsyncModelAverager.flush, others))
+            (standing,) = [w["id"] for w in server.status()["workers"] if w["state"] == "lost"]
+            for averager in others:
+                averager.close()
+            process.send_signal(signal.SIGCONT)
+            said, _ = process.communicate("\n", timeout=100)
+        finally:
+            process.kill()
+    given_up = [text for text in told if f"{standing} was given up (" in text]
+    assert len(given_up) == 2, "by each of the others, once"
+    assert all("has 2 member(s), and the one before had 3: " in text for text in given_up)
+    warnings = [line for line in said.splitlines() if "without this member" in line]
+    assert len(warnings) == 1
+    assert "Its last round had 3 members, and this one has 1;" in warnings[0]
 
 
 def with_its_own_server(rank, port):

@@ -87,9 +87,9 @@ def test_who_makes_a_process_group_says_that_the_others_have_not_come(monkeypatc
     assert "up to 1 s" in told[0]
 
 
-def at(address, trained):
+def at(address, trained, num=1):
     return offbeat.AsyncModelAverager(
-        trained, 1, 0, communication_backend="tcp", server_address=address, averaging_frequency=1,
+        trained, num, 0, communication_backend="tcp", server_address=address, averaging_frequency=1,
         overlap=False,
     )  # fmt: skip
 
@@ -112,6 +112,30 @@ def test_a_member_at_a_server_that_waits_for_a_round_says_who_is_there(monkeypat
         (text,) = told
         assert text.startswith(f"{names[1]} has waited 0.1 s for a round of averaging to end: 1 member(s) ")
         assert f"the others there are: {names[0]} (" in text
+        assert "does not tell" not in text, "it is the one that has not come"
+        for one in ours:
+            one.close()
+
+
+def test_a_member_that_waits_with_others_says_that_the_server_does_not_tell_which_they_are(monkeypatch):
+    with offbeat.ParameterServer(transaction="model") as server, ThreadPoolExecutor(3) as threads:
+        ones = [Counter() for _ in range(3)]
+        ours = list(threads.map(lambda one: at(server.address, one.model, 3), ones))
+        here = threads.submit(ones[1].train, ours[1])
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        monkeypatch.setattr(telling, "LONG_S", SOON_S)
+        with warned() as told:
+            waiting = threads.submit(ones[2].train, ours[2])
+            wait_for(lambda: told)
+        monkeypatch.setattr(telling, "LONG_S", NEVER_S)
+        ones[0].train(ours[0])
+        here.result(20)
+        waiting.result(20)
+        first, second, _ = (one._turns.members._client.worker_id for one in ours)
+        assert "2 member(s) have come" in told[0]
+        assert f"{first} (" in told[0]
+        assert f"{second} (" in told[0]
+        assert "of whom the server does not tell which have come" in told[0]
         for one in ours:
             one.close()
 
