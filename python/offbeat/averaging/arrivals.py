@@ -106,7 +106,7 @@ class Arrivals(Served):
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give this member what the server has, which since the last of a `flush` is the same for all."""
-        del tensors  # they are those that it was made of
+        self._tensors = dict(zip(self._tensors, tensors, strict=True))
         if self._client is not None:  # else what it has is old, and this member's own model is better
             self._take_over()
 

@@ -204,7 +204,7 @@ class Served:
             ClosedError: If this is closed.
         """
         self._check_open()
-        del tensors  # they are those that it was made of
+        self._tensors = dict(zip(self._tensors, tensors, strict=True))  # moved, it has new buffers
         self._end_given_up()
         is_brought = False
         try:

@@ -128,12 +128,12 @@ def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:
 def _resume_timing(turns: Turns, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it
     """Go on at the pace of a state; at a server, where nobody knows the others', once all want it."""
     made = turns.timing.setting()
-    if [pace.setting(), overlap] != made and not turns.members.is_waited_for:
+    if repr([pace.setting(), overlap]) != repr(made) and not turns.members.is_waited_for:
         turns.timing.ask(pace=pace, overlap=overlap)
         return
     turns.timing.resume(pace, overlap)
     turns.rounds.goes_on = overlap is not False
-    if turns.timing.setting() != made:
+    if repr(turns.timing.setting()) != repr(made):  # 1 is another than True
         process.warn(
             f"averaging goes on as in the state, with averaging_frequency {pace.every} and overlap "
             f"{overlap}, and not with those that this averager was made with: set averager."

@@ -776,6 +776,14 @@ def test_batch_norms_statistics_are_in_the_mean(server):
             ours.step(8)
         held = server.state_dict()
         assert np.allclose(np.asarray(held["BatchNorm statistics 0"]), trained[0].running_mean.numpy())
+        before = trained[0].running_mean.clone()
+        trained.double().float()  # after which the statistics are other tensors
+        trained(torch.randn(8, 2) + 5)
+        ours.step(8)
+        ours.flush()
+        held = server.state_dict()
+        assert np.allclose(np.asarray(held["BatchNorm statistics 0"]), trained[0].running_mean.numpy())
+        assert not torch.allclose(trained[0].running_mean, before, atol=0.1)
 
 
 def test_a_server_that_weighs_by_staleness_is_refused():
