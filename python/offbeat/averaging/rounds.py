@@ -157,9 +157,7 @@ class Rounds:
         self._measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
-        self._room = Room(
-            3
-        )  # for what this member was, what it sends, and the mean that a server is known to have
+        self._room = Room(3)  # for what this member was, what it sends, and a server's mean
         self._rate = 0.0
         self._plan = self._wanted()
         self._samples: list[int] = [0]

@@ -106,6 +106,7 @@ class Served:
         self.size = 1
         self._is_counted = False  # in `size`
         self._run_id: str | None = None
+        self._is_back = False  # since its last round it has met the server anew
         self._num_before = 1  # how many there were at a server whose run is lost, while they are missed here
         self._terms = terms
         self._connect = connect
@@ -156,8 +157,7 @@ class Served:
         """
         self._check_open()
         before = self._future  # of a round of which nobody takes notice any more: its thread has the client
-        self._future = future = Future[Heard]()
-
+        future = Future[Heard]()
         device = said.statistics.device
         self._stream = stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -173,6 +173,7 @@ class Served:
 
         # A daemon: where the process ends in mid-round, it does not wait for the other members.
         threading.Thread(target=do, name="offbeat-averaging", daemon=True).start()
+        self._future = future  # not before: where no thread can be had, nobody would ever end it
 
     def is_there(self) -> bool:
         """Look whether the thread has ended."""
@@ -438,8 +439,9 @@ class Served:
         assert client is not None  # noqa: S101  who calls this has met
         with self._telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
-        if self._is_counted and self.away is None:  # else it is told of what was lost in between
+        if self._is_counted and not self._is_back:  # else it is told of what was lost in between
             self._tell_who_was_lost(client, entered)
+        self._is_back = False
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
@@ -449,11 +451,22 @@ class Served:
                 "round %d is without the shares of %d of its %d members: they were lost, or did nothing",
                 entered.round, gathered.missing, entered.members,
             )  # fmt: skip
-        self._mean = client.pull(out=self._mean | room if is_mean else self._mean)
+        self._mean = client.pull(out=self._outside(room) | room if is_mean else self._mean)
         self._version = gathered.version
         self._last = entered.round, gathered.version
         self._count(entered.members)
         return entered.at_work, are_agreed, is_brought
+
+    def _outside(self, room: Arrays) -> Arrays:
+        """Give the mean of what is not in the room, as of what is frozen, in memory of its own.
+
+        Else it would hold the whole room of a round before, for as long as it is frozen.
+        """
+        return {
+            name: array if array.base is None else array.copy()
+            for name, array in self._mean.items()
+            if name not in room
+        }
 
     def _tell_who_was_lost(self, client: Client, entered: Entered) -> None:
         """Say why a round has fewer members than this one's last had, where not all that went have ended."""
@@ -546,6 +559,7 @@ class Served:
         except BaseException:
             client.close(finished=False)
             raise
+        self._is_back = self._run_id is not None
         self._client, self._name, self._run_id = client, client.worker_id, client.run_id
 
     def _agree(self, client: Client) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -784,6 +785,27 @@ def test_batch_norms_statistics_are_in_the_mean(server):
         held = server.state_dict()
         assert np.allclose(np.asarray(held["BatchNorm statistics 0"]), trained[0].running_mean.numpy())
         assert not torch.allclose(trained[0].running_mean, before, atol=0.1)
+
+
+def test_where_no_thread_can_be_had_the_round_is_none_and_the_next_one_is_made(server, monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "offbeat-averaging":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    trained = model()
+    with at(server.address, trained, 0, 1, averaging_frequency=2) as ours:
+        ours.step(step(trained, live := torch.optim.SGD(trained.parameters(), lr=0.1), 0, 0))
+        with monkeypatch.context() as here:
+            here.setattr(threading.Thread, "start", refused)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                ours.step(step(trained, live, 0, 1))
+        before = [value.copy() for value in arrays(trained)]
+        ours.flush()
+        held = server.state_dict()
+    assert close([np.asarray(held[name]) for name, _ in trained.named_parameters()], before, within=1e-6)
 
 
 def test_a_server_that_weighs_by_staleness_is_refused():
