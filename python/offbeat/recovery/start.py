@@ -1,9 +1,12 @@
 """What a start goes on from: the checkpoint that a strategy wants, verified, or the one before it."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from offbeat import process
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
@@ -17,6 +20,8 @@ from offbeat.recovery.keepers import bring_back
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
 from offbeat.recovery.modes import Modes, modes_of, overlaid, set_modes, words_of_others
 from offbeat.recovery.place import Data
+from offbeat.recovery.saver import parameters_of
+from offbeat.recovery.snapshot import are_finite
 from offbeat.recovery.trainee import Trainee
 
 __all__ = ["Found", "Strategy", "find", "go_on"]
@@ -80,19 +85,25 @@ class Found:
     warnings: tuple[str, ...]
 
 
-def find(directory: Directory, strategy: Strategy) -> Found | None:
+def find(
+    directory: Directory, strategy: Strategy, *, module: nn.Module, is_done: Callable[[Manifest], bool]
+) -> Found | None:
     """Find what to go on from; None if the run begins.
 
     "best" and a path go back once: where the newest checkpoints were made under this very strategy, they are
     what has come of that, and the newest of them is gone on from. Else each start would throw them away.
-    "last_good" asks for one that is good at each start, also where all is done: a model that became NaN is no
-    end. It throws away nothing that is good, since it takes the newest of these.
+    "last_good" asks for one that is good at each start. It throws away nothing that is good, since it takes
+    the newest of these. The end of what it was asked for is an end where all is finite, though its loss be
+    beyond the band, as after a harder last epoch: training once more would end there again. A model that
+    became NaN is no end.
 
     What is damaged is warned of, and the next that the strategy wants is taken. Nothing is renamed.
 
     Args:
         directory: Where they are.
         strategy: Which is wanted.
+        module: What is trained.
+        is_done: Whether a checkpoint has all that `train` is asked for.
 
     Raises:
         CheckpointError: If there are checkpoints and none can be used, if one cannot be read, or the one at
@@ -114,6 +125,17 @@ def find(directory: Directory, strategy: Strategy) -> Found | None:
             f"path and another checkpoint_dir"
         )
         return taken
+    if strategy.name == "last_good":
+        ends = [m for m in made_under(strategy.request, manifests)[:1] if is_done(m)]
+        beyond = [m for m in ends if not m.is_good and math.isfinite(m.loss)]
+        taken = _first_whole(directory, beyond, faults)
+        if taken is not None and _is_finite(taken, module):
+            process.announce(
+                f"{taken.path} is not good (its loss, {taken.manifest.loss:.4g}, is beyond its band), and is "
+                f"the end of the run, with all finite: nothing is trained; to train once more from an older "
+                f"one, give its path and another checkpoint_dir"
+            )
+            return taken
     if strategy.path is not None:
         return _at(strategy.path, faults)
     wanted = ranked(strategy.name, manifests, monitor=strategy.monitor, mode=strategy.mode)
@@ -140,6 +162,11 @@ def _ours(strategy: Strategy, manifests: Sequence[Manifest]) -> list[Manifest]:
     if strategy.name in ("latest", "last_good"):
         return []  # the one never goes back, the other never beyond the newest that is good
     return made_under(strategy.request, manifests)
+
+
+def _is_finite(found: Found, module: nn.Module) -> bool:
+    """Whether all parameters are finite: a finite loss may hide one that is not."""
+    return all(are_finite(found.model[name]) for name in parameters_of(module, found.model))
 
 
 def _first_whole(directory: Directory, wanted: Sequence[Manifest], faults: dict[str, str]) -> Found | None:

@@ -27,6 +27,7 @@ from offbeat.recovery.choice import Mode, kept
 from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
 from offbeat.recovery.keepers import states_of
+from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.run import Plan, Run, taken_apart
@@ -82,7 +83,8 @@ class FaultTolerantTrainer:
             "none" begins anew, and refuses a directory in which something is; a path, from that checkpoint.
             Where the directory has none, the run begins. "best" and a path go back once: where the newest
             checkpoint was made under the same of these, the run goes on from that, and one that is done
-            trains nothing. "last_good" goes back at each start whose newest is not good, done or not.
+            trains nothing. "last_good" goes back at each start whose newest is not good; where the same
+            command is done, only if that is not finite: a higher loss is an end as well.
         device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
             fewer than half as many samples as others' is not taken for the best.
@@ -259,7 +261,10 @@ class FaultTolerantTrainer:
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
             terminated = stack.enter_context(noting_sigterm())
-            found = self._found(trainee)
+            found = self._found(
+                trainee,
+                is_done=lambda m: m.epoch >= epochs or (max_steps is not None and m.step >= max_steps),
+            )
             rest = None if found is None else found.rest
             plan = Plan(
                 epochs=epochs,
@@ -374,9 +379,9 @@ class FaultTolerantTrainer:
 
     # ------------------------------------------------------------------ inside
 
-    def _found(self, trainee: Trainee) -> Found | None:
+    def _found(self, trainee: Trainee, *, is_done: Callable[[Manifest], bool]) -> Found | None:
         """Find what to go on from; nothing where one of those who train together has nothing."""
-        found = find(self._directory, self._strategy)
+        found = find(self._directory, self._strategy, module=self.model, is_done=is_done)
         if trainee.agree(found is not None):
             return found
         if found is not None:

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import re
+import shutil
 import signal
 import threading
 
@@ -477,6 +478,65 @@ def test_last_good_goes_back_where_the_newest_is_not_good_and_trains_nothing_whe
     assert (called, once_more.resumed_from.name) == ([], names(tmp_path)[0])
     assert equal(values(once_more.model), values(again.model))
     assert caplog.text.count("is not good") == 1
+
+
+def with_a_harder_end(folder, *, ruins=False, **keywords):
+    """Train 7 epochs of 5 steps, the last of which has a finite loss that is far beyond the band."""
+    module, num = net(), [0]
+    module.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+
+    def loss_fn(outputs, targets):
+        num[0] += 1
+        if ruins and num[0] == 35:
+            ruined(None, module.idle)
+        return LOSS(outputs, targets) * (100.0 if num[0] > 30 else 1.0)
+
+    trainer = FaultTolerantTrainer(module, folder, **keywords)
+    for epochs in (6, 7):  # each end is saved, whatever the disk is at
+        history = run(trainer, loss_fn=loss_fn, epochs=epochs, log_frequency=1)
+    newest = entries(folder)[0].manifest
+    assert (newest.is_good, newest.is_finished, newest.step) == (False, True, 35)
+    assert newest.band < newest.loss < torch.inf
+    return trainer, history
+
+
+def begun_again(folder):
+    """Give a trainer for the same command, a list with an entry for each loss, and what computes these."""
+    module, called = net(), []
+    module.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+    trainer = FaultTolerantTrainer(module, folder, recovery_strategy="last_good")
+    return trainer, called, lambda outputs, targets: called.append(1) or LOSS(outputs, targets)
+
+
+@pytest.mark.parametrize("has_good", [True, False])
+def test_last_good_trains_nothing_where_all_is_done_and_only_the_loss_is_beyond_its_band(
+    has_good, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO, "offbeat")
+    first, history = with_a_harder_end(tmp_path, recovery_strategy="last_good")
+    kept = names(tmp_path)
+    assert [entry.manifest.is_good for entry in entries(tmp_path)] == [False, True]
+    if not has_good:
+        shutil.rmtree(tmp_path / kept.pop())
+    again, called, loss_fn = begun_again(tmp_path)
+    told = run(again, loss_fn=loss_fn, epochs=7)
+    assert (called, told.steps, told.epochs, told.stopped) == ([], 35, 7, "epochs")
+    assert told.records == history.records
+    assert (again.resumed_from.name, names(tmp_path)) == (kept[0], kept)
+    assert equal(values(again.model), values(first.model))
+    assert "is beyond its band), and is the end of the run" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["a parameter is not finite", "more is asked for", "another command made it"])
+def test_last_good_goes_back_from_a_harder_end_where(why, tmp_path):
+    strategy = "latest" if why == "another command made it" else "last_good"
+    with_a_harder_end(tmp_path, ruins=why == "a parameter is not finite", recovery_strategy=strategy)
+    again, called, loss_fn = begun_again(tmp_path)
+    epochs = 8 if why == "more is asked for" else 7
+    assert run(again, loss_fn=loss_fn, epochs=epochs).steps == 5 * epochs
+    assert again.resumed_from.name.endswith("step-30")
+    assert len(called) == 5 * epochs - 30
+    assert all(value.isfinite().all() for value in values(again.model))
 
 
 def test_what_last_good_has_made_since_it_went_back_is_not_thrown_away(tmp_path):
