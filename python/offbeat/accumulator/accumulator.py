@@ -485,6 +485,7 @@ class AsyncGradientAccumulator:
             "due": None if self._due is None else total_state(self._due),
             "optimizer": None if live is None else live.state_dict(),
             "classes": {"optimizer": None if live is None else type(live).__name__},
+            "settings": self._updates.chosen.settings if isinstance(self._updates, LocalUpdates) else [],
             "meter": None if self._meter is None else self._meter.state_dict(),
             "grad_scaler": self._scaler.state_dict(),
             "worker": True if isinstance(self._updates, PushedUpdates) else None,
@@ -509,9 +510,11 @@ class AsyncGradientAccumulator:
             ConnectionLostError: If a sum was under way and a member is lost.
         """
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
-        updates = self._updates
-        if state["optimizer"] is not None:
-            faults += faults_of_state(state, updates.optimizer, optimizer, updates.look)
+        updates, is_new = self._updates, False
+        chosen = updates.chosen.trial() if isinstance(updates, LocalUpdates) else None
+        if chosen is not None:
+            is_new = chosen.live is None
+            faults += faults_of_state(state, chosen, optimizer)
         parts = {
             "meter": ("adaptive_accumulation", self._meter is not None),
             "grad_scaler": ("grad_scaler", self._scaler.is_there),
@@ -525,9 +528,9 @@ class AsyncGradientAccumulator:
         refuse(faults)
         check_model(self._named, state)
         tell_of_steps(state, self._most, is_adaptive=self._meter is not None)
-        if state["optimizer"] is not None:
-            is_new = updates.optimizer is None
-            bring_back_told(updates.use(optimizer), state["optimizer"], is_new=is_new)
+        if state["optimizer"] is not None and isinstance(updates, LocalUpdates) and chosen is not None:
+            updates.chosen = chosen
+            bring_back_told(chosen, state, is_new=is_new)
         if self._is_under_way and self._due is None:
             self._members.finish()
         self._members.agree(state["agreed"])

@@ -23,14 +23,11 @@ KEYS = (
     "samples_since_end",
     "sizes",
     "size",
-    "steps",
     "losses",
-    "model",
     "agreed",
     "window",
     "due",
     "optimizer",
-    "classes",
     "meter",
     "grad_scaler",
     "worker",
@@ -44,7 +41,8 @@ def check_model(named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, A
     Raises:
         StateError: If it has not.
     """
-    other = None if state["model"] is None else first_other(named, state["model"])
+    kept = state.get("model")  # which older states do not have
+    other = None if kept is None else first_other(named, kept)
     if other is not None:
         raise StateError(
             f"the model is not the one of the state: parameter {other!r} has other values: load the model's "
@@ -55,7 +53,7 @@ def check_model(named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, A
 
 def tell_of_steps(state: Mapping[str, Any], most: int, *, is_adaptive: bool) -> None:
     """Warn if windows are of another length here than when a state was taken."""
-    if state["steps"] != most:
+    if state.get("steps", most) != most:  # which older states do not have
         at_most = "at most " if is_adaptive else ""
         process.warn(
             f"updates are of {at_most}{most} micro-batches of a member, as this accumulator was made, and of "
