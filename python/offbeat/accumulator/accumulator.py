@@ -496,7 +496,7 @@ class AsyncGradientAccumulator:
 
         It gets them after this was made: members of a group begin with the first one's, also in buffers such
         as BatchNorm's, of which each has its own until `flush`. What is gathered or under way here is
-        dropped. With others, all load a state of the same update.
+        dropped. With others, all call this in the same place, each with a state of the same update.
 
         Args:
             state: As `state_dict` gave it, of the same number of members.
@@ -506,8 +506,8 @@ class AsyncGradientAccumulator:
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer of its class for it; nothing is
                 changed then.
-            StateError: If the model is not that of the state, which changes nothing.
-            ConnectionLostError: If a sum was under way and a member is lost.
+            StateError: In all members, if the model of one is not that of its state, which changes nothing.
+            ConnectionLostError: If a member is lost.
         """
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
         updates, is_new = self._updates, False
@@ -526,13 +526,13 @@ class AsyncGradientAccumulator:
                     f"the state is of one {'without' if is_here else 'with'} {keyword}: make it so here"
                 )
         refuse(faults)
-        check_model(self._named, state)
+        if self._is_under_way:
+            self._wait()  # what members ask one another comes after it
+        check_model(self._named, state, self._members)
         tell_of_steps(state, self._most, is_adaptive=self._meter is not None)
         if state["optimizer"] is not None and isinstance(updates, LocalUpdates) and chosen is not None:
             updates.chosen = chosen
             bring_back_told(chosen, state, is_new=is_new)
-        if self._is_under_way and self._due is None:
-            self._members.finish()
         self._members.agree(state["agreed"])
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None

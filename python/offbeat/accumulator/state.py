@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offbeat import process
-from offbeat.accumulator.members import Total
+from offbeat.accumulator.members import Members, Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults, check_keys
 from offbeat.errors import StateError
@@ -35,20 +35,29 @@ KEYS = (
 """What every state has."""
 
 
-def check_model(named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, Any]) -> None:
-    """See that the model has its values back; a worker's has the server's, and its state tells none.
+def check_model(
+    named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, Any], members: Members
+) -> None:
+    """See that all members have their models back; a worker's has the server's, and its state tells none.
 
     Raises:
-        StateError: If it has not.
+        StateError: In all members, if one has not.
+        ConnectionLostError: If a member is lost.
     """
     kept = state.get("model")  # which older states do not have
     other = None if kept is None else first_other(named, kept)
-    if other is not None:
-        raise StateError(
-            f"the model is not the one of the state: parameter {other!r} has other values: load the model's "
-            f"own state before this one, which was taken with this one and {AT_ONCE}; and after the "
-            f"accumulator was made, which gives the first member's model to all"
-        )
+    are_fitting = members.is_alike(other is None)
+    if other is None and are_fitting:
+        return
+    what = (
+        "the model of another member is not the one of its state"
+        if other is None
+        else f"the model is not the one of the state: parameter {other!r} has other values"
+    )
+    raise StateError(
+        f"{what}: load the model's own state before this one, which was taken with this one and {AT_ONCE}; "
+        f"and after the accumulator was made, which gives the first member's model to all"
+    )
 
 
 def tell_of_steps(state: Mapping[str, Any], most: int, *, is_adaptive: bool) -> None:
