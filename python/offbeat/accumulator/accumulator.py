@@ -485,6 +485,7 @@ class AsyncGradientAccumulator:
             "due": None if self._due is None else total_state(self._due),
             "optimizer": None if live is None else live.state_dict(),
             "classes": {"optimizer": None if live is None else type(live).__name__},
+            "settings": self._updates.chosen.settings if isinstance(self._updates, LocalUpdates) else [],
             "meter": None if self._meter is None else self._meter.state_dict(),
             "grad_scaler": self._scaler.state_dict(),
             "worker": True if isinstance(self._updates, PushedUpdates) else None,
@@ -495,7 +496,7 @@ class AsyncGradientAccumulator:
 
         It gets them after this was made: members of a group begin with the first one's, also in buffers such
         as BatchNorm's, of which each has its own until `flush`. What is gathered or under way here is
-        dropped. With others, all load a state of the same update.
+        dropped. With others, all call this in the same place, each with a state of the same update.
 
         Args:
             state: As `state_dict` gave it, of the same number of members.
@@ -505,13 +506,15 @@ class AsyncGradientAccumulator:
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer of its class for it; nothing is
                 changed then.
-            StateError: If the model is not that of the state, which changes nothing.
-            ConnectionLostError: If a sum was under way and a member is lost.
+            StateError: In all members, if the model of one is not that of its state, which changes nothing.
+            ConnectionLostError: If a member is lost.
         """
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
-        updates = self._updates
-        if state["optimizer"] is not None:
-            faults += faults_of_state(state, updates.optimizer, optimizer, updates.look)
+        updates, is_new = self._updates, False
+        chosen = updates.chosen.trial() if isinstance(updates, LocalUpdates) else None
+        if chosen is not None:
+            is_new = chosen.live is None
+            faults += faults_of_state(state, chosen, optimizer)
         parts = {
             "meter": ("adaptive_accumulation", self._meter is not None),
             "grad_scaler": ("grad_scaler", self._scaler.is_there),
@@ -523,13 +526,13 @@ class AsyncGradientAccumulator:
                     f"the state is of one {'without' if is_here else 'with'} {keyword}: make it so here"
                 )
         refuse(faults)
-        check_model(self._named, state)
+        if self._is_under_way:
+            self._wait()  # what members ask one another comes after it
+        check_model(self._named, state, self._members)
         tell_of_steps(state, self._most, is_adaptive=self._meter is not None)
-        if state["optimizer"] is not None:
-            is_new = updates.optimizer is None
-            bring_back_told(updates.use(optimizer), state["optimizer"], is_new=is_new)
-        if self._is_under_way and self._due is None:
-            self._members.finish()
+        if state["optimizer"] is not None and isinstance(updates, LocalUpdates) and chosen is not None:
+            updates.chosen = chosen
+            bring_back_told(chosen, state, is_new=is_new)
         self._members.agree(state["agreed"])
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None

@@ -106,6 +106,9 @@ class Members(Protocol):
     def agree(self, agreed: Mapping[str, Any] | None) -> None:
         """Go on from what all members had agreed upon when a state was taken."""
 
+    def is_alike(self, value: object) -> bool:
+        """Tell in all members at once whether a value is the same in all; no sum is under way then."""
+
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Make the buffers of all members alike, of which this one's have seen so many samples."""
 
@@ -164,6 +167,11 @@ class Alone:
 
     def agree(self, agreed: Mapping[str, Any] | None) -> None:
         """Go on alone."""
+
+    def is_alike(self, value: object) -> bool:
+        """It is."""
+        del value
+        return True
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Leave them."""
@@ -319,6 +327,15 @@ class Group:
         assert agreed is not None  # noqa: S101  a state of as many members has it
         self._is_sent = list(agreed["sent"])
         self._unit, self._counts = agreed["unit"], agreed["counts"]
+
+    def is_alike(self, value: object) -> bool:
+        """Tell in all members whether a value, as JSON can have it, is the same in all of them.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            return is_alike(group, value, self._device)
 
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Give floating buffers that differ their mean over members, by samples; others the first one's.

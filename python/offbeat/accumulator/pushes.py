@@ -49,10 +49,6 @@ class PushedUpdates:
             )
         return self.optimizer
 
-    def look(self, optimizer: object) -> torch.optim.Optimizer:
-        """Give the same: there is nothing to be kept."""
-        return self.use(optimizer)
-
     def make(
         self,
         gradients: Sequence[torch.Tensor | None],

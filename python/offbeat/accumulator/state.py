@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offbeat import process
-from offbeat.accumulator.members import Total
+from offbeat.accumulator.members import Members, Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults, check_keys
 from offbeat.errors import StateError
@@ -23,14 +23,11 @@ KEYS = (
     "samples_since_end",
     "sizes",
     "size",
-    "steps",
     "losses",
-    "model",
     "agreed",
     "window",
     "due",
     "optimizer",
-    "classes",
     "meter",
     "grad_scaler",
     "worker",
@@ -38,24 +35,34 @@ KEYS = (
 """What every state has."""
 
 
-def check_model(named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, Any]) -> None:
-    """See that the model has its values back; a worker's has the server's, and its state tells none.
+def check_model(
+    named: Sequence[tuple[str, nn.Parameter]], state: Mapping[str, Any], members: Members
+) -> None:
+    """See that all members have their models back; a worker's has the server's, and its state tells none.
 
     Raises:
-        StateError: If it has not.
+        StateError: In all members, if one has not.
+        ConnectionLostError: If a member is lost.
     """
-    other = None if state["model"] is None else first_other(named, state["model"])
-    if other is not None:
-        raise StateError(
-            f"the model is not the one of the state: parameter {other!r} has other values: load the model's "
-            f"own state before this one, which was taken with this one and {AT_ONCE}; and after the "
-            f"accumulator was made, which gives the first member's model to all"
-        )
+    kept = state.get("model")  # which older states do not have
+    other = None if kept is None else first_other(named, kept)
+    are_fitting = members.is_alike(other is None)
+    if other is None and are_fitting:
+        return
+    what = (
+        "the model of another member is not the one of its state"
+        if other is None
+        else f"the model is not the one of the state: parameter {other!r} has other values"
+    )
+    raise StateError(
+        f"{what}: load the model's own state before this one, which was taken with this one and {AT_ONCE}; "
+        f"and after the accumulator was made, which gives the first member's model to all"
+    )
 
 
 def tell_of_steps(state: Mapping[str, Any], most: int, *, is_adaptive: bool) -> None:
     """Warn if windows are of another length here than when a state was taken."""
-    if state["steps"] != most:
+    if state.get("steps", most) != most:  # which older states do not have
         at_most = "at most " if is_adaptive else ""
         process.warn(
             f"updates are of {at_most}{most} micro-batches of a member, as this accumulator was made, and of "

@@ -100,9 +100,6 @@ class Updates(Protocol):
     def use(self, optimizer: object) -> torch.optim.Optimizer:
         """Give the optimizer, of what a user gives for one."""
 
-    def look(self, optimizer: object) -> torch.optim.Optimizer:
-        """Give what `use` would give; nothing of it is kept."""
-
     def make(
         self,
         gradients: Sequence[torch.Tensor | None],
@@ -129,31 +126,31 @@ class Updates(Protocol):
 
 
 class LocalUpdates:
-    """Steps of an optimizer here."""
+    """Steps of an optimizer here.
+
+    Attributes:
+        chosen: Has it, once there is one.
+    """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], scaler: Scaler) -> None:
         self._model = model
-        self._optimizer = LocalOptimizer(model)
+        self.chosen = LocalOptimizer(model)
         self._parameters = parameters
         self._scaler = scaler
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer; None before there is one."""
-        return self._optimizer.live
+        return self.chosen.live
 
     @property
     def own(self) -> torch.optim.Optimizer | None:
         """The same."""
-        return self._optimizer.live
+        return self.chosen.live
 
     def use(self, optimizer: object) -> torch.optim.Optimizer:
         """Give the live optimizer; see `LocalOptimizer.use`."""
-        return self._optimizer.use(optimizer)
-
-    def look(self, optimizer: object) -> torch.optim.Optimizer:
-        """Give what `use` would give; see `LocalOptimizer.look`."""
-        return self._optimizer.look(optimizer)
+        return self.chosen.use(optimizer)
 
     def make(
         self,
@@ -171,7 +168,7 @@ class LocalUpdates:
             NonFiniteError: If the gradient is not finite, and there is no scaler, which expects it at times.
         """
         del samples
-        live = self._optimizer.use(None)
+        live = self.chosen.use(None)
         with on(self._parameters, gradients):
             if not self._scaler.is_there:
                 if not trained_by.admits(self._model):

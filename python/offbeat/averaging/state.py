@@ -16,7 +16,7 @@ from offbeat.local.saved import bring_back_told, faults_of_state
 
 __all__ = ["faults_of", "state_of", "take_up"]
 
-KEYS = ("pace", "rounds", "optimizer", "classes")
+KEYS = ("pace", "rounds", "optimizer")
 """What every state has besides the course."""
 
 
@@ -39,6 +39,7 @@ def state_of(turns: Turns, owner: Owner) -> dict[str, Any]:
         "model": fingerprint(turns.named),
         "optimizer": None if live is None else live.state_dict(),
         "classes": {"optimizer": None if live is None else type(live).__name__},
+        "settings": turns.optimizer.settings,
     }
 
 
@@ -81,13 +82,14 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
             "a round is under way, which would move the model that has just been loaded: load into an "
             "averager that was just made, or call flush() before"
         )
-    faults, chosen = faults_of(turns, state), turns.optimizer
-    faults += faults_of_state(state, chosen.live, optimizer, chosen.look)
+    faults, chosen = faults_of(turns, state), turns.optimizer.trial()
+    is_new = chosen.live is None
+    faults += faults_of_state(state, chosen, optimizer)
     refuse(faults)
     _check_model(turns, state)
     if state["optimizer"] is not None:
-        is_new = chosen.live is None
-        bring_back_told(chosen.use(optimizer), state["optimizer"], is_new=is_new)
+        turns.optimizer = chosen
+        bring_back_told(chosen, state, is_new=is_new)
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
     if strict or not turns.members.has_gone_on:
         if turns.rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):

@@ -5,11 +5,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
+from offbeat.local.saved import settings_of
 from offbeat.module import named_parameters
 from offbeat.optim import OptimizerSpec, as_spec
 
@@ -29,6 +31,10 @@ class LocalOptimizer:
 
     A spec becomes the torch optimizer of its name over the module's parameters, with the spec's groups; a
     class of torch's, or a `functools.partial` of one, is made with them. A live optimizer is used as it is.
+
+    Attributes:
+        settings: Of its groups as they were first given, in this life or the one that this goes on from:
+            much moves them in a run.
     """
 
     def __init__(self, module: nn.Module, *, called: str = "model") -> None:
@@ -37,6 +43,7 @@ class LocalOptimizer:
         self._called = called
         self._given: object = None
         self._live: torch.optim.Optimizer | None = None
+        self.settings: list[dict[str, Any]] = []
 
     @property
     def live(self) -> torch.optim.Optimizer | None:
@@ -63,6 +70,7 @@ class LocalOptimizer:
                 )
             self._live = self._made(given)
             self._given = given
+            self.settings = [settings_of(group) for group in self._live.param_groups]
         elif given is not None and given is not self._live and not are_equal(given, self._given):
             raise ConfigError(
                 f"optimizer is {_shown(given)}, and this model is trained with {_shown(self._given)}, whose "
@@ -70,14 +78,12 @@ class LocalOptimizer:
             )
         return self._live
 
-    def look(self, given: object) -> torch.optim.Optimizer:
-        """Give what `use` would give; nothing of it is kept.
+    def trial(self) -> "LocalOptimizer":
+        """Give one to be kept instead of this if all is right: itself, or an empty one while this is empty.
 
-        Raises:
-            ConfigError: As `use`.
+        What was to be refused leaves no optimizer behind so, and what is taken is made once.
         """
-        chosen = LocalOptimizer(self._module, called=self._called) if self._live is None else self
-        return chosen.use(given)
+        return LocalOptimizer(self._module, called=self._called) if self._live is None else self
 
     def _made(self, given: object) -> torch.optim.Optimizer:
         if isinstance(given, torch.optim.Optimizer):

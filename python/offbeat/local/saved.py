@@ -1,12 +1,15 @@
 """An optimizer's saved state: whether it fits the one that there is, and in what the two differ."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offbeat import process
 from offbeat.checks import Faults
+
+if TYPE_CHECKING:
+    from offbeat.local.optimizer import LocalOptimizer
 
 __all__ = [
     "bring_back",
@@ -19,27 +22,22 @@ __all__ = [
     "settings_of",
 ]
 
-MOVED = ("momentum", "betas")
-"""What some schedulers move besides the learning rate, as OneCycleLR does."""
+MOVED = ("lr", "momentum", "betas")
+"""What schedulers set when they are made, as OneCycleLR does."""
 
 
-def faults_of_state(
-    state: Mapping[str, Any],
-    live: torch.optim.Optimizer | None,
-    given: object,
-    look: Callable[[object], torch.optim.Optimizer],
-) -> list[str]:
+def faults_of_state(state: Mapping[str, Any], chosen: "LocalOptimizer", given: object) -> list[str]:
     """Tell why the optimizer's part of a state cannot be taken up; nothing if it has none.
 
     Args:
-        state: Has the optimizer's, or None, as "optimizer", and its class by that name in "classes".
-        live: The optimizer that there is.
+        state: Has the optimizer's, or None, as "optimizer", and its class by that name in "classes", which
+            older states do not have.
+        chosen: Has the optimizer that there is, or is to have the one that is made of what was given.
         given: What the user gave for one.
-        look: Gives the optimizer that is made of what was given, or is there.
     """
     if state["optimizer"] is None:
         return []
-    if live is None and given is None:
+    if chosen.live is None and given is None:
         text = (
             "there is no optimizer here, and the state has one's: give load_state_dict(state, "
             "optimizer=...), such as offbeat.optim.SGD(lr=...), or a live one, of the kind that the state "
@@ -47,7 +45,7 @@ def faults_of_state(
         )
         return [text]
     faults = Faults()
-    found = faults.catch(lambda: look(given))
+    found = faults.catch(lambda: chosen.use(given))
     if found is None:
         return faults
     return faults_of_kind("optimizer", found, state) or of_groups(found, state["optimizer"], of="state")
@@ -55,24 +53,30 @@ def faults_of_state(
 
 def faults_of_kind(part: str, own: object, state: Mapping[str, Any]) -> list[str]:
     """Tell if a part is of another class than a state's, which would take its numbers for its own."""
-    others = of_classes({part: type(own).__name__}, {part: state["classes"].get(part)}, of="state")
+    if (classes := state.get("classes")) is None:  # which older states do not have
+        return []
+    others = of_classes({part: type(own).__name__}, {part: classes.get(part)}, of="state")
     return [f"{other}: give one of that class, or go on without the state" for other in others]
 
 
-def bring_back_told(optimizer: torch.optim.Optimizer, saved: dict[str, Any], *, is_new: bool) -> None:
+def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_new: bool) -> None:
     """Load an optimizer's state, and warn of settings that were given otherwise.
 
     Args:
-        optimizer: As it was given.
-        saved: Its state.
+        chosen: Has the optimizer as it was given.
+        state: Has the optimizer's as "optimizer", and as "settings" what it began with, which older states do
+            not have: what they have may have been moved since, as by a scheduler, and nothing is said of it.
         is_new: It was given just now, for this state.
     """
-    if is_new and (others := _other_settings(optimizer, saved)):
-        process.warn(
-            f"{'; '.join(others)}: what the state has is taken. To go on with another, set it in the "
-            f"optimizer's param_groups after load_state_dict"
-        )
-    bring_back(optimizer, saved)
+    live, began = chosen.use(None), state.get("settings")
+    if began is not None:
+        if is_new and (others := of_settings(chosen.settings, began, state["optimizer"], of="state")):
+            process.warn(
+                f"{'; '.join(others)}: what the state has is taken. To go on with another, set it in the "
+                f"optimizer's param_groups after load_state_dict"
+            )
+        chosen.settings = began
+    bring_back(live, state["optimizer"])
 
 
 def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -82,7 +86,7 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """
     optimizer.load_state_dict(saved)
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in saved["state"].items():
+    for index, entry in saved.get("state", {}).items():  # one around another may lay its state out otherwise
         if not isinstance(index, int) or not isinstance(entry, dict):
             continue
         held = optimizer.state[parameters[index]]
@@ -92,37 +96,34 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
                 held[name] = value.to(now.device)
 
 
-def _other_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> list[str]:
-    """Word which settings of an optimizer are not a state's, nor what that began with under a scheduler."""
-    return [
-        f"the optimizer's {name} is {value!r}, and the state's is {group[name]!r}"
-        for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True)
-        for name, value in settings_of(own).items()
-        if name in group
-        and name != "initial_lr"
-        and value not in (None, group[name], settings_of(group).get(name))
-        and not (name in MOVED and "initial_lr" in group)
-    ]
-
-
 def of_settings(
-    own: list[dict[str, Any]], theirs: list[dict[str, Any]], optimizer: dict[str, Any] | None
+    own: list[dict[str, Any]],
+    theirs: list[dict[str, Any]],
+    optimizer: dict[str, Any] | None,
+    *,
+    of: str = "checkpoint",
 ) -> list[str]:
     """Word which settings of an optimizer's groups are neither what a run began with nor what it has now.
 
-    Of groups that were added in mid-run it says nothing: nobody has given what they began with.
+    Of groups that were added in mid-run it says nothing: nobody has given what they began with. Nor of what a
+    scheduler sets where one was there at one of both beginnings alone.
 
     Args:
         own: Of the groups as given, by `settings_of`.
         theirs: As the checkpoint's run began.
         optimizer: Its state in the checkpoint, whose settings come into effect; None where there is none.
+        of: What these are of.
     """
-    now = theirs if optimizer is None else [settings_of(group) for group in optimizer["param_groups"]]
+    now = (None if optimizer is None else _groups_in(optimizer)) or theirs
     return [
-        f"the optimizer's {name} is {ours[name]!r}, and the checkpoint's run began with {then[name]!r}"
+        f"the optimizer's {name} is {ours[name]!r}, and the {of}'s run began with {then[name]!r}"
         for ours, then, held in zip(own, theirs, now, strict=False)
         for name in ours
-        if name in then and ours[name] not in (then[name], held.get(name))
+        if name in then
+        and name != "initial_lr"  # which is the lr in here
+        and None not in (ours[name], then[name])  # it is a tensor
+        and ours[name] not in (then[name], held.get(name), settings_of(held).get(name))
+        and not (name in MOVED and ("initial_lr" in ours) != ("initial_lr" in then))
     ]
 
 
@@ -141,10 +142,10 @@ def of_groups(
     own: torch.optim.Optimizer | None, theirs: dict[str, Any] | None, *, of: str = "checkpoint"
 ) -> list[str]:
     """Word whether an optimizer's groups are others than a checkpoint's; of one that is not here, nothing."""
-    if own is None or theirs is None:
+    if own is None or theirs is None or (groups := _groups_in(theirs)) is None:
         return []
     here = [len(group["params"]) for group in own.param_groups]
-    then = [len(group["params"]) for group in theirs["param_groups"]]
+    then = [len(group["params"]) for group in groups]
     if here == then:
         return []
     return [f"the optimizer's groups have {here} parameters, and the {of}'s {then}"]
@@ -154,3 +155,9 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Give a group's plain numbers as the run begins with them: a scheduler keeps the learning rate's."""
     plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | tuple)}
     return plain | {"lr": plain.get("initial_lr", plain.get("lr"))}
+
+
+def _groups_in(saved: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Give the groups in an optimizer's state; None where it has none, as one around another may."""
+    groups: list[dict[str, Any]] | None = saved.get("param_groups")
+    return groups

@@ -114,8 +114,7 @@ class _Module(Subject):
         return self._optimizer.live
 
     def check(self, asked: Asked) -> None:
-        # A new one, so that a call that is refused leaves no optimizer behind.
-        (LocalOptimizer(self.module) if self.optimizer is None else self._optimizer).use(asked.optimizer)
+        self._optimizer.trial().use(asked.optimizer)
 
     def trainee(self, asked: Asked) -> Trainee:
         return Local(self.module, **self._of_loop(asked))

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncTrainer"]
 
 
-KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "classes", "scaler", "history")
+KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "scaler", "history")
 """What every state has."""
 
 
@@ -486,6 +486,7 @@ class AsyncTrainer:
             "optimizer": None if live is None else live.state_dict(),
             "scheduler": None if scheduled is None else scheduled[1].state_dict(),
             "classes": self.classes,
+            "settings": self._optimizer.settings,
             "scaler": None if scaler is None else scaler.state_dict(),
             "history": asdict(self._history),
         }
@@ -511,12 +512,11 @@ class AsyncTrainer:
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop
-        chosen = LocalOptimizer(self.model) if self._optimizer.live is None else self._optimizer
+        chosen = self._optimizer.trial()
         live, scheduled, is_new = chosen.live, self._scheduled, chosen.live is None
         if state["optimizer"] is not None:
-            wrong = faults_of_state(state, live, optimizer, chosen.use)
-            faults += wrong
-            live = None if wrong else chosen.use(optimizer)
+            faults += faults_of_state(state, chosen, optimizer)
+            live = chosen.live
         with as_it_was_if_refused(live):
             if state["scheduler"] is not None and live is not None:
                 if scheduler is None and scheduled is None:
@@ -533,7 +533,7 @@ class AsyncTrainer:
             workshop.given = live if workshop.given is None else workshop.given
         self._stage.load_state_dict(state["stage"])
         if live is not None and state["optimizer"] is not None:
-            bring_back_told(live, state["optimizer"], is_new=is_new)
+            bring_back_told(chosen, state, is_new=is_new)
         if scheduled is not None and state["scheduler"] is not None:
             scheduled[1].load_state_dict(state["scheduler"])
         if workshop.numerics.scaler is not None:
@@ -692,8 +692,7 @@ class AsyncTrainer:
         given = workshop.given if optimizer is None else optimizer
         is_here = "parameter_server" not in kinds or isinstance(given, torch.optim.Optimizer)
         is_needed = is_here or any(kind != "parameter_server" for kind in kinds)
-        # A new one, so that a call that is refused leaves no optimizer behind.
-        chosen = LocalOptimizer(self.model) if kept.live is None else kept
+        chosen = kept.trial()
         live = faults.catch(lambda: chosen.use(optimizer)) if is_needed else None
         faults += faults_of_scheduler(*asked)
         scheduling = None

@@ -885,14 +885,46 @@ def test_a_state_taken_in_mid_window_goes_on_bit_for_bit_in_all_members(overlap,
             assert np.array_equal(a, c)
 
 
+def without_its_model(rank, overlap):
+    whole, ours = (offbeat.AsyncGradientAccumulator(model(), 3, overlap=overlap) for _ in range(2))
+    steps_of(rank, whole, range(7))
+    kept = copy.deepcopy((whole.model.state_dict(), whole.state_dict()))
+    steps_of(rank, whole, range(7, 14))
+    whole.flush()
+    steps_of(rank, ours, range(4))  # with overlap a sum is under way
+    if rank == 0:
+        ours.model.load_state_dict(kept[0])
+    before = ours.updates
+    with pytest.raises(StateError) as caught:
+        ours.load_state_dict(kept[1])
+    is_unchanged = ours.updates == before
+    ours.model.load_state_dict(kept[0])
+    ours.load_state_dict(kept[1])
+    steps_of(rank, ours, range(7, 14))
+    ours.flush()
+    pairs = zip(whole.model.parameters(), ours.model.parameters(), strict=True)
+    return str(caught.value), is_unchanged, all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_is_refused_in_all_members_where_one_has_not_its_model_back(overlap):
+    first, second = together(without_its_model, 2, overlap)
+    assert first[0].startswith("the model of another member is not the one of its state: load the model's")
+    assert second[0].startswith("the model is not the one of the state: parameter '0.weight' has other val")
+    for _, is_unchanged, goes_on in (first, second):
+        assert is_unchanged
+        assert goes_on, "once all have theirs back"
+
+
 def from_different_updates(rank):
     ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=False)
     steps_of(rank, ours, range(2))
     kept = copy.deepcopy((ours.model.state_dict(), ours.state_dict()))
     steps_of(rank, ours, range(2, 3))
-    if rank == 0:
-        ours.model.load_state_dict(kept[0])
-        ours.load_state_dict(kept[1])
+    if rank == 1:
+        kept = copy.deepcopy((ours.model.state_dict(), ours.state_dict()))
+    ours.model.load_state_dict(kept[0])
+    ours.load_state_dict(kept[1])
     try:
         steps_of(rank, ours, range(3, 4))
     except StateError as error:
