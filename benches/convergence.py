@@ -60,7 +60,7 @@ class Case:
 CASES = (
     Case("average", 2.0),
     Case("easgd", 2.0),
-    Case("diloco", 1.0),
+    Case("diloco", 0.25),
     Case("slowmo", 2.0),
     Case("bmuf", 1.0),
     Case("gossip", 4.0, {"communication_backend": "gloo"}),
