@@ -23,10 +23,11 @@ __all__ = [
     "fetch_status",
     "forget_after_fork",
     "inspect_checkpoints",
-    "next_log_records",
     "set_log_level",
+    "take_log_records",
     "verify_checkpoint",
     "verify_lives",
+    "wait_for_log_records",
 ]
 
 _Tell: TypeAlias = Callable[[int, int], object]
@@ -198,8 +199,11 @@ def checkpoint_model(
 def build_info() -> dict[str, Any]:
     """Tell version, profile, target, compiler features and wire protocol of this build."""
 
-def next_log_records(timeout_s: float) -> list[tuple[int, str, str]]:
-    """Take what Rust has to log, waiting for a first record: (level, target, text)."""
-
 def set_log_level(level: int) -> None:
     """Say from which level on records are wanted; at first 20, INFO."""
+
+def take_log_records() -> list[tuple[int, str, str]]:
+    """Take what Rust has to log: (level, target, text)."""
+
+def wait_for_log_records(timeout_s: float) -> None:
+    """Wait until Rust has something to log, and leave it there."""

@@ -25,6 +25,8 @@ LOGGER = logging.getLogger("offbeat")
 MAX_CAUSE_CHARS = 1000
 PUMP_INTERVAL_S = 0.2
 """How often the log's thread looks whether it is still needed; a record itself wakes it at once."""
+LOG_PATIENCE_S = 5.0
+"""How long one waits for another thread that is logging: what its handler waits for may be this one."""
 
 
 class Live:
@@ -43,6 +45,7 @@ class Live:
 
 
 _lock = threading.Lock()
+_logging = threading.RLock()  # a handler may close something, and so log what else there is
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
 _at_end: list[Callable[[BaseException | None], None]] = []
 _pump: threading.Thread | None = None
@@ -84,7 +87,7 @@ def _hook() -> None:
 def release(thing: Live) -> None:
     """Look no longer after an object: it is closed. What it had to log is logged when this returns."""
     _live.discard(thing)
-    _log_waiting(0.0)
+    _log_waiting()
 
 
 def announce(message: str) -> None:
@@ -110,9 +113,12 @@ def _run_pump() -> None:
     # Not a daemon, which would be killed inside the extension: it ends by itself with the last object or with
     # the main thread, whichever is first.
     global _pump  # noqa: PLW0603
+    from offbeat import _offbeat
+
     main = threading.main_thread()
     while True:
-        _log_waiting(PUMP_INTERVAL_S)
+        _offbeat.wait_for_log_records(PUMP_INTERVAL_S)
+        _log_waiting()
         with _lock:
             if not _live or not main.is_alive():
                 _pump = None
@@ -126,12 +132,22 @@ def _follow_level() -> None:
     _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
 
 
-def _log_waiting(timeout_s: float) -> None:
+def _log_waiting() -> None:
+    """Log what Rust has to say, once another thread that is at it has logged what it took."""
+    if not _logging.acquire(timeout=LOG_PATIENCE_S):
+        return
+    try:
+        _log_taken()
+    finally:
+        _logging.release()
+
+
+def _log_taken() -> None:
     from offbeat import _offbeat
 
     _follow_level()
     prefix = _prefix()
-    for level, target, text in _offbeat.next_log_records(timeout_s):
+    for level, target, text in _offbeat.take_log_records():
         name = target.replace("::", ".").replace("_", ".", 1)
         try:
             logging.getLogger(name).log(level, "%s%s", prefix, text)
@@ -198,10 +214,10 @@ def _hook_multiprocessing() -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
+    global _lock, _logging, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
     from offbeat import _offbeat
 
     _at_end.clear()  # what it is about is the parent's
     _offbeat.forget_after_fork()
-    _lock, _live, _pump = threading.Lock(), weakref.WeakSet(), None
+    _lock, _logging, _live, _pump = threading.Lock(), threading.RLock(), weakref.WeakSet(), None
     _hooked_into_multiprocessing = False  # the child's finalizers begin empty

@@ -28,7 +28,7 @@ mod _offbeat {
         checkpoint_model, checkpoint_names, inspect_checkpoints, verify_checkpoint, verify_lives,
     };
     #[pymodule_export]
-    use super::log::{next_log_records, set_log_level};
+    use super::log::{set_log_level, take_log_records, wait_for_log_records};
     #[pymodule_export]
     use super::server::{Server, Snapshot};
     #[pymodule_export]

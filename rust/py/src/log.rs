@@ -132,17 +132,25 @@ pub(crate) fn forget() {
     let _old = std::mem::ManuallyDrop::new(QUEUE.swap(Arc::default()));
 }
 
-/// Takes all waiting records, waiting up to `timeout_s` for a first one.
+/// Waits up to `timeout_s` for a record, and takes none.
 #[pyfunction]
-pub(crate) fn next_log_records(py: Python<'_>, timeout_s: f64) -> Vec<Record> {
+pub(crate) fn wait_for_log_records(py: Python<'_>, timeout_s: f64) {
     py.detach(|| {
         let queue = QUEUE.load_full();
         let Ok(waiting) = queue.waiting.lock() else {
-            return Vec::new();
+            return;
         };
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or_default();
-        let waited = queue.filled.wait_timeout_while(waiting, timeout, |(records, _)| records.is_empty());
-        let Ok((mut waiting, _)) = waited else {
+        drop(queue.filled.wait_timeout_while(waiting, timeout, |(records, _)| records.is_empty()));
+    });
+}
+
+/// Takes all waiting records.
+#[pyfunction]
+pub(crate) fn take_log_records(py: Python<'_>) -> Vec<Record> {
+    py.detach(|| {
+        let queue = QUEUE.load_full();
+        let Ok(mut waiting) = queue.waiting.lock() else {
             return Vec::new();
         };
         let (records, dropped) = &mut *waiting;

@@ -2,12 +2,14 @@
 
 import logging
 import socket
+import sys
+import threading
 
 import numpy as np
 import pytest
 
 import offbeat
-from offbeat import optim
+from offbeat import optim, process
 from support.waiting import wait_for
 
 MODEL = {"w": np.zeros(3, np.float32)}
@@ -25,6 +27,89 @@ def test_events_of_the_rust_server_are_records_of_logging(caplog):
     assert joined[0].name.startswith("offbeat.net.server")
     assert joined[0].levelno == logging.INFO
     assert "worker=mine" in joined[0].getMessage()
+
+
+class Unlocked(logging.Handler):
+    """One in which a thread may be while another is."""
+
+    def createLock(self):  # noqa: N802  the name in `logging`
+        self.lock = None
+
+
+class Slow(Unlocked):
+    """Has a record of the log's thread until the main thread is closing something, and half a second more."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_one, self.messages = threading.Event(), []
+
+    def emit(self, record):
+        if threading.current_thread().name == "offbeat-log":
+            self.has_one.set()
+            wait_for(lambda: "release" in calls_of(threading.main_thread()))
+            threading.Event().wait(0.5)
+        self.messages.append(record.getMessage())
+
+
+def calls_of(thread):
+    frame, names = sys._current_frames()[thread.ident], []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+def test_what_the_logs_thread_has_taken_is_logged_when_a_call_returns_that_closes_something(caplog):
+    slow, log = Slow(), logging.getLogger("offbeat")
+    log.addHandler(slow)
+    try:
+        with (
+            caplog.at_level(logging.INFO, logger="offbeat"),
+            offbeat.ParameterServer(MODEL, host="127.0.0.1"),
+        ):
+            assert slow.has_one.wait(20)
+        assert len(slow.messages) > 1, slow.messages
+        assert "listens" in "".join(slow.messages)
+    finally:
+        log.removeHandler(slow)
+
+
+def test_a_handler_that_closes_something_and_one_that_waits_for_the_closing_thread_end(caplog, monkeypatch):
+    class Closing(Unlocked):
+        def emit(self, record):
+            if "joined" in record.getMessage():
+                client.close()  # on the log's thread
+                closed.set()
+
+    class Waiting(Unlocked):
+        def emit(self, record):
+            if threading.current_thread() is not threading.main_thread():
+                has_one.set()
+                ended.append(may_go.wait(20))
+
+    closed, has_one, may_go, ended = threading.Event(), threading.Event(), threading.Event(), []
+    log = logging.getLogger("offbeat")
+    monkeypatch.setattr(process, "LOG_PATIENCE_S", 0.1)
+    with (
+        caplog.at_level(logging.INFO, logger="offbeat"),
+        offbeat.ParameterServer(MODEL, host="127.0.0.1") as server,
+    ):
+        client = offbeat.Client(server.address)
+        log.addHandler(closing := Closing())
+        try:
+            offbeat.Client(server.address).close()
+            assert closed.wait(20)
+        finally:
+            log.removeHandler(closing)
+        log.addHandler(waiting := Waiting())
+        try:
+            other = offbeat.Client(server.address)
+            assert has_one.wait(20)
+            other.close()
+            assert not ended, "it has not waited for what the handler waits for"
+            may_go.set()
+        finally:
+            log.removeHandler(waiting)
 
 
 @pytest.mark.parametrize(("held", "given"), [("right", "wrong"), (None, "one too many"), ("right", None)])

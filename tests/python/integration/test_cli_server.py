@@ -709,9 +709,9 @@ import sys, threading
 from offbeat import process
 from offbeat.cli import main, server
 
-def log_waiting(timeout_s):
+def log_waiting():
     told.wait()
-    logs(timeout_s)
+    logs()
 
 def join_lines(*arguments, **keywords):
     told.set()
