@@ -10,8 +10,7 @@ from offbeat import process
 from offbeat.accumulator.members import Members, Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults, check_keys
-from offbeat.errors import StateError
-from offbeat.local.parameters import AT_ONCE, first_other
+from offbeat.local.parameters import AT_ONCE, check_back
 
 __all__ = ["KEYS", "check_model", "check_state", "tell_of_steps", "total_of_state", "total_state"]
 
@@ -44,19 +43,12 @@ def check_model(
         StateError: In all members, if one has not.
         ConnectionLostError: If a member is lost.
     """
-    kept = state.get("model")  # which older states do not have
-    other = None if kept is None else first_other(named, kept)
-    are_fitting = members.is_alike(other is None)
-    if other is None and are_fitting:
-        return
-    what = (
-        "the model of another member is not the one of its state"
-        if other is None
-        else f"the model is not the one of the state: parameter {other!r} has other values"
-    )
-    raise StateError(
-        f"{what}: load the model's own state before this one, which was taken with this one and {AT_ONCE}; "
-        f"and after the accumulator was made, which gives the first member's model to all"
+    check_back(
+        named,
+        state,
+        members.is_alike,
+        remedy="load the model's own state before this one, which was taken with this one and "
+        f"{AT_ONCE}; and after the accumulator was made, which gives the first member's model to all",
     )
 
 

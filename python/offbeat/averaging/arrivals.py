@@ -11,7 +11,7 @@ from torch import nn
 
 from offbeat.averaging.members import Heard, Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
-from offbeat.averaging.served import BEGIN_S, LOST, REREAD, Arrays, Served, array_of
+from offbeat.averaging.served import BEGIN_S, LOST, REREAD, Arrays, Connect, Served, array_of
 from offbeat.client import Client
 from offbeat.errors import ConfigError
 from offbeat.local.flat import slices
@@ -66,7 +66,7 @@ class Arrivals(Served):
 
     def __init__(
         self,
-        connect: Callable[[float], Client],
+        connect: Connect,
         parameters: Sequence[tuple[str, nn.Parameter]],
         statistics: Sequence[torch.Tensor],
         *,
@@ -77,7 +77,7 @@ class Arrivals(Served):
         """Begin with the server's parameters; bring this model, and the outer step, where it has none.
 
         Args:
-            connect: Makes a client whose pushes are gradients, under a name that stays the same.
+            connect: As `Served`, but that pushes are gradients, under a name that stays the same.
             parameters: Each once, with its name.
             statistics: Of the model's BatchNorm layers.
             num_expected: As `Served`; also the delay, where the method does not say it.

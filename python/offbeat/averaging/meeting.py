@@ -153,12 +153,12 @@ class Meeting:
         server, address = reached(place, self.token)
         # It comes back under the same name, by which the server counts its pushes. One that a server gives
         # out would not do: at another server, which knows nothing of this one's, it can be another member's.
-        name = f"member-{secrets.token_hex(6)}" if self.is_asynchronous else None
+        own_name = f"member-{secrets.token_hex(6)}" if self.is_asynchronous else None
 
-        def connect(tries_s: float) -> Client:
+        def connect(tries_s: float, name: str | None) -> Client:
             return Client(
                 address,
-                name,
+                name or own_name,
                 token=self.token,
                 connect_timeout_s=tries_s,
                 reconnect_timeout_s=RECONNECT_S,

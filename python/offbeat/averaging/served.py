@@ -13,7 +13,14 @@ from torch import nn
 
 from offbeat import process
 from offbeat.averaging.members import Heard, Said, worded_terms
-from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, missed, telling
+from offbeat.averaging.waiting import (
+    at_the_server,
+    for_the_others,
+    for_those_before,
+    missed,
+    missed_of,
+    telling,
+)
 from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
@@ -28,10 +35,11 @@ from offbeat.local.flat import PIECE, slices
 from offbeat.rounds import Entered
 from offbeat.telling import Waits
 
-__all__ = ["Arrays", "Served", "array_of"]
+__all__ = ["Arrays", "Connect", "Served", "array_of"]
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
+Connect = Callable[[float, str | None], Client]
 
 BEGIN_S = 60.0
 """Longest wait for those who are started together; as long as a client tries to reach its server."""
@@ -78,7 +86,7 @@ class Served:
 
     def __init__(
         self,
-        connect: Callable[[float], Client],
+        connect: Connect,
         parameters: Sequence[tuple[str, nn.Parameter]],
         statistics: Sequence[torch.Tensor],
         *,
@@ -89,7 +97,8 @@ class Served:
         """Begin with the server's mean; bring this model where it has none.
 
         Args:
-            connect: Makes a client whose pushes are differences, and tries for so many seconds.
+            connect: Makes a client whose pushes are differences, in so many seconds, under a name if one is
+                given.
             parameters: Each once, with its name.
             statistics: Of the model's BatchNorm layers.
             terms: By what this member averages, which has to be the same in all.
@@ -123,6 +132,10 @@ class Served:
                 )
         self._client: Client | None = None
         self._name: str | None = None  # there; the client itself, while it is in a call, does not say it
+        self._names_had: set[str] = set()  # in this run
+        self._former: set[str] = (
+            set()
+        )  # of these, those for which a server that was started again waits still
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None
@@ -428,6 +441,9 @@ class Served:
             wish: The terms wanted.
             is_mean: The room has the mean from here on, rather than the memory that has it.
 
+        One that waits for itself, under the name that it had, does not end with this round: first it is in
+        the round by its new name, so that nobody ends without it, and then the old one is done with.
+
         Returns:
             How many members have not ended; whether all wish for these terms, or nobody for others; and
             whether there is nothing left of this member's that is to come in another round.
@@ -437,8 +453,10 @@ class Served:
         """
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
+        is_at_work |= bool(self._former)
         with self._telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        self._end_former()
         if self._is_counted and not self._is_back:  # else it is told of what was lost in between
             self._tell_who_was_lost(client, entered)
         self._is_back = False
@@ -551,16 +569,20 @@ class Served:
         Raises:
             ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
         """
-        client = self._connect(AGAIN_S if tries_s is None else tries_s)
+        client = self._connect(AGAIN_S if tries_s is None else tries_s, None)
         if self._run_id not in {None, client.run_id}:
             self._num_before = max(self._num_before, self.size)
+            self._names_had.clear()  # there, names that are the same are others'
         try:
             self._agree(client)
+            missed_there = missed_of(client.status()["workers"])
         except BaseException:
             client.close(finished=False)
             raise
         self._is_back = self._run_id is not None
+        self._former = self._names_had.intersection(missed_there)
         self._client, self._name, self._run_id = client, client.worker_id, client.run_id
+        self._names_had.add(self._name)
 
     def _agree(self, client: Client) -> None:
         arrays = self._sound(self._brought())
@@ -572,6 +594,19 @@ class Served:
         self._mean = client.pull(out=arrays)
         if self._last == NOWHERE:
             self._last = status["rounds"]["closed"], self._version
+
+    def _end_former(self) -> None:
+        """Say goodbye under a name that this member had, at a server that waits for it as for another."""
+        while self._former:
+            name = self._former.pop()
+            try:
+                self._connect(AGAIN_S, name).close(finished=True)
+            except OffbeatError as error:
+                _log.warning(
+                    "this member is %s at the server now, which waits for %s, as it was before: it could not "
+                    "be told that they are one: %s",
+                    self._name, name, error,
+                )  # fmt: skip
 
     def _reread(self, client: Client) -> None:
         """Take what the server has, from which this member's way is measured."""

@@ -11,7 +11,7 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.parameters import AT_ONCE, fingerprint, first_other
+from offbeat.local.parameters import AT_ONCE, check_back, fingerprint
 from offbeat.local.saved import bring_back_told, faults_of_state
 
 __all__ = ["faults_of", "state_of", "take_up"]
@@ -110,20 +110,13 @@ def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:
     """
     if turns.members.has_gone_on or isinstance(turns.members, Arrivals):
         return  # the model is what others have made
-    kept = state.get("model")  # which older states do not have
-    other = None if kept is None else first_other(turns.named, kept)
-    are_fitting = turns.members.is_alike(other is None)
-    if other is None and are_fitting:
-        return
-    what = (
-        "the model of another member is not the one of its state"
-        if other is None
-        else f"the model is not the one of the state: parameter {other!r} has other values"
-    )
-    raise StateError(
-        f"{what}: making an averager gives the first member's model to all, so make the averager first, then "
+    check_back(
+        turns.named,
+        state,
+        turns.members.is_alike,
+        remedy="making an averager gives the first member's model to all, so make the averager first, then "
         f"load the model's own state, which was taken right after the averager's and {AT_ONCE}, and then the "
-        f"averager's"
+        f"averager's",
     )
 
 

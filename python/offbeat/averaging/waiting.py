@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat import telling as late
 
-__all__ = ["at_the_server", "for_the_others", "for_those_before", "missed", "telling"]
+__all__ = ["at_the_server", "for_the_others", "for_those_before", "missed", "missed_of", "telling"]
 
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
@@ -58,7 +58,7 @@ def for_the_others(status: Mapping[str, Any], *, num_expected: int, most_s: floa
     """
     num_there = status["rounds"]["open_entrants"]
     if num_there >= num_expected:
-        names = _missed_of(status["workers"])
+        names = ", ".join(missed_of(status["workers"])) or None
         return names and (
             f"all {num_expected} members that begin together are there; for a lease (10 s) they wait for "
             f"those who were at the server before it was started again and have not come back: {names}"
@@ -89,7 +89,7 @@ def missed(workers: Sequence[Mapping[str, Any]]) -> str | None:
     Returns:
         None where there are no such.
     """
-    names = _missed_of(workers)
+    names = ", ".join(missed_of(workers)) or None
     return names and (
         f"waiting for {names}, who may be training still: no word has come from there since the "
         f"server was started again; it gives them five times its rejoin_grace_s (60 s, if it was not set) "
@@ -98,6 +98,10 @@ def missed(workers: Sequence[Mapping[str, Any]]) -> str | None:
     )
 
 
-def _missed_of(workers: Sequence[Mapping[str, Any]]) -> str | None:
-    names = [worker["id"] for worker in workers if worker["state"] == "lost" and worker["cause"] == MISSED]
-    return ", ".join(names) or None
+def missed_of(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Give the names of those who were there before the server was started again, and are waited for.
+
+    Args:
+        workers: As a status has them.
+    """
+    return [worker["id"] for worker in workers if worker["state"] == "lost" and worker["cause"] == MISSED]

@@ -1,7 +1,8 @@
 """The parameters of a model that is trained here: each once, and the same objects as long as it is."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,12 @@ from torch.nn.parameter import is_lazy
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
 
-__all__ = ["AT_ONCE", "check_same", "each_once", "fingerprint", "first_other", "of_model"]
+__all__ = ["AT_ONCE", "check_back", "check_same", "each_once", "fingerprint", "of_model"]
 
 AT_ONCE = "saved, or copied (copy.deepcopy), at once, as it refers to the model's own tensors"
 """What to do with a model's state, which goes on changing with the model."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """By bytes of a value: as what its bits are read."""
@@ -27,7 +30,7 @@ def each_once(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
-def check_same(before: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> None:
+def check_same(before: Named, model: nn.Module) -> None:
     """See that a model has the parameters it had.
 
     Raises:
@@ -44,7 +47,7 @@ def check_same(before: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> 
         raise StateError("the model has more or fewer parameters than when this was made: change it first")
 
 
-def fingerprint(named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str | int]]:
+def fingerprint(named: Named) -> list[list[str | int]]:
     """Tell values from others by little: each parameter's dtype, and the sum of its bits as whole numbers.
 
     It is the same on each device, and computed there: only the sums leave it.
@@ -55,7 +58,32 @@ def fingerprint(named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str | in
     return [[str(p.dtype), sum_] for (_, p), sum_ in zip(named, torch.stack(sums).tolist(), strict=True)]
 
 
-def first_other(named: Sequence[tuple[str, nn.Parameter]], kept: Sequence[Sequence[str | int]]) -> str | None:
+def check_back(
+    named: Named, state: Mapping[str, Any], is_alike: Callable[[object], bool], *, remedy: str
+) -> None:
+    """See that in all members the model has the values that it had when a state was taken.
+
+    Args:
+        named: The model's parameters.
+        state: Whose "model" is a `fingerprint`, or that has none, as older states have not.
+        is_alike: Tells whether a value is the same in all members; each has to ask.
+        remedy: What the user is to do.
+
+    Raises:
+        StateError: In all members, if one has other values.
+    """
+    kept = state.get("model")
+    other = None if kept is None else _first_other(named, kept)
+    are_back = is_alike(other is None)
+    if other is not None:
+        raise StateError(
+            f"the model is not the one of the state: parameter {other!r} has other values: {remedy}"
+        )
+    if not are_back:
+        raise StateError(f"the model of another member is not the one of its state: {remedy}")
+
+
+def _first_other(named: Named, kept: Sequence[Sequence[str | int]]) -> str | None:
     """Name the first parameter that has other values than when a `fingerprint` was taken; None: none has.
 
     Of one that was cast since then nothing can be said.

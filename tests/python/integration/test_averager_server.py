@@ -362,6 +362,41 @@ def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monke
         ours.close()
 
 
+def test_nobody_waits_for_those_who_were_away_for_so_long_that_they_come_back_under_other_names(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    port, both = free_port(), [Counter(), Counter()]
+
+    def serving():
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+
+    def begin(rank):
+        return at(f"127.0.0.1:{port}", both[rank].model, rank, 2, averaging_frequency=4)
+
+    def end(averager):
+        averager.flush()
+        averager.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        with serving() as server:
+            averagers = list(threads.map(begin, range(2)))
+            before = {worker["id"] for worker in server.status()["workers"]}
+            server.stop(restarting=True)
+        for one, averager in zip(both, averagers, strict=True):
+            one.train(averager, 4)
+        wait_for(lambda: all(averager._turns.members.is_there() for averager in averagers))
+        both[0].train(averagers[0], 2)
+        with warned() as told, serving() as server:
+            list(threads.map(end, averagers))
+            states = {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+    assert len(states) == 4
+    assert all(states[name] == "finished" for name in before), states
+    assert both[0].value == both[1].value == pytest.approx(5.2), "6 and 4, weighed by as many samples"
+    assert not [text for text in told if "waiting for" in text]
+
+
 def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the_outer_step_led(
     monkeypatch, tmp_path
 ):
