@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
@@ -46,6 +47,9 @@ class Live:
 
 _lock = threading.Lock()
 _logging = threading.RLock()  # a handler may close something, and so log what else there is
+_taken: deque[tuple[int, str, str]] = deque()  # records that are to be logged by who has that lock
+_num_logged = 0
+_waited_for = -1  # the record, by its number, for whose handler somebody has waited in vain
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
 _at_end: list[Callable[[BaseException | None], None]] = []
 _pump: threading.Thread | None = None
@@ -87,7 +91,7 @@ def _hook() -> None:
 def release(thing: Live) -> None:
     """Look no longer after an object: it is closed. What it had to log is logged when this returns."""
     _live.discard(thing)
-    _log_waiting()
+    _log_waiting(0.0 if _waited_for == _num_logged else LOG_PATIENCE_S)
 
 
 def announce(message: str) -> None:
@@ -118,11 +122,15 @@ def _run_pump() -> None:
     main = threading.main_thread()
     while True:
         _offbeat.wait_for_log_records(PUMP_INTERVAL_S)
-        _log_waiting()
+        _log_waiting(LOG_PATIENCE_S)
         with _lock:
-            if not _live or not main.is_alive():
+            is_at_end = not _live or not main.is_alive()
+            if is_at_end:
                 _pump = None
-                return
+        if is_at_end:
+            # What somebody has left who closed the last, and would wait no longer for a handler.
+            _log_waiting(LOG_PATIENCE_S)
+            return
 
 
 def _follow_level() -> None:
@@ -132,22 +140,29 @@ def _follow_level() -> None:
     _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
 
 
-def _log_waiting() -> None:
+def _log_waiting(patience_s: float) -> None:
     """Log what Rust has to say, once another thread that is at it has logged what it took."""
-    if not _logging.acquire(timeout=LOG_PATIENCE_S):
+    global _waited_for  # noqa: PLW0603  there is one process
+    lock, record = _logging, _num_logged
+    if not lock.acquire(timeout=patience_s):
+        _waited_for = record
         return
     try:
         _log_taken()
     finally:
-        _logging.release()
+        lock.release()
 
 
 def _log_taken() -> None:
+    global _num_logged  # noqa: PLW0603  there is one process
     from offbeat import _offbeat
 
     _follow_level()
     prefix = _prefix()
-    for level, target, text in _offbeat.take_log_records():
+    _taken.extend(_offbeat.take_log_records())
+    while _taken:  # a handler may have logged some that came after its own
+        level, target, text = _taken.popleft()
+        _num_logged += 1
         name = target.replace("::", ".").replace("_", ".", 1)
         try:
             logging.getLogger(name).log(level, "%s%s", prefix, text)
@@ -218,6 +233,7 @@ def _after_fork() -> None:
     from offbeat import _offbeat
 
     _at_end.clear()  # what it is about is the parent's
+    _taken.clear()
     _offbeat.forget_after_fork()
     _lock, _logging, _live, _pump = threading.Lock(), threading.RLock(), weakref.WeakSet(), None
     _hooked_into_multiprocessing = False  # the child's finalizers begin empty

@@ -14,6 +14,7 @@ from torch import nn
 from offbeat import process
 from offbeat.averaging.members import Heard, Said, worded_terms
 from offbeat.averaging.waiting import (
+    UNDER_ANOTHER,
     at_the_server,
     for_the_others,
     for_those_before,
@@ -320,7 +321,7 @@ class Served:
             return None
         if self._waits_for_those_before:
             return self._words_for_those_before(status)
-        return at_the_server(status, own=self._name, waited_s=waited_s)
+        return at_the_server(status, own=self._name, had={*self._names_had}, waited_s=waited_s)
 
     def _words_for_those_before(self, status: Mapping[str, Any]) -> str:
         return for_those_before(status, num_before=self._num_before, most_s=BEGIN_S)
@@ -453,10 +454,11 @@ class Served:
         """
         client = self._client
         assert client is not None  # noqa: S101  who calls this has met
-        is_at_work |= bool(self._former)
+        former = self._former_names(client)
+        is_at_work |= bool(former)
         with self._telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
-        self._end_former()
+        self._leave_as(former)
         if self._is_counted and not self._is_back:  # else it is told of what was lost in between
             self._tell_who_was_lost(client, entered)
         self._is_back = False
@@ -498,10 +500,10 @@ class Served:
                 f"and this one has {entered.members}; who has ended since has nothing of what it learns"
             )
             return
-        lost = {w["id"]: w["cause"] for w in client.status()["workers"] if w["state"] == "lost"}
-        news = [
-            f"{name} was given up ({cause})" for name, cause in lost.items() if name not in self._known_lost
-        ]
+        workers = client.status()["workers"]
+        lost = {w["id"]: f"was given up ({w['cause']})" for w in workers if w["state"] == "lost"}
+        lost |= dict.fromkeys(missed_of(workers), UNDER_ANOTHER)
+        news = [f"{name} {what}" for name, what in lost.items() if name not in self._known_lost]
         if news:
             _log.warning(
                 "round %d has %d member(s), and the one before had %d: %s",
@@ -575,12 +577,10 @@ class Served:
             self._names_had.clear()  # there, names that are the same are others'
         try:
             self._agree(client)
-            missed_there = missed_of(client.status()["workers"])
         except BaseException:
             client.close(finished=False)
             raise
         self._is_back = self._run_id is not None
-        self._former = self._names_had.intersection(missed_there)
         self._client, self._name, self._run_id = client, client.worker_id, client.run_id
         self._names_had.add(self._name)
 
@@ -595,13 +595,19 @@ class Served:
         if self._last == NOWHERE:
             self._last = status["rounds"]["closed"], self._version
 
-    def _end_former(self) -> None:
-        """Say goodbye under a name that this member had, at a server that waits for it as for another."""
-        while self._former:
-            name = self._former.pop()
+    def _former_names(self, client: Client) -> list[str]:
+        """Give names that this member had, for which a server waits that was started again."""
+        if self._names_had <= {self._name}:
+            return []
+        return [name for name in missed_of(client.status()["workers"]) if name in self._names_had]
+
+    def _leave_as(self, names: Sequence[str]) -> None:
+        """Say goodbye under names that this member had."""
+        for name in names:
             try:
-                self._connect(AGAIN_S, name).close(finished=True)
+                self._connect(AGAIN_S, name).close(finished=False)
             except OffbeatError as error:
+                self._names_had.discard(name)  # else it would be at work for ever
                 _log.warning(
                     "this member is %s at the server now, which waits for %s, as it was before: it could not "
                     "be told that they are one: %s",

@@ -1,19 +1,28 @@
 """For whom a member at a server waits, which is told once it has waited for some seconds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from offbeat import telling as late
 
-__all__ = ["at_the_server", "for_the_others", "for_those_before", "missed", "missed_of", "telling"]
+__all__ = [
+    "UNDER_ANOTHER",
+    "at_the_server",
+    "for_the_others",
+    "for_those_before",
+    "missed",
+    "missed_of",
+    "telling",
+]
 
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
 
 MISSED = "has not come back since the server was started again"
 """How a status words why one of a server's life before is lost, for whom it waits all the same."""
-
+UNDER_ANOTHER = f"{MISSED}, or has under another name"
+"""How that is worded where others may have come back so."""
 
 ENDED = "finished", "left"
 """States, in a status, of workers for whom nobody waits."""
@@ -24,16 +33,20 @@ def telling(text: str | Callable[[], str | None] | None) -> AbstractContextManag
     return late.telling(text, after_s=TELL_AFTER_S)
 
 
-def at_the_server(status: Mapping[str, Any], *, own: str | None, waited_s: float) -> str:
+def at_the_server(
+    status: Mapping[str, Any], *, own: str | None, had: Collection[str], waited_s: float
+) -> str:
     """Word the wait for a round in which other members are missing.
 
     Args:
         status: The server's.
         own: This member's name there.
+        had: Names that it has or had.
         waited_s: How long it has waited by now.
     """
-    workers = [worker for worker in status["workers"] if worker["state"] not in ENDED and worker["id"] != own]
-    others = ", ".join(f"{worker['id']} ({worker['state']})" for worker in workers) or "none"
+    workers = [w for w in status["workers"] if w["state"] not in ENDED and w["id"] not in had]
+    states = dict.fromkeys(missed_of(workers), UNDER_ANOTHER)
+    others = ", ".join(f"{w['id']} ({states.get(w['id'], w['state'])})" for w in workers) or "none"
     come = status["rounds"]["open_entrants"]
     if come > 1:  # this one, and some of the others
         others += " (of whom the server does not tell which have come)"

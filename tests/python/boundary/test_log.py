@@ -4,6 +4,8 @@ import logging
 import socket
 import sys
 import threading
+import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -32,8 +34,8 @@ def test_events_of_the_rust_server_are_records_of_logging(caplog):
 class Unlocked(logging.Handler):
     """One in which a thread may be while another is."""
 
-    def createLock(self):  # noqa: N802  the name in `logging`
-        self.lock = None
+    def handle(self, record):
+        self.emit(record)
 
 
 class Slow(Unlocked):
@@ -74,42 +76,73 @@ def test_what_the_logs_thread_has_taken_is_logged_when_a_call_returns_that_close
         log.removeHandler(slow)
 
 
-def test_a_handler_that_closes_something_and_one_that_waits_for_the_closing_thread_end(caplog, monkeypatch):
+class Waiting(Unlocked):
+    """Has the first record of the log's thread until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_one, self.may_go, self.messages = threading.Event(), threading.Event(), []
+
+    def emit(self, record):
+        if threading.current_thread().name == "offbeat-log" and not self.has_one.is_set():
+            self.has_one.set()
+            self.may_go.wait(20)
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def handled(by):
+    log = logging.getLogger("offbeat")
+    log.addHandler(by)
+    try:
+        yield by
+    finally:
+        if isinstance(by, Waiting):
+            by.may_go.set()
+        log.removeHandler(by)
+
+
+def test_a_handler_may_close_something_and_what_that_had_to_log_comes_in_its_order(caplog):
     class Closing(Unlocked):
+        messages = []  # noqa: RUF012  there is one
+
         def emit(self, record):
-            if "joined" in record.getMessage():
-                client.close()  # on the log's thread
+            self.messages.append(record.getMessage())
+            if "worker=first" in self.messages[-1] and "joined" in self.messages[-1]:
+                second.close()
+                self.messages.append("second is closed")
                 closed.set()
 
-    class Waiting(Unlocked):
-        def emit(self, record):
-            if threading.current_thread() is not threading.main_thread():
-                has_one.set()
-                ended.append(may_go.wait(20))
-
-    closed, has_one, may_go, ended = threading.Event(), threading.Event(), threading.Event(), []
-    log = logging.getLogger("offbeat")
-    monkeypatch.setattr(process, "LOG_PATIENCE_S", 0.1)
-    with (
-        caplog.at_level(logging.INFO, logger="offbeat"),
-        offbeat.ParameterServer(MODEL, host="127.0.0.1") as server,
-    ):
-        client = offbeat.Client(server.address)
-        log.addHandler(closing := Closing())
-        try:
-            offbeat.Client(server.address).close()
+    closed = threading.Event()
+    with caplog.at_level(logging.INFO, logger="offbeat"), offbeat.ParameterServer(MODEL) as server:
+        second = offbeat.Client(server.address, worker_id="second")
+        with handled(Closing()) as closing:
+            offbeat.Client(server.address, worker_id="first").close()
             assert closed.wait(20)
-        finally:
-            log.removeHandler(closing)
-        log.addHandler(waiting := Waiting())
-        try:
-            other = offbeat.Client(server.address)
-            assert has_one.wait(20)
-            other.close()
-            assert not ended, "it has not waited for what the handler waits for"
-            may_go.set()
-        finally:
-            log.removeHandler(waiting)
+    told = [text for text in closing.messages if "first" in text or "second" in text]
+    at = {text: number for number, text in enumerate(told)}
+    assert len(at) == len(told), told
+    after = {
+        what: next(n for text, n in at.items() if what in text)
+        for what in ("joined worker=first", "finished worker=second")
+    }
+    assert after["joined worker=first"] < after["finished worker=second"] < at["second is closed"]
+
+
+def test_who_closes_does_not_wait_for_ever_for_a_handler_and_what_it_leaves_is_logged(caplog, monkeypatch):
+    monkeypatch.setattr(process, "LOG_PATIENCE_S", 0.5)
+    with caplog.at_level(logging.INFO, logger="offbeat"), handled(Waiting()) as waiting:
+        with offbeat.ParameterServer(MODEL) as server:
+            assert waiting.has_one.wait(20)
+            since = time.monotonic()
+            for number in range(20):
+                offbeat.Client(server.address, worker_id=f"client-{number}").close()
+        assert not [text for text in waiting.messages if "client-" in text], (
+            "it waits still, and nobody for it"
+        )
+        assert time.monotonic() - since < 20 * 0.5, "nor has each waited anew"
+        waiting.may_go.set()
+        wait_for(lambda: any("finished worker=client-19" in text for text in waiting.messages))
 
 
 @pytest.mark.parametrize(("held", "given"), [("right", "wrong"), (None, "one too many"), ("right", None)])

@@ -365,36 +365,57 @@ def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monke
 def test_nobody_waits_for_those_who_were_away_for_so_long_that_they_come_back_under_other_names(
     monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
-    port, both = free_port(), [Counter(), Counter()]
+    port, here, older, both = free_port(), tmp_path / "here", tmp_path / "older", [Counter(), Counter()]
 
-    def serving():
-        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
+    def serving(folder=here):
+        return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=folder, linger_s=0.5)
 
     def begin(rank):
         return at(f"127.0.0.1:{port}", both[rank].model, rank, 2, averaging_frequency=4)
 
-    def end(averager):
-        averager.flush()
-        averager.close()
+    def flush():
+        since = time.monotonic()
+        list(threads.map(offbeat.AsyncModelAverager.flush, averagers))
+        assert time.monotonic() - since < 3 * LEASE_S, (
+            "who is missed is waited for no longer than by the others"
+        )
 
-    with ThreadPoolExecutor(2) as threads:
-        with serving() as server:
+    def states():
+        return {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+
+    with ThreadPoolExecutor(2) as threads, warned() as told:
+        with serving() as server, monkeypatch.context() as briefly:
+            briefly.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
             averagers = list(threads.map(begin, range(2)))
-            before = {worker["id"] for worker in server.status()["workers"]}
+            before = set(states())
             server.stop(restarting=True)
-        for one, averager in zip(both, averagers, strict=True):
-            one.train(averager, 4)
-        wait_for(lambda: all(averager._turns.members.is_there() for averager in averagers))
+        shutil.copytree(here, older)
+        with monkeypatch.context() as briefly:
+            briefly.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+            for one, averager in zip(both, averagers, strict=True):
+                one.train(averager, 4)
+            wait_for(lambda: all(averager._turns.members.is_there() for averager in averagers))
         both[0].train(averagers[0], 2)
-        with warned() as told, serving() as server:
-            list(threads.map(end, averagers))
-            states = {worker["id"]: worker["state"] for worker in server.status()["workers"]}
-    assert len(states) == 4
-    assert all(states[name] == "finished" for name in before), states
-    assert both[0].value == both[1].value == pytest.approx(5.2), "6 and 4, weighed by as many samples"
-    assert not [text for text in told if "waiting for" in text]
+        with serving() as server:
+            flush()
+            assert both[0].value == both[1].value == pytest.approx(5.2), "6 and 4, weighed by as many samples"
+            assert [states()[name] for name in before] == ["left", "left"], "for whom nobody waits"
+            assert len(states()) == 4
+            server.stop(restarting=True)
+        shutil.copy(
+            here / "life.json", older
+        )  # as after a crash before the next save: they are missed once more
+        with serving(older) as server:
+            flush()
+            assert both[0].value == both[1].value
+            assert [states()[name] for name in before] == ["left", "left"]
+            for averager in averagers:
+                averager.close()
+            assert server.wait_for_workers(2, timeout_s=20), (
+                "by the names that they have now they have finished"
+            )
+    said = [text for text in told if any(f"{name} (lost)" in text for name in before)]
+    assert not said
 
 
 def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the_outer_step_led(

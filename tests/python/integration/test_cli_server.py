@@ -709,9 +709,9 @@ import sys, threading
 from offbeat import process
 from offbeat.cli import main, server
 
-def log_waiting():
+def log_waiting(patience_s):
     told.wait()
-    logs()
+    logs(patience_s)
 
 def join_lines(*arguments, **keywords):
     told.set()
