@@ -1,6 +1,7 @@
 """What communication costs a training where it is overlapped: an MLP of 25e6 parameters, batch 32, AdamW.
 
-    PYTHONPATH=python python benches/overlap.py [--rounds 6] [--every 10] [--quick]
+    PYTHONPATH=python python benches/overlap.py [--rounds 6] [--every 10] [--kind averaging]
+        [--without gloo] [--quick]
 
 Two member processes, one thread each, train the same model in turns: without communication, a plain loop of
 torch's; averaging it every 10 steps behind the training, over gloo and over Offbeat's own transport with a
@@ -24,7 +25,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,11 +215,13 @@ def turn(rank: int, arm: Arm, periods: int) -> Line:
     return _kept[0].turn(arm, periods)
 
 
-def measure(group: members.Members, num_rounds: int, *, is_quick: bool) -> dict[Arm, list[list[Line]]]:
-    """Let all arms take turns; give by arm, round and member what came out."""
-    found: dict[Arm, list[list[Line]]] = {arm: [] for arm in ARMS}
+def measure(
+    group: members.Members, arms: Sequence[Arm], num_rounds: int, *, is_quick: bool
+) -> dict[Arm, list[list[Line]]]:
+    """Let arms take turns; give by arm, round and member what came out."""
+    found: dict[Arm, list[list[Line]]] = {arm: [] for arm in arms}
     for number in range(num_rounds):
-        for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
+        for arm in arms if number % 2 == 0 else arms[::-1]:
             periods = 1 if is_quick else PERIODS[arm.kind]
             lines = group.call(turn, arm, periods, timeout_s=TIMEOUT_S)
             found[arm].append(lines)
@@ -245,7 +248,7 @@ def summary(found: dict[Arm, list[list[Line]]], every: dict[str, int]) -> list[s
             f"training thread {thread_ms:6.1f} ms; "
             f"every {every[arm.kind]} steps {added_mb:.0f} MB a member, {carried_mb:.0f} MB on the loopback"
         )
-    for arm in ARMS:
+    for arm in found:
         if arm.name != "alone":
             time, processor = (_costs(found, arm, of) for of in (_step_s, _processor_s))
             verdict = "met" if statistics.median(time) <= TARGET_PERCENT else "MISSED"
@@ -257,11 +260,12 @@ def summary(found: dict[Arm, list[list[Line]]], every: dict[str, int]) -> list[s
                 f"{_spread(processor)} of a member's processor time"
             )
     ours, bare = Arm("accumulating", "gloo"), Arm("accumulating", "bare")
-    time, processor = (_costs(found, ours, of, bare) for of in (_step_s, _processor_s))
-    rows.append(
-        f"accumulating, gloo, against bare: {_spread(time)} of step time; {_spread(processor)} of a member's "
-        f"processor time"
-    )
+    if ours in found and bare in found:
+        time, processor = (_costs(found, ours, of, bare) for of in (_step_s, _processor_s))
+        rows.append(
+            f"accumulating, gloo, against bare: {_spread(time)} of step time; {_spread(processor)} of a "
+            f"member's processor time"
+        )
     return rows
 
 
@@ -283,7 +287,8 @@ def _costs(
 
 
 def _spread(costs: list[float]) -> str:
-    return f"{statistics.median(costs):.1f} % (rounds {min(costs):.1f} to {max(costs):.1f})"
+    first, median, third = statistics.quantiles(costs, n=4) if len(costs) > 1 else costs * 3
+    return f"{median:.1f} % (rounds {min(costs):.1f} to {max(costs):.1f}, half {first:.1f} to {third:.1f})"
 
 
 def main() -> None:
@@ -294,14 +299,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--every", type=int, default=10, help="steps from average to average")
     parser.add_argument("--accumulated", type=int, default=4, help="micro-batches of an update")
+    parser.add_argument("--kind", choices=list(PERIODS), help="of arms; all if not given")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=["gloo", "tcp", "bare"], help="arms of this name"
+    )
     parser.add_argument("--quick", action="store_true", help="two rounds of one period: does it run?")
     given = parser.parse_args()
     print(json.dumps(machine.describe()))
     rounds = 2 if given.quick else given.rounds
+    arms = [arm for arm in ARMS if given.kind in {None, arm.kind} and arm.name not in given.without]
     server = offbeat.ParameterServer(host="127.0.0.1", port=0, transaction="model")
     with server, members.members(2) as group:
         group.call(begin, server.address, given.every, given.accumulated, timeout_s=TIMEOUT_S)
-        found = measure(group, rounds, is_quick=given.quick)
+        found = measure(group, arms, rounds, is_quick=given.quick)
     print()
     print("\n".join(summary(found, {"averaging": given.every, "accumulating": given.accumulated})))
     print(f"load afterwards: {os.getloadavg()[0]:.2f}")
