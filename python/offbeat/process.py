@@ -47,6 +47,7 @@ class Live:
 
 _lock = threading.Lock()
 _logging = threading.RLock()  # a handler may close something, and so log what else there is
+_following = threading.RLock()  # a level that was read before another was set is not to come after it
 _taken: deque[tuple[int, str, str]] = deque()  # records that are to be logged by who has that lock
 _num_logged = 0
 _waited_for = -1  # the record, by its number, for whose handler somebody has waited in vain
@@ -137,7 +138,8 @@ def _follow_level() -> None:
     """Let Rust make the records that `logging` wants now, and no others."""
     from offbeat import _offbeat
 
-    _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
+    with _following:
+        _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
 
 
 def _log_waiting(patience_s: float) -> None:
@@ -229,11 +231,12 @@ def _hook_multiprocessing() -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _logging, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
+    global _lock, _logging, _following, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
     from offbeat import _offbeat
 
     _at_end.clear()  # what it is about is the parent's
     _taken.clear()
     _offbeat.forget_after_fork()
-    _lock, _logging, _live, _pump = threading.Lock(), threading.RLock(), weakref.WeakSet(), None
+    _lock, _logging, _following = threading.Lock(), threading.RLock(), threading.RLock()
+    _live, _pump = weakref.WeakSet(), None
     _hooked_into_multiprocessing = False  # the child's finalizers begin empty
