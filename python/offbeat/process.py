@@ -90,7 +90,11 @@ def _hook() -> None:
 
 
 def release(thing: Live) -> None:
-    """Look no longer after an object: it is closed. What it had to log is logged when this returns."""
+    """Look no longer after an object: it is closed.
+
+    What it had to log is logged when this returns; or after a handler that keeps another thread for longer
+    than `LOG_PATIENCE_S`.
+    """
     _live.discard(thing)
     _log_waiting(0.0 if _waited_for == _num_logged else LOG_PATIENCE_S)
 

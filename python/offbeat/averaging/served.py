@@ -134,9 +134,6 @@ class Served:
         self._client: Client | None = None
         self._name: str | None = None  # there; the client itself, while it is in a call, does not say it
         self._names_had: set[str] = set()  # in this run
-        self._former: set[str] = (
-            set()
-        )  # of these, those for which a server that was started again waits still
         self._mean: Arrays = {}
         self._version = -1
         self._future: Future[Heard] | None = None

@@ -104,7 +104,9 @@ def handled(by):
 
 def test_a_handler_may_close_something_and_what_that_had_to_log_comes_in_its_order(caplog):
     class Closing(Unlocked):
-        messages = []  # noqa: RUF012  there is one
+        def __init__(self):
+            super().__init__()
+            self.messages = []
 
         def emit(self, record):
             self.messages.append(record.getMessage())
