@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from offbeat import process
+from offbeat import log, process
 from offbeat.arrays import (
     Array,
     Entry,
@@ -215,7 +215,7 @@ class Client(process.Live):
         session = self._open()
         if not self._table:
             if session.table is None:
-                process.warn(
+                log.warn(
                     f"the server has no model yet: client {self._words} waits for another to bring one "
                     f"(client.init() brings one from here)"
                 )

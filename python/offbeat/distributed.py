@@ -5,7 +5,7 @@ import logging
 import os
 from datetime import timedelta
 
-from offbeat import process
+from offbeat import log
 from offbeat.checks import Faults, refuse, seconds
 from offbeat.errors import ConfigError, ConnectError, StateError
 from offbeat.launchers import Place, find, meeting_place, overlooked
@@ -71,10 +71,10 @@ def init_distributed(
     refuse(faults)
     assert place is not None  # noqa: S101  else there is a fault
     if (warning := overlooked(os.environ, place)) is not None:
-        process.warn(warning)
+        log.warn(warning)
     if backend == "tcp":
         if timeout_s is not None:
-            process.warn(
+            log.warn(
                 f"timeout_s is {timeout_s!r} and backend 'tcp', which makes no process group that would wait "
                 f"so long: it has no effect"
             )

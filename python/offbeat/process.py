@@ -2,32 +2,26 @@
 
 - Exit: what is open says goodbye, so that the other side hears "left" and not "lost".
 - Fork: always allowed. The child closes what it inherited without a word; the objects are not for it.
-- Log: Rust's events become records of `logging`, on a thread that lives while something is open.
+- Log: `offbeat.log` keeps its thread while something is open, and logs what that had to say as it closes.
 - Copies: of a live object there are none.
 
 Nothing happens at import: the first object that registers sets it up.
 """
 
 import atexit
-import logging
 import os
 import sys
 import threading
-import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
-__all__ = ["Live", "announce", "at_end", "cause_of", "failure_in", "register", "release", "warn"]
+from offbeat import log
 
-LOGGER = logging.getLogger("offbeat")
+__all__ = ["Live", "at_end", "cause_of", "failure_in", "register", "release"]
+
 MAX_CAUSE_CHARS = 1000
-PUMP_INTERVAL_S = 0.2
-"""How often the log's thread looks whether it is still needed; a record itself wakes it at once."""
-LOG_PATIENCE_S = 5.0
-"""How long one waits for another thread that is logging: what its handler waits for may be this one."""
 
 
 class Live:
@@ -46,29 +40,24 @@ class Live:
 
 
 _lock = threading.Lock()
-_logging = threading.RLock()  # a handler may close something, and so log what else there is
-_following = threading.RLock()  # a level that was read before another was set is not to come after it
-_taken: deque[tuple[int, str, str]] = deque()  # records that are to be logged by who has that lock
-_num_logged = 0
-_waited_for = -1  # the record, by its number, for whose handler somebody has waited in vain
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
 _at_end: list[Callable[[BaseException | None], None]] = []
-_pump: threading.Thread | None = None
 _hooked = False
 _hooked_into_multiprocessing = False
 
 
 def register(thing: Live) -> None:
     """From now on look after an object that has been opened."""
-    global _pump  # noqa: PLW0603  there is one process
     with _lock:
         _hook()
         _live.add(thing)
-        if _pump is None:
-            _pump = threading.Thread(target=_run_pump, name="offbeat-log")
-            _pump.start()
-    _follow_level()  # a thread that was there before looks only now and then
+    log.keep_logging(_is_something_live)
     _hook_multiprocessing()
+
+
+def _is_something_live() -> bool:
+    with _lock:
+        return bool(_live)
 
 
 def at_end(call: Callable[[BaseException | None], None]) -> None:
@@ -90,92 +79,9 @@ def _hook() -> None:
 
 
 def release(thing: Live) -> None:
-    """Look no longer after an object: it is closed.
-
-    What it had to log is logged when this returns; or after a handler that keeps another thread for longer
-    than `LOG_PATIENCE_S`.
-    """
+    """Look no longer after an object: it is closed. What it had to log is logged first."""
     _live.discard(thing)
-    _log_waiting(0.0 if _waited_for == _num_logged else LOG_PATIENCE_S)
-
-
-def announce(message: str) -> None:
-    """Tell the user something that should be seen: to `logging` where that is configured, else to stderr."""
-    if LOGGER.hasHandlers():
-        LOGGER.info(message)
-    else:
-        # The line's end in the same write: processes that share a stderr would write between the two.
-        print(f"{message}\n", end="", file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
-
-
-def warn(message: str) -> None:
-    """Warn through `logging`; on a bare terminal the line says from whom it is."""
-    LOGGER.warning("%s%s", _prefix(), message)
-
-
-def _prefix() -> str:
-    """Begin a line where nobody has set `logging` up, whose last resort prints the bare message."""
-    return "" if LOGGER.hasHandlers() else "offbeat: "
-
-
-def _run_pump() -> None:
-    # Not a daemon, which would be killed inside the extension: it ends by itself with the last object or with
-    # the main thread, whichever is first.
-    global _pump  # noqa: PLW0603
-    from offbeat import _offbeat
-
-    main = threading.main_thread()
-    while True:
-        _offbeat.wait_for_log_records(PUMP_INTERVAL_S)
-        _log_waiting(LOG_PATIENCE_S)
-        with _lock:
-            is_at_end = not _live or not main.is_alive()
-            if is_at_end:
-                _pump = None
-        if is_at_end:
-            # What somebody has left who closed the last, and would wait no longer for a handler.
-            _log_waiting(LOG_PATIENCE_S)
-            return
-
-
-def _follow_level() -> None:
-    """Let Rust make the records that `logging` wants now, and no others."""
-    from offbeat import _offbeat
-
-    with _following:
-        _offbeat.set_log_level(min(LOGGER.getEffectiveLevel(), 255))
-
-
-def _log_waiting(patience_s: float) -> None:
-    """Log what Rust has to say, once another thread that is at it has logged what it took."""
-    global _waited_for  # noqa: PLW0603  there is one process
-    lock, record = _logging, _num_logged
-    if not lock.acquire(timeout=patience_s):
-        _waited_for = record
-        return
-    try:
-        _log_taken()
-    finally:
-        lock.release()
-
-
-def _log_taken() -> None:
-    global _num_logged  # noqa: PLW0603  there is one process
-    from offbeat import _offbeat
-
-    _follow_level()
-    prefix = _prefix()
-    _taken.extend(_offbeat.take_log_records())
-    while _taken:  # a handler may have logged some that came after its own
-        level, target, text = _taken.popleft()
-        _num_logged += 1
-        name = target.replace("::", ".").replace("_", ".", 1)
-        try:
-            logging.getLogger(name).log(level, "%s%s", prefix, text)
-        except Exception:  # noqa: BLE001  a filter of the user's; handlers look after their own
-            # As logging does for handlers: there is nobody here to tell, and later records are to be heard.
-            if logging.raiseExceptions:
-                traceback.print_exc()
+    log.log_what_waits()
 
 
 def _say_goodbye() -> None:
@@ -235,12 +141,11 @@ def _hook_multiprocessing() -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _logging, _following, _live, _pump, _hooked_into_multiprocessing  # noqa: PLW0603
+    global _lock, _live, _hooked_into_multiprocessing  # noqa: PLW0603
     from offbeat import _offbeat
 
     _at_end.clear()  # what it is about is the parent's
-    _taken.clear()
     _offbeat.forget_after_fork()
-    _lock, _logging, _following = threading.Lock(), threading.RLock(), threading.RLock()
-    _live, _pump = weakref.WeakSet(), None
+    log.forget_after_fork()
+    _lock, _live = threading.Lock(), weakref.WeakSet()
     _hooked_into_multiprocessing = False  # the child's finalizers begin empty

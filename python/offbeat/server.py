@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
 
-from offbeat import process, schedule, staleness
+from offbeat import log, process, schedule, staleness
 from offbeat.address import reachable, start_line
 from offbeat.arrays import (
     Array,
@@ -182,12 +182,12 @@ class ParameterServer(process.Live):
         process.register(self)
         token = self._config["token"]
         if token is not None and len(token) < SHORT_TOKEN:
-            process.warn(
+            log.warn(
                 f"the token is {len(token)} characters long and could be guessed: take {SHORT_TOKEN} or "
                 "more, such as `openssl rand -hex 16` makes"
             )
         known = token is not None and token == os.environ.get("OFFBEAT_TOKEN")
-        process.announce(start_line(self._server.address, token=token, in_environment=known))
+        log.announce(start_line(self._server.address, token=token, in_environment=known))
 
     @property
     def address(self) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from offbeat import process
+from offbeat import log
 
 __all__ = ["LONG_S", "Waits", "telling"]
 
@@ -18,7 +18,7 @@ def telling(
     text: str | Callable[[], str | None] | None,
     *,
     after_s: float,
-    tell: Callable[[str], None] = process.warn,
+    tell: Callable[[str], None] = log.warn,
 ) -> Iterator[None]:
     """Say why this waits, if it does for so long.
 

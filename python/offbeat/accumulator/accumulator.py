@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import distributed, nn
 
-from offbeat import process, trained_by
+from offbeat import log, trained_by
 from offbeat.accumulator import culprits
 from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
@@ -667,7 +667,7 @@ class AsyncGradientAccumulator:
             with _kept_in(faults):
                 num_at_work = self._update()
             if faults and not num_faults:  # each of the others is told by its own errors
-                process.warn(
+                log.warn(
                     f"{str(faults[0]).partition(',')[0]}, of a window that other members alone had: it is "
                     f"dropped in all of them, those raise a NonFiniteError, and nothing is changed"
                 )
@@ -682,7 +682,7 @@ class AsyncGradientAccumulator:
             "nothing was trained here since the last flush(), which was complete in all members: this one "
             "waits until the others call it again, too"
         )
-        (process.warn if self._flushed == "raised" else _log.info)(text)
+        (log.warn if self._flushed == "raised" else _log.info)(text)
 
     def _tell_made(self, *, is_late: bool) -> None:
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"
@@ -696,7 +696,7 @@ class AsyncGradientAccumulator:
         warning = other_reduction(loss_fn, self._reduction, owner=type(self).__name__)
         if warning is not None and not self._has_warned:
             self._has_warned = True
-            process.warn(warning)
+            log.warn(warning)
 
     def _warn_of_size(self, samples: int) -> None:
         told, target, num_members = self._sizes.told, self._target_batch_size, self._members.size
@@ -705,7 +705,7 @@ class AsyncGradientAccumulator:
         if target is None or samples <= target:
             remedy = f"give base_batch_size={samples}, or {remedy}"
         asked = "" if target is None else f", where target_batch_size is {target}"
-        process.warn(
+        log.warn(
             f"base_batch_size is {told}, and micro-batches are of {samples} samples: an update is of "
             f"{self.accumulation_steps} of them{of_members}, so of {self.effective_batch_size} "
             f"samples{asked}: {remedy}"

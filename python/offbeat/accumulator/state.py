@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 from offbeat.accumulator.members import Members, Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults, check_keys
@@ -56,7 +56,7 @@ def tell_of_steps(state: Mapping[str, Any], most: int, *, is_adaptive: bool) -> 
     """Warn if windows are of another length here than when a state was taken."""
     if state.get("steps", most) != most:  # which older states do not have
         at_most = "at most " if is_adaptive else ""
-        process.warn(
+        log.warn(
             f"updates are of {at_most}{most} micro-batches of a member, as this accumulator was made, and of "
             f"{at_most}{state['steps']} where the state was taken: to go on as before, make it with the same "
             f"accumulation_steps, or sizes"

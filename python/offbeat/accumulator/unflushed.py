@@ -2,7 +2,7 @@
 
 import os
 
-from offbeat import forgotten, process
+from offbeat import forgotten, log
 
 __all__ = ["Unflushed"]
 
@@ -32,7 +32,7 @@ class Unflushed:
             return
         left = [f"{self._batches} micro-batch(es) that were gathered"] if self._batches else []
         left += ["the window before, whose sum is under way"] if self._is_under_way else []
-        process.warn(
+        log.warn(
             f"no update was made of {', nor of '.join(left)}, and the {what_ends} ends: an accumulator makes "
             f"it in flush(), in every member when its data is at its end; call close() where that is meant"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.course import Course
 from offbeat.averaging.pace import AdaptationMetric, relative_variance
 from offbeat.errors import ConfigError
@@ -68,7 +68,7 @@ class Gauge:
         self._has_seen_gradients |= norm != 0.0  # NaN is one, too
         if course.since_begin and not self._has_seen_gradients and not self._has_warned:
             self._has_warned = True
-            process.warn(
+            log.warn(
                 'adaptation_metric is "gradient_norm", and no parameter has a gradient when it is measured, '
                 "so that the averaging frequency stays what it is: zero the gradients before backward(), and "
                 "not between optimizer.step() and averager.step()"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.members import DIFFERENT, Heard, Members, Said, terms_of
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown, worded
@@ -395,7 +395,7 @@ class Rounds:
                     f"give load_state_dict(state, strict=False), with which what {self.method!r} has kept "
                     f"begins anew"
                 )
-            process.warn(
+            log.warn(
                 f"members were saved in different rounds, this one in round {state['number']}: what "
                 f"{self.method!r} has kept begins anew with the mean of the next"
             )

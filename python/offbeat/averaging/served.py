@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.members import Heard, Said, worded_terms
 from offbeat.averaging.waiting import (
     UNDER_ANOTHER,
@@ -490,7 +490,7 @@ class Served:
         if entered.members >= self.size:
             return
         if (num_without := entered.round - self._last[0] - 1) > 0:
-            process.warn(
+            log.warn(
                 f"the others have made {num_without} round(s) of averaging without this member, which the "
                 f"server had given up, as it does whom it does not hear of for a lease (10 s), or who does "
                 f"nothing in a round: did its process stand still? Its last round had {self.size} members, "
@@ -514,7 +514,7 @@ class Served:
         if self.size < self._num_before:
             if not self._has_waited:
                 return
-            process.warn(
+            log.warn(
                 f"this ends with {self.size} of {self._num_before} members: the others have not come within "
                 f"{BEGIN_S:g} s to the server, which was started again without its run and knows nobody of "
                 f"before; what they have learnt is not in this model. A server that keeps checkpoints "
@@ -540,7 +540,7 @@ class Served:
         try:
             receipt = client.push(room, samples=samples)
         except NonFiniteError as error:
-            process.warn(f"this member is so far from the mean that it adds nothing to a round: {error}")
+            log.warn(f"this member is so far from the mean that it adds nothing to a round: {error}")
             return True
         if receipt.reason in REREAD:
             _log.warning(
@@ -681,20 +681,20 @@ class Served:
         return telling(found)
 
     def _warn_of_missing(self, num_expected: int) -> None:
-        process.warn(
+        log.warn(
             f"{self.size} of {num_expected} members have come, and begin without the others, who may come "
             f"later; one that was refused, as for other settings, has said why itself"
         )
 
     def _pause(self, error: Exception) -> None:
         if self.away is None:
-            process.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
+            log.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
         self.away, self.has_just_lost_it = str(error), self._client is not None
         self._drop(finished=False)
 
     def _go_on(self) -> None:
         if self.away is not None:
-            process.warn("the server is there again: averaging goes on")
+            log.warn("the server is there again: averaging goes on")
         self.away, self.has_just_lost_it = None, False
 
     def _drop(self, *, finished: bool) -> None:

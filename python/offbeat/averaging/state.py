@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.pace import Adaptive, Pace
 from offbeat.averaging.settings import fitting_faults
@@ -129,7 +129,7 @@ def _resume_timing(turns: Turns, pace: Pace, overlap: bool | int) -> None:  # no
     turns.timing.resume(pace, overlap)
     turns.rounds.goes_on = overlap is not False
     if repr(turns.timing.setting()) != repr(made):  # 1 is another than True
-        process.warn(
+        log.warn(
             f"averaging goes on as in the state, with averaging_frequency {pace.every} and overlap "
             f"{overlap}, and not with those that this averager was made with: set averager."
             f"averaging_frequency and averager.overlap, in all members, where others are meant"

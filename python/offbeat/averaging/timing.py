@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.methods import Method
 from offbeat.averaging.pace import Adaptive, Pace, of_setting
 
@@ -136,7 +136,7 @@ class Agreement:
                 if wishes
                 else f"this member (rank {rank}) wishes for what is in force, and others for something else"
             )
-            process.warn(
+            log.warn(
                 f"members want different things since {ROUNDS_TO_AGREE} rounds: {own}; all keep to {kept!r}, "
                 f"and to the frequency and the parameters they trained until then: set method, "
                 f"averaging_frequency and overlap, and freeze parameters (requires_grad), in all of them; "

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.arrivals import guided
 from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
@@ -323,7 +323,7 @@ class Turns:
             values = [v for v in live.state[kept].values() if isinstance(v, torch.Tensor)]
             if not all(bool(value.isfinite().all()) for value in values):
                 del live.state[kept]
-        process.warn(
+        log.warn(
             f"{text}: it adds nothing to round {self.course.rounds} and goes on from the others' "
             f"mean; {remedy}"
         )

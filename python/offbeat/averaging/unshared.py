@@ -2,7 +2,7 @@
 
 import os
 
-from offbeat import process
+from offbeat import log, process
 from offbeat.forgotten import warn_of_forgotten as _warn_of_forgotten
 from offbeat.forgotten import with_something_left as _open
 
@@ -67,14 +67,14 @@ class Unshared:
             f"averaging_frequency, and it has not ended: "
         )
         if away is not None:
-            process.warn(f"{text}the members' server is away, and is tried again: {away}")
+            log.warn(f"{text}the members' server is away, and is tried again: {away}")
             return
         slower = (  # a client that is coming back to its server says so in the log, and nowhere else
             "other members, or the server, are slower than this one's training, or the connection to the "
             "server is lost, of which the log has a warning then"
         )
         if policy == "adaptive":
-            process.warn(
+            log.warn(
                 f"{text}{slower}, or by their own adaptation_metric they average less often (at a server "
                 f"each member goes by its own); bring min_averaging_frequency and max_averaging_frequency "
                 f"nearer to one another, or take averaging_policy='iteration' or 'time'"
@@ -83,7 +83,7 @@ class Unshared:
         by_time = (
             "" if policy == "time" else "where members differ in speed by time (averaging_policy='time'), "
         )
-        process.warn(
+        log.warn(
             f"{text}{slower}; average less often (averaging_frequency=), {by_time}or wait for each round "
             f"(overlap=False)"
         )
@@ -96,7 +96,7 @@ class Unshared:
 
     def _warn_of_forgotten(self, what_ends: str = "process") -> None:
         if self._pid == os.getpid() and self._num_members > 1 and self.num:
-            process.warn(
+            log.warn(
                 f"{self.num} iteration(s) since the last average are in the model of member {self._rank} "
                 f"alone, and the {what_ends} ends: members' models differ; call flush() in every member when "
                 f"its data is at its end, or close() where that is meant"

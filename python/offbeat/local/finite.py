@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from offbeat import process, trained_by
+from offbeat import log, trained_by
 from offbeat.history import History
 
 __all__ = ["Finiteness", "not_finite", "words_of"]
@@ -75,7 +75,7 @@ class Finiteness:
         is_news = bool(names) or not (self._has_told or trained_by.is_watched(self._module))
         self._has_told, self._is_lost = self._has_told or is_news, bool(names)
         if is_news:
-            process.warn(f"{words_of(step, loss, names)}; {self._remedy}")
+            log.warn(f"{words_of(step, loss, names)}; {self._remedy}")
 
 
 def not_finite(module: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from offbeat.history import Record
-from offbeat.process import announce
+from offbeat.log import announce
 from offbeat.terminal import on_terminal
 
 __all__ = ["Progress", "progress_for"]

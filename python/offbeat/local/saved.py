@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat import process
+from offbeat import log
 from offbeat.checks import Faults
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
     live, began = chosen.use(None), state.get("settings")
     if began is not None:
         if is_new and (others := of_settings(chosen.settings, began, state["optimizer"], of="state")):
-            process.warn(
+            log.warn(
                 f"{'; '.join(others)}: what the state has is taken. To go on with another, set it in the "
                 f"optimizer's param_groups after load_state_dict"
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from offbeat import process
+from offbeat import log, process
 from offbeat.errors import ClosedError, OffbeatError
 from offbeat.monitor.alert import Alert, Recovery, Release
 from offbeat.monitor.judge import Excess, Judge
@@ -117,7 +117,7 @@ class Course:
             return
         self._num_dropped_in_a_row += 1
         if self._num_dropped_in_a_row == LONG:
-            process.warn(
+            log.warn(
                 f"step {self._step}: no gradient has passed for {LONG} steps, and the model learns nothing: "
                 f"each was dropped by what is in effect ({', '.join(self.in_effect)}). Where such values are "
                 f"right from now on, as after a warm restart or with harder data, call monitor.reset(); else "
@@ -125,7 +125,7 @@ class Course:
                 f"is taken for the range"
             )
         elif self._num_dropped_in_a_row >= 2 * LONG and (metrics := self._judge.take_level()):
-            process.warn(
+            log.warn(
                 f"step {self._step}: no gradient has passed for {self._num_dropped_in_a_row} steps: what "
                 f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew, and gradients "
                 f"are used meanwhile"
@@ -170,7 +170,7 @@ class Course:
                     _log.debug("step %d: %s is not in effect again yet: %s", self._step, effect.name, error)
                     return  # one that came later may build on it
                 except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
-                    process.warn(f"step {self._step}: {effect.name} is not in effect again: {_words(error)}")
+                    log.warn(f"step {self._step}: {effect.name} is not in effect again: {_words(error)}")
                     taken = Taken(f"is not in effect again: {_words(error)}", _nothing, is_done=False)
                 self._in_effect[place] = effect._replace(taken=taken, waits=None)
 
@@ -194,7 +194,7 @@ class Course:
                 self._judge.end(place)
                 said = f"{name} was set to {getattr(thing, name)!r} since, and stays"
                 self._releases.append(release := Release(self._step, effect.name, said))
-                process.warn(str(release))
+                log.warn(str(release))
 
     def has_seen(self, metric: str) -> bool:
         """Tell whether a metric has had a value."""
@@ -241,7 +241,7 @@ class Course:
         alerts.count(alert.metric, alert.action)
         if alert.is_news:
             self._alerts.append(alert)
-            process.warn(str(alert))
+            log.warn(str(alert))
         else:
             _log.debug("%s", alert)
         return alert
@@ -250,7 +250,7 @@ class Course:
         """Tell that a metric is in its range again."""
         recovery = Recovery(self._step, metric, value, spell.begin, spell.num_alerts, worker)
         self._recoveries.append(recovery)
-        process.warn(str(recovery))
+        log.warn(str(recovery))
 
     def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
         """Give the rung to take for a worker's alert, if it is time to take one.
@@ -289,7 +289,7 @@ class Course:
             try:
                 remedy.begin()
             except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
-                process.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
+                log.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
 
     def _act(self, rung: int, worker: str | None) -> tuple[str, str]:
         name, remedy = self._settings.names[rung], self._settings.remedies[rung]
@@ -319,7 +319,7 @@ class Course:
         if is_undone:
             _log.info("%s", release)
         else:
-            process.warn(str(release))
+            log.warn(str(release))
 
 
 class _InEffect(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -217,7 +217,7 @@ class Gradients:
         if not self._is_first or self._scaler is not None or not 0 < now * MOST_CLIPPED < then:
             return then
         self._is_scaled_by_others = True
-        process.warn(
+        log.warn(
             f"the gradients became {then / now:.3g} times smaller between backward and the optimizer's step: "
             f"a GradScaler seems to be at work; give AsyncTrainingMonitor(grad_scaler=...), and they are "
             f"measured as backward leaves them; until then as the optimizer gets them, clipped if they are"

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from offbeat import process, termination, trained_by
+from offbeat import log, process, termination, trained_by
 from offbeat.checks import is_count, refuse, strings
 from offbeat.errors import ClosedError, ConfigError
 from offbeat.monitor.alert import Alert, is_finite
@@ -488,7 +488,7 @@ class AsyncTrainingMonitor:
                 self._call(callback, alert)
         is_to_wait = not self._resumed.is_set()
         if is_to_wait:
-            process.warn(f"training is paused, and {until_when(self._pause_timeout_s)}")
+            log.warn(f"training is paused, and {until_when(self._pause_timeout_s)}")
             self._wait()
             self._resumed.set()
         is_alone = self._attachment is None or not self._attachment.are_shared()
@@ -525,7 +525,7 @@ class AsyncTrainingMonitor:
         if silent:
             names = dict.fromkeys("loss" if metric == "loss_variance" else metric for metric in silent)
             observed = ", ".join(f"{name}=…" for name in names)
-            process.warn(
+            log.warn(
                 f"the model has made {SILENT_STEPS} steps, and nobody has measured {', '.join(silent)}: in a "
                 f"loop of your own call monitor.observe(step, {observed}) between backward() and the "
                 f"optimizer's step(), or leave it out of divergence_metrics"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging import AsyncModelAverager
 from offbeat.checks import Faults
 from offbeat.errors import ConnectionLostError
@@ -86,7 +86,7 @@ class Averaged(Local):
         except ConnectionLostError as error:
             if not self._averager.has_lost_server:
                 raise
-            process.warn(str(error))
+            log.warn(str(error))
         return 0
 
     def version(self, steps: int) -> int:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat import process
+from offbeat import log
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery.folder import read_manifest, sync
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
@@ -117,7 +117,7 @@ class Directory:
             raise CheckpointError(f"checkpoint_dir {self.path} cannot be used: {error.strerror}") from error
         if not lock.is_held and not self._has_warned:
             self._has_warned = True
-            process.warn(
+            log.warn(
                 f"checkpoint_dir {self.path} is on a file system without locks: nothing keeps a second "
                 f"trainer out, and two would remove each other's checkpoints; see to it "
                 f"that this is the only one"

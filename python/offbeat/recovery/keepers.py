@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat import process
+from offbeat import log
 from offbeat.errors import ConfigError
 from offbeat.recovery.nest import flatten
 from offbeat.trained_by import Keeper
@@ -28,7 +28,7 @@ def bring_back(keepers: Sequence[Keeper], states: Sequence[dict[str, Any]]) -> N
                 left.remove(kept)
                 break
     if left:
-        process.warn(
+        log.warn(
             f"the checkpoint has the state of {len(left)} that is not here, or set otherwise "
             f"({', '.join(one['class'] for one in left)}): what guards this run begins anew; make monitors "
             f"with the metrics and remedies they had, before train, and give the callbacks that there were"

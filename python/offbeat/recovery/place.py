@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from offbeat import process
+from offbeat import log
 from offbeat.errors import ConfigError
 from offbeat.local.batches import Epochs, Given, batches_of
 from offbeat.recovery import rng
@@ -148,7 +148,7 @@ def data_of(
         and (tells or _keeps_workers(dataloader))
     ):
         remedy = "a plain DataLoader" if tells else "persistent_workers=False"
-        process.warn(
+        log.warn(
             f"deterministic=True, and what the workers of a {type(dataloader).__name__} draw at random "
             f"is in no state of it: the order of samples will be the same after a crash, and the samples "
             f"where they follow from their index; give num_workers=0, {remedy}, or a dataset="
@@ -259,7 +259,7 @@ class _Replayed:
         }
 
     def _drop(self, place: Place, batches: Iterator[Any]) -> None:
-        process.warn(
+        log.warn(
             f"the dataloader cannot tell its place: {place.batch} batches of epoch {place.epoch + 1} are "
             f"read again and dropped; a dataset=, or a loader with state_dict and load_state_dict, such "
             f"as torchdata's StatefulDataLoader, goes on at once"

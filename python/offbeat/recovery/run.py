@@ -11,9 +11,9 @@ import torch
 from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
-from offbeat.local.log import tracked
+from offbeat.local.log_lines import tracked
 from offbeat.local.loss import wake
-from offbeat.process import announce
+from offbeat.log import announce
 from offbeat.recovery import rng
 from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat import process
+from offbeat import log
 from offbeat.errors import CheckpointError
 from offbeat.frequency import Every
 from offbeat.module.table import unwrap
@@ -86,7 +86,7 @@ class Delays:
         """Take one more down."""
         self._num += 1
         if self._num == 1:
-            process.warn(f"{words}; later ones are logged as debug")
+            log.warn(f"{words}; later ones are logged as debug")
         else:
             _log.debug("%s (for the time number %d)", words, self._num)
 
@@ -186,7 +186,7 @@ class Saver:
         """End the thread, after what it is writing; if that fails, nobody else will be told."""
         self._thread.shutdown()
         if self._writing is not None and (error := self._writing.exception()) is not None:
-            process.warn(str(error))
+            log.warn(str(error))
 
     def _write(self, parts: Parts, manifest: Manifest, parameters: Iterable[str]) -> None:
         is_good = manifest.is_good and all(are_finite(parts.model.tensors[name]) for name in parameters)
@@ -209,7 +209,7 @@ class Saver:
                 _log.debug("%s", error)
                 return
             self._has_told = True
-            process.warn(
+            log.warn(
                 f"a checkpoint was saved, and old ones stay that should be gone: {error}; training goes on, "
                 f"and each save tries again, so that the disk may fill up: look at what keeps them"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from offbeat import process
+from offbeat import log
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
 from offbeat.local.loss import wake
 from offbeat.recovery.account import Account
@@ -119,7 +119,7 @@ def find(
     for damage in faults.values():
         _warn(damage)
     if (taken := _first_whole(directory, _ours(strategy, manifests), faults)) is not None:
-        process.announce(
+        log.announce(
             f"{taken.path} was made under the same recovery_strategy, {strategy.request!r}: the run goes on "
             f"from there, and not once more from an older one; to go back to that all the same, give its "
             f"path and another checkpoint_dir"
@@ -130,7 +130,7 @@ def find(
         beyond = [m for m in ends if not m.is_good and math.isfinite(m.loss)]
         taken = _first_whole(directory, beyond, faults)
         if taken is not None and _is_finite(taken, module):
-            process.announce(
+            log.announce(
                 f"{taken.path} is not good (its loss, {taken.manifest.loss:.4g}, is beyond its band), and is "
                 f"the end of the run, with all finite: nothing is trained; to train once more from an older "
                 f"one, give its path and another checkpoint_dir"
@@ -143,7 +143,7 @@ def find(
         newer = [m for m in manifests if m.number > taken.manifest.number]
         if strategy.name == "last_good" and (bad := [m for m in newer if not m.is_good]):
             newest = directory.path / name_of(bad[0].number, bad[0].step)
-            process.announce(
+            log.announce(
                 f"{newest} is not good (its loss is {bad[0].loss:.4g}, or parameters are not finite): "
                 f"recovery_strategy 'last_good' goes back to {taken.path.name}; to go on from the newest all "
                 f"the same, take 'latest'"
@@ -209,7 +209,7 @@ def _bring_back(trainee: Trainee, saved: Modes | None, left: Modes | None) -> No
     if trainee.agree(wanted):
         set_modes(trainee.module, wanted or modes_of(trainee.module))
     else:  # members train the same parameters, or none of them begins
-        process.warn(
+        log.warn(
             "members' checkpoints are of different times, and of different parameters that were trained "
             "(requires_grad) or modules in training mode: these stay as they are here"
         )
@@ -225,7 +225,7 @@ def _make_room(directory: Directory, *, overwrite: bool) -> None:
 
 
 def _warn(damage: str) -> None:
-    process.warn(f"a checkpoint is damaged, and the one before it is looked at: {damage}")
+    log.warn(f"a checkpoint is damaged, and the one before it is looked at: {damage}")
 
 
 def go_on(
@@ -270,11 +270,11 @@ def go_on(
     if modes is not None and left is None:
         notes += words_of_others(modes_of(trainee.module), **modes)
     if notes:
-        process.warn(f"{'; '.join(notes)}: what the checkpoint has is taken, {found.path}. {OTHER_SETTINGS}")
+        log.warn(f"{'; '.join(notes)}: what the checkpoint has is taken, {found.path}. {OTHER_SETTINGS}")
     _bring_back(trainee, None if modes is None else modes["now"], left)
     trainee.load_state_dict(state)
     account.load_state_dict(found.rest["account"])
     bring_back(trainee.keepers, found.rest.get("keepers", ()))  # which older checkpoints do not have
     for name in found.damaged:
         directory.set_aside(name)
-    process.announce(f"goes on from step {found.manifest.step:,}, as {found.path} has it")
+    log.announce(f"goes on from step {found.manifest.step:,}, as {found.path} has it")

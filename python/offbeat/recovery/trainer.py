@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process, trained_by
+from offbeat import log, trained_by
 from offbeat.checkpoints import directory_of
 from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
 from offbeat.frequency import Every, frequency
@@ -250,7 +250,7 @@ class FaultTolerantTrainer:
         refuse(faults)
         assert measured is not None  # noqa: S101  else there is a fault
         if (warning := other_reduction(loss_fn, subject.reduction, owner=type(self).__name__)) is not None:
-            process.warn(warning)
+            log.warn(warning)
         trainee = subject.trainee(asked)
         self._loss_fn = loss_fn
         taken_apart(
@@ -300,7 +300,7 @@ class FaultTolerantTrainer:
                     left=self._left,
                 )
             elif self.history.steps:
-                process.warn(
+                log.warn(
                     f"no checkpoint has the {self.history.steps} steps that this trainer made before: the "
                     f"run begins anew, with the model and the optimizer as these have left them"
                 )
@@ -385,7 +385,7 @@ class FaultTolerantTrainer:
         if trainee.agree(found is not None):
             return found
         if found is not None:
-            process.warn(
+            log.warn(
                 f"another member has no checkpoint yet, so all begin anew: {found.path} is not gone on from"
             )
         return None

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from offbeat.process import cause_of, warn
+from offbeat.log import warn
+from offbeat.process import cause_of
 from offbeat.tracking.base import Tracker
 
 __all__ = ["Fanout"]

@@ -10,7 +10,8 @@ from typing import Protocol, cast, runtime_checkable
 
 from offbeat.address import is_address
 from offbeat.checks import Faults, is_number, refuse, seconds, strings
-from offbeat.process import cause_of, warn
+from offbeat.log import warn
+from offbeat.process import cause_of
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.tracking.registry import Status, scalars

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from offbeat import process
+from offbeat import log
 from offbeat.accumulator import AsyncGradientAccumulator
 from offbeat.local.group import group_of
 from offbeat.trainer.settings import Sync
@@ -66,7 +66,7 @@ class Accumulated(Strategy):
         batches, self._in_epoch = self._in_epoch, 0
         if batches and batches < self.sync.every and not self._has_warned:
             self._has_warned = True
-            process.warn(
+            log.warn(
                 f'an epoch is of {batches} batches, and strategy "accumulate" makes an update of every '
                 f"{self.sync.every} of a member's: fewer than one in an epoch. Give a smaller "
                 f"regular_sync_frequency (warm_up_sync_frequency in the warm-up), which is batches per update"

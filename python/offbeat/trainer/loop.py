@@ -8,7 +8,7 @@ import torch
 from offbeat.history import History
 from offbeat.local.batches import Epochs, Given
 from offbeat.local.finite import Finiteness
-from offbeat.local.log import LogLines
+from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import wake
 from offbeat.local.progress import Progress
 from offbeat.metrics import Meter

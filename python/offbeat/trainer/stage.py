@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from offbeat import process
+from offbeat import log
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
 from offbeat.trainer.accumulated import Accumulated
@@ -67,7 +67,7 @@ class Stage:
             strategy.begin()
             if before is not None and not all(map(torch.equal, before, self._values())):
                 named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
-                process.warn(
+                log.warn(
                     f"epoch {epoch}: {named} goes on from the model that the server has, in which "
                     f"what was trained here without it is not: that is lost, unless others have it; let "
                     f"it come before other strategies, or start a server without a model, which takes this "
@@ -142,7 +142,7 @@ class Stage:
         no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect'
         given = self.syncs.given()
         if given and all(other == "local" for other in self.schedule.values()):
-            process.warn(
+            log.warn(
                 f"{no_effect} ({', '.join(given)}): leave them out, or take a strategy that meets others, as "
                 f'"average" does'
             )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import process, trained_by
+from offbeat import log, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
 from offbeat.averaging.turns import FLUSH_AGAIN
@@ -236,7 +236,7 @@ class Averaged(Local):
             device=workshop.device,
         )
         if self.averager.is_alone and meeting.group is not False:
-            process.announce(
+            log.announce(
                 f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
                 f"by offbeat launch --workers 4, each with offbeat.init_distributed('gloo'), give "
                 f'server_address= of an offbeat server, or take strategy="local"'
@@ -267,7 +267,7 @@ class Averaged(Local):
             if not self.averager.has_lost_server:
                 raise
             what = str(error).replace(FLUSH_AGAIN, TRAIN_AGAIN)
-            process.warn(f"what was trained last is not averaged: {what}")
+            log.warn(f"what was trained last is not averaged: {what}")
 
     def close(self) -> None:
         """Give back the members' group."""

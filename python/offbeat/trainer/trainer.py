@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process, trained_by
+from offbeat import log, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.averaging.settings import Backend
 from offbeat.checks import Faults, check_keys, of_seed, of_worker_id, refuse, strings
@@ -23,7 +23,7 @@ from offbeat.local.arguments import faults_of_train
 from offbeat.local.batches import batches_of, loaded
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
-from offbeat.local.log import stop_noted
+from offbeat.local.log_lines import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
@@ -352,7 +352,7 @@ class AsyncTrainer:
                     history.optimizer = self._words()
         if not history.samples and history.stopped == "epochs":
             what = "dataset" if dataloader is None else "dataloader"
-            process.warn(f"the trainer trained on nothing: the {what} gave no batch")
+            log.warn(f"the trainer trained on nothing: the {what} gave no batch")
         return history
 
     fit = train
@@ -719,7 +719,7 @@ class AsyncTrainer:
         warning = other_reduction(loss_fn, self._workshop.reduction, owner="AsyncTrainer")
         if warning is not None and not self._has_warned:
             self._has_warned = True
-            process.warn(warning)
+            log.warn(warning)
 
 
 def _compile(model: nn.Module, given: bool | str) -> None:  # noqa: FBT001  as users give it

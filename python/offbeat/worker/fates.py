@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from offbeat import process
+from offbeat import log
 from offbeat.receipt import Receipt
 
 __all__ = ["Fates", "Watch", "fate_of"]
@@ -84,7 +84,7 @@ class Watch:
         self._is_told = True
         reasons = Counter(fate for fate in self._last if fate != "applied")
         remedies = dict.fromkeys(_REMEDIES.get(reason, _ELSEWHERE) for reason, _ in reasons.most_common())
-        process.warn(
+        log.warn(
             f"worker {self._name}: of its last {len(self._last)} pushes the server rejected {rejected} "
             f"({_listed(reasons)}), so that their work is lost; {'; '.join(remedies)}"
         )
@@ -93,9 +93,7 @@ class Watch:
         if self._misses_optimizer:
             return
         self._misses_optimizer = True
-        process.warn(
-            f"worker {self._name}: the server rejected a push, and does so with all: {receipt.detail}"
-        )
+        log.warn(f"worker {self._name}: the server rejected a push, and does so with all: {receipt.detail}")
 
 
 def _listed(reasons: Counter[str]) -> str:

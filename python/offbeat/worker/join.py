@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from offbeat import blueprint, process
+from offbeat import blueprint, log, process
 from offbeat.checks import (
     Faults,
     at_least_one,
@@ -162,7 +162,7 @@ def _agree(session: "Session", model: nn.Module | None) -> str:
         memories = [(b, b.ctypes.data, b.nbytes) for b in description.arrays()]
         session.init(description.table, memories, blueprint.describe(model))
     elif session.table is None:
-        process.warn(
+        log.warn(
             f"the server at {session.address} has no model yet, and worker {session.worker_id} brings none: "
             f"waiting for another to bring one (give model= to bring it here)"
         )

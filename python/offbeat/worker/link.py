@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat import process
+from offbeat import log
 from offbeat.errors import ConfigError, NonFiniteError, StateError, UnsupportedTensorError
 from offbeat.module import Binding
 from offbeat.receipt import Receipt
@@ -140,7 +140,7 @@ class Link:
         if self._has_told_of_corrupt:
             return
         self._has_told_of_corrupt = True
-        process.warn(
+        log.warn(
             f"worker {self.session.worker_id}: a number in its buffer {buffer!r} became NaN beside finite "
             f"gradients: a push that finds this changes no buffer on the server, and all are put back "
             f"here. If NaN is a value like others there, register that buffer with persistent=False, or make "

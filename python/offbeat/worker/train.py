@@ -9,7 +9,7 @@ import torch
 from offbeat import trained_by
 from offbeat.history import History
 from offbeat.local.batches import Epochs, Given, count, moved, split
-from offbeat.local.log import LogLines
+from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
 from offbeat.local.progress import Progress
 from offbeat.metrics import Meter

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process, trained_by
+from offbeat import log, process, trained_by
 from offbeat.checks import refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.local.arguments import faults_of_train
 from offbeat.local.batches import batches_of
 from offbeat.local.evaluate import evaluate
-from offbeat.local.log import stop_noted
+from offbeat.local.log_lines import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.progress import progress_for
 from offbeat.metrics import Metric, meters
@@ -447,7 +447,7 @@ class AsyncWorker(process.Live):
         self._is_broken_off = False
         if not history.samples and history.stopped == "epochs":
             what = "dataset" if dataloader is None else "dataloader"
-            process.warn(f"worker {self.id} trained on nothing: the {what} gave no batch")
+            log.warn(f"worker {self.id} trained on nothing: the {what} gave no batch")
         return history
 
     @overload
@@ -539,7 +539,7 @@ class AsyncWorker(process.Live):
         warning = other_reduction(loss_fn, self._config.loss_reduction, owner="worker")
         if warning is not None and not self._has_warned_of_reduction:
             self._has_warned_of_reduction = True
-            process.warn(warning)
+            log.warn(warning)
 
     def _followed_facade(self) -> WorkerOptimizer:
         parameters = [slot.tensor for slot in self._link.binding.parameters]
@@ -569,7 +569,7 @@ class AsyncWorker(process.Live):
             self._steps.flush()
             self._link.pull()
         except (ConnectError, ConnectionLostError) as error:
-            process.warn(f"the parameters last pulled are measured, for the server cannot be asked: {error}")
+            log.warn(f"the parameters last pulled are measured, for the server cannot be asked: {error}")
 
     def _check_own(self, worker_id: str | None) -> None:
         if worker_id not in (None, self._id):
@@ -590,7 +590,7 @@ class AsyncWorker(process.Live):
             self._closed = True
             trained_by.unregister(self.model, self)
             if parting == "finished" and (batches := self._steps.batches):
-                process.warn(
+                log.warn(
                     f"worker {self._words} is closed with {batches} batch(es) gathered and not pushed, which "
                     f"are lost: call worker.flush() before, which pushes them"
                 )

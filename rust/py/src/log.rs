@@ -1,6 +1,6 @@
 //! From Rust's `tracing` to Python's `logging`, without a data thread ever meeting the GIL.
 //!
-//! An event becomes text where it happens and goes to a bounded queue; a Python thread (`offbeat/process.py`) takes
+//! An event becomes text where it happens and goes to a bounded queue; a Python thread (`offbeat/log.py`) takes
 //! it from there and logs it. A thread of ours that attached itself to the interpreter would race with its end, and
 //! a daemon thread would be killed inside our frames; that one is neither, and ends with the main thread.
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import offbeat
-from offbeat import optim, process
+from offbeat import log as offbeat_log
+from offbeat import optim
 from support.waiting import wait_for
 
 MODEL = {"w": np.zeros(3, np.float32)}
@@ -132,7 +133,7 @@ def test_a_handler_may_close_something_and_what_that_had_to_log_comes_in_its_ord
 
 
 def test_who_closes_does_not_wait_for_ever_for_a_handler_and_what_it_leaves_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr(process, "LOG_PATIENCE_S", 0.5)
+    monkeypatch.setattr(offbeat_log, "PATIENCE_S", 0.5)
     with caplog.at_level(logging.INFO, logger="offbeat"), handled(Waiting()) as waiting:
         with offbeat.ParameterServer(MODEL) as server:
             assert waiting.has_one.wait(20)

@@ -706,7 +706,7 @@ SLOW_TO_LOG = (
     "-c",
     """
 import sys, threading
-from offbeat import process
+from offbeat import log
 from offbeat.cli import main, server
 
 def log_waiting(patience_s):
@@ -717,8 +717,8 @@ def join_lines(*arguments, **keywords):
     told.set()
     return words(*arguments, **keywords)
 
-told, logs, words = threading.Event(), process._log_waiting, server.join_lines
-process._log_waiting, server.join_lines = log_waiting, join_lines
+told, logs, words = threading.Event(), log._log, server.join_lines
+log._log, server.join_lines = log_waiting, join_lines
 sys.exit(main.main(sys.argv[1:]))
 """,
 )

@@ -83,7 +83,7 @@ def test_without_a_terminal_there_is_one_line_per_log_frequency_on_stderr(train,
 def test_a_line_is_written_at_once_with_its_end():
     """Or another process, that shares stderr, writes between the two. Here each write is a message."""
     reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    code = "from offbeat.process import announce; announce('one'); announce('two')"
+    code = "from offbeat.log import announce; announce('one'); announce('two')"
     with reader:
         with writer:
             subprocess.run([sys.executable, "-c", code], stderr=writer, check=True)
