@@ -1,7 +1,6 @@
 """`init_distributed`: which of how many this process is, and torch's process group where one is asked for."""
 
 import atexit
-import logging
 import os
 from datetime import timedelta
 
@@ -16,8 +15,6 @@ __all__ = ["BACKENDS", "init_distributed"]
 
 BACKENDS = ("tcp", "gloo", "nccl")
 """Offbeat's own transport, and the process groups of torch that Offbeat can use."""
-
-_log = logging.getLogger("offbeat")
 
 
 @known_keywords
@@ -78,7 +75,7 @@ def init_distributed(
                 f"timeout_s is {timeout_s!r} and backend 'tcp', which makes no process group that would wait "
                 f"so long: it has no effect"
             )
-        _log.info("this is process %d of %d, by %s", place.rank, place.world_size, place.told_by)
+        log.info("this is process %d of %d, by %s", place.rank, place.world_size, place.told_by)
         return place.rank, place.world_size
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return _in_a_group(backend, place, timeout, is_given=rank is not None or world_size is not None)
@@ -114,7 +111,7 @@ def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_giv
     else:
         _meet(backend, place, timeout)
     atexit.register(_leave)
-    _log.info(
+    log.info(
         "this is process %d of %d in torch's %s group, by %s",
         place.rank, place.world_size, backend, place.told_by,
     )  # fmt: skip
@@ -192,7 +189,7 @@ def _in_the_group_there_is(backend: str, place: Place | None) -> tuple[int, int]
             f"process {place.rank} of {place.world_size} is asked for, and in torch's process group, which "
             f"is there already, this is process {rank} of {world_size}"
         )
-    _log.info("this is process %d of %d in the %s group that torch has already", rank, world_size, found)
+    log.info("this is process %d of %d in the %s group that torch has already", rank, world_size, found)
     return rank, world_size
 
 

@@ -11,7 +11,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["announce", "forget_after_fork", "keep_logging", "log_what_waits", "warn"]
+__all__ = [
+    "LOGGER",
+    "announce",
+    "debug",
+    "forget_after_fork",
+    "info",
+    "keep_logging",
+    "log_what_waits",
+    "warn",
+]
 
 LOGGER = logging.getLogger("offbeat")
 INTERVAL_S = 0.2
@@ -35,6 +44,16 @@ def announce(message: str) -> None:
     else:
         # The line's end in the same write: processes that share a stderr would write between the two.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
+
+
+def debug(message: str, *values: object) -> None:
+    """Say what helps to find out why something went as it did, formatted as `logging` does it."""
+    LOGGER.debug(message, *values)
+
+
+def info(message: str, *values: object) -> None:
+    """Say what went as it should, formatted as `logging` does it: heard where that is configured."""
+    LOGGER.info(message, *values)
 
 
 def warn(message: str) -> None:

@@ -1,6 +1,5 @@
 """`AsyncGradientAccumulator`."""
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
-_log = logging.getLogger("offbeat")
 
 _THROUGH = (
     "This flush() was complete in all members all the same: it is not to be called again for it, where it "
@@ -682,12 +680,12 @@ class AsyncGradientAccumulator:
             "nothing was trained here since the last flush(), which was complete in all members: this one "
             "waits until the others call it again, too"
         )
-        (log.warn if self._flushed == "raised" else _log.info)(text)
+        (log.warn if self._flushed == "raised" else log.info)(text)
 
     def _tell_made(self, *, is_late: bool) -> None:
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"
         at_most = "" if self._meter is None else "at most "
-        _log.info(
+        log.info(
             "an update is of %s%d micro-batches of %d members, made %s",
             at_most, self._most, self._members.size, late,
         )  # fmt: skip

@@ -1,11 +1,11 @@
 """What an update's noise and times are, measured, and told to whoever decides by it."""
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from offbeat import log
 from offbeat.accumulator.adaptation import Adaptation, Measurement
 from offbeat.accumulator.members import Members, Total
 from offbeat.accumulator.window import Sum
@@ -15,8 +15,6 @@ __all__ = ["Meter"]
 
 TOLD_BEFORE = 0.1
 """Relative: a gain is logged when it has changed by more."""
-
-_log = logging.getLogger("offbeat")
 
 
 class Meter:
@@ -77,7 +75,7 @@ class Meter:
         gain = self.adaptation.gain(usual)
         if abs(gain - self._told_gain) > TOLD_BEFORE * self._told_gain:
             self._told_gain = gain
-            _log.info("the gain of an update of %d micro-batches is %.3g", usual, gain)
+            log.info("the gain of an update of %d micro-batches is %.3g", usual, gain)
         self._big = square_norm(total.gradients) / scale**2 if counts else math.nan
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +111,7 @@ class Meter:
         if self.adaptation.decided != before.decided:
             noise = self.adaptation.noise_scale
             compute, communication = self.adaptation.compute.value, self.adaptation.communication.value
-            _log.info(
+            log.info(
                 "an update is of %d micro-batches per member instead of %d, by a noise scale of %.4g%s",
                 self.adaptation.decided, before.decided, noise,
                 "" if communication is None

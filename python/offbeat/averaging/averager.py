@@ -1,6 +1,5 @@
 """`AsyncModelAverager`."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -9,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
-from offbeat import trained_by
+from offbeat import log, trained_by
 from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
@@ -53,8 +52,6 @@ EVALUATION_BATCH = 256
 
 GOODBYE_S = 30.0
 """Longest wait of the member that has started the server for the others, who have all ended."""
-
-_log = logging.getLogger("offbeat")
 
 
 @known_attributes
@@ -201,7 +198,7 @@ class AsyncModelAverager:
         self._loss_fn: LossFunction | None = None
         self._is_closed = False
         trained_by.register(model, self)
-        _log.info("%r", self)
+        log.info("%r", self)
 
     # ------------------------------------------------------------------ training
 

@@ -1,6 +1,5 @@
 """One member's rounds, one after another: when each begins, when it ends, and what follows from it."""
 
-import logging
 from typing import Protocol
 
 import torch
@@ -25,8 +24,6 @@ __all__ = ["FLUSH_AGAIN", "Owner", "Turns", "setting_of"]
 
 FLUSH_AGAIN = "call flush() again when the server is there, or go on with this model"
 """What to do where the server is away at the end; who has no `flush` to offer words this anew."""
-
-_log = logging.getLogger("offbeat")
 
 
 class Owner(Protocol):
@@ -211,7 +208,7 @@ class Turns:
         if not outcome.is_finite:
             self._recover(is_mended=outcome.is_mended)
         if self.method != before:
-            _log.info("from round %d on the method is %r", self.rounds.number, self.method)
+            log.info("from round %d on the method is %r", self.rounds.number, self.method)
         if outcome.are_agreed and outcome.asked is not None:
             self._agree(owner, outcome.asked)
         if outcome.are_agreed is not None:
@@ -305,7 +302,7 @@ class Turns:
         self.timing.agree(asked)
         self.rounds.goes_on = self.timing.overlap is not False
         if self.timing.setting() != before:
-            _log.info("from round %d on: %r", self.rounds.number, owner)
+            log.info("from round %d on: %r", self.rounds.number, owner)
 
     def _recover(self, *, is_mended: bool) -> None:
         """Go on after parameters were not finite: without what the optimizer kept that is not either.
@@ -332,7 +329,7 @@ class Turns:
         before = self.timing.pace
         pace = self.timing.pace = before.after(metric)
         if pace.every != before.every:
-            _log.info(
+            log.info(
                 "after round %d, by a metric of %.4g, averaging every %d iterations instead of %d",
                 self.course.rounds, metric, pace.every, before.every,
             )  # fmt: skip

@@ -1,6 +1,5 @@
 """`offbeat server`: a parameter server by itself. It needs no torch."""
 
-import logging
 import os
 import sys
 import threading
@@ -8,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 
-from offbeat import ParameterServer
+from offbeat import ParameterServer, log
 from offbeat.address import THIS_MACHINE, is_local
 from offbeat.checkpoints import directory_of
 from offbeat.cli import kept_token
@@ -32,8 +31,6 @@ __all__ = ["add_arguments", "run"]
 
 DEFAULT_PORT = 5000
 """The port of the tutorial, so that a server that is started again is found where it was."""
-
-_log = logging.getLogger("offbeat")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -164,7 +161,7 @@ def _serve(
             server.stop()  # before there is anything to save: what --save names stays as it is
             raise
     for caveat in _caveats(arguments, token, made_up, is_new=is_new):
-        _log.warning(caveat)
+        log.warn(caveat)
     code, forever = ExitCode.OK, threading.Event()
     restarting = False
     try:
@@ -187,7 +184,7 @@ def _serve(
             finally:
                 code = stop(server, arguments.save, signals, background, restarting=restarting)
     except Stopped as stopped:
-        _log.info("stopped by %s", stopped)
+        log.info("stopped by %s", stopped)
     return code
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from offbeat import ParameterServer, optim, schedule, staleness
+from offbeat import ParameterServer, log, optim, schedule, staleness
 from offbeat.address import THIS_MACHINE
 from offbeat.cli import model_file, notation
 from offbeat.cli.background import Background, LogHandler
@@ -29,7 +29,6 @@ __all__ = [
     "stop",
 ]
 
-_log = logging.getLogger("offbeat")
 
 GIVEN = "<the secret given as --token>"
 """In the place of a token that is not shown and that no variable holds."""
@@ -346,6 +345,6 @@ def join_lines(address: str, *, token: str | None, has_token: bool, in_environme
 
 def log_to(background: Background, prefix: str = "") -> None:
     """Show what the server has to log."""
-    _log.addHandler(LogHandler(background, prefix))
-    if _log.level == logging.NOTSET:
-        _log.setLevel(logging.INFO)
+    log.LOGGER.addHandler(LogHandler(background, prefix))
+    if log.LOGGER.level == logging.NOTSET:
+        log.LOGGER.setLevel(logging.INFO)

@@ -1,19 +1,16 @@
 """What a person sees while `train` runs: one bar per terminal, or a line now and then."""
 
 import fcntl
-import logging
 import os
 import sys
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from offbeat.history import Record
-from offbeat.log import announce
+from offbeat.log import announce, info
 from offbeat.terminal import on_terminal
 
 __all__ = ["Progress", "progress_for"]
-
-_log = logging.getLogger("offbeat")
 
 
 class Progress(Protocol):
@@ -64,7 +61,7 @@ class _Silent:
         pass
 
     def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
-        _log.info("%s", text)
+        info("%s", text)
 
 
 class _Lines(_Silent):
@@ -105,7 +102,7 @@ class _Bar(_Silent):
         shown["version"] = str(record.version)
         listed = [f"{name}={value}" for name, value in shown.items()]
         self._bar.set_postfix_str(", ".join([*listed, fates] if fates else listed), refresh=False)
-        _log.info("%s", text)
+        info("%s", text)
 
 
 def _in_notebook() -> bool:

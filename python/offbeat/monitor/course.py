@@ -1,7 +1,6 @@
 """What a monitor does with readings: judge them, take remedies and let go of them, and write it all down."""
 
 import copy
-import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from functools import partial
@@ -28,8 +27,6 @@ LONG = 100
 there is by then is taken for the range. Nothing has moved the parameters meanwhile: either the run is well,
 and its range is of a past that does not come back, as after a warm restart; or what it trains on is broken,
 and then to drop all of it trains no more than an end would. An end is not ours to make."""
-
-_log = logging.getLogger("offbeat")
 
 
 class Course:
@@ -167,7 +164,7 @@ class Course:
                 try:
                     taken = effect.waits.resume(effect.taken.held)
                 except OffbeatError as error:
-                    _log.debug("step %d: %s is not in effect again yet: %s", self._step, effect.name, error)
+                    log.debug("step %d: %s is not in effect again yet: %s", self._step, effect.name, error)
                     return  # one that came later may build on it
                 except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
                     log.warn(f"step {self._step}: {effect.name} is not in effect again: {_words(error)}")
@@ -243,7 +240,7 @@ class Course:
             self._alerts.append(alert)
             log.warn(str(alert))
         else:
-            _log.debug("%s", alert)
+            log.debug("%s", alert)
         return alert
 
     def _recover(self, metric: str, value: float, spell: Spell, worker: str | None) -> None:
@@ -317,7 +314,7 @@ class Course:
         release = Release(self._step, effect.name, result)
         self._releases.append(release)
         if is_undone:
-            _log.info("%s", release)
+            log.info("%s", release)
         else:
             log.warn(str(release))
 

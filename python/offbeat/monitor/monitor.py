@@ -1,6 +1,5 @@
 """`AsyncTrainingMonitor`: what users hold. Its parts decide and act; this file lets them meet."""
 
-import logging
 import math
 import threading
 import time
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTrainingMonitor"]
 
-_log = logging.getLogger("offbeat")
 
 MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
 """Metrics and remedies that need to know the gradients' norm."""
@@ -510,7 +508,7 @@ class AsyncTrainingMonitor:
             has_failed = any(known is callback for known in self._have_failed)
             if not has_failed:
                 self._have_failed.append(callback)
-            say = _log.debug if has_failed else _log.warning
+            say = log.LOGGER.debug if has_failed else log.LOGGER.warning
             say(
                 "the callback %.100r failed at an alert, and training goes on; later failures of its are "
                 "logged as debug: %s",

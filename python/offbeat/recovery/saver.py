@@ -1,6 +1,5 @@
 """Saves: when one is due, its snapshot on the training thread, and its writing behind it."""
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +20,6 @@ from offbeat.recovery.manifest import MANIFEST, Manifest
 from offbeat.recovery.snapshot import Buffers, are_finite
 
 __all__ = ["Delays", "Draft", "Saver", "is_due", "words_of_delay"]
-
-_log = logging.getLogger("offbeat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class Delays:
         if self._num == 1:
             log.warn(f"{words}; later ones are logged as debug")
         else:
-            _log.debug("%s (for the time number %d)", words, self._num)
+            log.debug("%s (for the time number %d)", words, self._num)
 
 
 class Saver:
@@ -206,7 +203,7 @@ class Saver:
             self._directory.keep(self._chosen)
         except CheckpointError as error:
             if self._has_told:
-                _log.debug("%s", error)
+                log.debug("%s", error)
                 return
             self._has_told = True
             log.warn(

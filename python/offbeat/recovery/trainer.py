@@ -1,6 +1,5 @@
 """`FaultTolerantTrainer`."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from offbeat.worker import AsyncWorker
 
 __all__ = ["FaultTolerantTrainer"]
-
-_log = logging.getLogger("offbeat")
 
 
 @known_attributes
@@ -311,7 +308,7 @@ class FaultTolerantTrainer:
             if trainee.agree(is_done) and is_done:
                 assert rest is not None  # noqa: S101  a run that begins has something to do
                 rng.restore(rest["rng"], self.device)  # for what comes after
-                _log.info("all is done already, in %s", self.resumed_from)
+                log.info("all is done already, in %s", self.resumed_from)
                 return plan.end(account)
             if self._is_deterministic:
                 stack.enter_context(same_bits(num_threads=plan.num_threads))

@@ -8,7 +8,6 @@ made a few times a second at most, whoever asks.
 
 import errno
 import ipaddress
-import logging
 import os
 import socket
 import threading
@@ -20,6 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
 
+from offbeat import log
 from offbeat.address import THIS_MACHINE
 from offbeat.errors import AddressInUseError, ConfigError
 
@@ -40,8 +40,6 @@ FRESH_S = 0.25
 
 BREATH_S = 0.1
 """After a connection that could not be taken, as where there are no descriptors left."""
-
-_log = logging.getLogger("offbeat")
 
 
 class MetricsEndpoint:
@@ -185,7 +183,7 @@ class MetricsEndpoint:
         try:
             return HTTPStatus.OK, self._content_type, self._kept.read()
         except Exception:  # noqa: BLE001  whatever it is: the client is told, and the log
-            _log.warning("the metrics cannot be told", exc_info=True)
+            log.LOGGER.warning("the metrics cannot be told", exc_info=True)
             return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "the metrics cannot be told; the log says why")
 
 

@@ -1,6 +1,5 @@
 """Training by updates of many batches, the members' own added up."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +14,6 @@ from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 
 __all__ = ["Accumulated"]
-
-_log = logging.getLogger("offbeat")
 
 
 class Accumulated(Strategy):
@@ -128,7 +125,7 @@ def _forget_what_differs(workshop: Workshop) -> None:
         return
     if live.state:
         live.state.clear()
-        _log.info(
+        log.info(
             "the %s begins anew, for members' states differ and their updates may not", type(live).__name__
         )
 

@@ -1,6 +1,5 @@
 """Which strategy is at work: one at a time, each made when its turn comes."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
 
 __all__ = ["Stage"]
-
-_log = logging.getLogger("offbeat")
 
 
 class Stage:
@@ -50,7 +47,7 @@ class Stage:
         kind, sync = kind_at(self.schedule, epoch), self.syncs.at(epoch)
         strategy, self._epoch = self.strategy, epoch
         if kind != self._kind and self._became(kind):
-            _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
+            log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             self._kind = kind
             self.used.append(shown_kind(kind))
         if strategy is None or kind != self._kind:
@@ -59,7 +56,7 @@ class Stage:
                 strategy.settle()
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
-                _log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
+                log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             before = self._values() if is_change and self._is_served(kind) else None
             strategy = self.strategy = self._made(kind, sync)
             self._kind = kind
@@ -75,7 +72,7 @@ class Stage:
                 )
         elif sync != strategy.sync:
             if strategy.meets_others:
-                _log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
+                log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
         return strategy
 
@@ -147,5 +144,5 @@ class Stage:
                 f'"average" does'
             )
         else:
-            _log.info(no_effect)
+            log.info(no_effect)
         return Local(self._workshop, sync)

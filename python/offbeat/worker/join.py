@@ -1,7 +1,6 @@
 """Joining a server: reach it, agree on the model, fill the module."""
 
 import json
-import logging
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Buffers", "JoinConfig", "join"]
 
 Buffers = Literal["sync", "local"]
-
-_log = logging.getLogger("offbeat")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +139,7 @@ def join(config: JoinConfig, model: nn.Module | None) -> Link:
     except BaseException as error:
         session.close("withdrawn", process.cause_of(error))
         raise
-    _log.info("worker %s joined run %s at %s", session.worker_id, session.run_id, config.address)
+    log.info("worker %s joined run %s at %s", session.worker_id, session.run_id, config.address)
     return link
 
 

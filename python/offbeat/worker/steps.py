@@ -1,13 +1,12 @@
 """A worker's step: count batches, push every so often, for whichever optimizer there is."""
 
 import json
-import logging
 from collections.abc import Callable
 from typing import cast
 
 import torch
 
-from offbeat import trained_by
+from offbeat import log, trained_by
 from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.loss import LossReduction
 from offbeat.optim import OptimizerSpec, as_spec
@@ -25,8 +24,6 @@ __all__ = ["Optimizer", "Steps"]
 
 #: A spec, what becomes one (a class, a `functools.partial`), or a live optimizer.
 Optimizer = OptimizerSpec | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
-
-_log = logging.getLogger("offbeat")
 
 
 class Steps:
@@ -213,7 +210,7 @@ class Steps:
         which = self.words if self.live is None else self.live
         if which not in (self._announced, words.NONE_YET):
             self._announced = which
-            _log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
+            log.info("worker %s: optimizer %s", self._link.session.worker_id, self.words)
 
     def _push(self) -> list[Receipt]:
         contribution = self._contribution

@@ -1,6 +1,5 @@
 """`AsyncWorker`: what users hold. Its parts do the work; this file says what they promise together."""
 
-import logging
 import os
 import threading
 from collections.abc import Iterable
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from offbeat.worker.link import Link
 
 __all__ = ["AsyncWorker"]
-
-_log = logging.getLogger("offbeat")
 
 
 @known_attributes
@@ -335,13 +332,13 @@ class AsyncWorker(process.Live):
         """
         self._check_own(worker_id)
         self._steps.is_quarantined = True
-        _log.info("worker %s is in quarantine: it pushes nothing", self._words)
+        log.info("worker %s is in quarantine: it pushes nothing", self._words)
 
     def release(self, worker_id: str | None = None) -> None:
         """Push again, after `quarantine()`; any thread may call it."""
         self._check_own(worker_id)
         self._steps.is_quarantined = False
-        _log.info("worker %s pushes again", self._words)
+        log.info("worker %s pushes again", self._words)
 
     @property
     def is_quarantined(self) -> bool:
@@ -563,7 +560,7 @@ class AsyncWorker(process.Live):
         is_begun |= bool(gradients) and binding.has_changed_buffers()
         if is_begun or self._usable().batches:
             what = "a batch was begun on it" if is_begun else "batches wait to be pushed"
-            _log.info("worker %s measures its model as it is: %s", self.id, what)
+            log.info("worker %s measures its model as it is: %s", self.id, what)
             return
         try:
             self._steps.flush()
