@@ -1,6 +1,5 @@
 """Members that nobody waits for: each brings its way to a server, which steps, and goes on from there."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,9 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from offbeat import log
+from offbeat.averaging import waiting
 from offbeat.averaging.members import Heard, Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
-from offbeat.averaging.served import BEGIN_S, LOST, REREAD, Arrays, Connect, Served, array_of
+from offbeat.averaging.presence import LOST, Connect
+from offbeat.averaging.served import REREAD, Arrays, Served, array_of
 from offbeat.client import Client
 from offbeat.errors import ConfigError
 from offbeat.local.flat import slices
@@ -27,8 +29,6 @@ TOTALS = "samples and iterations"
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 """Samples and iterations."""
-
-_log = logging.getLogger("offbeat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Arrivals(Served):
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give this member what the server has, which since the last of a `flush` is the same for all."""
         self._tensors = dict(zip(self._tensors, tensors, strict=True))
-        if self._client is not None:  # else what it has is old, and this member's own model is better
+        if self._presence.is_there:  # else what it has is old, and this member's own model is better
             self._take_over()
 
     def go_out_anew(self) -> None:
@@ -116,14 +116,13 @@ class Arrivals(Served):
         self._said = None
         self._counted_of_said[:] = 0
         try:
-            if self._client is None:
+            if not self._presence.is_there:
                 self._meet()
-            assert self._client is not None  # noqa: S101  it has met
-            self._client.pull(out=self._mean)
+            self._presence.met().pull(out=self._mean)
         except LOST as error:
-            self._pause(error)
+            self._presence.pause(error)
             return
-        self._go_on()
+        self._presence.go_on()
         self._go_out()
         self._take_over()
 
@@ -157,17 +156,16 @@ class Arrivals(Served):
         """
         del wish, room
         assert not is_mean  # noqa: S101  the outer step's method writes into what it gets
-        client, said = self._client, self._said
-        assert client is not None  # noqa: S101  who calls this has met
+        client, said = self._presence.met(), self._said
         assert said is not None  # noqa: S101  what is own was said
         num_at_work = 1
         num_brought = self._bring(client, own, samples) if weight else 0
         if not is_at_work:
-            with self._telling_whom_it_misses(client, is_at_work=False):
+            with self._company.telling_whom_it_misses(client, is_at_work=False):
                 entered = client.enter(0.0, at_work=False)
             client.gather(entered.round)
             num_at_work = entered.at_work
-            self._count(entered.members)
+            self._company.count(entered.members)
         before = int(self._mean[TOTALS][0])
         client.pull(out=self._mean)
         came = int(self._mean[TOTALS][0]) - before
@@ -205,11 +203,10 @@ class Arrivals(Served):
             self._enrol(client)
         self.receipt = receipt
         if not receipt.applied:
-            _log.warning(
-                "what this member has learnt of %d samples is lost, and it goes on from the server's "
-                "parameters: its push is not taken: %s",
-                counts[0], receipt.detail,
-            )  # fmt: skip
+            log.warn(
+                f"what this member has learnt of {counts[0]} samples is lost, and it goes on from the "
+                f"server's parameters: its push is not taken: {receipt.detail}"
+            )
         return int(counts[0])
 
     def _has_arrived(self) -> None:
@@ -277,23 +274,21 @@ class Arrivals(Served):
         """Be one of those who are waited for at the end."""
         entered = client.enter(0.0, grace_s=0.0)
         client.gather(entered.round)
-        self.size, self._is_counted = max(entered.members, 1), True
+        self._company.see(entered.members)
 
     def _reread(self, client: Client) -> None:
         """Nothing: its way is measured from where it went out."""
 
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member, as long as nobody has arrived."""
-        client = self._client
-        assert client is not None  # noqa: S101  it has met
+        client = self._presence.met()
         if self.size >= num_expected or self.has_gone_on:
             return
         with self._telling_of_the_others(num_expected):
-            entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected)
+            entered = client.enter(0.0, grace_s=waiting.BEGIN_S, at_least=num_expected)
         client.gather(entered.round)
-        self.size = entered.members
-        if self.size < num_expected:
-            self._warn_of_missing(num_expected)
+        self._company.see(entered.members)
+        self._company.warn_of_missing(num_expected)
 
 
 def _tally(client: Client) -> int:

@@ -134,20 +134,24 @@ class Members(Protocol):
     """Puts together what members say. One round may be under way at a time.
 
     Attributes:
-        size: How many there are.
         is_alone: There can be no others.
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
         meets_in_twos: A round may be one of twos.
         has_gone_on: Others had made rounds before this member came, and it has begun with what they made.
-        away: Why the server could not be reached when that was tried last; None: it could, or there is none.
     """
 
-    size: int
     is_alone: bool
     is_waited_for: bool
     meets_in_twos: bool
     has_gone_on: bool
-    away: str | None
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def away(self) -> str | None:
+        """Why the server could not be reached when that was tried last; None: it could, or there is none."""
 
     def partner(self, number: int) -> int | None:
         """Say whom this member meets in a round of twos; None: nobody."""

@@ -1,10 +1,7 @@
 """Members that meet at an Offbeat server: they come, go and die without stopping the others."""
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,16 +9,12 @@ import torch
 from torch import nn
 
 from offbeat import log
+from offbeat.averaging import waiting
+from offbeat.averaging.behind import Behind
+from offbeat.averaging.company import Company
 from offbeat.averaging.members import Heard, Said, worded_terms
-from offbeat.averaging.waiting import (
-    UNDER_ANOTHER,
-    at_the_server,
-    for_the_others,
-    for_those_before,
-    missed,
-    missed_of,
-    telling,
-)
+from offbeat.averaging.presence import LOST, Connect, Presence
+from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, telling
 from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
@@ -36,19 +29,10 @@ from offbeat.local.flat import PIECE, slices
 from offbeat.rounds import Entered
 from offbeat.telling import Waits
 
-__all__ = ["Arrays", "Connect", "Served", "array_of"]
+__all__ = ["REREAD", "Arrays", "Served", "array_of"]
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
-Connect = Callable[[float, str | None], Client]
-
-BEGIN_S = 60.0
-"""Longest wait for those who are started together; as long as a client tries to reach its server."""
-AGAIN_S = 5.0
-"""How long a round tries to reach a server that was lost."""
-
-LOST = (ConnectionError, OffbeatTimeoutError)
-"""By what a server is known to be gone, or to take connections and be silent; our own errors are such."""
 
 NOWHERE = -1, -1
 """Round and version of whom has been in none."""
@@ -56,8 +40,6 @@ NOWHERE = -1, -1
 REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
 started again in between, or had given up the member, which stood still."""
-
-_log = logging.getLogger("offbeat")
 
 
 class Served:
@@ -75,10 +57,7 @@ class Served:
     there, and tells in which round all have come to wish for another.
 
     Attributes:
-        size: Members in the newest round.
         has_gone_on: The mean was others' when this member came.
-        away: How the newest try to reach the server has failed; None: it has not.
-        has_just_lost_it: It was there until then; what is there by now is to be met still.
     """
 
     is_alone = False
@@ -113,14 +92,11 @@ class Served:
             ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
             ConnectError: If it cannot be reached.
         """
-        self.size = 1
-        self._is_counted = False  # in `size`
-        self._run_id: str | None = None
-        self._is_back = False  # since its last round it has met the server anew
-        self._num_before = 1  # how many there were at a server whose run is lost, while they are missed here
-        self._terms = terms
-        self._connect = connect
+        self._presence = Presence(connect)
+        self._company = Company()
+        self._behind = Behind()
         self._ask, self._waits = ask, Waits()
+        self._terms = terms
         self._names = {id(parameter): name for name, parameter in parameters}
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
         self._statistics = self._names_of_statistics(len(statistics))
@@ -131,29 +107,39 @@ class Served:
                     f"{name!r} is of {tensor.dtype}, and a server holds float32: cast the model, or take "
                     f"communication_backend='gloo'"
                 )
-        self._client: Client | None = None
-        self._name: str | None = None  # there; the client itself, while it is in a call, does not say it
-        self._names_had: set[str] = set()  # in this run
         self._mean: Arrays = {}
         self._version = -1
-        self._future: Future[Heard] | None = None
-        self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
-        self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
-        self._waits_for_those_before = False
-        self.away: str | None = None
-        self.has_just_lost_it = False
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
-        self._known_lost: set[str] = set()
-        self._missed: str | None = None  # of whom it was told that they are waited for
-        self._meet(BEGIN_S)
-        assert self._client is not None  # noqa: S101  it has met
+        self._is_closed = self.has_gone_on = self._has_missed = False
+        self._waits_for_those_before = False
+        self._meet(waiting.BEGIN_S)
         try:
-            self.has_gone_on = bool(self._client.status()["version"])
+            self.has_gone_on = bool(self._presence.met().status()["version"])
             self._begin_together(num_expected)
         except BaseException:
-            self._drop(finished=False)
+            self._presence.drop(finished=False)
             raise
         self._take_over()
+
+    @property
+    def size(self) -> int:
+        """Members in the newest round."""
+        return self._company.size
+
+    @property
+    def away(self) -> str | None:
+        """How the newest try to reach the server has failed; None: it has not."""
+        return self._presence.away
+
+    @property
+    def has_just_lost_it(self) -> bool:
+        """Whether it was there until then: what is there by now is to be met still."""
+        return self._presence.has_just_lost_it
+
+    @property
+    def shown(self) -> str:
+        """How many there are, for people."""
+        return f"{self.size} in its newest round" if self._company.is_known else "in no round yet"
 
     def partner(self, number: int) -> int | None:
         """Nobody: a server puts together what all have."""
@@ -167,38 +153,16 @@ class Served:
             ClosedError: If this is closed.
         """
         self._check_open()
-        before = self._future  # of a round of which nobody takes notice any more: its thread has the client
-        future = Future[Heard]()
-        device = said.statistics.device
-        self._stream = stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-        def do() -> None:
-            try:
-                if before is not None:
-                    before.exception()
-                with _on(stream):
-                    heard = self._round(said)
-                future.set_result(heard)
-            except BaseException as error:  # noqa: BLE001  told where the round is waited for
-                future.set_exception(error)
-
-        # A daemon: where the process ends in mid-round, it does not wait for the other members.
-        threading.Thread(target=do, name="offbeat-averaging", daemon=True).start()
-        self._future = future  # not before: where no thread can be had, nobody would ever end it
+        self._behind.begin(lambda: self._round(said), said.statistics.device)
 
     def is_there(self) -> bool:
         """Look whether the thread has ended."""
-        return self._future is None or self._future.done()
+        return self._behind.is_there()
 
     def finish(self) -> Heard:
         """Wait for the thread."""
-        assert self._future is not None  # noqa: S101  something was begun
         with nullcontext() if self.is_there() else self.telling():
-            heard = self._future.result()
-        self._future = None
-        if self._stream is not None:  # on which what was heard may still be on its way to the device
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return heard
+            return self._behind.finish()
 
     def telling(self) -> AbstractContextManager[None]:
         """For those at the server, or for itself."""
@@ -220,7 +184,7 @@ class Served:
         self._end_given_up()
         is_brought = False
         try:
-            if self._client is None:
+            if not self._presence.is_there:
                 self._meet()
             while not is_brought:
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
@@ -229,9 +193,9 @@ class Served:
                         own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
                     )
         except LOST as error:
-            self._pause(error)
+            self._presence.pause(error)
             return
-        self._go_on()
+        self._presence.go_on()
         self._take_over()
 
     def state(self) -> list[list[float]]:
@@ -244,18 +208,15 @@ class Served:
     def note_progress(self, iterations: int) -> None:
         """Tell the server that this member trains, however seldom it averages.
 
-        Not in a round, whose thread has the client; its calls tell that themselves as they end.
+        Not in a round, whose thread has the client, and may drop it; its calls tell that as they end.
         """
-        if self.is_there() and (client := self._client) is not None:  # in this order: the thread may drop it
+        if self.is_there() and (client := self._presence.client) is not None:  # in this order
             client.set_progress(iterations)
 
     def close(self) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
         self._is_closed = True
-        if self._future is None:
-            self._drop(finished=True)
-        else:
-            self._future.add_done_callback(lambda _: self._drop(finished=True))
+        self._behind.after(lambda: self._presence.drop(finished=True))
 
     @staticmethod
     def _names_of_statistics(num: int) -> list[str]:
@@ -269,40 +230,37 @@ class Served:
         self._check_open()
         self._end_given_up()
         try:
-            if self._client is None:
+            if not self._presence.is_there:
                 self._meet()
-            self._go_on()
-            if self._num_before == 1:
+            self._presence.go_on()
+            if self._company.num_before == 1:
                 return
-            assert self._client is not None  # noqa: S101  it has met
+            client = self._presence.met()
             self._waits_for_those_before = True
             try:
                 with self._telling_by_status(self._words_for_those_before):
-                    entered = self._client.enter(
-                        0.0, grace_s=BEGIN_S, at_least=self._num_before, terms=self._terms or None
+                    entered = client.enter(
+                        0.0,
+                        grace_s=waiting.BEGIN_S,
+                        at_least=self._company.num_before,
+                        terms=self._terms or None,
                     )
             finally:
                 self._waits_for_those_before = False
-            gathered = self._client.gather(entered.round)
-            self._reread(self._client)
+            gathered = client.gather(entered.round)
+            self._reread(client)
         except LOST as error:
-            self._pause(error)
+            self._presence.pause(error)
             return
         if entered.round == 1:  # others have made none before it
             self._last = entered.round, gathered.version
-        self._has_waited = True
-
-    @property
-    def shown(self) -> str:
-        """How many there are, for people."""
-        return f"{self.size} in its newest round" if self._is_counted else "in no round yet"
+        self._company.has_waited = True
 
     def _end_given_up(self) -> None:
         """Wait for a round of which nobody takes notice any more: its thread has the client."""
-        if self._future is not None:
+        if self._behind.is_begun:
             with self.telling():
-                self._future.exception()
-            self._future = None
+                self._behind.end()
 
     def _waiting(self, waited_s: float) -> str | None:
         """Find out for whom this member waits; None: it does not, or it is told already why."""
@@ -318,25 +276,25 @@ class Served:
             return None
         if self._waits_for_those_before:
             return self._words_for_those_before(status)
-        return at_the_server(status, own=self._name, had={*self._names_had}, waited_s=waited_s)
+        return at_the_server(status, own=self._presence.name, had={*self._presence.names}, waited_s=waited_s)
 
     def _words_for_those_before(self, status: Mapping[str, Any]) -> str:
-        return for_those_before(status, num_before=self._num_before, most_s=BEGIN_S)
+        return for_those_before(status, num_before=self._company.num_before)
 
     # ------------------------------------------------------------------ on the thread
 
     def _round(self, said: Said) -> Heard:
         try:
-            if self._client is None:
+            if not self._presence.is_there:
                 self._meet()
             heard = self._averaged(said)
         except LOST as error:
-            self._pause(error)
+            self._presence.pause(error)
             return _not_brought(said, int(said.is_at_work), are_agreed=said.wish == self._terms)
         except BaseException:
-            self._drop(finished=False)  # else the others would wait for what it has not brought to its end
+            self._presence.drop(finished=False)  # else the others would wait for what it has not ended
             raise
-        self._go_on()
+        self._presence.go_on()
         return heard
 
     def _averaged(self, said: Said) -> Heard:
@@ -402,8 +360,7 @@ class Served:
         Who is waited for is in each of them. One that was given up, or has just come, is not: what it keeps
         is of before those rounds, and an outer step from there would go their way once more.
         """
-        assert self._client is not None  # noqa: S101  who calls this has met
-        status = self._client.status()
+        status = self._presence.met().status()
         closed, version = int(status["rounds"]["closed"]), int(status["version"])
         last, last_version = self._last
         if 0 < closed != last:  # fewer: the server was started again, and counts anew
@@ -411,7 +368,7 @@ class Served:
         else:  # in its life before, perhaps; of the last round all may have come after this member had heard
             has_missed = closed < last and version > last_version + self.size
         if has_missed and not self._has_missed:
-            _log.info(
+            log.info(
                 "others have made rounds without this member: what it has kept of rounds before begins anew "
                 "with the mean of the next"
             )
@@ -449,29 +406,28 @@ class Served:
         Raises:
             StateError: If those who are there average by other terms.
         """
-        client = self._client
-        assert client is not None  # noqa: S101  who calls this has met
-        former = self._former_names(client)
+        client = self._presence.met()
+        former = self._presence.former_names()
         is_at_work |= bool(former)
-        with self._telling_whom_it_misses(client, is_at_work=is_at_work):
+        with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
-        self._leave_as(former)
-        if self._is_counted and not self._is_back:  # else it is told of what was lost in between
-            self._tell_who_was_lost(client, entered)
-        self._is_back = False
+        self._presence.leave_as(former)
+        if self._company.is_known and not self._presence.is_back:  # else it is told of those it lost
+            self._company.tell_who_was_lost(client, entered, self._last[0])
+        self._presence.is_back = False
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
         gathered = client.gather(entered.round)
         if gathered.missing:
-            _log.warning(
-                "round %d is without the shares of %d of its %d members: they were lost, or did nothing",
-                entered.round, gathered.missing, entered.members,
-            )  # fmt: skip
+            log.warn(
+                f"round {entered.round} is without the shares of {gathered.missing} of its {entered.members} "
+                f"members: they were lost, or did nothing"
+            )
         self._mean = client.pull(out=self._outside(room) | room if is_mean else self._mean)
         self._version = gathered.version
         self._last = entered.round, gathered.version
-        self._count(entered.members)
+        self._company.count(entered.members)
         return entered.at_work, are_agreed, is_brought
 
     def _outside(self, room: Arrays) -> Arrays:
@@ -485,43 +441,6 @@ class Served:
             if name not in room
         }
 
-    def _tell_who_was_lost(self, client: Client, entered: Entered) -> None:
-        """Say why a round has fewer members than this one's last had, where not all that went have ended."""
-        if entered.members >= self.size:
-            return
-        if (num_without := entered.round - self._last[0] - 1) > 0:
-            log.warn(
-                f"the others have made {num_without} round(s) of averaging without this member, which the "
-                f"server had given up, as it does whom it does not hear of for a lease (10 s), or who does "
-                f"nothing in a round: did its process stand still? Its last round had {self.size} members, "
-                f"and this one has {entered.members}; who has ended since has nothing of what it learns"
-            )
-            return
-        workers = client.status()["workers"]
-        lost = {w["id"]: f"was given up ({w['cause']})" for w in workers if w["state"] == "lost"}
-        lost |= dict.fromkeys(missed_of(workers), UNDER_ANOTHER)
-        news = [f"{name} {what}" for name, what in lost.items() if name not in self._known_lost]
-        if news:
-            _log.warning(
-                "round %d has %d member(s), and the one before had %d: %s",
-                entered.round, entered.members, self.size, ", ".join(news),
-            )  # fmt: skip
-        self._known_lost = set(lost)
-
-    def _count(self, num_members: int) -> None:
-        """Take note of how many were in a round, and warn of those of before who have not come to the end."""
-        self.size, self._is_counted = max(num_members, 1), True
-        if self.size < self._num_before:
-            if not self._has_waited:
-                return
-            log.warn(
-                f"this ends with {self.size} of {self._num_before} members: the others have not come within "
-                f"{BEGIN_S:g} s to the server, which was started again without its run and knows nobody of "
-                f"before; what they have learnt is not in this model. A server that keeps checkpoints "
-                f"(checkpoint_dir=) knows them"
-            )
-        self._num_before, self._has_waited = 1, False
-
     def _push(self, client: Client, own: Arrays, room: Arrays, entered: Entered, samples: int) -> bool:
         """Push the way from the mean, times the share; nothing where that is 0, or too large for float32.
 
@@ -529,11 +448,10 @@ class Served:
             False: it is to come again, measured from what the server has by then.
         """
         if not entered.share:  # the others have changed while it was away, and it has been told of that here
-            _log.warning(
-                "the way of this member is not in round %d, and comes with the next: the others went on to "
-                "%s while it was away",
-                entered.round, worded_terms(self._terms),
-            )  # fmt: skip
+            log.warn(
+                f"the way of this member is not in round {entered.round}, and comes with the next: the "
+                f"others went on to {worded_terms(self._terms)} while it was away"
+            )
             return False
         for name, array in own.items():
             _set_share(room[name], array, self._mean[name], entered.share)
@@ -543,17 +461,16 @@ class Served:
             log.warn(f"this member is so far from the mean that it adds nothing to a round: {error}")
             return True
         if receipt.reason in REREAD:
-            _log.warning(
-                "the way of this member is not in round %d, and comes with the next: %s",
-                entered.round, receipt.detail,
-            )  # fmt: skip
+            log.warn(
+                f"the way of this member is not in round {entered.round}, and comes with the next: "
+                f"{receipt.detail}"
+            )
             return False
         if not receipt.applied:
-            _log.warning(
-                "what this member has learnt of %d samples is lost: the server does not take it in round %d: "
-                "%s",
-                samples, entered.round, receipt.detail,
-            )  # fmt: skip
+            log.warn(
+                f"what this member has learnt of {samples} samples is lost: the server does not take it in "
+                f"round {entered.round}: {receipt.detail}"
+            )
         else:  # of which the version is, should the server be lost before the round's end
             self._last = self._last[0], self._last[1] + 1
         return True
@@ -568,48 +485,24 @@ class Served:
         Raises:
             ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
         """
-        client = self._connect(AGAIN_S if tries_s is None else tries_s, None)
-        if self._run_id not in {None, client.run_id}:
-            self._num_before = max(self._num_before, self.size)
-            self._names_had.clear()  # there, names that are the same are others'
-        try:
+
+        def agree(client: Client, is_another_run: bool) -> None:  # noqa: FBT001  as a presence calls it
+            if is_another_run:
+                self._company.lose()
             self._agree(client)
-        except BaseException:
-            client.close(finished=False)
-            raise
-        self._is_back = self._run_id is not None
-        self._client, self._name, self._run_id = client, client.worker_id, client.run_id
-        self._names_had.add(self._name)
+
+        self._presence.meet(agree, tries_s=tries_s)
 
     def _agree(self, client: Client) -> None:
         arrays = self._sound(self._brought())
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
-        self._known_lost = {worker["id"] for worker in status["workers"] if worker["state"] == "lost"}
+        self._company.meet(status["workers"])
         self._version = status["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
         if self._last == NOWHERE:
             self._last = status["rounds"]["closed"], self._version
-
-    def _former_names(self, client: Client) -> list[str]:
-        """Give names that this member had, for which a server waits that was started again."""
-        if self._names_had <= {self._name}:
-            return []
-        return [name for name in missed_of(client.status()["workers"]) if name in self._names_had]
-
-    def _leave_as(self, names: Sequence[str]) -> None:
-        """Say goodbye under names that this member had."""
-        for name in names:
-            try:
-                self._connect(AGAIN_S, name).close(finished=False)
-            except OffbeatError as error:
-                self._names_had.discard(name)  # else it would be at work for ever
-                _log.warning(
-                    "this member is %s at the server now, which waits for %s, as it was before: it could not "
-                    "be told that they are one: %s",
-                    self._name, name, error,
-                )  # fmt: skip
 
     def _reread(self, client: Client) -> None:
         """Take what the server has, from which this member's way is measured."""
@@ -628,25 +521,13 @@ class Served:
             return brought
         return brought | {name: self._mean[name].copy() for name in self._tensors}
 
-    @contextmanager
-    def _telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
-        """Say once of each who they are that a server waits for at the end, and that may never come.
-
-        Who is at work waits for them no longer than a lease.
-        """
-        text = None if is_at_work else missed(client.status()["workers"])
-        is_news, self._missed = text != self._missed, text
-        with telling(text if is_news else None):
-            yield
-
     def _begin_together(self, num_expected: int) -> None:
         """Wait for those who are started with this member; of a run that goes on already nobody is.
 
         Raises:
             StateError: If those who are there average by other terms.
         """
-        client = self._client
-        assert client is not None  # noqa: S101  it has met
+        client = self._presence.met()
         if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
             raise StateError(
                 f"this member averages by {worded_terms(self._terms)}, and those at the server by "
@@ -656,18 +537,15 @@ class Served:
         if num_expected <= 1 or self.has_gone_on:
             return
         with self._telling_of_the_others(num_expected):
-            entered = client.enter(0.0, grace_s=BEGIN_S, at_least=num_expected, terms=self._terms)
+            entered = client.enter(0.0, grace_s=waiting.BEGIN_S, at_least=num_expected, terms=self._terms)
         gathered = client.gather(entered.round)
         client.pull(out=self._mean)
         self._last = entered.round, gathered.version
-        self._count(entered.members)
-        if self.size < num_expected:
-            self._warn_of_missing(num_expected)
+        self._company.count(entered.members)
+        self._company.warn_of_missing(num_expected)
 
     def _telling_of_the_others(self, num_expected: int) -> AbstractContextManager[None]:
-        return self._telling_by_status(
-            lambda status: for_the_others(status, num_expected=num_expected, most_s=BEGIN_S)
-        )
+        return self._telling_by_status(lambda status: for_the_others(status, num_expected=num_expected))
 
     def _telling_by_status(
         self, words: Callable[[Mapping[str, Any]], str | None]
@@ -680,42 +558,10 @@ class Served:
 
         return telling(found)
 
-    def _warn_of_missing(self, num_expected: int) -> None:
-        log.warn(
-            f"{self.size} of {num_expected} members have come, and begin without the others, who may come "
-            f"later; one that was refused, as for other settings, has said why itself"
-        )
-
-    def _pause(self, error: Exception) -> None:
-        if self.away is None:
-            log.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
-        self.away, self.has_just_lost_it = str(error), self._client is not None
-        self._drop(finished=False)
-
-    def _go_on(self) -> None:
-        if self.away is not None:
-            log.warn("the server is there again: averaging goes on")
-        self.away, self.has_just_lost_it = None, False
-
-    def _drop(self, *, finished: bool) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            with suppress(OffbeatError):  # of a session that is over there is nothing to say goodbye to
-                client.close(finished=finished)
-
     def _take_over(self) -> None:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
-
-
-def _on(stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
-    """Have a thread do its work on a device behind what its maker has begun there, and in that one's memory.
-
-    A thread begins with the first device's default stream, which waits for no other: it would read what has
-    not been written yet.
-    """
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:

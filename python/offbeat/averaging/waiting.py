@@ -7,6 +7,7 @@ from typing import Any
 from offbeat import telling as late
 
 __all__ = [
+    "BEGIN_S",
     "UNDER_ANOTHER",
     "at_the_server",
     "for_the_others",
@@ -16,6 +17,8 @@ __all__ = [
     "telling",
 ]
 
+BEGIN_S = 60.0
+"""Longest wait for those who are started together; as long as a client tries to reach its server."""
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
 
@@ -58,13 +61,12 @@ def at_the_server(
     )
 
 
-def for_the_others(status: Mapping[str, Any], *, num_expected: int, most_s: float) -> str | None:
+def for_the_others(status: Mapping[str, Any], *, num_expected: int) -> str | None:
     """Word the wait for those who begin together.
 
     Args:
         status: The server's.
         num_expected: How many they are.
-        most_s: How long they are waited for.
 
     Returns:
         None where all of them are there, and nobody is waited for who is known.
@@ -78,17 +80,17 @@ def for_the_others(status: Mapping[str, Any], *, num_expected: int, most_s: floa
         )
     return (
         f"waiting for the members that begin together: {num_there} of {num_expected} are there; after "
-        f"{most_s:g} s at most those who are there begin without the others. If fewer are started, give "
+        f"{BEGIN_S:g} s at most those who are there begin without the others. If fewer are started, give "
         f"their number (world_size=)"
     )
 
 
-def for_those_before(status: Mapping[str, Any], *, num_before: int, most_s: float) -> str:
+def for_those_before(status: Mapping[str, Any], *, num_before: int) -> str:
     """Word the wait for those who were at a server that has lost its run."""
     num_there = status["rounds"]["open_entrants"]
     return (
         f"waiting for the members of before the server was started again without its run, to end together: "
-        f"{num_there} of {num_before} are there; after {most_s:g} s at most those who are there end without "
+        f"{num_there} of {num_before} are there; after {BEGIN_S:g} s at most those who are there end without "
         f"the others"
     )
 

@@ -227,7 +227,7 @@ def test_one_that_comes_late_begins_with_the_parameters_of_then(server):
 def test_what_is_learnt_while_the_server_is_away_is_brought_when_it_is_there_again(monkeypatch, tmp_path):
     port = free_port()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     one = Trainee()
     # With these numbers the outer parameters are the member's own, as long as nothing is lost.
     method = DiLoCo(lr=1.0, momentum=0.0)
@@ -275,7 +275,7 @@ def unreachable_after_its_second_push(number):
 
 def test_a_push_whose_answer_is_lost_with_the_connection_counts_once(server, monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     one, straight = Trainee(), Trainee()
     method = DiLoCo(lr=1.0, momentum=0.0)
     with (
@@ -318,7 +318,7 @@ def test_one_that_is_not_finite_goes_on_from_the_servers_parameters_whoever_came
 
 def test_one_that_comes_back_to_another_server_replaces_nobody(monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     port, method, first, newcomer = free_port(), DiLoCo(lr=1.0, momentum=0.0), Counter(), Counter()
 
     def serving():
@@ -362,7 +362,7 @@ class OnTheWay:
 
 def test_a_push_counts_once_where_the_server_has_lost_one_before(monkeypatch, tmp_path):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 3.0)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     port, here, older = free_port(), tmp_path / "here", tmp_path / "older"
     one, plans, method = Counter(), OnTheWay(), DiLoCo(lr=1.0, momentum=0.0)
 

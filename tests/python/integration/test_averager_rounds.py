@@ -150,7 +150,7 @@ def test_one_whose_push_fails_leaves_so_that_nobody_waits_for_it(server, monkeyp
 
     entering = stays.behind()
     until_entered(server, 1)
-    monkeypatch.setattr(fails.averager._turns.members._client, "push", failing)
+    monkeypatch.setattr(fails.averager._turns.members._presence.client, "push", failing)
     with pytest.raises(MemoryError):
         fails.train()
     entering.join(AT_ONCE_S)
@@ -434,8 +434,7 @@ def test_of_members_that_measured_from_an_older_mean_the_next_round_has_all_by_t
 @pytest.mark.parametrize("settings", [{}, {"method": "diloco", "asynchronous": True}])
 def test_who_waits_for_the_others_to_begin_says_so_and_for_how_long(server, monkeypatch, settings):
     monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
-    for module in ("served", "arrivals"):
-        monkeypatch.setattr(f"offbeat.averaging.{module}.BEGIN_S", 1.5)
+    monkeypatch.setattr("offbeat.averaging.waiting.BEGIN_S", 1.5)
     place = {"communication_backend": "tcp", "server_address": server.address}
     with warned() as told:
         offbeat.AsyncModelAverager(model(), 3, 0, **place, **settings).close()
@@ -463,7 +462,7 @@ def test_who_waits_though_all_have_come_to_begin_says_for_whom_of_before_the_ser
         with offbeat.ParameterServer(**settings) as first:
             port = int(first.address.rpartition(":")[2])
             gone = begin(first)
-            names = [averager._turns.members._client.worker_id for averager in gone]
+            names = [averager._turns.members._presence.client.worker_id for averager in gone]
             first.stop(restarting=True)
         with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
             for averager in begin(again) + gone:
@@ -482,7 +481,7 @@ def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_who
         stays, dies = Member(first), Member(first)
         acquainted(first, stays, dies)
         first.stop(restarting=True)
-    name = dies.averager._turns.members._client.worker_id
+    name = dies.averager._turns.members._presence.client.worker_id
     with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
         stays.averager._turns.rounds.end_alike()  # as at the end of `flush`
         assert [worker["state"] for worker in again.status()["workers"] if worker["id"] == name] == ["lost"]

@@ -154,7 +154,7 @@ def test_one_that_comes_late_begins_with_the_current_mean(server, tmp_path):
 def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_there_again(monkeypatch):
     port = free_port()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     trained = model()
     with warned() as told:
         with offbeat.ParameterServer(port=port, transaction="model"):
@@ -183,7 +183,7 @@ def two_of_before(monkeypatch):
     """Give two members of a server that was lost, and the port at which they try to flush again."""
     port, ones = free_port(), [Counter(by=1.0), Counter(by=3.0)]
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
 
     with ThreadPoolExecutor(2) as threads:
 
@@ -268,7 +268,7 @@ def test_one_flush_is_enough_where_the_server_was_started_again_without_its_run(
 
 
 def test_who_ends_without_those_of_before_has_waited_for_them_and_says_so(two_of_before, monkeypatch):
-    monkeypatch.setattr("offbeat.averaging.served.BEGIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.waiting.BEGIN_S", 0.5)
     monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
     port, ones, members, _ = two_of_before
     with warned() as told, offbeat.ParameterServer(port=port, transaction="model"):
@@ -281,7 +281,7 @@ def test_who_ends_without_those_of_before_has_waited_for_them_and_says_so(two_of
 
 
 def test_a_long_wait_for_those_of_before_says_no_other_thing_than_a_short_one(two_of_before, monkeypatch):
-    monkeypatch.setattr("offbeat.averaging.served.BEGIN_S", 1.5)
+    monkeypatch.setattr("offbeat.averaging.waiting.BEGIN_S", 1.5)
     monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
     monkeypatch.setattr("offbeat.telling.LONG_S", 0.5)
     port, _, members, _ = two_of_before
@@ -345,7 +345,7 @@ def test_a_server_that_goes_on_from_an_older_mean_takes_nothing_from_its_members
 def test_what_is_learnt_while_the_server_is_away_is_in_the_mean_at_the_end(monkeypatch, tmp_path):
     port, one = free_port(), Counter()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
 
     def serving():
         return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
@@ -391,7 +391,7 @@ def test_nobody_waits_for_those_who_were_away_for_so_long_that_they_come_back_un
             server.stop(restarting=True)
         shutil.copytree(here, older)
         with monkeypatch.context() as briefly:
-            briefly.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+            briefly.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
             for one, averager in zip(both, averagers, strict=True):
                 one.train(averager, 4)
             wait_for(lambda: all(averager._turns.members.is_there() for averager in averagers))
@@ -424,7 +424,7 @@ def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the
     """The server holds the mean that the outer step was taken from, to which nobody is to go back."""
     port, one = free_port(), Counter()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
 
     def serving():
         return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
@@ -449,7 +449,7 @@ def test_a_round_of_nothing_after_the_server_was_away_leaves_the_model_where_the
 def test_flush_says_that_the_server_is_away_and_leaves_the_model_as_it_is(monkeypatch, tmp_path, method):
     port, one = free_port(), Counter()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     settings = {"method": method}
     if method == "asynchronous":
         settings = {"asynchronous": True, "method": averaging.DiLoCo(lr=1.0, momentum=0.0)}
@@ -485,7 +485,7 @@ def test_one_that_is_not_finite_while_the_server_is_away_trains_on_and_is_mended
 ):
     port, ones = free_port(), [Counter(), Counter()]
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     method = averaging.DiLoCo(lr=1.0, momentum=0.0, delay=1) if is_asynchronous else "average"
 
     def serving():
@@ -525,7 +525,7 @@ def test_one_that_is_not_finite_while_the_server_is_away_trains_on_and_is_mended
 def test_after_a_centre_all_models_count_in_the_next_round_also_where_the_server_is_away_first(monkeypatch):
     port, one = free_port(), Counter()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     with offbeat.ParameterServer(port=port, transaction="model"):
         ours = at(f"127.0.0.1:{port}", one.model, 0, 1, averaging_frequency=1, overlap=False, method="easgd")
         ours.method = "average"
@@ -566,7 +566,7 @@ def test_one_that_waits_for_the_others_to_end_is_told_when_the_server_is_lost(mo
 def test_one_that_is_alone_keeps_its_velocity_while_the_server_is_away(monkeypatch, tmp_path):
     port, one = free_port(), Counter()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
 
     def serving():
         return offbeat.ParameterServer(port=port, transaction="model", checkpoint_dir=tmp_path)
@@ -903,7 +903,7 @@ def test_methods_with_memory_go_on_at_a_server_after_one_has_joined(server):
 def test_a_server_in_whose_place_something_silent_is_pauses_averaging_too(monkeypatch):
     port = free_port()
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.2)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.2)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.2)
     trained = model()
     with offbeat.ParameterServer(port=port, transaction="model"):
         ours = at(f"127.0.0.1:{port}", trained, 0, 1, averaging_frequency=2, overlap=False)

@@ -316,7 +316,7 @@ def test_a_member_at_a_server_goes_on_with_its_place_and_the_mean_or_brings_its_
 
 def test_a_member_whose_server_is_lost_ends_with_its_own_model_and_saves_it(tmp_path, monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     with offbeat.ParameterServer(transaction="model") as server:
         averager = offbeat.AsyncModelAverager(
             model(), 1, 0, 3, communication_backend="tcp", server_address=server.address, overlap=False

@@ -137,7 +137,7 @@ def test_a_run_whose_server_is_lost_goes_on_to_its_end_and_says_so():
 
 def test_a_train_that_is_called_again_brings_what_was_learnt_while_the_server_was_away(monkeypatch, tmp_path):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
-    monkeypatch.setattr("offbeat.averaging.served.AGAIN_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
     port, trained = free_port(), model()
 
     def serving():

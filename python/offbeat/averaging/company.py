@@ -1,0 +1,107 @@
+"""Who else is at a member's server: how many they are, and what is told of those who are missing."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from offbeat import log
+from offbeat.averaging import waiting
+from offbeat.averaging.waiting import UNDER_ANOTHER, missed, missed_of, telling
+from offbeat.client import Client
+from offbeat.rounds import Entered
+
+__all__ = ["Company"]
+
+
+class Company:
+    """The members of rounds, as one of them gets to know.
+
+    Attributes:
+        size: Of the newest round.
+        is_known: There was one.
+        num_before: How many there were at a server that has lost its run, while they are missed; else 1.
+        has_waited: For those, and who has not come by now is missing at the end.
+    """
+
+    def __init__(self) -> None:
+        """Begin with this member alone."""
+        self.size, self.is_known = 1, False
+        self.num_before, self.has_waited = 1, False
+        self._lost: set[str] = set()  # of whom it is known
+        self._missed: str | None = None  # of whom it was told that they are waited for
+
+    def meet(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of who was lost before this member came; `workers`: as a status has them."""
+        self._lost = {worker["id"] for worker in workers if worker["state"] == "lost"}
+
+    def lose(self) -> None:
+        """Take note that the server has lost its run, and knows none of those who were there."""
+        self.num_before = max(self.num_before, self.size)
+
+    def see(self, num_members: int) -> None:
+        """Take note of how many there are."""
+        self.size, self.is_known = max(num_members, 1), True
+
+    def count(self, num_members: int) -> None:
+        """Take note of how many were in a round, and warn of those of before who have not come to the end."""
+        self.see(num_members)
+        if self.size < self.num_before:
+            if not self.has_waited:
+                return
+            log.warn(
+                f"this ends with {self.size} of {self.num_before} members: the others have not come within "
+                f"{waiting.BEGIN_S:g} s to the server, which was started again without its run and knows "
+                f"nobody of before; what they have learnt is not in this model. A server that keeps "
+                f"checkpoints (checkpoint_dir=) knows them"
+            )
+        self.num_before, self.has_waited = 1, False
+
+    def warn_of_missing(self, num_expected: int) -> None:
+        """Warn where not all have come who were to begin together."""
+        if self.size < num_expected:
+            log.warn(
+                f"{self.size} of {num_expected} members have come, and begin without the others, who may "
+                f"come later; one that was refused, as for other settings, has said why itself"
+            )
+
+    def tell_who_was_lost(self, client: Client, entered: Entered, last: int) -> None:
+        """Say why a round has fewer members than this one's last had, where not all that went have ended.
+
+        Args:
+            client: This member's.
+            entered: Into the round.
+            last: The number of the last one that this member was in.
+        """
+        if entered.members >= self.size:
+            return
+        if (num_without := entered.round - last - 1) > 0:
+            log.warn(
+                f"the others have made {num_without} round(s) of averaging without this member, which the "
+                f"server had given up, as it does whom it does not hear of for a lease (10 s), or who does "
+                f"nothing in a round: did its process stand still? Its last round had {self.size} members, "
+                f"and this one has {entered.members}; who has ended since has nothing of what it learns"
+            )
+            return
+        workers = client.status()["workers"]
+        lost = {w["id"]: f"was given up ({w['cause']})" for w in workers if w["state"] == "lost"}
+        lost |= dict.fromkeys(missed_of(workers), UNDER_ANOTHER)
+        news = [f"{name} {what}" for name, what in lost.items() if name not in self._lost]
+        if news:
+            log.warn(
+                f"round {entered.round} has {entered.members} member(s), and the one before had {self.size}: "
+                f"{', '.join(news)}"
+            )
+        self._lost = set(lost)
+
+    @contextmanager
+    def telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
+        """Say once of each who they are that a server waits for at the end, and that may never come.
+
+        Args:
+            client: This member's.
+            is_at_work: It is not at its end, and waits for them no longer than a lease.
+        """
+        text = None if is_at_work else missed(client.status()["workers"])
+        is_news, self._missed = text != self._missed, text
+        with telling(text if is_news else None):
+            yield
