@@ -40,25 +40,26 @@ _waited_for = -1  # the record, by its number, for whose handler somebody has wa
 def announce(message: str) -> None:
     """Tell the user something that should be seen: to `logging` where that is configured, else to stderr."""
     if LOGGER.hasHandlers():
-        LOGGER.info(message)
+        LOGGER.info(message, stacklevel=2)
     else:
         # The line's end in the same write: processes that share a stderr would write between the two.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)  # noqa: T201  that is its purpose
 
 
-def debug(message: str, *values: object) -> None:
-    """Say what helps to find out why something went as it did, formatted as `logging` does it."""
-    LOGGER.debug(message, *values)
+def debug(message: str, *values: object, exc_info: bool = False) -> None:
+    """Say what helps to find out why something went as it did; formatted as `logging` does it."""
+    LOGGER.debug(message, *values, exc_info=exc_info, stacklevel=2)
 
 
 def info(message: str, *values: object) -> None:
-    """Say what went as it should, formatted as `logging` does it: heard where that is configured."""
-    LOGGER.info(message, *values)
+    """Say what went as it should, to whom `logging` is configured for; formatted likewise."""
+    LOGGER.info(message, *values, stacklevel=2)
 
 
-def warn(message: str) -> None:
-    """Warn through `logging`; on a bare terminal the line says from whom it is."""
-    LOGGER.warning("%s%s", _prefix(), message)
+def warn(message: str, *values: object, exc_info: bool = False) -> None:
+    """Warn, formatted likewise; on a bare terminal the line says from whom it is."""
+    text = _prefix() + message
+    LOGGER.warning(text, *values, exc_info=exc_info, stacklevel=2)
 
 
 def _prefix() -> str:
@@ -71,7 +72,8 @@ def keep_logging(is_needed: Callable[[], bool]) -> None:
 
     Args:
         is_needed: Tells whether anything is left that may have something to say; asked now and then, and the
-            thread ends when not. What made it true is to be in place before this is called.
+            thread ends when not. What made it true is to be in place before this is called, and it is the
+            same one in each call: a thread that is there goes by what it was begun with.
     """
     global _thread  # noqa: PLW0603  there is one process
     with _lock:
@@ -90,14 +92,14 @@ def _run(is_needed: Callable[[], bool]) -> None:
     main = threading.main_thread()
     while True:
         _offbeat.wait_for_log_records(INTERVAL_S)
-        _log(PATIENCE_S)
+        _log_waiting(PATIENCE_S)
         with _lock:
             is_at_end = not is_needed() or not main.is_alive()
             if is_at_end:
                 _thread = None
         if is_at_end:
             # What somebody has left who closed the last, and would wait no longer for a handler.
-            _log(PATIENCE_S)
+            _log_waiting(PATIENCE_S)
             return
 
 
@@ -111,10 +113,10 @@ def _follow_level() -> None:
 
 def log_what_waits() -> None:
     """Log what Rust has to say, now; after a handler that keeps another thread for `PATIENCE_S`, later."""
-    _log(0.0 if _waited_for == _num_logged else PATIENCE_S)
+    _log_waiting(0.0 if _waited_for == _num_logged else PATIENCE_S)
 
 
-def _log(patience_s: float) -> None:
+def _log_waiting(patience_s: float) -> None:
     """Log what Rust has to say, once another thread that is at it has logged what it took."""
     global _waited_for  # noqa: PLW0603  there is one process
     lock, record = _logging, _num_logged

@@ -79,7 +79,11 @@ def _hook() -> None:
 
 
 def release(thing: Live) -> None:
-    """Look no longer after an object: it is closed. What it had to log is logged first."""
+    """Look no longer after an object: it is closed.
+
+    What it had to log is logged when this returns; or after a handler that keeps another thread for longer
+    than `log.PATIENCE_S`.
+    """
     _live.discard(thing)
     log.log_what_waits()
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
-
 _THROUGH = (
     "This flush() was complete in all members all the same: it is not to be called again for it, where it "
     "would wait for the others' next one"

@@ -107,7 +107,7 @@ class Arrivals(Served):
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give this member what the server has, which since the last of a `flush` is the same for all."""
         self._tensors = dict(zip(self._tensors, tensors, strict=True))
-        if self._presence.is_there:  # else what it has is old, and this member's own model is better
+        if self._presence.is_met:  # else what it has is old, and this member's own model is better
             self._take_over()
 
     def go_out_anew(self) -> None:
@@ -116,7 +116,7 @@ class Arrivals(Served):
         self._said = None
         self._counted_of_said[:] = 0
         try:
-            if not self._presence.is_there:
+            if not self._presence.is_met:
                 self._meet()
             self._presence.met().pull(out=self._mean)
         except LOST as error:

@@ -1,78 +1,86 @@
-"""A member's round on a thread of its own, behind training."""
+"""What a member does on a thread of its own, behind training."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, TypeVar
 
 import torch
 
-from offbeat.averaging.members import Heard
-
 __all__ = ["Behind"]
 
+Result = TypeVar("Result")
 
-class Behind:
-    """One round at a time, begun and then waited for; or given up, and done to its end all the same."""
 
-    def __init__(self) -> None:
-        """Begin with nothing under way."""
-        self._future: Future[Heard] | None = None
-        self._stream: torch.cuda.Stream | None = None  # on which the round under way was begun
+class Behind(Generic[Result]):
+    """One thing at a time, which is begun, waited for and taken; or given up, and yet done to its end."""
+
+    def __init__(self, name: str) -> None:
+        """Begin with nothing under way; `name`: of threads."""
+        self._name = name
+        self._future: Future[Result] | None = None
+        self._stream: torch.cuda.Stream | None = None  # on which what is under way was begun
 
     @property
-    def is_begun(self) -> bool:
-        """Whether a round was begun that nobody has waited for yet."""
-        return self._future is not None
+    def under_way(self) -> "Future[Result] | None":
+        """What ends with the newest; None: there was none since `take`."""
+        return self._future
 
-    def is_there(self) -> bool:
-        """Look whether the thread has ended."""
+    def has_ended(self) -> bool:
+        """Look whether nothing is to be waited for."""
         return self._future is None or self._future.done()
 
-    def begin(self, round_of: Callable[[], Heard], device: torch.device) -> None:
-        """Do a round, after one under way of which nobody takes notice any more.
+    def begin(self, do: Callable[[], Result], *, device: torch.device | None = None) -> None:
+        """Do something, after what is under way still, of which nobody takes notice any more.
 
         Args:
-            round_of: Does it.
+            do: Does it.
             device: Where what it reads is; on CUDA it works behind what has been begun there by now.
         """
-        before, future = self._future, Future[Heard]()
-        self._stream = stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        before, future = self._future, Future[Result]()
+        is_far = device is not None and device.type == "cuda"
+        self._stream = stream = torch.cuda.current_stream(device) if is_far else None
 
-        def do() -> None:
+        def run() -> None:
             try:
                 if before is not None:
                     before.exception()
                 with _on(stream):
-                    heard = round_of()
-                future.set_result(heard)
-            except BaseException as error:  # noqa: BLE001  told where the round is waited for
+                    result = do()
+                future.set_result(result)
+            except BaseException as error:  # noqa: BLE001  told where it is waited for
                 future.set_exception(error)
 
         # A daemon: where the process ends in mid-round, it does not wait for the other members.
-        threading.Thread(target=do, name="offbeat-averaging", daemon=True).start()
+        threading.Thread(target=run, name=self._name, daemon=True).start()
         self._future = future  # not before: where no thread can be had, nobody would ever end it
 
-    def finish(self) -> Heard:
-        """Wait for the round that was begun, and give what it heard, or raise what it raised.
+    def wait(self) -> None:
+        """Wait until it has ended, and raise what it raised; it is there still, to be taken.
 
         What breaks off the wait, as Ctrl-C does, leaves it under way: the next call waits on.
         """
+        if self._future is not None:
+            self._future.result()
+
+    def take(self) -> Result:
+        """Give the result of what has ended."""
         assert self._future is not None  # noqa: S101  something was begun
-        heard = self._future.result()
+        result = self._future.result()
         self._future = None
-        if self._stream is not None:  # on which what was heard may still be on its way to the device
+        if self._stream is not None:  # on which the result may still be on its way to the device
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return heard
+        return result
 
     def end(self) -> None:
-        """Wait for a round of which nobody takes notice any more, if there is one."""
+        """Wait for what nobody takes notice of any more, if there is anything."""
         if self._future is not None:
             self._future.exception()
             self._future = None
 
     def after(self, call: Callable[[], None]) -> None:
-        """Call something once the round under way has ended, on its thread; now, where there is none."""
+        """Call something once what is under way has ended, on its thread; now, where there is nothing."""
         if self._future is None:
             call()
         else:

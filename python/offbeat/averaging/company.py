@@ -20,23 +20,26 @@ class Company:
         size: Of the newest round.
         is_known: There was one.
         num_before: How many there were at a server that has lost its run, while they are missed; else 1.
-        has_waited: For those, and who has not come by now is missing at the end.
     """
 
     def __init__(self) -> None:
         """Begin with this member alone."""
         self.size, self.is_known = 1, False
-        self.num_before, self.has_waited = 1, False
+        self.num_before, self._has_waited = 1, False
         self._lost: set[str] = set()  # of whom it is known
         self._missed: str | None = None  # of whom it was told that they are waited for
 
-    def meet(self, workers: Sequence[Mapping[str, Any]]) -> None:
+    def note_lost(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Take note of who was lost before this member came; `workers`: as a status has them."""
         self._lost = {worker["id"] for worker in workers if worker["state"] == "lost"}
 
     def lose(self) -> None:
         """Take note that the server has lost its run, and knows none of those who were there."""
         self.num_before = max(self.num_before, self.size)
+
+    def end_wait(self) -> None:
+        """Take note that those of before were waited for: who has not come by now is missing at the end."""
+        self._has_waited = True
 
     def see(self, num_members: int) -> None:
         """Take note of how many there are."""
@@ -46,7 +49,7 @@ class Company:
         """Take note of how many were in a round, and warn of those of before who have not come to the end."""
         self.see(num_members)
         if self.size < self.num_before:
-            if not self.has_waited:
+            if not self._has_waited:
                 return
             log.warn(
                 f"this ends with {self.size} of {self.num_before} members: the others have not come within "
@@ -54,7 +57,7 @@ class Company:
                 f"nobody of before; what they have learnt is not in this model. A server that keeps "
                 f"checkpoints (checkpoint_dir=) knows them"
             )
-        self.num_before, self.has_waited = 1, False
+        self.num_before, self._has_waited = 1, False
 
     def warn_of_missing(self, num_expected: int) -> None:
         """Warn where not all have come who were to begin together."""

@@ -1,17 +1,20 @@
 """Members that meet in twos: who meets whom, what they exchange, and what all know some rounds later."""
 
 import hashlib
-import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
+from offbeat.averaging.behind import Behind
 from offbeat.local.flat import Flat
 from offbeat.local.sums import Sums, reduce
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Later", "Met", "Pairs", "lag", "partner"]
 
@@ -80,7 +83,7 @@ class Pairs:
         """`sums`: of a group that carries the CPU's tensors; `device`: where models are."""
         self._sums = sums
         self._device = device
-        self._future: Future[None] | None = None
+        self._behind = Behind[None]("offbeat-gossip")
         self._theirs: list[torch.Tensor] = []
         self._kinds: list[torch.dtype] = []
         self._mark = 0.0
@@ -115,26 +118,16 @@ class Pairs:
             return works  # type: ignore[return-value]
 
         works = self._sums.start(start)
-        self._future = future = Future[None]()
-
-        def wait() -> None:
-            try:
-                self._sums.wait(works)
-                future.set_result(None)
-            except BaseException as error:  # noqa: BLE001  told where the round is waited for
-                future.set_exception(error)
-
-        # A daemon: where the process ends in mid-round, it does not wait for the partner.
-        threading.Thread(target=wait, name="offbeat-gossip", daemon=True).start()
+        self._behind.begin(lambda: self._sums.wait(works))
 
     @property
     def under_way(self) -> "Future[None] | None":
         """What ends with the newest exchange; None: there was none since `take`."""
-        return self._future
+        return self._behind.under_way
 
     def is_there(self) -> bool:
         """Look whether the thread has ended."""
-        return self._future is None or self._future.done()
+        return self._behind.has_ended()
 
     def wait(self) -> None:
         """Wait for the partner; what breaks off the wait leaves it under way.
@@ -142,15 +135,14 @@ class Pairs:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        if self._future is not None:
-            with self._sums.telling(is_there=self._future.done()):
-                self._future.result()
+        with self._sums.telling(is_there=self.is_there()):
+            self._behind.wait()
 
     def take(self) -> Met | None:
         """Give what the partner has said, once it is there; None: there was none to be met."""
-        if self._future is None:
+        if self.under_way is None:
             return None
-        self._future = None
+        self._behind.take()
         (first, *flats), self._theirs = self._theirs, []
         is_finite, is_at_work, mark = first[:NUM_SAID].tolist()
         return Met(

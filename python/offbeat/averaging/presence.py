@@ -23,61 +23,78 @@ class Presence:
     """A member's client, which is made anew where the server was lost, perhaps under another name.
 
     Attributes:
-        client: None while the member is not there.
         name: What it is called there; the client itself, while it is in a call, does not say it.
-        names: All that it was called in the server's run.
-        is_back: It has met the server anew, and not taken part since.
         away: How the newest try to reach the server has failed; None: it has not.
         has_just_lost_it: It was there until then; what is there by now is to be met still.
     """
 
-    def __init__(self, connect: Connect) -> None:
-        """`connect`: makes a client, in so many seconds, under a name if one is given."""
+    def __init__(self, connect: Connect, *, on_another_run: Callable[[], None]) -> None:
+        """Begin away.
+
+        Args:
+            connect: Makes a client, in so many seconds, under a name if one is given.
+            on_another_run: Called where the server that is met has another run than the one before.
+        """
         self._connect = connect
+        self._on_another_run = on_another_run
         self._run_id: str | None = None
-        self.client: Client | None = None
+        self._client: Client | None = None
         self.name: str | None = None
-        self.names: set[str] = set()
-        self.is_back = False
+        self._names: set[str] = set()
+        self._is_back = False  # it has met the server anew, and not taken part since
         self.away: str | None = None
         self.has_just_lost_it = False
 
     @property
-    def is_there(self) -> bool:
-        """Whether the member has a client, as far as is known."""
-        return self.client is not None
+    def is_met(self) -> bool:
+        """Whether the member has a client: it has met the server, and not found it gone."""
+        return self._client is not None
+
+    @property
+    def names(self) -> set[str]:
+        """All that the member was called in the server's run."""
+        return set(self._names)
 
     def met(self) -> Client:
         """Give the client; who calls this has met the server."""
-        assert self.client is not None  # noqa: S101  as is said
-        return self.client
+        assert self._client is not None  # noqa: S101  as is said
+        return self._client
 
-    def meet(self, agree: Callable[[Client, bool], None], *, tries_s: float | None = None) -> None:
+    def meet(self, agree: Callable[[Client], None], *, tries_s: float | None = None) -> None:
         """Connect.
 
         Args:
-            agree: Looks whether this member can take part there; told whether that is another run than the
-                one before. It stays away where this raises.
+            agree: Looks whether this member can take part there, which stays away where this raises.
             tries_s: How long it is tried; None: as long as a round does.
         """
         client = self._connect(AGAIN_S if tries_s is None else tries_s, None)
-        is_another_run = self._run_id not in {None, client.run_id}
-        if is_another_run:
-            self.names.clear()  # there, names that are the same are others'
+        if self._run_id not in {None, client.run_id}:
+            self._names.clear()  # there, names that are the same are others'
+            self._on_another_run()
         try:
-            agree(client, is_another_run)
+            agree(client)
         except BaseException:
             client.close(finished=False)
             raise
-        self.is_back = self._run_id is not None
-        self.client, self.name, self._run_id = client, client.worker_id, client.run_id
-        self.names.add(self.name)
+        self._is_back = self._run_id is not None
+        self._client, self.name, self._run_id = client, client.worker_id, client.run_id
+        self._names.add(self.name)
+
+    def take_part(self) -> bool:
+        """Take note that the member is in a round, and tell whether it has met the server anew for it."""
+        was_back, self._is_back = self._is_back, False
+        return was_back
+
+    def note_progress(self, iterations: int) -> None:
+        """Tell the server, if it is met, that the member trains; not while the client is in a call."""
+        if (client := self._client) is not None:
+            client.set_progress(iterations)
 
     def former_names(self) -> list[str]:
         """Give names that this member had, for which a server waits that was started again."""
-        if self.names <= {self.name}:
+        if self._names <= {self.name}:
             return []
-        return [name for name in missed_of(self.met().status()["workers"]) if name in self.names]
+        return [name for name in missed_of(self.met().status()["workers"]) if name in self._names]
 
     def leave_as(self, names: Sequence[str]) -> None:
         """Say goodbye under names that this member had."""
@@ -85,7 +102,7 @@ class Presence:
             try:
                 self._connect(AGAIN_S, name).close(finished=False)
             except OffbeatError as error:
-                self.names.discard(name)  # else it would be at work for ever
+                self._names.discard(name)  # else it would be at work for ever
                 log.warn(
                     f"this member is {self.name} at the server now, which waits for {name}, as it was "
                     f"before: it could not be told that they are one: {error}"
@@ -95,7 +112,7 @@ class Presence:
         """Be away, since the server was lost, or is still; the first time that is told."""
         if self.away is None:
             log.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
-        self.away, self.has_just_lost_it = str(error), self.client is not None
+        self.away, self.has_just_lost_it = str(error), self.is_met
         self.drop(finished=False)
 
     def go_on(self) -> None:
@@ -106,7 +123,7 @@ class Presence:
 
     def drop(self, *, finished: bool) -> None:
         """Leave, if this member is there."""
-        client, self.client = self.client, None
+        client, self._client = self._client, None
         if client is not None:
             with suppress(OffbeatError):  # of a session that is over there is nothing to say goodbye to
                 client.close(finished=finished)

@@ -92,9 +92,9 @@ class Served:
             ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
             ConnectError: If it cannot be reached.
         """
-        self._presence = Presence(connect)
         self._company = Company()
-        self._behind = Behind()
+        self._presence = Presence(connect, on_another_run=self._company.lose)
+        self._behind = Behind[Heard]("offbeat-averaging")
         self._ask, self._waits = ask, Waits()
         self._terms = terms
         self._names = {id(parameter): name for name, parameter in parameters}
@@ -153,16 +153,17 @@ class Served:
             ClosedError: If this is closed.
         """
         self._check_open()
-        self._behind.begin(lambda: self._round(said), said.statistics.device)
+        self._behind.begin(lambda: self._round(said), device=said.statistics.device)
 
     def is_there(self) -> bool:
         """Look whether the thread has ended."""
-        return self._behind.is_there()
+        return self._behind.has_ended()
 
     def finish(self) -> Heard:
         """Wait for the thread."""
         with nullcontext() if self.is_there() else self.telling():
-            return self._behind.finish()
+            self._behind.wait()
+        return self._behind.take()
 
     def telling(self) -> AbstractContextManager[None]:
         """For those at the server, or for itself."""
@@ -184,7 +185,7 @@ class Served:
         self._end_given_up()
         is_brought = False
         try:
-            if not self._presence.is_there:
+            if not self._presence.is_met:
                 self._meet()
             while not is_brought:
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
@@ -208,10 +209,10 @@ class Served:
     def note_progress(self, iterations: int) -> None:
         """Tell the server that this member trains, however seldom it averages.
 
-        Not in a round, whose thread has the client, and may drop it; its calls tell that as they end.
+        Not in a round, whose thread has the client; its calls tell that themselves as they end.
         """
-        if self.is_there() and (client := self._presence.client) is not None:  # in this order
-            client.set_progress(iterations)
+        if self.is_there():
+            self._presence.note_progress(iterations)
 
     def close(self) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
@@ -230,7 +231,7 @@ class Served:
         self._check_open()
         self._end_given_up()
         try:
-            if not self._presence.is_there:
+            if not self._presence.is_met:
                 self._meet()
             self._presence.go_on()
             if self._company.num_before == 1:
@@ -254,13 +255,12 @@ class Served:
             return
         if entered.round == 1:  # others have made none before it
             self._last = entered.round, gathered.version
-        self._company.has_waited = True
+        self._company.end_wait()
 
     def _end_given_up(self) -> None:
         """Wait for a round of which nobody takes notice any more: its thread has the client."""
-        if self._behind.is_begun:
-            with self.telling():
-                self._behind.end()
+        with nullcontext() if self.is_there() else self.telling():
+            self._behind.end()
 
     def _waiting(self, waited_s: float) -> str | None:
         """Find out for whom this member waits; None: it does not, or it is told already why."""
@@ -276,7 +276,7 @@ class Served:
             return None
         if self._waits_for_those_before:
             return self._words_for_those_before(status)
-        return at_the_server(status, own=self._presence.name, had={*self._presence.names}, waited_s=waited_s)
+        return at_the_server(status, own=self._presence.name, had=self._presence.names, waited_s=waited_s)
 
     def _words_for_those_before(self, status: Mapping[str, Any]) -> str:
         return for_those_before(status, num_before=self._company.num_before)
@@ -285,7 +285,7 @@ class Served:
 
     def _round(self, said: Said) -> Heard:
         try:
-            if not self._presence.is_there:
+            if not self._presence.is_met:
                 self._meet()
             heard = self._averaged(said)
         except LOST as error:
@@ -412,9 +412,9 @@ class Served:
         with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
             entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
         self._presence.leave_as(former)
-        if self._company.is_known and not self._presence.is_back:  # else it is told of those it lost
+        was_away = self._presence.take_part()
+        if self._company.is_known and not was_away:  # else it is told of what was lost in between
             self._company.tell_who_was_lost(client, entered, self._last[0])
-        self._presence.is_back = False
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
         is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
@@ -485,20 +485,14 @@ class Served:
         Raises:
             ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
         """
-
-        def agree(client: Client, is_another_run: bool) -> None:  # noqa: FBT001  as a presence calls it
-            if is_another_run:
-                self._company.lose()
-            self._agree(client)
-
-        self._presence.meet(agree, tries_s=tries_s)
+        self._presence.meet(self._agree, tries_s=tries_s)
 
     def _agree(self, client: Client) -> None:
         arrays = self._sound(self._brought())
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
-        self._company.meet(status["workers"])
+        self._company.note_lost(status["workers"])
         self._version = status["version"]  # or older than what is pulled, never newer
         self._mean = client.pull(out=arrays)
         if self._last == NOWHERE:

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 BEGIN_S = 60.0
-"""Longest wait for those who are started together; as long as a client tries to reach its server."""
+"""Longest wait for those who begin together, or were together before; as long as one for the server."""
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
 

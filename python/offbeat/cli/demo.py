@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
+from offbeat import log
 from offbeat.cli.exit_codes import ExitCode
 from offbeat.cli.parser import Parser, count, file
 from offbeat.cli.say import flush_output, output
@@ -54,7 +55,7 @@ def run(arguments: Namespace) -> int:
     from offbeat.demo import progress, report
     from offbeat.demo.run import DemoConfig, run_demo
 
-    logging.getLogger("offbeat").addHandler(logging.NullHandler())  # the bar is enough
+    log.LOGGER.addHandler(logging.NullHandler())  # the bar is enough
     config = DemoConfig(seed=arguments.seed, data_dir=arguments.data_dir, quick=arguments.quick)
     result = run_demo(config, progress.choose())
     # The files first: what is printed may find no room.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, cast
 
+from offbeat import log
 from offbeat.cli import signals
 from offbeat.cli.exit_codes import ExitCode, code_of
 from offbeat.cli.parser import Parser
@@ -105,7 +106,7 @@ def _parse(given: list[str]) -> tuple[Callable[[Namespace], int], Namespace] | E
     except SystemExit:  # how argparse ends what --help has told
         return ExitCode.OK
     if parsed.debug:
-        logging.getLogger("offbeat").setLevel(logging.DEBUG)
+        log.LOGGER.setLevel(logging.DEBUG)
     return command.run, parsed
 
 

@@ -29,7 +29,6 @@ __all__ = [
     "stop",
 ]
 
-
 GIVEN = "<the secret given as --token>"
 """In the place of a token that is not shown and that no variable holds."""
 

@@ -6,8 +6,8 @@ import sys
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from offbeat import log
 from offbeat.history import Record
-from offbeat.log import announce, info
 from offbeat.terminal import on_terminal
 
 __all__ = ["Progress", "progress_for"]
@@ -61,7 +61,7 @@ class _Silent:
         pass
 
     def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
-        info("%s", text)
+        log.info("%s", text)
 
 
 class _Lines(_Silent):
@@ -71,7 +71,7 @@ class _Lines(_Silent):
         self._source = source
 
     def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
-        announce(f"{self._source}: {text}")
+        log.announce(f"{self._source}: {text}")
 
 
 class _Bar(_Silent):
@@ -102,7 +102,7 @@ class _Bar(_Silent):
         shown["version"] = str(record.version)
         listed = [f"{name}={value}" for name, value in shown.items()]
         self._bar.set_postfix_str(", ".join([*listed, fates] if fates else listed), refresh=False)
-        info("%s", text)
+        log.info("%s", text)
 
 
 def _in_notebook() -> bool:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTrainingMonitor"]
 
-
 MEASURED = frozenset({"gradient_norm", "non_finite", "clip"})
 """Metrics and remedies that need to know the gradients' norm."""
 
@@ -508,7 +507,7 @@ class AsyncTrainingMonitor:
             has_failed = any(known is callback for known in self._have_failed)
             if not has_failed:
                 self._have_failed.append(callback)
-            say = log.LOGGER.debug if has_failed else log.LOGGER.warning
+            say = log.debug if has_failed else log.warn
             say(
                 "the callback %.100r failed at an alert, and training goes on; later failures of its are "
                 "logged as debug: %s",

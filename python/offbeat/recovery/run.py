@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from offbeat import log
 from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
 from offbeat.local.log_lines import tracked
 from offbeat.local.loss import wake
-from offbeat.log import announce
 from offbeat.recovery import rng
 from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts
@@ -299,7 +299,7 @@ class Run:
         epoch = min(self._account.history.epochs + 1, self._plan.epochs)
         aside = f"; {told}" if told else ""
         where = f"epoch {epoch}/{self._plan.epochs}, step {record.step}"
-        announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
+        log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()
         self._trainee.logged(record, tracked(record, rate))
 

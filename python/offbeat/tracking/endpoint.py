@@ -183,7 +183,7 @@ class MetricsEndpoint:
         try:
             return HTTPStatus.OK, self._content_type, self._kept.read()
         except Exception:  # noqa: BLE001  whatever it is: the client is told, and the log
-            log.LOGGER.warning("the metrics cannot be told", exc_info=True)
+            log.warn("the metrics cannot be told", exc_info=True)
             return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "the metrics cannot be told; the log says why")
 
 

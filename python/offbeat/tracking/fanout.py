@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from offbeat.log import warn
+from offbeat import log
 from offbeat.process import cause_of
 from offbeat.tracking.base import Tracker
 
@@ -39,7 +39,7 @@ class Fanout:
             except Exception as error:  # noqa: BLE001  whatever a tracker of the user's raises
                 if number not in self._have_failed:
                     self._have_failed.add(number)
-                    warn(
+                    log.warn(
                         f"{self._source}: what was measured at step {step} did not get into "
                         f"{tracker!r:.200}: {cause_of(error)}; it is tried again with what follows, and not "
                         f"warned of again"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast, runtime_checkable
 
+from offbeat import log
 from offbeat.address import is_address
 from offbeat.checks import Faults, is_number, refuse, seconds, strings
-from offbeat.log import warn
 from offbeat.process import cause_of
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
@@ -122,7 +122,7 @@ class _Look:
         except Exception as error:  # noqa: BLE001  a server that has gone, in any of its ways, or is another version's
             if not self._has_warned:
                 self._has_warned = True
-                warn(f"the server cannot be watched, which is tried again: {cause_of(error)}")
+                log.warn(f"the server cannot be watched, which is tried again: {cause_of(error)}")
             return
         self._has_warned = False
         self._trackers.log(told, status["version"])

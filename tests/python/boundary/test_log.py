@@ -286,6 +286,27 @@ def test_start_line_goes_to_stderr_where_logging_is_not_set_up(run_python, capfd
     )
 
 
+def test_a_record_is_of_the_module_that_has_something_to_say(caplog, tmp_path):
+    with caplog.at_level(logging.DEBUG, logger="offbeat"):
+        offbeat_log.debug("%d", 1)
+        offbeat_log.info("2")
+        offbeat_log.warn("%d", 3)
+        offbeat_log.announce("4")
+    assert [record.getMessage() for record in caplog.records] == ["1", "2", "3", "4"]
+    assert {record.module for record in caplog.records} == {"test_log"}
+
+
+def test_a_warning_of_python_s_says_from_whom_it_is_where_logging_is_not_set_up(run_python):
+    told = run_python(
+        "import subprocess, sys\n"
+        'code = \'from offbeat import log; log.warn("100% of it"); log.warn("%d%%", 50); log.info("no")\'\n'
+        "done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)\n"
+        "print(done.stdout + done.stderr)"
+    )
+    assert told.split("\n")[:2] == ["offbeat: 100% of it", "offbeat: 50%"]
+    assert "no" not in told.replace("of it", "")
+
+
 def test_warnings_are_seen_where_logging_is_not_set_up(run_python):
     told = run_python(
         "import subprocess, sys\n"

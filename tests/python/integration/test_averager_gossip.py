@@ -393,13 +393,13 @@ def interrupted(rank):
             def begin_and_break_off(*arguments, pairs=pairs, begin=begin, **more):
                 begin(*arguments, **more)
                 pairs.begin = begin
-                result = pairs._future.result
+                result = pairs._behind.under_way.result
 
                 def broken_off():
-                    pairs._future.result = result
+                    pairs._behind.under_way.result = result
                     raise KeyboardInterrupt
 
-                pairs._future.result = broken_off
+                pairs._behind.under_way.result = broken_off
 
             pairs.begin = begin_and_break_off
         try:

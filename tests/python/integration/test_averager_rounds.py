@@ -2,7 +2,8 @@
 
 import operator
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -49,6 +50,21 @@ class Member:
         thread = threading.Thread(target=self.train, daemon=True)
         thread.start()
         return thread
+
+    def behind_until_interrupted(self):
+        """Train an iteration on a thread; give what tells whether an interrupt has ended that."""
+        is_interrupted = Future()
+
+        def train():
+            try:
+                self.train()
+            except KeyboardInterrupt:
+                is_interrupted.set_result(True)
+            else:
+                is_interrupted.set_result(False)
+
+        threading.Thread(target=train, daemon=True).start()
+        return is_interrupted
 
 
 def until_entered(server, num):
@@ -150,7 +166,7 @@ def test_one_whose_push_fails_leaves_so_that_nobody_waits_for_it(server, monkeyp
 
     entering = stays.behind()
     until_entered(server, 1)
-    monkeypatch.setattr(fails.averager._turns.members._presence.client, "push", failing)
+    monkeypatch.setattr(fails.averager._turns.members._presence.met(), "push", failing)
     with pytest.raises(MemoryError):
         fails.train()
     entering.join(AT_ONCE_S)
@@ -158,6 +174,33 @@ def test_one_whose_push_fails_leaves_so_that_nobody_waits_for_it(server, monkeyp
     assert server.status()["rounds"]["missing"] == 1
     stays.averager.close()
     fails.averager.close()
+
+
+def test_ctrl_c_as_a_wait_ends_leaves_the_round_to_be_waited_for_again(server, monkeypatch):
+    stays, breaks_off = Member(server), Member(server)
+    acquainted(server, stays, breaks_off)
+    members = breaks_off.averager._turns.members
+
+    @contextmanager
+    def broken_off():
+        monkeypatch.undo()
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(members, "telling", broken_off)
+    interrupted = breaks_off.behind_until_interrupted()
+    until_entered(server, 1)
+    stays.train()
+    assert interrupted.result(AT_ONCE_S)
+    before = breaks_off.averager.averaging_round
+    threads = [member.behind() for member in (stays, breaks_off)]
+    for thread in threads:
+        thread.join(AT_ONCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert breaks_off.averager.averaging_round > before
+    assert server.status()["rounds"]["missing"] == 0
+    stays.averager.close()
+    breaks_off.averager.close()
 
 
 def test_members_that_are_set_differently_are_told_both_settings(server):
@@ -462,7 +505,7 @@ def test_who_waits_though_all_have_come_to_begin_says_for_whom_of_before_the_ser
         with offbeat.ParameterServer(**settings) as first:
             port = int(first.address.rpartition(":")[2])
             gone = begin(first)
-            names = [averager._turns.members._presence.client.worker_id for averager in gone]
+            names = [averager._turns.members._presence.name for averager in gone]
             first.stop(restarting=True)
         with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
             for averager in begin(again) + gone:
@@ -481,7 +524,7 @@ def test_who_waits_at_the_end_for_one_of_before_the_servers_restart_says_for_who
         stays, dies = Member(first), Member(first)
         acquainted(first, stays, dies)
         first.stop(restarting=True)
-    name = dies.averager._turns.members._presence.client.worker_id
+    name = dies.averager._turns.members._presence.name
     with warned() as told, offbeat.ParameterServer(port=port, **settings) as again:
         stays.averager._turns.rounds.end_alike()  # as at the end of `flush`
         assert [worker["state"] for worker in again.status()["workers"] if worker["id"] == name] == ["lost"]

@@ -717,8 +717,8 @@ def join_lines(*arguments, **keywords):
     told.set()
     return words(*arguments, **keywords)
 
-told, logs, words = threading.Event(), log._log, server.join_lines
-log._log, server.join_lines = log_waiting, join_lines
+told, logs, words = threading.Event(), log._log_waiting, server.join_lines
+log._log_waiting, server.join_lines = log_waiting, join_lines
 sys.exit(main.main(sys.argv[1:]))
 """,
 )

@@ -108,7 +108,7 @@ def test_a_member_at_a_server_that_waits_for_a_round_says_who_is_there(monkeypat
             ones[0].train(ours[0])
             waiting.join(20)
             assert not waiting.is_alive()
-        names = [one._turns.members._presence.client.worker_id for one in ours]
+        names = [one._turns.members._presence.name for one in ours]
         (text,) = told
         assert text.startswith(f"{names[1]} has waited 0.1 s for a round of averaging to end: 1 member(s) ")
         assert f"the others there are: {names[0]} (" in text
@@ -131,7 +131,7 @@ def test_a_member_that_waits_with_others_says_that_the_server_does_not_tell_whic
         ones[0].train(ours[0])
         here.result(20)
         waiting.result(20)
-        first, second, _ = (one._turns.members._presence.client.worker_id for one in ours)
+        first, second, _ = (one._turns.members._presence.name for one in ours)
         assert "2 member(s) have come" in told[0]
         assert f"{first} (" in told[0]
         assert f"{second} (" in told[0]
