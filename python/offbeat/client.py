@@ -411,6 +411,20 @@ class Client(process.Live):
             raise ConfigError(f"steps is {steps!r}: give a whole number, 0 or more")
         self._open().set_progress(steps)
 
+    def end_by(self, failure: BaseException | None) -> None:
+        """Close, as unfinished if it is a failure by which this ends, which the server then tells of.
+
+        Args:
+            failure: None, and a `SystemExit` of code 0, are none.
+
+        Raises:
+            StateError: As `close`.
+        """
+        if (failure := process.failure_in(failure)) is None:
+            self._close("finished", None)
+        else:
+            self._close("left", process.cause_of(failure))
+
     def close(self, *, finished: bool = True) -> None:
         """Say goodbye and close; closing twice is fine.
 
@@ -430,7 +444,7 @@ class Client(process.Live):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(error)
+        self.end_by(error)
 
     def __del__(self) -> None:
         """Finish when nobody holds the client any more, as a function that made it returns."""
@@ -445,13 +459,7 @@ class Client(process.Live):
     # -- inside
 
     def _at_exit(self, failure: BaseException | None) -> None:
-        self._end(failure)
-
-    def _end(self, failure: BaseException | None) -> None:
-        if (failure := process.failure_in(failure)) is None:
-            self._close("finished", None)
-        else:
-            self._close("left", process.cause_of(failure))
+        self.end_by(failure)
 
     def _close(self, parting: Literal["finished", "left"], cause: str | None) -> None:
         if (session := self._session) is not None:

@@ -19,7 +19,7 @@ from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat import log
 
-__all__ = ["Live", "at_end", "cause_of", "failure_in", "register", "release"]
+__all__ = ["Live", "at_end", "cause_of", "ending_by", "failure_in", "register", "release"]
 
 MAX_CAUSE_CHARS = 1000
 
@@ -41,6 +41,7 @@ class Live:
 
 _lock = threading.Lock()
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
+_ends_by: SystemExit | None = None
 _at_end: list[Callable[[BaseException | None], None]] = []
 _hooked = False
 _hooked_into_multiprocessing = False
@@ -48,9 +49,11 @@ _hooked_into_multiprocessing = False
 
 def register(thing: Live) -> None:
     """From now on look after an object that has been opened."""
+    global _ends_by  # noqa: PLW0603  there is one process
     with _lock:
         _hook()
         _live.add(thing)
+        _ends_by = None  # it was caught
     log.keep_logging(_is_something_live)
     _hook_multiprocessing()
 
@@ -68,6 +71,13 @@ def at_end(call: Callable[[BaseException | None], None]) -> None:
         _hook()
         _at_end.append(call)
     _hook_multiprocessing()
+
+
+def ending_by(failure: SystemExit) -> SystemExit:
+    """Have a `SystemExit` that is raised now known as the process ends, when Python has forgotten it."""
+    global _ends_by  # noqa: PLW0603  there is one process
+    _ends_by = failure
+    return failure
 
 
 def _hook() -> None:
@@ -111,9 +121,10 @@ def _failure() -> BaseException | None:
     """What the process ends by: an exception on its way, or one that the interpreter has printed.
 
     A SystemExit that has reached the top is neither: Python forgets it, code and all, before it gets here.
+    One of our own is known all the same.
     """
     on_its_way = sys.exc_info()[1]
-    return getattr(sys, "last_value", None) if on_its_way is None else failure_in(on_its_way)
+    return getattr(sys, "last_value", _ends_by) if on_its_way is None else failure_in(on_its_way)
 
 
 def failure_in(error: BaseException | None) -> BaseException | None:
@@ -145,11 +156,11 @@ def _hook_multiprocessing() -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _live, _hooked_into_multiprocessing  # noqa: PLW0603
+    global _lock, _live, _hooked_into_multiprocessing, _ends_by  # noqa: PLW0603
     from offbeat import _offbeat
 
     _at_end.clear()  # what it is about is the parent's
     _offbeat.forget_after_fork()
     log.forget_after_fork()
-    _lock, _live = threading.Lock(), weakref.WeakSet()
+    _lock, _live, _ends_by = threading.Lock(), weakref.WeakSet(), None
     _hooked_into_multiprocessing = False  # the child's finalizers begin empty

@@ -314,10 +314,18 @@ class AsyncModelAverager:
         connections stay open behind until they have, or the process ends. A server that rank 0 has started is
         stopped once all members have said goodbye, or after half a minute, which one that was killed takes.
         """
+        self.end_by(None)
+
+    def end_by(self, failure: BaseException | None) -> None:
+        """Close, as `close` does; where it is a failure by which this ends, a server hears that it has left.
+
+        Args:
+            failure: None, and a `SystemExit` of code 0, are none.
+        """
         self._is_closed = True
         trained_by.unregister(self.model, self)
         self.give_up()
-        self._turns.members.close()
+        self._turns.members.end_by(failure)
         server, self._server = self._server, None
         if server is not None:
             with telling(
@@ -334,9 +342,9 @@ class AsyncModelAverager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it, and warn of what was trained and not flushed."""
+        """Close it, by an exception perhaps; else warn of what was trained and not flushed."""
         tell_at_end_of_block(self._turns.unshared, error)
-        self.close()
+        self.end_by(error)
 
     # ------------------------------------------------------------------ what is known
 

@@ -183,8 +183,8 @@ class Members(Protocol):
     def note_progress(self, iterations: int) -> None:
         """Take note that this member has trained so far."""
 
-    def close(self) -> None:
-        """Take part no more."""
+    def end_by(self, failure: BaseException | None) -> None:
+        """Take part no more, by a failure perhaps."""
 
 
 class Alone:
@@ -252,7 +252,7 @@ class Alone:
     def note_progress(self, iterations: int) -> None:
         """Nobody asks."""
 
-    def close(self) -> None:
+    def end_by(self, failure: BaseException | None) -> None:
         """Nobody has to be told."""
 
 
@@ -404,8 +404,9 @@ class Group:
     def note_progress(self, iterations: int) -> None:
         """Nobody asks."""
 
-    def close(self) -> None:
+    def end_by(self, failure: BaseException | None) -> None:
         """Destroy the groups of one's own, once the others have come to the round under way."""
+        del failure  # who waits for this member in the next sum is told that it is gone
         if self._twos is not None:
             self._twos.sums.close(after=self._twos.pairs.under_way)
         self._sums.close()

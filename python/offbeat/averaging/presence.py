@@ -113,7 +113,7 @@ class Presence:
         if self.away is None:
             log.warn(f"averaging pauses, and training goes on: {error}; it is tried again at each round")
         self.away, self.has_just_lost_it = str(error), self.is_met
-        self.drop(finished=False)
+        self.drop()
 
     def go_on(self) -> None:
         """Take note that the server has done what it was asked for."""
@@ -121,9 +121,16 @@ class Presence:
             log.warn("the server is there again: averaging goes on")
         self.away, self.has_just_lost_it = None, False
 
-    def drop(self, *, finished: bool) -> None:
-        """Leave, if this member is there."""
+    def drop(self) -> None:
+        """Leave, if this member is there, to come again perhaps."""
+        self._say_goodbye(lambda client: client.close(finished=False))
+
+    def end_by(self, failure: BaseException | None) -> None:
+        """Finish, if this member is there; or leave by a failure, of which the server tells."""
+        self._say_goodbye(lambda client: client.end_by(failure))
+
+    def _say_goodbye(self, say: Callable[[Client], None]) -> None:
         client, self._client = self._client, None
         if client is not None:
             with suppress(OffbeatError):  # of a session that is over there is nothing to say goodbye to
-                client.close(finished=finished)
+                say(client)

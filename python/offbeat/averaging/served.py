@@ -117,7 +117,7 @@ class Served:
             self.has_gone_on = bool(self._presence.met().status()["version"])
             self._begin_together(num_expected)
         except BaseException:
-            self._presence.drop(finished=False)
+            self._presence.drop()
             raise
         self._take_over()
 
@@ -214,10 +214,10 @@ class Served:
         if self.is_there():
             self._presence.note_progress(iterations)
 
-    def close(self) -> None:
+    def end_by(self, failure: BaseException | None) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
         self._is_closed = True
-        self._behind.after(lambda: self._presence.drop(finished=True))
+        self._behind.after(lambda: self._presence.end_by(failure))
 
     @staticmethod
     def _names_of_statistics(num: int) -> list[str]:
@@ -292,7 +292,7 @@ class Served:
             self._presence.pause(error)
             return _not_brought(said, int(said.is_at_work), are_agreed=said.wish == self._terms)
         except BaseException:
-            self._presence.drop(finished=False)  # else the others would wait for what it has not ended
+            self._presence.drop()  # else the others would wait for what it has not ended
             raise
         self._presence.go_on()
         return heard

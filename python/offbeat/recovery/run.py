@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offbeat import log
+from offbeat import log, process
 from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
@@ -234,7 +234,7 @@ class Run:
             self._hear()
             self._save()
             self._saver.wait()
-        raise SystemExit(TERMINATED)
+        raise process.ending_by(SystemExit(TERMINATED))
 
     def _save(self) -> None:
         self._note_time()

@@ -74,8 +74,9 @@ class Accumulated(Strategy):
         with self._counted():
             self._accumulator.flush(optimizer=self.workshop.live)
 
-    def close(self) -> None:
+    def close(self, failure: BaseException | None = None) -> None:
         """Make no update of what is gathered, and give back the members' group."""
+        del failure  # its group is told of none
         self._accumulator.close()
 
     def state_dict(self) -> Any:  # noqa: ANN401  a nest

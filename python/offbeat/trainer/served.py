@@ -91,11 +91,11 @@ class Served(Strategy):
         if is_joined:
             self._join()
 
-    def close(self) -> None:
-        """Say goodbye."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Say goodbye, and by what."""
         if self.worker is not None:
             self._worker_id = self.worker.id
-            self.worker.close()
+            self.worker.end_by(failure)
             self.worker = None
 
     @property

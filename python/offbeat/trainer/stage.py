@@ -118,11 +118,11 @@ class Stage:
                     tensor.copy_(value)
         self.strategy.load_state_dict(state["work"])
 
-    def close(self) -> None:
-        """End whatever is at work; nobody is waited for."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """End whatever is at work, by a failure perhaps; nobody is waited for."""
         strategy, self.strategy, self._kind = self.strategy, None, None
         if strategy is not None:
-            strategy.close()
+            strategy.close(failure)
 
     def _made(self, kind: Kind, sync: Sync) -> Strategy:
         if kind != "parameter_server" and self._workshop.live is None:

@@ -159,8 +159,8 @@ class Strategy(ABC):
         """Meet as often as this says from here on."""
         self.sync = sync
 
-    def close(self) -> None:  # noqa: B027
-        """Let go of everything; nobody is waited for. What is to be kept is settled before."""
+    def close(self, failure: BaseException | None = None) -> None:  # noqa: B027
+        """Let go of everything, by a failure perhaps, and wait for nobody; what is to be kept is settled."""
 
     def abandon(self) -> None:  # noqa: B027
         """Forget what a batch that broke off has left."""
@@ -269,9 +269,9 @@ class Averaged(Local):
             what = str(error).replace(FLUSH_AGAIN, TRAIN_AGAIN)
             log.warn(f"what was trained last is not averaged: {what}")
 
-    def close(self) -> None:
-        """Give back the members' group."""
-        self.averager.close()
+    def close(self, failure: BaseException | None = None) -> None:
+        """Give back the members' group; at a server, say by what this ends."""
+        self.averager.end_by(failure)
 
     @property
     def has_joined_others(self) -> bool:

@@ -640,7 +640,7 @@ class AsyncTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._stage.close(error)
 
     def __repr__(self) -> str:
         """Say what it does."""

@@ -500,6 +500,20 @@ class AsyncWorker(process.Live):
         """
         self._end("left" if self._is_broken_off else "finished")
 
+    def end_by(self, failure: BaseException | None) -> None:
+        """Close, where an exception is on its way perhaps: the server then tells by what this one left.
+
+        Args:
+            failure: None, and a `SystemExit` of code 0, are as `close`.
+
+        Raises:
+            StateError: As `close`.
+        """
+        if (failure := process.failure_in(failure)) is None:
+            self.close()
+        else:
+            self._end("left", process.cause_of(failure))
+
     def __enter__(self) -> Self:
         """Use the worker in a `with` block, at whose end it is closed."""
         return self
@@ -507,7 +521,7 @@ class AsyncWorker(process.Live):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end_by(error)
+        self.end_by(error)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -572,13 +586,6 @@ class AsyncWorker(process.Live):
         if worker_id not in (None, self._id):
             raise ConfigError(f"worker_id is {worker_id!r}, and this is worker {self._id!r}")
 
-    def _end_by(self, failure: BaseException | None) -> None:
-        """Close, where an exception is on its way perhaps."""
-        if (failure := process.failure_in(failure)) is None:
-            self.close()
-        else:
-            self._end("left", process.cause_of(failure))
-
     def _end(self, parting: Literal["finished", "left", "withdrawn"], cause: str | None = None) -> None:
         if self._closed or os.getpid() != self._pid:
             return
@@ -595,4 +602,4 @@ class AsyncWorker(process.Live):
         process.release(self)
 
     def _at_exit(self, failure: BaseException | None) -> None:
-        self._end_by(failure)
+        self.end_by(failure)

@@ -176,6 +176,20 @@ def test_one_whose_push_fails_leaves_so_that_nobody_waits_for_it(server, monkeyp
     fails.averager.close()
 
 
+@pytest.mark.parametrize(
+    ("failure", "parting"),
+    [
+        (ZeroDivisionError("boom"), ("left", "left before its work was done: ZeroDivisionError: boom")),
+        (SystemExit(0), ("finished", "finished")),
+    ],
+)
+def test_one_whose_block_ends_by_an_exception_leaves_and_the_server_says_by_which(server, failure, parting):
+    with pytest.raises(type(failure)), averaging(model(), server):
+        raise failure
+    (worker,) = server.status()["workers"]
+    assert (worker["state"], worker["cause"]) == parting
+
+
 def test_ctrl_c_as_a_wait_ends_leaves_the_round_to_be_waited_for_again(server, monkeypatch):
     stays, breaks_off = Member(server), Member(server)
     acquainted(server, stays, breaks_off)

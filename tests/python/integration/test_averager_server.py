@@ -133,7 +133,7 @@ def joining(rank, address, here):
     if rank == 1:
         wait_for((here / "trained").exists, timeout_s=60)
     trained = model(seed=rank)
-    with at(address, trained, 0, 1, averaging_frequency=5) as ours:
+    with at(address, trained, 0, 1, averaging_frequency=5, overlap=False) as ours:
         began = [value.copy() for value in arrays(trained)]
         live = torch.optim.SGD(trained.parameters(), lr=0.1)
         for number in range(40):

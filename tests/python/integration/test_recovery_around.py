@@ -5,6 +5,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -63,6 +65,34 @@ def test_sigterm_in_the_middle_of_a_window_loses_nothing_of_it(tmp_path):
     whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
     assert in_process(fault_tolerant.train, tmp_path / "kept", kill=("term", 31), **run) == 143
     assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+SIGTERM_IN_MID_RUN = """
+import os, signal, sys, torch, offbeat
+worker = offbeat.AsyncWorker(sys.argv[1], local_batch_size=8)
+trainer = offbeat.FaultTolerantTrainer(worker, sys.argv[2], 10)
+def loss_fn(outputs, targets):
+    if worker.steps_made == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return torch.nn.functional.cross_entropy(outputs, targets)
+data = torch.utils.data.TensorDataset(torch.rand(80, 6), torch.arange(80) % 5)
+trainer.train(dataset=data, epochs=2, optimizer=offbeat.optim.SGD(lr=0.1), loss_fn=loss_fn)
+"""
+"""Without a `with` block, and so without anybody who could tell the worker by what the process ends."""
+
+
+def test_one_that_sigterm_has_stopped_has_left_and_not_finished(serve, tmp_path):
+    torch.manual_seed(0)
+    server = serve(nn.Linear(6, 5))
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGTERM_IN_MID_RUN, server.address, str(tmp_path / "kept")],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert ended.returncode == 143, ended.stderr
+    (worker,) = server.status()["workers"]
+    assert (worker["state"], worker["cause"]) == ("left", "left before its work was done: SystemExit: 143")
 
 
 def in_rounds(module):

@@ -161,6 +161,26 @@ def test_a_train_that_is_called_again_brings_what_was_learnt_while_the_server_wa
         torch.testing.assert_close(ours, theirs)  # but for rounding, as a difference was added to the mean
 
 
+def test_a_trainer_whose_block_ends_by_an_exception_leaves_and_the_server_says_by_which(server):
+    class Fails:
+        def on_step(self, trainer, step):
+            raise ZeroDivisionError("boom")
+
+    def train():
+        with offbeat.AsyncTrainer(
+            model(), 0, 2, 2, strategy="average", server_address=server.address, callbacks=Fails()
+        ) as trainer:
+            fit(trainer, data_of(0, 4))
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    (worker,) = server.status()["workers"]
+    assert (worker["state"], worker["cause"]) == (
+        "left",
+        "left before its work was done: ZeroDivisionError: boom",
+    )
+
+
 def test_a_train_after_close_joins_the_members_anew(server):
     trained = model()
     trainer = offbeat.AsyncTrainer(trained, 0, 2, 2, strategy="average", server_address=server.address)
