@@ -15,8 +15,15 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
+SAME = {"every": "frequency", "interval": "frequency", "freq": "frequency", "steps": "frequency"}
+"""Parts of names, by what others call them."""
+
+
 def nearest(name: str, known: Collection[str]) -> str | None:
     """Find the known name that `name` was most likely meant to be; None if none is near."""
+    ours = "_".join(SAME.get(part, part) for part in name.lower().replace("-", "_").split("_"))
+    if name not in known and ours in known:
+        return ours
     folded = {k.lower().replace("-", "_"): k for k in known}
     hits = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
     return folded[hits[0]] if hits else None

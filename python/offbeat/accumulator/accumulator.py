@@ -209,7 +209,12 @@ class AsyncGradientAccumulator:
         is_divided = are_means or normalizer is not None
         most = self._most if adaptive_accumulation else None
         setting = settings_by_name(
-            loss_reduction, normalizer, most, overlap=overlap, has_scaler=self._scaler.is_there
+            loss_reduction,
+            normalizer,
+            most,
+            target=target_batch_size,
+            overlap=overlap,
+            has_scaler=self._scaler.is_there,
         )
         self._members: Members = (
             Alone()

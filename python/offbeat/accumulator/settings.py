@@ -57,7 +57,13 @@ def count_of(given: object) -> float:
 
 
 def settings_by_name(
-    reduction: str, normalizer: Normalizer | None, most: int | None, *, overlap: bool, has_scaler: bool
+    reduction: str,
+    normalizer: Normalizer | None,
+    most: int | None,
+    *,
+    target: int | None,
+    overlap: bool,
+    has_scaler: bool,
 ) -> dict[str, object]:
     """Give what has to be the same in all members by the keywords that say it.
 
@@ -65,10 +71,12 @@ def settings_by_name(
         reduction: Of losses.
         normalizer: None where there is none.
         most: Micro-batches of an update and member, where that is adapted.
+        target: `target_batch_size`, as given: of all members, where `accumulation_steps` are each one's own.
         overlap: As given.
         has_scaler: Losses are scaled.
     """
     setting: dict[str, object] = {
+        "target_batch_size": target,
         "overlap": overlap,
         "adaptive_accumulation": most is not None,
         "loss_reduction": reduction,

@@ -34,5 +34,6 @@ class Unflushed:
         left += ["the window before, whose sum is under way"] if self._is_under_way else []
         log.warn(
             f"no update was made of {', nor of '.join(left)}, and the {what_ends} ends: an accumulator makes "
-            f"it in flush(), in every member when its data is at its end; call close() where that is meant"
+            f"it in flush(), which every member calls before that, when its data is at its end; close() "
+            f"before that tells that none is meant"
         )

@@ -36,7 +36,7 @@ def of_model(model: object) -> list[str]:
         return [
             (
                 f"model is of type {type(model).__name__}: give an nn.Module, or the AsyncWorker, "
-                f"AsyncModelAverager or AsyncTrainer of one"
+                f"AsyncModelAverager or AsyncTrainer of one, whose strategy may be 'accumulate'"
             )
         ]
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):

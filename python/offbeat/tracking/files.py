@@ -61,6 +61,8 @@ class _File(ABC):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         refuse(no_name("a file", path=path))
         self._path = Path(path)
+        if self._path.is_dir():
+            raise ConfigError(f"path is {str(path)!r}, which is a folder: give the name of a file in it")
         self._turn = threading.Lock()  # a lock of the file's keeps other trackers out, and not other threads
         self._is_inherited = False
         self._is_torn = False  # a line may have been left half written, as on a full disk

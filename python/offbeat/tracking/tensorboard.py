@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,13 +29,15 @@ class TensorBoard:
             and TensorBoard shows those of one directory as one run: give each worker a directory.
 
     Raises:
-        ConfigError: If neither writer is installed.
+        ConfigError: If neither writer is installed, or this is a file.
         OSError: If the directory cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         refuse(no_name("a folder", directory=directory))
         self._directory = os.fspath(directory)
+        if Path(self._directory).is_file():
+            raise ConfigError(f"directory is {self._directory!r}, which is a file: give the name of a folder")
         self._writer: Any = _writer_class()(self._directory)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

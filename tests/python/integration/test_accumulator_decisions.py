@@ -196,6 +196,11 @@ def made_unlike(rank, keywords):
             {"adaptive_accumulation": True, "accumulation_steps": 2},
             "accumulation_steps is 4 in member 0 and 2",
         ),
+        (
+            {"accumulation_steps": None, "base_batch_size": 4, "target_batch_size": 16},
+            {"accumulation_steps": None, "base_batch_size": 4, "target_batch_size": 32},
+            "target_batch_size is 16 in member 0 and 32",
+        ),
         ({}, {"overlap": False}, "overlap is True in member 0 and False"),
         ({}, {"loss_reduction": "sum"}, "loss_reduction is 'mean' in member 0 and 'sum'"),
         ({}, {"normalizer": one_of_each}, "normalizer is None in member 0 and 'a function'"),

@@ -541,6 +541,7 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ({"averaging_frequency": "30s"}, "averaging_frequency is '30s' and averaging_policy 'iteration'"),
         ({"averaging_policy": "time", "averaging_frequency": 5}, "averaging_policy 'time': give '30s', say"),
         ({"averaging_policy": "adaptiv"}, "did you mean 'adaptive'"),
+        ({"averaging_every": 5}, "did you mean 'averaging_frequency'"),
         (
             {"min_averaging_frequency": 5},
             "min_averaging_frequency given, and averaging_policy is 'iteration'",

@@ -126,6 +126,18 @@ def test_a_file_that_holds_something_else_is_refused_and_left_as_it_is(tmp_path,
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("cls", [JSONL, CSV])
+def test_a_folder_is_no_file(tmp_path, cls):
+    with pytest.raises(ConfigError, match="which is a folder: give the name of a file in it"):
+        cls(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "events").touch()
+    with pytest.raises(ConfigError, match="which is a file: give the name of a folder"):
+        TensorBoard(tmp_path / "events")
+
+
 def test_a_json_object_without_the_end_of_its_line_is_not_cut_off(tmp_path):
     path = tmp_path / "one.json"
     path.write_text('{"step": 1, "time_unix_s": 0.0, "values": {"loss": 2.0}}')
