@@ -113,6 +113,8 @@ class Heard:
             what they have said some rounds ago, and nothing where `are_agreed` is None.
         is_brought: What this member said is in it; else it is still to be said, and counts in a later round.
         has_missed: Rounds have gone by without this member since it has heard the means of one.
+        num_not_finite: Members whose parameters are not; of those at a server nobody else is told.
+        has_means: Where nobody had anything to add, `means` and `statistics` are those of before.
     """
 
     means: Flat
@@ -128,6 +130,8 @@ class Heard:
     met: Met | None = None
     is_brought: bool = True
     has_missed: bool = False
+    num_not_finite: int = 0
+    has_means: bool = False
 
 
 class Members(Protocol):
@@ -448,7 +452,7 @@ class Group:
         return replace(heard, are_agreed=heard.are_agreed if is_known else None, wanted=wanted, met=met)
 
     def _heard(self, facts: Sequence[float], means: Flat, statistics: torch.Tensor) -> Heard:
-        weight, samples, num_at_work, metrics, num_metrics, rates, *marks = facts
+        weight, samples, num_at_work, num_not_finite, metrics, num_metrics, rates, *marks = facts
         return Heard(
             means,
             weight,
@@ -459,6 +463,7 @@ class Group:
             statistics,
             is_same=not is_other(marks[0], marks[1], self.size),
             are_agreed=not is_other(marks[2], marks[3], self.size),
+            num_not_finite=round(num_not_finite),
         )
 
 
@@ -466,7 +471,7 @@ def _facts(said: Said) -> list[float]:
     """Give what members add up besides their models."""
     metric = (0.0, 0.0) if said.metric is None else (said.metric, 1.0)
     marks = said.mark, said.mark**2, said.want, said.want**2
-    sizes = said.weight, said.samples, float(said.is_at_work)
+    sizes = said.weight, said.samples, float(said.is_at_work), float(not said.is_finite)
     return [*sizes, *metric, said.samples * said.rate, *marks]
 
 

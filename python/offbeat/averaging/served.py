@@ -352,6 +352,7 @@ class Served:
             statistics,
             are_agreed=are_agreed,
             has_missed=has_missed,
+            has_means=True,
         )
 
     def _look_for_missed(self) -> None:

@@ -21,7 +21,20 @@ from torch import distributed, nn
 import offbeat
 from offbeat import averaging, optim
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, ModelMismatchError, StateError
-from support.averaging import LOSS, METHODS, SPEC, Alone, Counter, arrays, batch, close, model, step, warned
+from support.averaging import (
+    LOSS,
+    METHODS,
+    SPEC,
+    Alone,
+    Counter,
+    arrays,
+    batch,
+    close,
+    model,
+    sick_beside_one_that_has_ended,
+    step,
+    warned,
+)
 from support.group import together
 from support.waiting import wait_for
 
@@ -236,6 +249,19 @@ def sick(rank):
         all(moments),
         [value.numpy() for value in trained.state_dict().values()],
     )
+
+
+def ill_in_a_group(rank, ill_at, method):
+    return sick_beside_one_that_has_ended(rank, ill_at, method=method)
+
+
+@pytest.mark.parametrize("ill_at", [9, 25])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_member_that_is_not_finite_goes_on_from_those_who_have_ended(method, ill_at):
+    (well, first), (ill, second) = together(ill_in_a_group, 2, ill_at, method)
+    assert (well, ill) == (0, 1)
+    assert all(np.isfinite(value).all() for value in first)
+    assert all(map(np.array_equal, first, second))
 
 
 def test_a_member_that_is_not_finite_goes_on_from_the_others_mean_with_all_that_it_keeps():

@@ -38,6 +38,7 @@ from support.averaging import (
     close,
     held_number,
     model,
+    sick_beside_one_that_has_ended,
     step,
     warned,
 )
@@ -127,6 +128,20 @@ def test_one_that_is_killed_holds_up_the_others_for_no_longer_than_a_lease(serve
             assert found["gap"] < LEASE_S
             assert found["size"] == 2
         assert all(np.array_equal(first[f"arr_{i}"], second[f"arr_{i}"]) for i in range(4))
+
+
+def ill_at_a_server(rank, ill_at, address, method):
+    place = {"rank": rank, "world_size": 2, "communication_backend": "tcp", "server_address": address}
+    return sick_beside_one_that_has_ended(rank, ill_at, method=method, **place)
+
+
+@pytest.mark.parametrize("ill_at", [9, 25])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_member_that_is_not_finite_goes_on_from_what_the_server_has(server, method, ill_at):
+    (well, first), (ill, second) = together(ill_at_a_server, 2, ill_at, server.address, method)
+    assert (well, ill) == (0, 1)
+    assert all(np.isfinite(value).all() for value in first)
+    assert all(map(np.array_equal, first, second))
 
 
 def joining(rank, address, here):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import offbeat
 from offbeat import optim
 
 LOSS = nn.CrossEntropyLoss()
@@ -32,6 +33,30 @@ def step(trained, live, rank, number):
     LOSS(trained(inputs), targets).backward()
     live.step()
     return len(inputs)
+
+
+def sick_beside_one_that_has_ended(member, ill_at, **settings):
+    """Be the one of two that has ended, or the other, which is not finite for once.
+
+    Returns:
+        How often that was told, and what the model has in the end.
+    """
+    torch.manual_seed(member)
+    trained = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with warned() as told, offbeat.AsyncModelAverager(trained, averaging_frequency=4, **settings) as ours:
+        for number in range((4, 26)[member]):
+            random = torch.Generator().manual_seed(100 * member + number)
+            inputs, targets = torch.randn(8, 6, generator=random), torch.randint(5, (8,), generator=random)
+            if (member, number) == (1, ill_at):
+                inputs[0, 0] = float("nan")
+            live.zero_grad()
+            LOSS(trained(inputs), targets).backward()
+            live.step()
+            ours.step(len(inputs), optimizer=live)
+        ours.flush()
+    values = [value.numpy() for name, value in trained.state_dict().items() if "num_" not in name]
+    return len([text for text in told if "were not finite" in text]), values
 
 
 def arrays(trained):
