@@ -367,6 +367,16 @@ class AsyncGradientAccumulator:
             return round(self._sizes.usual * self.accumulation_steps * self._members.size)
         return self._samples
 
+    def are_alike(self, value: object) -> bool:
+        """Tell in all members whether a value, as JSON can have it, is the same in all.
+
+        For `AsyncTrainer`; all call it, and no sum is under way.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        return self._members.is_alike(value)
+
     def flush(self, *, optimizer: object = None) -> None:
         """Make the updates that are due: of a window that is not full, and of one that is under way.
 

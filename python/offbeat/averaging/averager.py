@@ -358,6 +358,16 @@ class AsyncModelAverager:
         """The live optimizer; None before the first step."""
         return self._turns.optimizer.live
 
+    def are_alike(self, value: object) -> bool:
+        """Tell in all members of a process group whether a value, as JSON can have it, is the same in all.
+
+        For `AsyncTrainer`; all call it, and no round is under way. At a server, which nobody asks, it is.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        return self._turns.members.is_alike(value)
+
     @property
     def is_under_way(self) -> bool:
         """Whether a round has begun and not ended; a state taken now would end it."""

@@ -98,6 +98,6 @@ class Unshared:
         if self._pid == os.getpid() and self._num_members > 1 and self.num:
             log.warn(
                 f"{self.num} iteration(s) since the last average are in the model of member {self._rank} "
-                f"alone, and the {what_ends} ends: members' models differ; every member calls flush() "
-                f"before that, when its data is at its end; close() before that tells that this is meant"
+                f"alone, and the {what_ends} ends: members' models differ; call flush() in every member "
+                f"before that, when its data is at its end; close() tells that this is meant"
             )

@@ -10,6 +10,7 @@ from torch import distributed
 from offbeat import log
 from offbeat.accumulator import AsyncGradientAccumulator
 from offbeat.local.group import group_of
+from offbeat.trainer.next import check_next, meeting
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 
@@ -69,10 +70,11 @@ class Accumulated(Strategy):
                 f"regular_sync_frequency (warm_up_sync_frequency in the warm-up), which is batches per update"
             )
 
-    def settle(self) -> None:
+    def settle(self, then: str) -> None:
         """Make the updates that are due."""
         with self._counted():
             self._accumulator.flush(optimizer=self.workshop.live)
+        check_next(then, are_alike=self._accumulator.are_alike(then))
 
     def close(self, failure: BaseException | None = None) -> None:
         """Make no update of what is gathered, and give back the members' group."""
@@ -93,7 +95,7 @@ class Accumulated(Strategy):
     def follow(self, sync: Sync) -> None:
         """Begin windows of another length, in all members after the same update."""
         super().follow(sync)
-        self.settle()
+        self.settle(meeting(sync))
         before, self._accumulator = self._accumulator, self._made()
         self._updates += before.updates
         before.close()

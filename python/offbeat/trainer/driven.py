@@ -10,6 +10,7 @@ from offbeat.receipt import Receipt
 from offbeat.tracking.fanout import Fanout
 from offbeat.trained_by import Keeper
 from offbeat.trainer.callbacks import Callbacks, Step
+from offbeat.trainer.next import ENDS
 from offbeat.trainer.recompute import recomputed
 from offbeat.trainer.scheduling import Scheduling
 from offbeat.trainer.stage import Stage
@@ -81,7 +82,7 @@ class Driven:
         """End together with the others; gives how many steps that were."""
         before = self._workshop.tally.steps
         if self._stage.strategy is not None:
-            self._stage.strategy.settle()
+            self._stage.strategy.settle(ENDS)
         return self._workshop.tally.steps - before
 
     def part(self) -> int:

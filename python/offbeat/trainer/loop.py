@@ -14,6 +14,7 @@ from offbeat.local.progress import Progress
 from offbeat.metrics import Meter
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer.callbacks import Callbacks, Step
+from offbeat.trainer.next import ENDS
 from offbeat.trainer.scheduling import Scheduling
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
@@ -114,7 +115,7 @@ class Loop:
         self._train()
         strategy = self._stage.strategy
         if strategy is not None:
-            strategy.settle()
+            strategy.settle(ENDS)
             self._note()
             if self._lines.is_one_missing:
                 self._log(strategy)

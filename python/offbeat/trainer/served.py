@@ -75,8 +75,9 @@ class Served(Strategy):
         self._gathered = 0
         self.workshop.tally.receipts += self._joined.flush()
 
-    def settle(self) -> None:
+    def settle(self, then: str) -> None:
         """Push what is gathered."""
+        del then  # workers need nothing of one another
         if self.worker is not None:
             self.end_epoch()
 
@@ -124,7 +125,7 @@ class Served(Strategy):
         self.workshop.model.zero_grad()
 
     def _leave(self) -> None:
-        self.settle()
+        self.settle("leaves")
         self.close()
 
     @property

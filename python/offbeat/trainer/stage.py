@@ -53,7 +53,7 @@ class Stage:
         if strategy is None or kind != self._kind:
             is_change = strategy is not None
             if strategy is not None:
-                strategy.settle()
+                strategy.settle(f"goes on with strategy {shown_kind(kind)}")
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))

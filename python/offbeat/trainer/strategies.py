@@ -15,6 +15,7 @@ from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
+from offbeat.trainer.next import check_next, meeting
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.places import Places
 from offbeat.trainer.settings import Sync
@@ -152,8 +153,15 @@ class Strategy(ABC):
     def end_epoch(self) -> None:  # noqa: B027
         """Do what belongs at the end of a pass."""
 
-    def settle(self) -> None:  # noqa: B027
-        """End together with the others: what is under way, or gathered, is done; all have the same model."""
+    def settle(self, then: str) -> None:  # noqa: B027
+        """End together with the others: what is under way, or gathered, is done; all have the same model.
+
+        Args:
+            then: What this member does next, in words; `ENDS`, if it ends.
+
+        Raises:
+            StateError: If members of a process group do not all do the same next.
+        """
 
     def follow(self, sync: Sync) -> None:
         """Meet as often as this says from here on."""
@@ -259,10 +267,11 @@ class Averaged(Local):
             self.averager.step(batch.samples, optimizer=self.workshop.live)
         return made
 
-    def settle(self) -> None:
+    def settle(self, then: str) -> None:
         """Average what is left; losing the members' server is told, and costs no model."""
         try:
             self.averager.flush()
+            check_next(then, are_alike=self.averager.are_alike(then))
         except ConnectionLostError as error:
             if not self.averager.has_lost_server:
                 raise
@@ -290,9 +299,16 @@ class Averaged(Local):
         places, averager = self.workshop.places, self.averager
         if not places.are_served or places.is_asynchronous:
             return False
-        self.settle()
+        then, num = f"goes on with strategy {method!r}", averager.world_size
+        self.settle(then)
         averager.method = method
-        self.settle()
+        self.settle(then)
+        if (num_left := averager.world_size) < num:
+            log.warn(
+                f"of {num} members {num - num_left} ended while this one waited to change its strategy with "
+                f"them, and it {then} with those that are left: set strategy in all of them, after the same "
+                f"batch of theirs"
+            )
         return True
 
     @property
@@ -326,10 +342,10 @@ class Averaged(Local):
             StateError: If the others want something else.
         """
         super().follow(sync)
-        averager = self.averager
-        self.settle()
+        averager, then = self.averager, meeting(sync)
+        self.settle(then)
         averager.averaging_frequency, averager.overlap = sync.every, sync.overlap
-        self.settle()
+        self.settle(then)
         has_other = (averager.averaging_frequency, averager.overlap) != (sync.every, sync.overlap)
         if has_other and not averager.has_lost_server:
             raise StateError(

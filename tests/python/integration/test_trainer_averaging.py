@@ -220,6 +220,32 @@ def test_members_change_frequency_and_method_together_at_a_server(server):
         assert all(map(np.array_equal, ours, found[0][0]))
 
 
+def changing_alone(rank, address):
+    class Switches:
+        def on_epoch_end(self, trainer, epoch):
+            if epoch == 1 and rank == 0:
+                trainer.strategy = "diloco"
+
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        offbeat.AsyncTrainer(
+            model(), 0, 2, 2, strategy="average", server_address=address, callbacks=Switches()
+        ) as trainer,
+        warned() as told,
+    ):
+        environment.setenv("RANK", str(rank))
+        environment.setenv("WORLD_SIZE", "2")
+        return fit(trainer, data_of(rank, 6), epochs=3).steps, told
+
+
+def test_one_that_changes_its_strategy_alone_at_a_server_is_told_and_trains_on(server):
+    (steps, told), (other_steps, _) = together(changing_alone, 2, server.address)
+    assert steps == other_steps == 18
+    (said,) = [text for text in told if text.startswith("of 2 members 1 ended while this one waited")]
+    assert "goes on with strategy DiLoCo" in said
+    assert "set strategy in all of them, after the same batch of theirs" in said
+
+
 def by_hand(trained, address, asynchronous):
     with offbeat.AsyncModelAverager(
         trained,

@@ -219,6 +219,45 @@ def set_by_one(rank):
 
 
 def test_members_that_are_set_differently_are_all_told_when_the_warm_up_ends():
-    for text, stopped in together(set_by_one, 2):
-        assert "other members do not synchronize every" in text
+    for rank, (text, stopped) in enumerate(together(set_by_one, 2)):
+        assert f"this member goes on with meetings every {3 + rank} batches, and not all others do" in text
+        assert stopped == "failed"
+
+
+class Switches:
+    """Changes the strategy after the first pass."""
+
+    def __init__(self, to):
+        self.to = to
+
+    def on_epoch_end(self, trainer, epoch):
+        if epoch == 0:
+            trainer.strategy = self.to
+
+
+def switched_by_one(rank, before, after):
+    trainer = offbeat.AsyncTrainer(
+        model(),
+        warm_up_epochs=0,
+        regular_sync_frequency=3,
+        strategy=before,
+        callbacks=Switches(after) if rank == 0 else (),
+    )
+    try:
+        trainer.train(dataloader=data_of(rank, 8), epochs=2, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    except StateError as error:
+        return str(error), trainer.history.stopped
+    return None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("average", "diloco"), ("accumulate", "average"), ("gossip", "local")]
+)
+def test_a_strategy_that_one_member_alone_changes_is_told_to_all_and_hangs_nowhere(before, after):
+    (first, _), (second, _) = told = together(switched_by_one, 2, before, after)
+    assert "this member goes on with strategy " in first
+    assert "this member ends its train here" in second
+    for text, stopped in told:
+        assert "and not all others do" in text
+        assert "set strategy in all of them, after the same batch of theirs" in text
         assert stopped == "failed"

@@ -1,0 +1,31 @@
+"""What a member does next, which members of a process group tell one another as something ends together."""
+
+from offbeat.errors import StateError
+from offbeat.trainer.settings import Sync
+
+__all__ = ["ENDS", "check_next", "meeting"]
+
+ENDS = "ends its train here"
+"""What a member does next that has no more to train."""
+
+
+def meeting(sync: Sync) -> str:
+    """Say what a member does that meets the others so often."""
+    return f"goes on with meetings every {sync.every} batches"
+
+
+def check_next(then: str, *, are_alike: bool) -> None:
+    """See that all members do the same next.
+
+    Args:
+        then: What this one does.
+        are_alike: The others do, too.
+
+    Raises:
+        StateError: If they do not.
+    """
+    if not are_alike:
+        raise StateError(
+            f"this member {then}, and not all others do: give all of them the same epochs and frequencies, "
+            f"and set strategy in all of them, after the same batch of theirs"
+        )
