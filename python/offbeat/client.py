@@ -411,30 +411,17 @@ class Client(process.Live):
             raise ConfigError(f"steps is {steps!r}: give a whole number, 0 or more")
         self._open().set_progress(steps)
 
-    def end_by(self, failure: BaseException | None) -> None:
-        """Close, as unfinished if it is a failure by which this ends, which the server then tells of.
-
-        Args:
-            failure: None, and a `SystemExit` of code 0, are none.
-
-        Raises:
-            StateError: As `close`.
-        """
-        if (failure := process.failure_in(failure)) is None:
-            self._close("finished", None)
-        else:
-            self._close("left", process.cause_of(failure))
-
-    def close(self, *, finished: bool = True) -> None:
+    def close(self, *, finished: bool = True, cause: str | None = None) -> None:
         """Say goodbye and close; closing twice is fine.
 
         Args:
             finished: Whether this worker's work is done, or it only leaves.
+            cause: Why it leaves, as the server then tells.
 
         Raises:
             StateError: If another thread is in a call of this client, which then stays as it is.
         """
-        self._close("finished" if finished else "left", None)
+        self._close("finished" if finished else "left", None if finished else cause)
 
     def __enter__(self) -> Self:
         """Use as a context manager: closed at the end, as unfinished if that is an exception."""
@@ -444,7 +431,7 @@ class Client(process.Live):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end_by(error)
+        self._end(error)
 
     def __del__(self) -> None:
         """Finish when nobody holds the client any more, as a function that made it returns."""
@@ -459,7 +446,13 @@ class Client(process.Live):
     # -- inside
 
     def _at_exit(self, failure: BaseException | None) -> None:
-        self.end_by(failure)
+        self._end(failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        if (failure := process.failure_in(failure)) is None:
+            self._close("finished", None)
+        else:
+            self._close("left", process.cause_of(failure))
 
     def _close(self, parting: Literal["finished", "left"], cause: str | None) -> None:
         if (session := self._session) is not None:

@@ -19,7 +19,7 @@ from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat import log
 
-__all__ = ["Live", "at_end", "cause_of", "ending_by", "failure_in", "register", "release"]
+__all__ = ["Live", "at_end", "cause_of", "end_by", "failure_in", "register", "release"]
 
 MAX_CAUSE_CHARS = 1000
 
@@ -49,11 +49,9 @@ _hooked_into_multiprocessing = False
 
 def register(thing: Live) -> None:
     """From now on look after an object that has been opened."""
-    global _ends_by  # noqa: PLW0603  there is one process
     with _lock:
         _hook()
         _live.add(thing)
-        _ends_by = None  # it was caught
     log.keep_logging(_is_something_live)
     _hook_multiprocessing()
 
@@ -73,11 +71,14 @@ def at_end(call: Callable[[BaseException | None], None]) -> None:
     _hook_multiprocessing()
 
 
-def ending_by(failure: SystemExit) -> SystemExit:
-    """Have a `SystemExit` that is raised now known as the process ends, when Python has forgotten it."""
+def end_by(failure: SystemExit | None) -> None:
+    """Know, as the process ends, of a `SystemExit` that is raised now, which Python has forgotten by then.
+
+    Args:
+        failure: None: the one before was caught, and what it has ended is done after all.
+    """
     global _ends_by  # noqa: PLW0603  there is one process
     _ends_by = failure
-    return failure
 
 
 def _hook() -> None:

@@ -367,7 +367,7 @@ class AsyncGradientAccumulator:
             return round(self._sizes.usual * self.accumulation_steps * self._members.size)
         return self._samples
 
-    def are_alike(self, value: object) -> bool:
+    def agree(self, value: object) -> bool:
         """Tell in all members whether a value, as JSON can have it, is the same in all.
 
         For `AsyncTrainer`; all call it, and no sum is under way.

@@ -31,7 +31,7 @@ from offbeat.averaging.timing import Timing
 from offbeat.averaging.turns import Turns, setting_of
 from offbeat.averaging.waiting import telling
 from offbeat.checks import Faults, is_count, is_scalar, refuse
-from offbeat.errors import ClosedError, ConfigError
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError
 from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import check_any, count, moved
@@ -332,8 +332,12 @@ class AsyncModelAverager:
                 f"the members' server, in this process, waits up to {GOODBYE_S:g} s before it stops for "
                 f"those that have not said goodbye: they may still be ending, or were killed"
             ):
-                server.wait_for_workers(timeout_s=GOODBYE_S)
-            server.stop()
+                try:
+                    server.wait_for_workers(timeout_s=GOODBYE_S)
+                except ConnectionLostError:  # nobody has finished: this one ends by a failure, and all others
+                    log.info("all members have left, and none has finished: their server stops")
+                finally:
+                    server.stop()
 
     def __enter__(self) -> Self:
         """Use the averager in a `with` block, at whose end it is closed; it is not flushed there."""
@@ -357,16 +361,6 @@ class AsyncModelAverager:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer; None before the first step."""
         return self._turns.optimizer.live
-
-    def are_alike(self, value: object) -> bool:
-        """Tell in all members of a process group whether a value, as JSON can have it, is the same in all.
-
-        For `AsyncTrainer`; all call it, and no round is under way. At a server, which nobody asks, it is.
-
-        Raises:
-            ConnectionLostError: If a member is lost.
-        """
-        return self._turns.members.is_alike(value)
 
     @property
     def is_under_way(self) -> bool:

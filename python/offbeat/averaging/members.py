@@ -113,8 +113,7 @@ class Heard:
             what they have said some rounds ago, and nothing where `are_agreed` is None.
         is_brought: What this member said is in it; else it is still to be said, and counts in a later round.
         has_missed: Rounds have gone by without this member since it has heard the means of one.
-        num_not_finite: Members whose parameters are not; of those at a server nobody else is told.
-        has_means: Where nobody had anything to add, `means` and `statistics` are those of before.
+        num_not_finite: Members whose parameters are not, as far as this one is told: at a server itself.
     """
 
     means: Flat
@@ -131,7 +130,6 @@ class Heard:
     is_brought: bool = True
     has_missed: bool = False
     num_not_finite: int = 0
-    has_means: bool = False
 
 
 class Members(Protocol):
@@ -168,6 +166,23 @@ class Members(Protocol):
 
     def finish(self) -> Heard:
         """Wait for it."""
+
+    def of_before(
+        self, heard: Heard, values: Flat, statistics: torch.Tensor, *, is_finite: bool
+    ) -> "tuple[Flat, torch.Tensor] | None":
+        """Give what members had before a round to which nobody added, and in which one was not finite.
+
+        All who heard of that call it.
+
+        Args:
+            heard: In that round.
+            values: What this member has, in memory that is written to.
+            statistics: Likewise.
+            is_finite: They are.
+
+        Returns:
+            Values and statistics of one who is finite; None: nobody is.
+        """
 
     def telling(self) -> AbstractContextManager[None]:
         """Say for whom this member waits, where what is done within takes long; once for all of it."""
@@ -233,6 +248,13 @@ class Alone:
             said.rate,
             said.statistics,
         )
+
+    def of_before(
+        self, heard: Heard, values: Flat, statistics: torch.Tensor, *, is_finite: bool
+    ) -> tuple[Flat, torch.Tensor] | None:
+        """Nobody has any."""
+        del heard, values, statistics, is_finite
+        return None
 
     def telling(self) -> AbstractContextManager[None]:
         """For nobody."""
@@ -373,6 +395,23 @@ class Group:
         for flat in means.values():
             flat.div_(weight or 1.0)
         return self._heard(facts, means, self._statistics.div_(samples or 1.0))
+
+    def of_before(
+        self, heard: Heard, values: Flat, statistics: torch.Tensor, *, is_finite: bool
+    ) -> tuple[Flat, torch.Tensor] | None:
+        """Broadcast what the first member has that is finite.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        if heard.num_not_finite >= self.size:
+            return None
+        first = torch.tensor([self._rank if is_finite else self.size], device=self._device)
+        with self._sums.together() as group:
+            distributed.all_reduce(first, op=distributed.ReduceOp.MIN, group=group)
+            for tensor in (*values.values(), statistics):
+                distributed.broadcast(tensor, group=group, group_src=int(first.item()))
+        return values, statistics
 
     def telling(self) -> AbstractContextManager[None]:
         """For the others of the group."""

@@ -56,6 +56,14 @@ class FragmentMemory:
                     reference.copy_(value)
         self._are_fresh = [False] * len(self._parameters)
 
+    def led_to(self, values: Flat) -> list[torch.Tensor]:
+        """Give where rounds have led so far, by parameter: to the reference, and else to these values."""
+        theirs = slices(self._parameters, values)
+        if "reference" not in self._flats:
+            return theirs
+        parts = zip(self.parts("reference"), theirs, self._are_fresh, strict=True)
+        return [value if is_fresh else reference for reference, value, is_fresh in parts]
+
     def begin_anew(self) -> None:
         """Keep nothing of before the next mean, as one that joins then."""
         self._are_fresh = [True] * len(self._parameters)

@@ -121,16 +121,14 @@ class Presence:
             log.warn("the server is there again: averaging goes on")
         self.away, self.has_just_lost_it = None, False
 
-    def drop(self) -> None:
-        """Leave, if this member is there, to come again perhaps."""
-        self._say_goodbye(lambda client: client.close(finished=False))
+    def drop(self, *, finished: bool = False, cause: str | None = None) -> None:
+        """Say goodbye, if this member is there; unless it has finished, it may come again.
 
-    def end_by(self, failure: BaseException | None) -> None:
-        """Finish, if this member is there; or leave by a failure, of which the server tells."""
-        self._say_goodbye(lambda client: client.end_by(failure))
-
-    def _say_goodbye(self, say: Callable[[Client], None]) -> None:
+        Args:
+            finished: It has.
+            cause: Why it leaves, as the server then tells.
+        """
         client, self._client = self._client, None
         if client is not None:
             with suppress(OffbeatError):  # of a session that is over there is nothing to say goodbye to
-                say(client)
+                client.close(finished=finished, cause=cause)

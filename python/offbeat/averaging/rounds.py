@@ -479,34 +479,38 @@ class Rounds:
             self._move(round_, heard.means, has_moved=has_moved)
             if heard.samples:
                 self._statistics.settle(heard.statistics, round_.statistics)
-        goes_back = not heard.weight and heard.has_means and not round_.is_finite
-        if goes_back:
-            self._go_back(round_, heard)
-        # Who has ended has the mean, and nothing to add to it; in the next round each says what it has.
-        is_to_wait = not heard.weight and heard.num_not_finite > 0 and not round_.was_apart
-        if is_to_wait:
-            self._are_apart[round_.fragment] = True
+        can_go_back = not heard.weight and heard.num_not_finite > 0 and self._go_back(round_, heard)
         return Outcome(
             num_at_work=heard.num_at_work,
-            is_averaged=heard.weight > 0 or goes_back,
+            is_averaged=heard.weight > 0 or can_go_back,
             metric=heard.metric if heard.weight else None,
             drift=drift,
-            is_finite=round_.is_finite or not heard.is_brought or is_to_wait,  # a mean is to come
-            is_mended=heard.weight > 0 or goes_back,
+            is_finite=round_.is_finite or not heard.is_brought,  # the server is away: the mean is to come
+            is_mended=heard.weight > 0 or can_go_back,
             are_agreed=heard.are_agreed,
             asked=wanted.asked,
         )
 
-    def _go_back(self, round_: _UnderWay, heard: Heard) -> None:
-        """Bring a model that is not finite to where the last round has led: others have not moved on."""
-        memory = self._memories[round_.fragment]
-        memory.begin_with(heard.means)
-        has_reference = "reference" in self.method.keeps
-        parts = memory.parts("reference") if has_reference else slices(round_.parameters, heard.means)
-        with torch.no_grad():
-            for parameter, part in zip(round_.parameters, parts, strict=True):
-                parameter.copy_(part)
-        self._statistics.settle(heard.statistics, round_.statistics)
+    def _go_back(self, round_: _UnderWay, heard: Heard) -> bool:
+        """Bring a model that is not finite to where rounds have led: others have ended, and add nothing.
+
+        Nobody makes a step of that, nor moves what the method keeps.
+
+        Returns:
+            Whether there is one who is finite.
+        """
+        trained = round_.parameters
+        values = pack(trained, trained, room=self._room) if trained else {}
+        statistics = self._statistics.take(self._parameters[0].device).values
+        found = self._members.of_before(heard, values, statistics, is_finite=round_.is_finite)
+        if found is not None and not round_.is_finite:
+            theirs, statistics = found
+            parts = self._memories[round_.fragment].led_to(theirs)
+            with torch.no_grad():
+                for parameter, part in zip(trained, parts, strict=True):
+                    parameter.copy_(part)
+            self._statistics.settle(statistics, round_.statistics)
+        return found is not None
 
     def _go_halfway(self, round_: _UnderWay, heard: Heard, wanted: _Wanted) -> Outcome:
         """Go halfway to the partner, if there is one, and it has what to go to."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offbeat import log
+from offbeat import log, process
 from offbeat.averaging import waiting
 from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
@@ -25,7 +25,7 @@ from offbeat.errors import (
     StateError,
     UnsupportedTensorError,
 )
-from offbeat.local.flat import PIECE, slices
+from offbeat.local.flat import PIECE, Flat, slices
 from offbeat.rounds import Entered
 from offbeat.telling import Waits
 
@@ -165,6 +165,13 @@ class Served:
             self._behind.wait()
         return self._behind.take()
 
+    def of_before(
+        self, heard: Heard, values: Flat, statistics: torch.Tensor, *, is_finite: bool
+    ) -> tuple[Flat, torch.Tensor] | None:
+        """Give what the server has, which was heard."""
+        del values, statistics, is_finite
+        return heard.means, heard.statistics
+
     def telling(self) -> AbstractContextManager[None]:
         """For those at the server, or for itself."""
         return self._waits.telling(self._waiting)
@@ -217,7 +224,9 @@ class Served:
     def end_by(self, failure: BaseException | None) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
         self._is_closed = True
-        self._behind.after(lambda: self._presence.end_by(failure))
+        failure = process.failure_in(failure)
+        cause = None if failure is None else process.cause_of(failure)  # what it holds is not to wait
+        self._behind.after(lambda: self._presence.drop(finished=cause is None, cause=cause))
 
     @staticmethod
     def _names_of_statistics(num: int) -> list[str]:
@@ -352,7 +361,7 @@ class Served:
             statistics,
             are_agreed=are_agreed,
             has_missed=has_missed,
-            has_means=True,
+            num_not_finite=int(not said.is_finite),
         )
 
     def _look_for_missed(self) -> None:

@@ -135,6 +135,7 @@ class Run:
             CheckpointError: If a save fails, at the next step.
             SystemExit: With code 143 after SIGTERM, when that is saved.
         """
+        process.end_by(None)
         if self._resumed is None:  # else it is in the modes that it was saved in
             wake(self._trainee.module)
         try:
@@ -234,7 +235,9 @@ class Run:
             self._hear()
             self._save()
             self._saver.wait()
-        raise process.ending_by(SystemExit(TERMINATED))
+        leaving = SystemExit(TERMINATED)
+        process.end_by(leaving)
+        raise leaving
 
     def _save(self) -> None:
         self._note_time()

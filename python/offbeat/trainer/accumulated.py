@@ -9,8 +9,9 @@ from torch import distributed
 
 from offbeat import log
 from offbeat.accumulator import AsyncGradientAccumulator
+from offbeat.errors import NonFiniteError
 from offbeat.local.group import group_of
-from offbeat.trainer.next import check_next, meeting
+from offbeat.trainer.next import check_next
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 
@@ -72,9 +73,15 @@ class Accumulated(Strategy):
 
     def settle(self, then: str) -> None:
         """Make the updates that are due."""
-        with self._counted():
-            self._accumulator.flush(optimizer=self.workshop.live)
-        check_next(then, are_alike=self._accumulator.are_alike(then))
+        dropped: NonFiniteError | None = None
+        try:
+            with self._counted():
+                self._accumulator.flush(optimizer=self.workshop.live)
+        except NonFiniteError as error:  # of this member's window: all others have gone on behind it
+            dropped = error
+        check_next(then, are_alike=self._accumulator.agree(then))
+        if dropped is not None:
+            raise dropped
 
     def close(self, failure: BaseException | None = None) -> None:
         """Make no update of what is gathered, and give back the members' group."""
@@ -95,7 +102,7 @@ class Accumulated(Strategy):
     def follow(self, sync: Sync) -> None:
         """Begin windows of another length, in all members after the same update."""
         super().follow(sync)
-        self.settle(meeting(sync))
+        self.settle("goes on with the next epoch")
         before, self._accumulator = self._accumulator, self._made()
         self._updates += before.updates
         before.close()

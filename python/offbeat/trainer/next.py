@@ -1,12 +1,17 @@
 """What a member does next, which members of a process group tell one another as something ends together."""
 
 from offbeat.errors import StateError
-from offbeat.trainer.settings import Sync
+from offbeat.trainer.settings import Kind, Sync, shown_kind
 
-__all__ = ["ENDS", "check_next", "meeting"]
+__all__ = ["ENDS", "check_next", "meeting", "next_of"]
 
 ENDS = "ends its train here"
-"""What a member does next that has no more to train."""
+"""What a member does next that has no more to train with the others."""
+
+
+def next_of(kind: Kind) -> str:
+    """Say what a member does that goes on with a strategy: to a group, what needs none is an end."""
+    return ENDS if kind in ("local", "parameter_server") else f"goes on with strategy {shown_kind(kind)}"
 
 
 def meeting(sync: Sync) -> str:
@@ -26,6 +31,6 @@ def check_next(then: str, *, are_alike: bool) -> None:
     """
     if not are_alike:
         raise StateError(
-            f"this member {then}, and not all others do: give all of them the same epochs and frequencies, "
-            f"and set strategy in all of them, after the same batch of theirs"
+            f"this member {then}, and not all others do: give all of them the same epochs, max_steps "
+            f"and frequencies, and set strategy in all of them, after the same batch of theirs"
         )

@@ -9,6 +9,7 @@ from offbeat import log
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
 from offbeat.trainer.accumulated import Accumulated
+from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
@@ -53,7 +54,7 @@ class Stage:
         if strategy is None or kind != self._kind:
             is_change = strategy is not None
             if strategy is not None:
-                strategy.settle(f"goes on with strategy {shown_kind(kind)}")
+                strategy.settle(next_of(kind))
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))

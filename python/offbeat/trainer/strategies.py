@@ -15,7 +15,7 @@ from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
-from offbeat.trainer.next import check_next, meeting
+from offbeat.trainer.next import check_next, meeting, next_of
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.places import Places
 from offbeat.trainer.settings import Sync
@@ -271,7 +271,7 @@ class Averaged(Local):
         """Average what is left; losing the members' server is told, and costs no model."""
         try:
             self.averager.flush()
-            check_next(then, are_alike=self.averager.are_alike(then))
+            check_next(then, are_alike=self.averager.agree(then))
         except ConnectionLostError as error:
             if not self.averager.has_lost_server:
                 raise
@@ -299,15 +299,15 @@ class Averaged(Local):
         places, averager = self.workshop.places, self.averager
         if not places.are_served or places.is_asynchronous:
             return False
-        then, num = f"goes on with strategy {method!r}", averager.world_size
+        then, num = next_of(method), averager.world_size
         self.settle(then)
         averager.method = method
         self.settle(then)
         if (num_left := averager.world_size) < num:
             log.warn(
-                f"of {num} members {num - num_left} ended while this one waited to change its strategy with "
-                f"them, and it {then} with those that are left: set strategy in all of them, after the same "
-                f"batch of theirs"
+                f"of {num} members {num - num_left} are not there any more, now that this one has waited to "
+                f"change its strategy with them, and it {then} with those that are left: if they have ended, "
+                f"set strategy in all of them, after the same batch of theirs"
             )
         return True
 

@@ -20,7 +20,14 @@ from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, ModelMismatchError, StateError
+from offbeat.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectionLostError,
+    ModelMismatchError,
+    NonFiniteError,
+    StateError,
+)
 from support.averaging import (
     LOSS,
     METHODS,
@@ -258,10 +265,30 @@ def ill_in_a_group(rank, ill_at, method):
 @pytest.mark.parametrize("ill_at", [9, 25])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_member_that_is_not_finite_goes_on_from_those_who_have_ended(method, ill_at):
-    (well, first), (ill, second) = together(ill_in_a_group, 2, ill_at, method)
+    (well, first, stayed), (ill, second, _) = together(ill_in_a_group, 2, ill_at, method)
     assert (well, ill) == (0, 1)
+    assert stayed == [True], "of one that is not finite no step is made"
     assert all(np.isfinite(value).all() for value in first)
     assert all(map(np.array_equal, first, second))
+
+
+def none_is_finite(rank):
+    trained = model()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False)
+    with torch.no_grad():
+        trained[0].weight[0, 0] = float("nan")
+    try:
+        for _ in range(8):
+            ours.step(1)
+    except NonFiniteError as error:
+        return str(error), ours.iterations
+    return None
+
+
+def test_where_no_member_is_finite_it_is_an_error_in_all_at_once():
+    for told, iterations in together(none_is_finite, 2):
+        assert "nor any member's" in told
+        assert iterations == 4
 
 
 def test_a_member_that_is_not_finite_goes_on_from_the_others_mean_with_all_that_it_keeps():

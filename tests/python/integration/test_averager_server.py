@@ -138,10 +138,23 @@ def ill_at_a_server(rank, ill_at, address, method):
 @pytest.mark.parametrize("ill_at", [9, 25])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_member_that_is_not_finite_goes_on_from_what_the_server_has(server, method, ill_at):
-    (well, first), (ill, second) = together(ill_at_a_server, 2, ill_at, server.address, method)
+    (well, first, _), (ill, second, _) = together(ill_at_a_server, 2, ill_at, server.address, method)
     assert (well, ill) == (0, 1)
     assert all(np.isfinite(value).all() for value in first)
     assert all(map(np.array_equal, first, second))
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
+def test_rank_0_whose_block_ends_by_an_exception_raises_that_and_stops_its_server(monkeypatch, error):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    for _ in range(2):  # the second finds the place free
+        with (
+            pytest.raises(type(error)) as raised,
+            offbeat.AsyncModelAverager(model(), 1, 0, communication_backend="tcp"),
+        ):
+            raise error
+        assert raised.value is error
 
 
 def joining(rank, address, here):

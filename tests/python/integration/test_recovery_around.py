@@ -95,6 +95,23 @@ def test_one_that_sigterm_has_stopped_has_left_and_not_finished(serve, tmp_path)
     assert (worker["state"], worker["cause"]) == ("left", "left before its work was done: SystemExit: 143")
 
 
+def test_one_whose_sigterm_was_caught_and_that_trains_to_its_end_has_finished(serve, tmp_path):
+    torch.manual_seed(0)
+    server = serve(nn.Linear(6, 5))
+    caught = SIGTERM_IN_MID_RUN.replace("trainer.train(", "train = lambda: trainer.train(") + (
+        "try:\n    train()\nexcept SystemExit:\n    print(train().stopped)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", caught, server.address, str(tmp_path / "kept")],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "epochs\n"), ended.stderr
+    (worker,) = server.status()["workers"]
+    assert worker["state"] == "finished"
+
+
 def in_rounds(module):
     return offbeat.AsyncModelAverager(module, averaging_frequency=4, method="diloco", overlap=3)
 

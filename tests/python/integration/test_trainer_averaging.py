@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
+from offbeat.errors import StateError
 from support.averaging import arrays, model, warned
 from support.group import together
 from support.ports import free_port
@@ -244,6 +245,25 @@ def test_one_that_changes_its_strategy_alone_at_a_server_is_told_and_trains_on(s
     (said,) = [text for text in told if text.startswith("of 2 members 1 ended while this one waited")]
     assert "goes on with strategy DiLoCo" in said
     assert "set strategy in all of them, after the same batch of theirs" in said
+
+
+def set_by_one(rank, address):
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        offbeat.AsyncTrainer(model(), 1, 2, 3 + rank, strategy="average", server_address=address) as trainer,
+    ):
+        environment.setenv("RANK", str(rank))
+        environment.setenv("WORLD_SIZE", "2")
+        try:
+            fit(trainer, data_of(rank, 8), epochs=2)
+        except StateError as error:
+            return str(error)
+    return None
+
+
+def test_members_at_a_server_that_are_set_differently_are_told_when_the_warm_up_ends(server):
+    for rank, told in enumerate(together(set_by_one, 2, server.address)):
+        assert f"other members do not synchronize every {3 + rank} batches from here on" in told
 
 
 def by_hand(trained, address, asynchronous):

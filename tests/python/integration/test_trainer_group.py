@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ConnectionLostError, StateError
+from offbeat.errors import ConnectionLostError, NonFiniteError, StateError
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -224,6 +224,46 @@ def test_members_that_are_set_differently_are_all_told_when_the_warm_up_ends():
         assert stopped == "failed"
 
 
+def going_on_alone(rank):
+    strategies = {0: "average", 1: "local"}
+    trainer = offbeat.AsyncTrainer(model(), warm_up_epochs=0, regular_sync_frequency=3, strategy=strategies)
+    data = data_of(rank, 8)
+    history = trainer.train(dataloader=data, epochs=2 - rank, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    return history.stopped, history.steps
+
+
+def test_one_may_go_on_alone_when_all_have_ended_together():
+    assert together(going_on_alone, 2) == [("epochs", 16), ("epochs", 8)]
+
+
+def windows_of_its_own(rank):
+    trainer = offbeat.AsyncTrainer(
+        model(), strategy="accumulate", warm_up_epochs=1, regular_sync_frequency=(2, 4)[rank]
+    )
+    data = data_of(rank, 8)
+    return trainer.train(dataloader=data, epochs=2, optimizer=SPEC, loss_fn=LOSS, progress=False).stopped
+
+
+def test_members_that_accumulate_may_have_windows_of_their_own_after_the_warm_up():
+    assert together(windows_of_its_own, 2) == ["epochs", "epochs"]
+
+
+def last_window_is_ill(rank):
+    trainer = offbeat.AsyncTrainer(model(), strategy="accumulate", warm_up_epochs=0, regular_sync_frequency=3)
+    data = data_of(rank, (7, 4)[rank])
+    if rank == 0:
+        data[-1][0][0, 0] = float("nan")
+    try:
+        trainer.train(dataloader=data, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    except NonFiniteError:
+        return "not finite"
+    return trainer.history.stopped
+
+
+def test_a_last_window_that_is_dropped_in_one_member_holds_up_nobody():
+    assert together(last_window_is_ill, 2) == ["not finite", "epochs"]
+
+
 class Switches:
     """Changes the strategy after the first pass."""
 
@@ -251,7 +291,7 @@ def switched_by_one(rank, before, after):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("average", "diloco"), ("accumulate", "average"), ("gossip", "local")]
+    ("before", "after"), [("average", "diloco"), ("accumulate", "average"), ("gossip", "accumulate")]
 )
 def test_a_strategy_that_one_member_alone_changes_is_told_to_all_and_hangs_nowhere(before, after):
     (first, _), (second, _) = told = together(switched_by_one, 2, before, after)

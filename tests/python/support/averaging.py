@@ -39,12 +39,29 @@ def sick_beside_one_that_has_ended(member, ill_at, **settings):
     """Be the one of two that has ended, or the other, which is not finite for once.
 
     Returns:
-        How often that was told, and what the model has in the end.
+        How often that was told, what the model has in the end, and for each time that members went back
+        whether all that a finite one has, and all that the method keeps, stayed as it was.
     """
     torch.manual_seed(member)
     trained = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
     live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    stayed = []
     with warned() as told, offbeat.AsyncModelAverager(trained, averaging_frequency=4, **settings) as ours:
+        go_back = ours._turns.rounds._go_back
+
+        def watched(*arguments):
+            def held():
+                tensors = list(trained.state_dict().values())
+                for memory in ours._turns.rounds._memories:
+                    tensors += [part for kept in ours.method.keeps for part in memory.parts(kept)]
+                return [tensor.clone() for tensor in tensors]
+
+            before = held()
+            found = go_back(*arguments)
+            stayed.append(all(map(torch.equal, before, held())))
+            return found
+
+        ours._turns.rounds._go_back = watched
         for number in range((4, 26)[member]):
             random = torch.Generator().manual_seed(100 * member + number)
             inputs, targets = torch.randn(8, 6, generator=random), torch.randint(5, (8,), generator=random)
@@ -56,7 +73,7 @@ def sick_beside_one_that_has_ended(member, ill_at, **settings):
             ours.step(len(inputs), optimizer=live)
         ours.flush()
     values = [value.numpy() for name, value in trained.state_dict().items() if "num_" not in name]
-    return len([text for text in told if "were not finite" in text]), values
+    return len([text for text in told if "were not finite" in text]), values, stayed
 
 
 def arrays(trained):
