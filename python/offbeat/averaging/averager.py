@@ -95,7 +95,8 @@ class AsyncModelAverager:
             stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
             process group, the default one, which is made if there is none. None: ``"tcp"`` with
             `server_address`, else the group that there is. Where there is none, a process by itself is alone;
-            one of several, as torchrun and `offbeat launch` start them, is refused.
+            one of several, as torchrun and `offbeat launch` start them, is refused: with ``"tcp"`` these meet
+            at the server that `server_address` is about, also where that is not given.
         device: Where to train.
         method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
             ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``. With ``"gossip"`` members

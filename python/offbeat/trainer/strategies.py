@@ -238,8 +238,9 @@ class Averaged(Local):
         if self.averager.is_alone and meeting.group is not False:
             log.announce(
                 f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
-                f"by offbeat launch --workers 4, each with offbeat.init_distributed('gloo'), give "
-                f'server_address= of an offbeat server, or take strategy="local"'
+                f"by offbeat launch --workers 4, each with communication_backend='tcp' or after "
+                f"offbeat.init_distributed('gloo'), give server_address= of an offbeat server, or take "
+                f'strategy="local"'
             )
 
     @property

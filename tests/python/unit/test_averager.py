@@ -926,14 +926,55 @@ def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():
     assert ours.averaging_frequency == 8
 
 
-def test_one_of_several_without_a_group_is_refused_unless_it_is_to_be_alone(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match=r"this is process 1 of 2, .* call offbeat\.init_distributed\('gloo'\)"
+AT_A_SERVER = "communication_backend='tcp'"
+IN_A_GROUP = "offbeat.init_distributed('gloo') (or 'nccl'; 'tcp' makes none)"
+
+
+@pytest.mark.parametrize(
+    ("environ", "method", "remedies"),
+    [
+        (
+            {"OFFBEAT_SERVER": "10.0.0.1:7"},
+            "average",
+            [f"{AT_A_SERVER} to meet at the server at 10.0.0.1:7 (OFFBEAT_SERVER)", IN_A_GROUP],
+        ),
+        (
+            {"MASTER_ADDR": "10.0.0.2"},
+            "average",
+            [f"{AT_A_SERVER} to meet at a server that rank 0 starts at 10.0.0.2", IN_A_GROUP],
+        ),
+        ({}, "average", [IN_A_GROUP, "server_address='HOST:PORT' of an `offbeat server`"]),
+        ({"OFFBEAT_SERVER": "10.0.0.1:7"}, "gossip", [IN_A_GROUP]),
+    ],
+)
+def test_one_of_several_without_a_group_is_refused_with_the_nearest_remedy_first(
+    monkeypatch, environ, method, remedies
+):
+    for name in ("OFFBEAT_SERVER", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **environ}.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for make in (
+        lambda: offbeat.AsyncModelAverager(model(), method=method),
+        lambda: offbeat.AsyncTrainer(model(), strategy=method),
     ):
-        offbeat.AsyncModelAverager(model())
+        with pytest.raises(ConfigError, match="this is process 1 of 2, by the environment") as caught:
+            make()
+        found.append(str(caught.value))
+    assert found[0] == found[1]
+    places = [found[0].index(remedy) for remedy in (*remedies, "process_group=False to train alone")]
+    assert places == sorted(places)
+    assert (AT_A_SERVER in found[0]) == (AT_A_SERVER in remedies[0])
     assert offbeat.AsyncModelAverager(model(), process_group=False).is_alone
+
+
+def test_a_server_for_gradients_is_no_place_to_average_at(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "OFFBEAT_SERVER": "10.0.0.1:7"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="make a group by offbeat") as caught:
+        offbeat.AsyncTrainer(model(), strategy={0: "average", 1: "parameter_server"})
+    assert AT_A_SERVER not in str(caught.value)
 
 
 def test_what_is_closed_trains_no_more_and_says_so():
