@@ -14,6 +14,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
+MOST_SHOWN = 60
+"""Characters of a value in an error; of a longer one its class is named."""
+
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """Find the known name that `name` was most likely meant to be; None if none is near."""
@@ -66,8 +69,8 @@ def strict_keywords(cls: C) -> C:
 def known_attributes(cls: C) -> C:
     """Let a class refuse that an attribute is set which it does not have, as a typo would, or not to be set.
 
-    Private names, methods, properties with a setter, and what the constructor has set may be set. A subclass
-    may have attributes of its own.
+    Private names, methods, properties with a setter, and what the constructor has set may be set, but for
+    what it was given: that is built into more than the attribute. A subclass may have attributes of its own.
     """
     made_by: Callable[..., None] = cls.__init__  # type: ignore[misc]  # of just this class
     keywords = [name for name in inspect.signature(made_by).parameters if name != "self"]
@@ -79,7 +82,8 @@ def known_attributes(cls: C) -> C:
 
     def set_known(self: object, name: str, value: object) -> None:
         own = vars(self)
-        if type(self) is cls and "_is_made" in own and not name.startswith("_") and name not in own:
+        is_free = name.startswith("_") or (name in own and name not in keywords)
+        if type(self) is cls and "_is_made" in own and not is_free:
             found = getattr(cls, name, None)
             if found is None or (isinstance(found, property) and found.fset is None):
                 text = _unsettable(cls, name, value, keywords, is_there=found is not None)
@@ -96,9 +100,12 @@ def _unsettable(cls: type, name: str, value: object, keywords: list[str], *, is_
     settable = [key for key, found in inspect.getmembers(cls) if isinstance(found, property) and found.fset]
     can = f"to be set in mid-run: {', '.join(settable) or 'nothing'}"
     if name in keywords:
+        shown = repr(value)
+        if len(shown) > MOST_SHOWN or "\n" in shown:  # as a model's
+            shown = f"<{type(value).__name__}>"
         return (
-            f"{name} is given when {_a(cls)} is made, and cannot be set to {value!r} after that: end this "
-            f"one and make a new one, with {cls.__name__}({name}={value!r}); {can}"
+            f"{name} is given when {_a(cls)} is made, and cannot be set to {shown} after that: end this "
+            f"one and make a new one, with {cls.__name__}({name}={shown}); {can}"
         )
     if is_there:
         return f"{name} is what {_a(cls)} tells of itself, and cannot be set; {can}"

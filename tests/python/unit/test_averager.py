@@ -1012,6 +1012,9 @@ def test_what_is_closed_trains_no_more_and_says_so():
         ("adaptation_metric", "gradient_norm", "given when an AsyncModelAverager is made"),
         ("world_size", 3, "given when an AsyncModelAverager is made"),
         ("min_averaging_frequency", 1, "given when an AsyncModelAverager is made"),
+        ("device", "cpu", "given when an AsyncModelAverager is made"),
+        ("rank", 1, "given when an AsyncModelAverager is made"),
+        ("model", nn.Sequential(nn.Linear(6, 5)), r"with AsyncModelAverager\(model=<Sequential>\)"),
         ("iterations", 0, "iterations is what an AsyncModelAverager tells of itself, and cannot be set"),
     ],
 )
@@ -1020,7 +1023,25 @@ def test_what_cannot_be_set_in_mid_run_is_refused_with_what_can(name, value, tol
     with pytest.raises(UnknownAttributeError, match=told) as refused:
         setattr(ours, name, value)
     assert str(refused.value).endswith("to be set in mid-run: averaging_frequency, method, overlap")
-    ours.averaging_frequency, ours.device = 4, "cpu"
+    ours.averaging_frequency = 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given, _: offbeat.AsyncModelAverager(given),
+        lambda given, _: offbeat.AsyncTrainer(given),
+        lambda given, _: offbeat.AsyncGradientAccumulator(given, 2),
+        offbeat.FaultTolerantTrainer,
+    ],
+)
+@pytest.mark.parametrize("name", ["model", "device"])
+def test_what_is_trained_cannot_be_put_in_the_place_of_another(make, name, tmp_path):
+    ours = make(model(), tmp_path)
+    before = getattr(ours, name)
+    with pytest.raises(UnknownAttributeError, match=f"{name} is given when an? {type(ours).__name__} is"):
+        setattr(ours, name, copy.deepcopy(before))
+    assert getattr(ours, name) is before
 
 
 def test_who_makes_a_kind_of_averager_may_give_it_attributes():

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, StateError, UnknownAttributeError
 from offbeat.trainer.settings import Sync, Syncs
 from offbeat.trainer.trainer import KEYS
 
@@ -538,6 +538,13 @@ def test_a_pass_that_was_begun_and_not_finished_is_not_begun_again_and_one_witho
             train(trainer, optim.SGD(lr=0.1), data=broken(number), epochs=1)
     train(trainer, None, data=DATA[:2], epochs=1)
     assert epochs == [0, 1, 1]
+
+
+def test_the_size_of_batches_is_given_when_a_trainer_is_made():
+    trainer = offbeat.AsyncTrainer(model(), local_batch_size=4)
+    with pytest.raises(UnknownAttributeError, match=r"local_batch_size is given .*strategy$"):
+        trainer.local_batch_size = 8
+    trainer.strategy = "average"
 
 
 def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
