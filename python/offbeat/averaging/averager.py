@@ -75,7 +75,8 @@ class AsyncModelAverager:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
             `device` and trained in place.
         world_size: How many members there are; None: as the environment says (see `init_distributed`).
-        rank: Which this is; None likewise.
+        rank: Which this is; None likewise. Data is shared out by these two as they are given, or as
+            `init_distributed` returns them: at a server the attribute `world_size` may be less than `rank`.
         averaging_frequency: Iterations from average to average; or a time, as ``"30s"``, which
             ``averaging_policy="time"`` needs. None: 100 iterations, brought within the bounds, or 30 s.
         averaging_policy: ``"iteration"``, ``"time"``, which counts from the end of an average to the
@@ -351,7 +352,10 @@ class AsyncModelAverager:
 
     @property
     def world_size(self) -> int:
-        """How many members there are."""
+        """How many members there are; at a server, how many were in the newest round.
+
+        So it changes as members come and go, and is no number to share out data by.
+        """
         return self._turns.members.size
 
     @property
