@@ -236,9 +236,7 @@ class AsyncModelAverager:
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
-        samples = count(
-            inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
-        )
+        samples = count(inputs, targets)
         check_any(samples)
         live = self._turns.optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)

@@ -14,6 +14,7 @@ from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 
 __all__ = [
+    "MAKE_PAIRS",
     "Epochs",
     "Given",
     "batches_of",
@@ -25,11 +26,10 @@ __all__ = [
     "split",
 ]
 
-_OWN_LOOP = """make it such (a DataLoader with `collate_fn=`). With AsyncWorker a loop of your own takes any:
-    for batch in loader:
-        loss = ...                          # computed with worker.model
-        loss.backward()
-        worker.step(samples=len(batch))"""
+MAKE_PAIRS = "make it such (a DataLoader with `collate_fn=`), of several tensors as ((one, other), targets)"
+"""What to do where a batch is none."""
+
+_FIRST_DIMENSION = "give inputs or targets whose first dimension is the batch's"
 
 
 class Epochs:
@@ -216,16 +216,20 @@ class _Permutation(Sampler[int]):
         return self._length
 
 
-def split(batch: object) -> tuple[Any, Any]:
+def split(batch: object, *, instead: str = MAKE_PAIRS) -> tuple[Any, Any]:
     """Take a batch apart into (inputs, targets).
 
+    Args:
+        batch: As the loader gave it.
+        instead: What to do where it is none.
+
     Raises:
-        ConfigError: If it is anything but a pair; shows the loop of one's own.
+        ConfigError: If it is anything but a pair.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:  # noqa: PLR2004  inputs and targets
         return batch[0], batch[1]
     what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
-    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave a {what}; {_OWN_LOOP}")
+    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave a {what}; {instead}")
 
 
 def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it was, moved
@@ -257,7 +261,7 @@ def _is_copied_with_its_items(mapping: Mapping[Any, Any]) -> TypeGuard[MutableMa
     return isinstance(mapping, dict) or knows_how
 
 
-def count(inputs: object, targets: object, *, instead: str = _OWN_LOOP) -> int:
+def count(inputs: object, targets: object, *, instead: str = _FIRST_DIMENSION) -> int:
     """Count a batch's samples: the length of the first tensor's first dimension, or of packed sequences.
 
     Args:

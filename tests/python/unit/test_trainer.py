@@ -540,6 +540,17 @@ def test_a_pass_that_was_begun_and_not_finished_is_not_begun_again_and_one_witho
     assert epochs == [0, 1, 1]
 
 
+def test_a_batch_that_is_no_pair_is_refused_with_what_a_trainer_s_user_can_do():
+    three = [(torch.zeros(2, 6), torch.zeros(2), torch.zeros(2, dtype=torch.long))]
+    trainer = offbeat.AsyncTrainer(model())
+    with pytest.raises(ConfigError, match=r"gave a tuple of 3; .*collate_fn.*AsyncModelAverager") as caught:
+        train(trainer, optim.SGD(lr=0.1), data=three)
+    assert "worker." not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"gave a tuple of 3; .*collate_fn") as caught:
+        trainer.evaluate(three)
+    assert "worker." not in str(caught.value)
+
+
 def test_the_size_of_batches_is_given_when_a_trainer_is_made():
     trainer = offbeat.AsyncTrainer(model(), local_batch_size=4)
     with pytest.raises(UnknownAttributeError, match=r"local_batch_size is given .*strategy$"):
