@@ -547,7 +547,11 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ),
         (
             {"averaging_policy": "adaptive", "averaging_frequency": 10, "min_averaging_frequency": 20},
-            "'adaptive' starts at averaging_frequency, within the two others",
+            "20 and max_averaging_frequency 40 (four times it): 'adaptive' starts at averaging_frequency",
+        ),
+        (
+            {"averaging_policy": "adaptive", "averaging_frequency": 1000, "max_averaging_frequency": 50},
+            "min_averaging_frequency 250 (a quarter of it) and max_averaging_frequency 50: 'adaptive' starts",
         ),
         (
             {"averaging_frequency": 2, "method": averaging.DiLoCo(fragments=4)},
