@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from offbeat.errors import ConfigError, UnknownAttributeError
 
-__all__ = ["known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
+__all__ = ["a_class", "known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,6 +23,11 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     folded = {k.lower().replace("-", "_"): k for k in known}
     hits = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
     return folded[hits[0]] if hits else None
+
+
+def a_class(value: object) -> str:
+    """Name a value's class with its article, such as ``an OrderedDict``."""
+    return _a(type(value))
 
 
 def unknown(kind: str, name: object, known: Collection[str]) -> str:
@@ -115,4 +120,4 @@ def _unsettable(cls: type, name: str, value: object, keywords: list[str], *, is_
 
 
 def _a(cls: type) -> str:
-    return f"a{'n' if cls.__name__[0] in 'AEIOU' else ''} {cls.__name__}"
+    return f"a{'n' if cls.__name__[0] in 'AEIOaeio' else ''} {cls.__name__}"  # a UserDict

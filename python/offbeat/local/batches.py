@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
+from offbeat.naming import a_class
 
 __all__ = [
     "MAKE_PAIRS",
@@ -133,16 +134,14 @@ def batches_of(
             raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got neither")
         refuse(objects(dataset=dataset))
         if isinstance(dataset, DataLoader):
-            raise ConfigError(
-                f"dataset is a {type(dataset).__name__}, which gives batches: give it as dataloader="
-            )
+            raise ConfigError(f"dataset is {a_class(dataset)}, which gives batches: give it as dataloader=")
         if (
             isinstance(dataset, tuple | list)
             and len(dataset) > 0
             and all(hasattr(part, "shape") for part in dataset)
         ):
             raise ConfigError(
-                f"dataset is a {type(dataset).__name__} of tensors, and no dataset, which gives a pair "
+                f"dataset is {a_class(dataset)} of tensors, and no dataset, which gives a pair "
                 f"(inputs, targets) for each index: give "
                 f"dataset=torch.utils.data.TensorDataset(inputs, targets)"
             )
@@ -152,12 +151,12 @@ def batches_of(
     _refuse_what_gives_nothing("dataloader", dataloader)
     if is_map_style(dataloader):
         raise ConfigError(
-            f"dataloader is a {type(dataloader).__name__}, a dataset: give it as dataset=; or, where its "
+            f"dataloader is {a_class(dataloader)}, a dataset: give it as dataset=; or, where its "
             f"items are whole batches, dataloader=DataLoader(it, batch_size=None)"
         )
     if epochs > 1 and _gives_once(dataloader):
         raise ConfigError(
-            f"the dataloader is a {type(dataloader).__name__}, which gives its batches once, and epochs is "
+            f"the dataloader is {a_class(dataloader)}, which gives its batches once, and epochs is "
             f"{epochs}: give what begins anew at each pass, such as a DataLoader or a list, or epochs=1"
         )
     return Given(dataloader)
@@ -228,8 +227,8 @@ def split(batch: object, *, instead: str = MAKE_PAIRS) -> tuple[Any, Any]:
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:  # noqa: PLR2004  inputs and targets
         return batch[0], batch[1]
-    what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
-    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave a {what}; {instead}")
+    what = a_class(batch) + (f" of {len(batch)}" if isinstance(batch, Sized) else "")
+    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave {what}; {instead}")
 
 
 def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it was, moved

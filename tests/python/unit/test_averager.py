@@ -62,11 +62,18 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.parametrize("state", [{}, {"pace": None}, 3, None])
-def test_what_is_no_state_at_all_is_refused(state):
-    with pytest.raises(
-        ConfigError, match=rf"the state is a {type(state).__name__} without iterations, .*state_d"
-    ):
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "a dict without iterations, .*"),
+        ({"pace": None}, "a dict without iterations, .*"),
+        (model().state_dict(), "an OrderedDict without iterations, .*"),
+        (3, "an int without iterations, .*"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_state_at_all_is_refused(state, told):
+    with pytest.raises(ConfigError, match=rf"the state is {told}: give what .*state_dict"):
         offbeat.AsyncModelAverager(model()).load_state_dict(state)
 
 

@@ -414,11 +414,18 @@ def test_the_warm_up_is_of_the_trainers_first_epochs():
     assert seen == [(0, 3, False)] * 9 + [(1, 3, False)] * 9 + [(2, 5, 1)] * 9
 
 
-@pytest.mark.parametrize("state", [{}, {"stage": None}, 3, None])
-def test_what_is_no_state_at_all_is_refused(state):
-    with pytest.raises(
-        ConfigError, match=rf"the state is a {type(state).__name__} without epochs, .*state_dict"
-    ):
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "a dict without epochs, .*"),
+        ({"stage": None}, "a dict without epochs, .*"),
+        (model().state_dict(), "an OrderedDict without epochs, .*"),
+        (3, "an int without epochs, .*"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_state_at_all_is_refused(state, told):
+    with pytest.raises(ConfigError, match=rf"the state is {told}: give what .*state_dict"):
         offbeat.AsyncTrainer(model(), strategy="local").load_state_dict(state)
 
 
