@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from offbeat.errors import ConfigError, UnknownAttributeError
@@ -30,10 +30,20 @@ def a_class(value: object) -> str:
     return _a(type(value))
 
 
-def unknown(kind: str, name: object, known: Collection[str]) -> str:
-    """Word the refusal of a name: ``unknown metric 'acuracy'; did you mean 'accuracy'? Known: …``."""
-    near = nearest(name, known) if isinstance(name, str) else None
-    hint = f"did you mean {near!r}? " if near is not None else ""
+def unknown(
+    kind: str, name: object, known: Collection[str], *, elsewhere: Mapping[str, str] | None = None
+) -> str:
+    """Word the refusal of a name: ``unknown metric 'acuracy'; did you mean 'accuracy'? Known: …``.
+
+    Args:
+        kind: What it was to be a name of.
+        name: As given.
+        known: Those that there are.
+        elsewhere: Names that are known in another place, and how they are given there.
+    """
+    others = {other: words for other, words in (elsewhere or {}).items() if other not in known}
+    near = nearest(name, [*known, *others]) if isinstance(name, str) else None
+    hint = f"did you mean {others.get(near, repr(near))}? " if near is not None else ""
     return f"unknown {kind} {name!r}; {hint}Known: {', '.join(known) or 'none'}"
 
 
@@ -53,7 +63,11 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
         if wrong := [name for name in keywords if name not in parameters]:
-            raise ConfigError("; ".join(unknown(f"keyword of {of}", name, parameters) for name in wrong))
+            others = (
+                _keywords_beside(function.__name__, type(args[0])) if args and "self" in signature else {}
+            )
+            told = (unknown(f"keyword of {of}", name, parameters, elsewhere=others) for name in wrong)
+            raise ConfigError("; ".join(told))
         if len(args) > num_by_place and by_keyword:
             first = next((name for name in by_keyword if name not in keywords), by_keyword[0])
             raise ConfigError(
@@ -63,6 +77,18 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **keywords)
 
     return checked
+
+
+def _keywords_beside(method: str, cls: type) -> dict[str, str]:
+    """Give the keywords of a class's other calls that take settings, and how each is given there."""
+    calls = {"__init__": cls.__name__, "train": "train", "train_step": "train_step"}
+    return {
+        name: f"{shown}({name}=…)"
+        for call, shown in calls.items()
+        if call != method and (found := getattr(cls, call, None)) is not None
+        for name, parameter in inspect.signature(found).parameters.items()
+        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
 
 
 def strict_keywords(cls: C) -> C:

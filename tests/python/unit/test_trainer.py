@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 import random
+import re
 
 import numpy as np
 import pytest
@@ -556,6 +557,27 @@ def test_a_batch_that_is_no_pair_is_refused_with_what_a_trainer_s_user_can_do():
     with pytest.raises(ConfigError, match=r"gave a tuple of 3; .*collate_fn") as caught:
         trainer.evaluate(three)
     assert "worker." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: offbeat.AsyncTrainer(model(), max_epochs=3), "'max_epochs'; did you mean train(epochs=…)?"),
+        (lambda: offbeat.AsyncTrainer(model(), warmup_epochs=3), "did you mean 'warm_up_epochs'?"),
+        (
+            lambda: offbeat.AsyncTrainer(model()).train(batch_size=8, loss_fn=LOSS),
+            "'batch_size'; did you mean AsyncTrainer(local_batch_size=…)?",
+        ),
+        (lambda: offbeat.AsyncTrainer(model()).fit(epoch=8, loss_fn=LOSS), "did you mean 'epochs'?"),
+        (
+            lambda: offbeat.AsyncModelAverager(model(), optimizer=optim.SGD(lr=0.1)),
+            "did you mean train_step(optimizer=…)?",
+        ),
+    ],
+)
+def test_a_keyword_of_another_call_is_answered_with_that_call(call, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        call()
 
 
 def test_the_size_of_batches_is_given_when_a_trainer_is_made():
