@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from offbeat.dtypes import CODES, NAMES, TRAINABLE, Role
 from offbeat.errors import ConfigError, ModelMismatchError, UnsupportedTensorError
-from offbeat.naming import nearest
+from offbeat.naming import a_class, nearest
 
 __all__ = [
     "Array",
@@ -152,7 +152,7 @@ def as_dict(tensors: object, what: str) -> dict[str, Any]:
     if isinstance(tensors, Mapping):
         return dict(tensors)
     raise ConfigError(
-        f"{what} is a {type(tensors).__name__}: give a dict of arrays by the model's names, as client.pull() "
+        f"{what} is {a_class(tensors)}: give a dict of arrays by the model's names, as client.pull() "
         f"gives one"
     )
 
@@ -282,6 +282,6 @@ def _from_protocol(name: str, value: object) -> Array:
         except (BufferError, RuntimeError, TypeError) as error:
             raise UnsupportedTensorError(f"{name!r} cannot be read as an array: {error}") from error
     raise UnsupportedTensorError(
-        f"{name!r} is a {type(value).__name__}: give an array, a tensor, or anything with the buffer "
+        f"{name!r} is {a_class(value)}: give an array, a tensor, or anything with the buffer "
         "protocol or __dlpack__"
     )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from offbeat.address import is_address
 from offbeat.errors import ConfigError
+from offbeat.naming import a_class
 
 __all__ = [
     "Faults",
@@ -78,10 +79,8 @@ def check_keys(state: object, keys: Iterable[str], *, owner: str) -> None:
     """
     missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
     if missing:
-        raise ConfigError(
-            f"the state is a {type(state).__name__} without {', '.join(missing)}: give what {owner}'s "
-            f"state_dict() gave"
-        )
+        what = "None" if state is None else f"{a_class(state)} without {', '.join(missing)}"
+        raise ConfigError(f"the state is {what}: give what {owner}'s state_dict() gave")
 
 
 def refuse_two_in_flight(run: dict[str, Any]) -> None:

@@ -3,16 +3,19 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from offbeat.errors import ConfigError, UnknownAttributeError
 
-__all__ = ["known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
+__all__ = ["a_class", "known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+
+MOST_SHOWN = 60
+"""Characters of a value in an error; of a longer one its class is named."""
 
 
 SAME = {"every": "frequency", "interval": "frequency", "freq": "frequency", "steps": "frequency"}
@@ -29,10 +32,25 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     return folded[hits[0]] if hits else None
 
 
-def unknown(kind: str, name: object, known: Collection[str]) -> str:
-    """Word the refusal of a name: ``unknown metric 'acuracy'; did you mean 'accuracy'? Known: …``."""
-    near = nearest(name, known) if isinstance(name, str) else None
-    hint = f"did you mean {near!r}? " if near is not None else ""
+def a_class(value: object) -> str:
+    """Name a value's class with its article, such as ``an OrderedDict``."""
+    return _a(type(value))
+
+
+def unknown(
+    kind: str, name: object, known: Collection[str], *, elsewhere: Mapping[str, str] | None = None
+) -> str:
+    """Word the refusal of a name: ``unknown metric 'acuracy'; did you mean 'accuracy'? Known: …``.
+
+    Args:
+        kind: What it was to be a name of.
+        name: As given.
+        known: Those that there are.
+        elsewhere: Names that are known in another place, and how they are given there.
+    """
+    others = {other: words for other, words in (elsewhere or {}).items() if other not in known}
+    near = nearest(name, [*known, *others]) if isinstance(name, str) else None
+    hint = f"did you mean {others.get(near, repr(near))}? " if near is not None else ""
     return f"unknown {kind} {name!r}; {hint}Known: {', '.join(known) or 'none'}"
 
 
@@ -52,7 +70,11 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
         if wrong := [name for name in keywords if name not in parameters]:
-            raise ConfigError("; ".join(unknown(f"keyword of {of}", name, parameters) for name in wrong))
+            others = (
+                _keywords_beside(function.__name__, type(args[0])) if args and "self" in signature else {}
+            )
+            told = (unknown(f"keyword of {of}", name, parameters, elsewhere=others) for name in wrong)
+            raise ConfigError("; ".join(told))
         if len(args) > num_by_place and by_keyword:
             first = next((name for name in by_keyword if name not in keywords), by_keyword[0])
             raise ConfigError(
@@ -64,6 +86,18 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def _keywords_beside(method: str, cls: type) -> dict[str, str]:
+    """Give the keywords of a class's other calls that take settings, and how each is given there."""
+    calls = {"__init__": cls.__name__, "train": "train", "train_step": "train_step"}
+    return {
+        name: f"{shown}({name}=…)"
+        for call, shown in calls.items()
+        if call != method and (found := getattr(cls, call, None)) is not None
+        for name, parameter in inspect.signature(found).parameters.items()
+        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
 def strict_keywords(cls: C) -> C:
     """Let a dataclass refuse an unknown keyword with the nearest known one, as `known_keywords` does."""
     cls.__init__ = known_keywords(cls.__init__)  # type: ignore[misc]  # of just this class
@@ -73,8 +107,8 @@ def strict_keywords(cls: C) -> C:
 def known_attributes(cls: C) -> C:
     """Let a class refuse that an attribute is set which it does not have, as a typo would, or not to be set.
 
-    Private names, methods, properties with a setter, and what the constructor has set may be set. A subclass
-    may have attributes of its own.
+    Private names, methods, properties with a setter, and what the constructor has set may be set, but for
+    what it was given: that is built into more than the attribute. A subclass may have attributes of its own.
     """
     made_by: Callable[..., None] = cls.__init__  # type: ignore[misc]  # of just this class
     keywords = [name for name in inspect.signature(made_by).parameters if name != "self"]
@@ -86,7 +120,8 @@ def known_attributes(cls: C) -> C:
 
     def set_known(self: object, name: str, value: object) -> None:
         own = vars(self)
-        if type(self) is cls and "_is_made" in own and not name.startswith("_") and name not in own:
+        is_free = name.startswith("_") or (name in own and name not in keywords)
+        if type(self) is cls and "_is_made" in own and not is_free:
             found = getattr(cls, name, None)
             if found is None or (isinstance(found, property) and found.fset is None):
                 text = _unsettable(cls, name, value, keywords, is_there=found is not None)
@@ -103,9 +138,12 @@ def _unsettable(cls: type, name: str, value: object, keywords: list[str], *, is_
     settable = [key for key, found in inspect.getmembers(cls) if isinstance(found, property) and found.fset]
     can = f"to be set in mid-run: {', '.join(settable) or 'nothing'}"
     if name in keywords:
+        shown = repr(value)
+        if len(shown) > MOST_SHOWN or "\n" in shown:  # as a model's
+            shown = f"<{type(value).__name__}>"
         return (
-            f"{name} is given when {_a(cls)} is made, and cannot be set to {value!r} after that: end this "
-            f"one and make a new one, with {cls.__name__}({name}={value!r}); {can}"
+            f"{name} is given when {_a(cls)} is made, and cannot be set to {shown} after that: end this "
+            f"one and make a new one, with {cls.__name__}({name}={shown}); {can}"
         )
     if is_there:
         return f"{name} is what {_a(cls)} tells of itself, and cannot be set; {can}"
@@ -115,4 +153,4 @@ def _unsettable(cls: type, name: str, value: object, keywords: list[str], *, is_
 
 
 def _a(cls: type) -> str:
-    return f"a{'n' if cls.__name__[0] in 'AEIOU' else ''} {cls.__name__}"
+    return f"a{'n' if cls.__name__[0] in 'AEIOaeio' else ''} {cls.__name__}"  # a UserDict

@@ -23,7 +23,7 @@ from offbeat.arrays import (
 )
 from offbeat.checks import Faults, is_count, refuse, seconds
 from offbeat.errors import ClosedError, ConfigError, ModelMismatchError, StateError
-from offbeat.naming import known_keywords
+from offbeat.naming import a_class, known_keywords
 from offbeat.optim import as_spec
 from offbeat.settings import Settings
 from offbeat.termination import stopping_on_sigterm
@@ -460,7 +460,7 @@ def _snapshot(model: "torch.nn.Module | Mapping[str, object] | None") -> "_offbe
         description = describe_module(model)
         table, arrays = description.table, list(description.arrays())
     else:
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = f"the class {model.__name__}" if isinstance(model, type) else a_class(model)
         raise ConfigError(f"model is {what}: give an nn.Module, a dict of named arrays, or None")
     from offbeat._offbeat import Snapshot
 

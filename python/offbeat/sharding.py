@@ -20,6 +20,9 @@ def partition(dataset: Dataset[Sample_co], rank: int, world_size: int) -> Subset
     dataset, their lengths differ by one at most, and a dataset that is sorted by class is not dealt out class
     by class. Nothing is copied.
 
+    Both numbers are those with which the workers were started, as `init_distributed` returns them. An
+    averager's are none to share by: at a server its `world_size` is who was in the newest round.
+
     Args:
         dataset: A dataset with a length.
         rank: Which share, 0 to `world_size - 1`.
@@ -45,8 +48,9 @@ def partition(dataset: Dataset[Sample_co], rank: int, world_size: int) -> Subset
         )
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(
-            f"rank is {rank} and world_size is {world_size}: there must be at least one share, "
-            f"and shares are numbered 0 to world_size - 1"
+            f"rank is {rank} and world_size is {world_size}: there must be at least one share, and shares "
+            f"are numbered 0 to world_size - 1; give what offbeat.init_distributed() returns (an averager's "
+            f"world_size at a server is who was in its newest round)"
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(

@@ -35,7 +35,7 @@ from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import count, moved
 from offbeat.local.device import usable_device
-from offbeat.local.group import group_of
+from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
 from offbeat.local.parameters import check_same, each_once, fingerprint, of_model
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
 
+_TAKE_A_WORKER = "give worker= an AsyncWorker, which brings each window to a parameter server"
 _THROUGH = (
     "This flush() was complete in all members all the same: it is not to be called again for it, where it "
     "would wait for the others' next one"
@@ -184,7 +185,7 @@ class AsyncGradientAccumulator:
         faults += extra_faults(
             model, adaptive_accumulation, grad_scaler, reduction=loss_reduction, normalizer=normalizer
         )
-        group = faults.catch(lambda: group_of(process_group))
+        group = faults.catch(lambda: group_of(process_group, remedies=lambda: [MAKE_A_GROUP, _TAKE_A_WORKER]))
         refuse(faults)
         assert where is not None  # noqa: S101  else there is a fault
         assert model is not None  # noqa: S101

@@ -75,7 +75,8 @@ class AsyncModelAverager:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to
             `device` and trained in place.
         world_size: How many members there are; None: as the environment says (see `init_distributed`).
-        rank: Which this is; None likewise.
+        rank: Which this is; None likewise. Data is shared out by these two as they are given, or as
+            `init_distributed` returns them: at a server the attribute `world_size` may be less than `rank`.
         averaging_frequency: Iterations from average to average; or a time, as ``"30s"``, which
             ``averaging_policy="time"`` needs. None: 100 iterations, brought within the bounds, or 30 s.
         averaging_policy: ``"iteration"``, ``"time"``, which counts from the end of an average to the
@@ -95,7 +96,8 @@ class AsyncModelAverager:
             stopping the others; losing it pauses averaging, not training. ``"gloo"`` or ``"nccl"``: torch's
             process group, the default one, which is made if there is none. None: ``"tcp"`` with
             `server_address`, else the group that there is. Where there is none, a process by itself is alone;
-            one of several, as torchrun and `offbeat launch` start them, is refused.
+            one of several, as torchrun and `offbeat launch` start them, is refused: with ``"tcp"`` these meet
+            at the server that `server_address` is about, also where that is not given.
         device: Where to train.
         method: What is made of the mean: ``"average"``, ``"easgd"``, ``"diloco"``, ``"slowmo"`` or
             ``"bmuf"``, or an object such as ``offbeat.averaging.DiLoCo(lr=0.7)``. With ``"gossip"`` members
@@ -234,9 +236,7 @@ class AsyncModelAverager:
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
-        samples = count(
-            inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
-        )
+        samples = count(inputs, targets)
         check_any(samples)
         live = self._turns.optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
@@ -354,7 +354,10 @@ class AsyncModelAverager:
 
     @property
     def world_size(self) -> int:
-        """How many members there are."""
+        """How many members there are; at a server, how many were in the newest round.
+
+        So it changes as members come and go, and is no number to share out data by.
+        """
         return self._turns.members.size
 
     @property

@@ -3,7 +3,7 @@
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from offbeat.averaging.members import Alone, Group, Members, terms_of
 from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import Pace, Seconds
 from offbeat.averaging.served import Served
-from offbeat.averaging.server_place import reached, server_place
+from offbeat.averaging.server_place import reached, server_at_hand, server_place
 from offbeat.averaging.settings import BACKENDS, server_faults, settings_by_name
 from offbeat.averaging.statistics import Statistics
 from offbeat.checks import Faults, refuse, strings
@@ -25,7 +25,7 @@ from offbeat.client import Client
 from offbeat.distributed import init_distributed
 from offbeat.errors import ConfigError, StateError
 from offbeat.launchers import find
-from offbeat.local.group import group_of
+from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.naming import unknown
 from offbeat.server import ParameterServer
 
@@ -67,6 +67,7 @@ class Meeting:
         rank: As given.
         world_size: As given.
         is_asynchronous: Members arrive one by one.
+        is_server_free: No other strategy pushes gradients to the server, which would take no models then.
     """
 
     backend: str | None
@@ -76,6 +77,7 @@ class Meeting:
     rank: int | None
     world_size: int | None
     is_asynchronous: bool = False
+    is_server_free: bool = True
 
     @property
     def is_at_a_server(self) -> bool:
@@ -110,10 +112,17 @@ class Meeting:
                     f"take 'tcp'"
                 )
             if has_others or faults:
-                faults.catch(
-                    lambda: _group(self.backend, self.group, self.rank, self.world_size, is_tried=True)
-                )
+                faults.catch(lambda: self._group(method, is_tried=True))
         return faults
+
+    def remedies(self, method: Method | None) -> list[str]:
+        """Tell what to do where this is one of several processes that have no group, the nearest first."""
+        if not self.is_server_free or method is None or server_faults(method):
+            return [MAKE_A_GROUP]
+        place = find(os.environ, rank=self.rank, world_size=self.world_size)
+        if (server := server_at_hand(os.environ, place)) is not None:
+            return [f"give communication_backend='tcp' to meet at {server}", MAKE_A_GROUP]
+        return [MAKE_A_GROUP, "give server_address='HOST:PORT' of an `offbeat server`"]
 
     def join(
         self, model: nn.Module, named: Named, method: Method, pace: Pace, *, setting: list[object]
@@ -129,7 +138,7 @@ class Meeting:
         if self.is_at_a_server:
             are_trained = [parameter.requires_grad for _, parameter in named]
             return self._at_a_server(model, named, method, terms_of(shown(method), setting, are_trained))
-        group = _group(self.backend, self.group, self.rank, self.world_size, is_tried=False)
+        group = self._group(method, is_tried=False)
         size = 1 if group is None else distributed.get_world_size(group)
         if group is None or size == 1:
             method.check_for(size)
@@ -147,6 +156,16 @@ class Meeting:
             check=lambda: method.check_for(size),
         )
         return Joined(members, distributed.get_rank(group))
+
+    def _group(self, method: Method | None, *, is_tried: bool) -> "distributed.ProcessGroup | None":
+        return _group(
+            self.backend,
+            self.group,
+            self.rank,
+            self.world_size,
+            remedies=lambda: self.remedies(method),
+            is_tried=is_tried,
+        )
 
     def _at_a_server(self, model: nn.Module, named: Named, method: Method, terms: str) -> Joined:
         place = server_place(self.address, self.rank, self.world_size)
@@ -191,6 +210,7 @@ def _group(
     rank: int | None,
     world_size: int | None,
     *,
+    remedies: Callable[[], Sequence[str]],
     is_tried: bool,
 ) -> "distributed.ProcessGroup | None":
     """Give the group; make torch's default one where a backend is named and there is none.
@@ -200,6 +220,7 @@ def _group(
         given: `process_group`, as given.
         rank: As given.
         world_size: As given.
+        remedies: As `group_of` has them.
         is_tried: Only look for what is wrong; make nothing.
 
     Returns:
@@ -218,11 +239,12 @@ def _group(
     is_there = distributed.is_available() and distributed.is_initialized()
     is_wanted = given is None and backend is not None and (place.world_size > 1 or is_there)
     if is_tried:
-        return None if is_wanted and not is_there else group_of(given)
+        return None if is_wanted and not is_there else group_of(given, remedies=remedies)
     if is_wanted:
         assert backend is not None  # noqa: S101  as `is_wanted` says
         init_distributed(backend, rank=rank, world_size=world_size)
-    group = None if given is None and backend is not None and not is_wanted else group_of(given)
+    is_alone = given is None and backend is not None and not is_wanted
+    group = None if is_alone else group_of(given, remedies=remedies)
     _check_place(group, rank, world_size)
     return group
 

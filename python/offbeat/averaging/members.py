@@ -26,10 +26,23 @@ from offbeat.local.group import (
 )
 from offbeat.local.sums import Sums
 
-__all__ = ["DIFFERENT", "Alone", "Group", "Heard", "Members", "Said", "terms_of", "worded_terms"]
+__all__ = [
+    "DIFFERENT",
+    "Alone",
+    "Group",
+    "Heard",
+    "Members",
+    "Said",
+    "differing_terms",
+    "terms_of",
+    "worded_terms",
+]
 
 PACE_NAMES = "averaging_policy", "averaging_frequency", "min_averaging_frequency", "max_averaging_frequency"
 """Keywords of the numbers that a pace's setting has, in their order."""
+
+TRAINED = "trained parameters"
+"""What says which parameters are, among the terms that members tell a server."""
 
 MOST_TERMS = 1000
 """Characters of the terms that members tell a server, which takes 1024 bytes."""
@@ -515,20 +528,56 @@ def _facts(said: Said) -> list[float]:
 
 
 def _said(name: str, value: object) -> str:
-    return worded(value) if name == "method" and isinstance(value, list) else repr(value)
+    """Give a setting's value, as JSON can have it, as a user writes it."""
+    if name == "method" and isinstance(value, list):
+        return worded(value)
+    if name == "averaging_frequency" and isinstance(value, float):  # a time
+        return repr(f"{value!r}s".replace(".0s", "s"))
+    return repr(value)
 
 
 def worded_terms(terms: str) -> str:
     """Give what `terms_of` gave as a user writes it; what was cut off, or is of another version, as it is."""
+    if (named := _named(terms)) is None:
+        return terms
+    trained = named.pop(TRAINED)
+    return f"{', '.join(f'{name}={value}' for name, value in named.items())}, {trained} parameters trained"
+
+
+def differing_terms(own: str, theirs: str) -> str:
+    """Word in what two members average differently, and what to do.
+
+    Args:
+        own: This member's, as `terms_of` gave them.
+        theirs: Of those at the server.
+    """
+    here, there = _named(own) or {}, _named(theirs) or {}
+    differing = {name: value for name, value in here.items() if there.get(name, value) != value}
+    remedy = "give the same to all of them"
+    if TRAINED in differing:
+        remedy += ", and train the same parameters (requires_grad)"
+    if not differing.keys().isdisjoint(PACE_NAMES) and here[PACE_NAMES[0]] != repr("time"):
+        remedy += "; where machines differ in speed, averaging_policy='time' suits all"
+    told = "; ".join(
+        f"{name} {'are' if name == TRAINED else 'is'} {value} here and {there[name]} there"
+        for name, value in differing.items()
+    )
+    if not told:  # what was cut off, or is of another version
+        told = f"here by {worded_terms(own)}, and there by {worded_terms(theirs)}"
+    return f"this member averages otherwise than those at the server: {told}: {remedy}"
+
+
+def _named(terms: str) -> dict[str, str] | None:
+    """Give what `terms_of` gave by keyword, as a user writes it; None where that is not known."""
     try:
         found = json.loads(terms)
         pace, overlap, metric = found["frequency, overlap, metric"]
-        named = dict(zip(PACE_NAMES, pace, strict=False)) | {"overlap": overlap, "adaptation_metric": metric}
-        settings = [f"{name}={value!r}" for name, value in named.items() if value is not None]
-        trained = found["trained parameters"]
-        return f"method={worded(found['method'])}, {', '.join(settings)}, {trained} parameters trained"
+        named = {"method": found["method"], **dict(zip(PACE_NAMES, pace, strict=False))}
+        named |= {"overlap": overlap, "adaptation_metric": metric}
+        settings = {name: _said(name, value) for name, value in named.items() if value is not None}
+        return {**settings, TRAINED: str(found[TRAINED])}
     except (ValueError, KeyError, TypeError):
-        return terms
+        return None
 
 
 def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> str:
@@ -542,7 +591,7 @@ def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> st
     trained = f"{sum(are_trained)} of {len(are_trained)}"
     if not all(are_trained):  # as many others are not the same
         trained += f", {hashlib.sha256(bytes(are_trained)).hexdigest()[:8]}"
-    terms = {"method": method, "frequency, overlap, metric": setting, "trained parameters": trained}
+    terms = {"method": method, "frequency, overlap, metric": setting, TRAINED: trained}
     text = json.dumps(terms)  # in ASCII
     if len(text) <= MOST_TERMS:
         return text

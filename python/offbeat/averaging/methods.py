@@ -13,7 +13,7 @@ import torch
 
 from offbeat.checks import at_least_one, is_count, is_number, refuse
 from offbeat.errors import ConfigError
-from offbeat.naming import strict_keywords, unknown
+from offbeat.naming import a_class, strict_keywords, unknown
 
 __all__ = [
     "BMUF",
@@ -386,9 +386,7 @@ def as_method(given: object) -> Method:
     """
     if isinstance(given, Method):
         if not is_dataclass(given):
-            raise ConfigError(
-                f"method is a {type(given).__name__}, which is no dataclass: make it one, frozen"
-            )
+            raise ConfigError(f"method is {a_class(given)}, which is no dataclass: make it one, frozen")
         return given
     if isinstance(given, str) and given in METHODS:
         return METHODS[given]()

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,10 +13,10 @@ from torch import distributed
 
 from offbeat.checks import of_address, refuse
 from offbeat.errors import ConfigError, ConnectError
-from offbeat.launchers import find, has_agents_store, meeting_place
+from offbeat.launchers import Place, find, has_agents_store, meeting_place
 from offbeat.server import ParameterServer
 
-__all__ = ["ServerPlace", "reached", "server_place"]
+__all__ = ["ServerPlace", "reached", "server_at_hand", "server_place"]
 
 Store = Any
 """A `torch.distributed.TCPStore`, which torch's own types do not tell of."""
@@ -71,6 +72,14 @@ def server_place(given: str | None, rank: int | None, world_size: int | None) ->
         )
     is_told = has_agents_store(os.environ)
     return ServerPlace(_joined(host, port), place.rank, place.world_size, place.rank == 0, is_told)
+
+
+def server_at_hand(environ: Mapping[str, str], place: Place) -> str | None:
+    """Word the server that `server_place` finds where none is given; None if it finds none."""
+    if address := environ.get("OFFBEAT_SERVER"):
+        return f"the server at {address} (OFFBEAT_SERVER)"
+    host, _ = meeting_place(environ, place)
+    return None if host is None else f"a server that rank 0 starts at {host}"
 
 
 def reached(place: ServerPlace, token: str | None) -> tuple[ParameterServer | None, str]:

@@ -270,9 +270,12 @@ def _adaptive(given: Pacing, start: int) -> tuple[Pace | None, list[str]]:
     least = _bound(given.least) or max(1, start // BOUNDS)
     most = _bound(given.most) or start * BOUNDS
     if not least <= start <= most:
+        quarter = " (a quarter of it)" if given.least is None else ""
+        fourfold = " (four times it)" if given.most is None else ""
         text = (
-            f"averaging_frequency is {start}, min_averaging_frequency {least} and max_averaging_frequency "
-            f"{most}: 'adaptive' starts at averaging_frequency, within the two others"
+            f"averaging_frequency is {start}, min_averaging_frequency {least}{quarter} and "
+            f"max_averaging_frequency {most}{fourfold}: 'adaptive' starts at averaging_frequency, within the "
+            f"two others"
         )
         return None, [text]
     metric = given.metric

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
+from offbeat.naming import a_class
 
 __all__ = [
+    "MAKE_PAIRS",
     "Epochs",
     "Given",
     "batches_of",
@@ -25,11 +27,10 @@ __all__ = [
     "split",
 ]
 
-_OWN_LOOP = """make it such (a DataLoader with `collate_fn=`). With AsyncWorker a loop of your own takes any:
-    for batch in loader:
-        loss = ...                          # computed with worker.model
-        loss.backward()
-        worker.step(samples=len(batch))"""
+MAKE_PAIRS = "make it such (a DataLoader with `collate_fn=`), of several tensors as ((one, other), targets)"
+"""What to do where a batch is none."""
+
+_FIRST_DIMENSION = "give inputs or targets whose first dimension is the batch's"
 
 
 class Epochs:
@@ -133,16 +134,14 @@ def batches_of(
             raise ConfigError("train takes a dataset= or a dataloader=, one of the two, and got neither")
         refuse(objects(dataset=dataset))
         if isinstance(dataset, DataLoader):
-            raise ConfigError(
-                f"dataset is a {type(dataset).__name__}, which gives batches: give it as dataloader="
-            )
+            raise ConfigError(f"dataset is {a_class(dataset)}, which gives batches: give it as dataloader=")
         if (
             isinstance(dataset, tuple | list)
             and len(dataset) > 0
             and all(hasattr(part, "shape") for part in dataset)
         ):
             raise ConfigError(
-                f"dataset is a {type(dataset).__name__} of tensors, and no dataset, which gives a pair "
+                f"dataset is {a_class(dataset)} of tensors, and no dataset, which gives a pair "
                 f"(inputs, targets) for each index: give "
                 f"dataset=torch.utils.data.TensorDataset(inputs, targets)"
             )
@@ -152,12 +151,12 @@ def batches_of(
     _refuse_what_gives_nothing("dataloader", dataloader)
     if is_map_style(dataloader):
         raise ConfigError(
-            f"dataloader is a {type(dataloader).__name__}, a dataset: give it as dataset=; or, where its "
+            f"dataloader is {a_class(dataloader)}, a dataset: give it as dataset=; or, where its "
             f"items are whole batches, dataloader=DataLoader(it, batch_size=None)"
         )
     if epochs > 1 and _gives_once(dataloader):
         raise ConfigError(
-            f"the dataloader is a {type(dataloader).__name__}, which gives its batches once, and epochs is "
+            f"the dataloader is {a_class(dataloader)}, which gives its batches once, and epochs is "
             f"{epochs}: give what begins anew at each pass, such as a DataLoader or a list, or epochs=1"
         )
     return Given(dataloader)
@@ -216,16 +215,20 @@ class _Permutation(Sampler[int]):
         return self._length
 
 
-def split(batch: object) -> tuple[Any, Any]:
+def split(batch: object, *, instead: str = MAKE_PAIRS) -> tuple[Any, Any]:
     """Take a batch apart into (inputs, targets).
 
+    Args:
+        batch: As the loader gave it.
+        instead: What to do where it is none.
+
     Raises:
-        ConfigError: If it is anything but a pair; shows the loop of one's own.
+        ConfigError: If it is anything but a pair.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:  # noqa: PLR2004  inputs and targets
         return batch[0], batch[1]
-    what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
-    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave a {what}; {_OWN_LOOP}")
+    what = a_class(batch) + (f" of {len(batch)}" if isinstance(batch, Sized) else "")
+    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave {what}; {instead}")
 
 
 def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it was, moved
@@ -257,7 +260,7 @@ def _is_copied_with_its_items(mapping: Mapping[Any, Any]) -> TypeGuard[MutableMa
     return isinstance(mapping, dict) or knows_how
 
 
-def count(inputs: object, targets: object, *, instead: str = _OWN_LOOP) -> int:
+def count(inputs: object, targets: object, *, instead: str = _FIRST_DIMENSION) -> int:
     """Count a batch's samples: the length of the first tensor's first dimension, or of packed sequences.
 
     Args:

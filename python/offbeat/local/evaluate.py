@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.local.batches import count, loaded, moved, split
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, is_collection, meters
+from offbeat.naming import a_class
 
 __all__ = ["evaluate", "without_a_trace"]
 
@@ -55,7 +56,7 @@ def evaluate(
     loss_fn = loss_fn if any(meter.name == "loss" for meter in measured) else None
     if not _run(module, batches, measured, device=device, loss_fn=loss_fn, reduction=reduction):
         raise ConfigError(
-            f"loader is a {type(data).__name__} that gave no sample, and of none there is no mean: give data "
+            f"loader is {a_class(data)} that gave no sample, and of none there is no mean: give data "
             f"that has some; what gives its batches once, as a generator does, has to be made anew each time"
         )
     found = {meter.name: meter.read() for meter in measured}

@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError, ModelMismatchError, StateError
 from offbeat.launchers import find
 
 __all__ = [
+    "MAKE_A_GROUP",
     "begin_alike",
     "carries",
     "check_alike",
@@ -37,15 +38,21 @@ T = TypeVar("T")
 ROUNDING = 1e-12
 """Relative; beyond what float64 rounds in sums over thousands of members."""
 
+MAKE_A_GROUP = "make a group by offbeat.init_distributed('gloo') (or 'nccl'; 'tcp' makes none)"
+"""What to do where several processes have no group of torch's, and are to have one."""
+
 MOST_DIFFERENCES = 3
 """Settings named where members differ; of the others it is said how many there are."""
 
 
-def group_of(given: object) -> "distributed.ProcessGroup | None":
+def group_of(
+    given: object, *, remedies: Callable[[], Sequence[str]] = lambda: [MAKE_A_GROUP]
+) -> "distributed.ProcessGroup | None":
     """Choose the members; None is this process alone.
 
     Args:
         given: A group; None: torch's default group where there is one; False: alone, whatever there is.
+        remedies: Gives what to do where there is none and has to be, the nearest first.
 
     Raises:
         ConfigError: If it is no group, or this is one of several processes that have none.
@@ -60,8 +67,8 @@ def group_of(given: object) -> "distributed.ProcessGroup | None":
         if place.world_size > 1:
             raise ConfigError(
                 f"this is process {place.rank} of {place.world_size}, by {place.told_by}, and there is no "
-                f"process group of them: call offbeat.init_distributed('gloo') (or 'nccl') first, or give "
-                f"process_group=False to train alone"
+                f"process group of them: {', or '.join(remedies())}, or give process_group=False to train "
+                f"alone"
             )
         return None
     if not is_there or not isinstance(given, distributed.ProcessGroup):

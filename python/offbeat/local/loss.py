@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
+from offbeat.naming import a_class
 
 __all__ = ["LossFunction", "LossReduction", "check_loss", "other_reduction", "wake"]
 
@@ -52,7 +53,7 @@ def other_reduction(loss_fn: LossFunction, told: LossReduction, *, owner: str) -
     if said not in ("mean", "sum") or said == told:
         return None
     return (
-        f'the loss function is a {type(loss_fn).__name__}(reduction="{said}") and the {owner} has '
+        f'the loss function is {a_class(loss_fn)}(reduction="{said}") and the {owner} has '
         f'loss_reduction="{told}": what it gives is taken for the {told} over the batch; make the '
         f'{owner} with loss_reduction="{said}", or the loss function with reduction="{told}"'
     )

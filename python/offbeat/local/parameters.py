@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
+from offbeat.naming import a_class
 
 __all__ = ["AT_ONCE", "check_back", "check_same", "each_once", "fingerprint", "of_model"]
 
@@ -112,7 +113,7 @@ def of_model(model: object) -> list[str]:
         "has parameters without a shape yet, of a lazy layer: run a batch through it first": any(
             map(is_lazy, tensors)
         ),
-        f"is a {type(model).__name__} without parameters, so there is nothing to train": not any(
+        f"is {a_class(model)} without parameters, so there is nothing to train": not any(
             True for _ in model.parameters()
         ),
     }

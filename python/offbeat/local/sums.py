@@ -205,12 +205,12 @@ def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed
 
 
 def _lost(of: str, error: RuntimeError) -> str:
-    """Word that a member is lost, with torch's cause."""
+    """Word that a member is lost, and what to do; last torch's cause, which begins with its own paths."""
     cause = str(error).strip().partition("\n")[0]
     return (
-        f"{of} of all members could not be put together, for one is gone or was waited for too "
-        f"long: {cause}; torch's process groups do not outlive a member: start all of them again. Each "
-        f"member has to call flush() when its data is at its end, as others may have more"
+        f"{of} of all members could not be put together, for one is gone or was waited for too long: start "
+        f"all of them again, for torch's process groups do not outlive a member, and let each call flush() "
+        f"when its data is at its end, as others may have more; the cause: {cause}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.checks import refuse
 from offbeat.history import History
-from offbeat.naming import unknown
+from offbeat.naming import a_class, unknown
 from offbeat.plots import Span, draw_curves, draw_membership, draw_metrics_by_version, picture
 from offbeat.tracking.registry import PRESENT, Status
 
@@ -164,9 +164,9 @@ def _faults_of(histories: object, metric: object, workers: Collection[str]) -> l
     if histories is None:
         return []
     if not isinstance(histories, Mapping):
-        return [f"histories is a {type(histories).__name__}: give {{worker.id: history}}"]
+        return [f"histories is {a_class(histories)}: give {{worker.id: history}}"]
     faults = [
-        f"histories[{name!r}] is a {type(history).__name__}: give what that worker's train() returned"
+        f"histories[{name!r}] is {a_class(history)}: give what that worker's train() returned"
         for name, history in histories.items()
         if not isinstance(history, History)
     ]

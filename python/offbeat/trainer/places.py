@@ -96,6 +96,8 @@ class Places:
         """
         faults = Faults()
         kinds = list(schedule.values())
+        meeting = replace(self.meeting, is_server_free="parameter_server" not in kinds)
+        num_members = Faults().catch(self._num_members) or 1  # who cannot be counted is told by the meeting
         if amp == "fp16" and "accumulate" in kinds:
             faults.append(NO_FP16)
         if "parameter_server" in kinds and not self.address and not os.environ.get("OFFBEAT_SERVER"):
@@ -118,8 +120,8 @@ class Places:
         for (begin, kind), end in zip(schedule.items(), ends, strict=True):
             if isinstance(kind, Method):
                 faults += asynchronous_faults(self.is_asynchronous, kind)
-                faults += self.meeting.faults(kind, has_others=True)
-                faults.catch(lambda kind=kind: kind.check_for(self._num_members()))  # type: ignore[misc]
+                faults += meeting.faults(kind, has_others=True)
+                faults.catch(lambda kind=kind: kind.check_for(num_members))  # type: ignore[misc]
                 if syncs is None or num is None:
                     continue
                 for sync in syncs.within(max(begin, first), end):

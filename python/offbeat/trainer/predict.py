@@ -9,6 +9,7 @@ from torch import nn
 from offbeat.errors import ConfigError
 from offbeat.local.batches import moved
 from offbeat.local.evaluate import without_a_trace
+from offbeat.naming import a_class
 
 __all__ = ["predict"]
 
@@ -43,7 +44,7 @@ def _inputs(batch: object) -> object:
         return batch
     raise ConfigError(
         f"a batch is inputs, a tensor or a dict of tensors, or a pair (inputs, targets), and the loader gave "
-        f"a {type(batch).__name__}"
+        f"{a_class(batch)}"
     )
 
 
@@ -60,6 +61,4 @@ def _joined(parts: Sequence[Any]) -> Any:  # noqa: ANN401  of the parts' type
     if isinstance(first, tuple | list):
         columns = [_joined(column) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    raise ConfigError(
-        f"the model gave a {type(first).__name__}: predict puts together tensors, or nests of them"
-    )
+    raise ConfigError(f"the model gave {a_class(first)}: predict puts together tensors, or nests of them")

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import ConfigError
-from offbeat.naming import unknown
+from offbeat.naming import a_class, unknown
 
 __all__ = ["parts_of", "recomputed"]
 
@@ -43,7 +43,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
             if isinstance(module, _BatchNorm) and module.track_running_stats:
                 place = f"{name}.{inner}" if inner else name
                 faults.append(
-                    f"{place!r} is a {type(module).__name__}, whose running statistics a second pass would "
+                    f"{place!r} is {a_class(module)}, whose running statistics a second pass would "
                     f"count twice: name parts without one"
                 )
     if faults:

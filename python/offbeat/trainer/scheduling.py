@@ -13,7 +13,7 @@ from offbeat.checks import Faults
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, meters
-from offbeat.naming import unknown
+from offbeat.naming import a_class, unknown
 
 __all__ = [
     "Given",
@@ -161,7 +161,7 @@ def scheduling_of(
     scheduler = scheduler_for(given, live, before)
     if isinstance(scheduler, ReduceLROnPlateau) and not measures:
         raise ConfigError(
-            f"scheduler is a {type(scheduler).__name__}, whose step() takes a metric, and nothing gives it "
+            f"scheduler is {a_class(scheduler)}, whose step() takes a metric, and nothing gives it "
             f"one here: give one that goes by steps or epochs"
         )
     _check_metric(scheduler, interval, metric)

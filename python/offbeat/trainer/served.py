@@ -1,16 +1,25 @@
 """Training against a parameter server."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from offbeat import trained_by
-from offbeat.errors import StateError
+from offbeat.errors import ConnectionLostError, StateError
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker import AsyncWorker
+from offbeat.worker.turn import AFTER_A_LOSS
 
 __all__ = ["Served"]
+
+JOIN_AGAIN = (
+    ". The model keeps the parameters last pulled: when a server is there again, call the trainer's close(), "
+    "and then train(), which joins it; a server without a model begins with this one"
+)
+"""What to do where the server is lost: a trainer's user has no worker."""
 
 
 class Served(Strategy):
@@ -61,7 +70,8 @@ class Served(Strategy):
             return Made(outputs, loss, is_skipped=True)
         if not self._is_live:  # whose own step clips
             workshop.numerics.clip([p for p in workshop.model.parameters() if p.grad is not None])
-        receipt = worker.step(batch.samples)
+        with _told_to_who_has_a_trainer():
+            receipt = worker.step(batch.samples)
         if receipt is not None:
             workshop.tally.receipts.append(receipt)
         self._gathered = 0 if receipt is not None else self._gathered + 1
@@ -73,7 +83,8 @@ class Served(Strategy):
         if self._gathered and not self._is_live:
             self.workshop.tally.steps += 1
         self._gathered = 0
-        self.workshop.tally.receipts += self._joined.flush()
+        with _told_to_who_has_a_trainer():
+            self.workshop.tally.receipts += self._joined.flush()
 
     def settle(self, then: str) -> None:
         """Push what is gathered."""
@@ -154,3 +165,13 @@ class Served(Strategy):
                 f"the server's run is {found!r}, and the state's was {self._run!r}, whose model this server "
                 f"does not have: start it with the checkpoints of that run (checkpoint_dir=), or begin anew"
             )
+
+
+@contextmanager
+def _told_to_who_has_a_trainer() -> Iterator[None]:
+    """Say what to do with a trainer, where a worker says what to do with it."""
+    try:
+        yield
+    except ConnectionLostError as error:
+        error.args = (str(error).replace(AFTER_A_LOSS, JOIN_AGAIN),)
+        raise

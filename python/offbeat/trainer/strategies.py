@@ -12,7 +12,7 @@ from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
 from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
-from offbeat.local.batches import check_any, count, moved, split
+from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
 from offbeat.trainer.next import check_next, meeting, next_of
@@ -22,6 +22,11 @@ from offbeat.trainer.settings import Sync
 
 __all__ = ["Averaged", "Batch", "Local", "Made", "Strategy", "Tally", "Workshop"]
 
+OWN_LOOPS = (
+    "or train in a loop of your own, which takes any: with AsyncModelAverager.step(samples) or, at a "
+    "parameter server, AsyncWorker.step(samples)"
+)
+"""What to do where a batch is no pair."""
 TRAIN_AGAIN = (
     "the next round in which the server is there brings them to the others, as the end of a train() that is "
     "called again is one; or go on with this model"
@@ -44,7 +49,7 @@ class Batch:
         Raises:
             ConfigError: If it is none, or its samples cannot be counted.
         """
-        inputs, targets = split(given)
+        inputs, targets = split(given, instead=f"{MAKE_PAIRS}, {OWN_LOOPS}")
         samples = count(inputs, targets)
         return cls(moved(inputs, device), moved(targets, device), samples)
 
@@ -246,8 +251,9 @@ class Averaged(Local):
         if self.averager.is_alone and meeting.group is not False:
             log.announce(
                 f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
-                f"by offbeat launch --workers 4, each with offbeat.init_distributed('gloo'), give "
-                f'server_address= of an offbeat server, or take strategy="local"'
+                f"by offbeat launch --workers 4, each with communication_backend='tcp' or after "
+                f"offbeat.init_distributed('gloo'), give server_address= of an offbeat server, or take "
+                f'strategy="local"'
             )
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from offbeat import trained_by
 from offbeat.history import History
-from offbeat.local.batches import Epochs, Given, count, moved, split
+from offbeat.local.batches import MAKE_PAIRS, Epochs, Given, count, moved, split
 from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
 from offbeat.local.progress import Progress
@@ -20,6 +20,12 @@ from offbeat.worker.link import Link
 from offbeat.worker.steps import Steps
 
 __all__ = ["TrainPlan", "run"]
+
+OWN_LOOP = """a loop of your own takes any:
+    for batch in loader:
+        loss = ...                          # computed with worker.model
+        loss.backward()
+        worker.step(samples=len(batch))"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +152,8 @@ class _Loop:
 
     def _batch(self, batch: object) -> None:
         plan = self._plan
-        inputs, targets = split(batch)
-        samples = count(inputs, targets)
+        inputs, targets = split(batch, instead=f"{MAKE_PAIRS}; {OWN_LOOP}")
+        samples = count(inputs, targets, instead=OWN_LOOP)
         inputs, targets = moved(inputs, self._device), moved(targets, self._device)
         outputs = self._link.binding.module(inputs)
         loss = plan.loss_fn(outputs, targets)

@@ -10,14 +10,15 @@ from offbeat.errors import ConnectionLostError, StateError
 if TYPE_CHECKING:
     from threading import RLock
 
-__all__ = ["one_thread", "whole_turn"]
+__all__ = ["AFTER_A_LOSS", "one_thread", "whole_turn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_AFTER_A_LOSS = (
+AFTER_A_LOSS = (
     ". This worker cannot go on, and worker.model keeps the parameters last pulled: when a server is there "
     "again, make a new AsyncWorker, with model=worker.model, which a server without a model begins with"
 )
+"""What to say to who has the worker."""
 
 
 def one_thread(method: F) -> F:
@@ -37,8 +38,8 @@ def one_thread(method: F) -> F:
                 return method(self, *args, **keywords)
             except ConnectionLostError as error:
                 # A server that was stopped has said so. Once: a method may have been called by another.
-                if type(error) is ConnectionLostError and _AFTER_A_LOSS not in str(error):
-                    error.args = (f"{error}{_AFTER_A_LOSS}",)
+                if type(error) is ConnectionLostError and AFTER_A_LOSS not in str(error):
+                    error.args = (f"{error}{AFTER_A_LOSS}",)
                 raise
 
     return cast(F, alone)

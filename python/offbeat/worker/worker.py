@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offbeat import log, process, trained_by
-from offbeat.checks import refuse
+from offbeat.checks import at_least_one, refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectError, ConnectionLostError, ForkedError
 from offbeat.history import History
 from offbeat.local.arguments import faults_of_train
@@ -124,7 +124,7 @@ class AsyncWorker(process.Live):
             reconnect_timeout_s=reconnect_timeout_s,
             seed=seed,
         )
-        self.local_batch_size = local_batch_size
+        self._local_batch_size = local_batch_size
         self._epochs_begun = 0
         self._steps_made = 0  # by calls of `train`
         self._history = History()
@@ -161,6 +161,16 @@ class AsyncWorker(process.Live):
     def device(self) -> torch.device:
         """Where the model computes; chosen when the worker is made."""
         return self._config.torch_device
+
+    @property
+    def local_batch_size(self) -> int:
+        """What `step()` counts if not told otherwise, and the next `train` loads at a time; may be set."""
+        return self._local_batch_size
+
+    @local_batch_size.setter
+    def local_batch_size(self, given: int) -> None:
+        refuse(at_least_one(local_batch_size=given))
+        self._local_batch_size = given
 
     @property
     def update_frequency(self) -> int:

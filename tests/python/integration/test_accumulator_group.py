@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
+from offbeat.cli.failures import MAX_WORDS
 from offbeat.errors import (
     ClosedError,
     ConfigError,
@@ -736,7 +737,13 @@ def dying(rank, gone, said):
 def test_a_member_that_dies_is_an_error_that_says_so(tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 2, tmp_path / "gone", tmp_path / "said")
-    assert "of all members could not be put together, for one is gone" in (tmp_path / "said").read_text()
+    told = (tmp_path / "said").read_text()
+    assert "of all members could not be put together, for one is gone" in told
+    remedy, _, cause = told.partition("; the cause: ")
+    assert "start all of them again" in remedy
+    assert len(f"offbeat.errors.ConnectionLostError: {remedy}") <= MAX_WORDS, "launch's summary has it whole"
+    assert ".cc:" not in remedy
+    assert cause
 
 
 class Dies(nn.Module):

@@ -1,5 +1,6 @@
 """AsyncTrainer against a parameter server."""
 
+import copy
 import functools
 import math
 
@@ -9,7 +10,9 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, ConnectionLostError, StateError
+from offbeat.trainer import served
+from support.host import Host
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -214,6 +217,35 @@ def test_going_on_here_needs_an_optimizer_that_is_here(trainer_of):
     with pytest.raises(StateError, match="the optimizer of this train runs on the server"):
         fit(trainer, optim.SGD(lr=0.1))
     assert trainer.history.stopped == "failed"
+
+
+def test_a_lost_server_is_told_with_what_to_do_with_a_trainer_and_doing_it_goes_on(serve, monkeypatch):
+    """There is no worker in the user's hands."""
+    monkeypatch.setattr(
+        served, "AsyncWorker", functools.partial(offbeat.AsyncWorker, reconnect_timeout_s=0.5)
+    )
+    host = Host()
+    address = host.call(None, "start", (model(),))[1]
+    trained = model()
+
+    class Killer:
+        def on_step(self, trainer, step):
+            host.process.kill()
+            host.process.join()
+
+    monkeypatch.setenv("OFFBEAT_SERVER", address)
+    trainer = offbeat.AsyncTrainer(
+        trained, strategy="parameter_server", regular_sync_frequency=1, callbacks=Killer()
+    )
+    with pytest.raises(ConnectionLostError, match=r"call the trainer's close\(\)") as caught:
+        fit(trainer, optim.SGD(lr=0.1))
+    assert "orker" not in str(caught.value).partition(". The model keeps")[2]
+    trainer.close()
+    kept = copy.deepcopy(trained.state_dict())
+    monkeypatch.setenv("OFFBEAT_SERVER", serve(optimizer=optim.SGD(lr=0.0)).address)
+    with trainer:
+        assert fit(trainer, optim.SGD(lr=0.0)).steps == 8
+    assert all(map(torch.equal, trained.state_dict().values(), kept.values()))
 
 
 def test_an_address_may_come_from_the_environment(monkeypatch, serve):

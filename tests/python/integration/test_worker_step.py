@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import offbeat
-from offbeat.errors import ConfigError, NonFiniteError, StateError
+from offbeat.errors import ConfigError, NonFiniteError, StateError, UnknownAttributeError
 from support.fault_plan import Bytes, Hold, plan
 from support.fault_proxy import FaultProxy
 from support.follow import follow
@@ -44,6 +44,19 @@ def test_samples_are_counted_and_default_to_the_batch_size(serve, join):
         backward(worker.model)
         worker.step(samples)
     assert server.status()["samples"] == 26
+
+
+def test_the_size_of_batches_can_be_set_and_is_what_the_next_step_counts(serve, join):
+    server = serve(net())
+    worker = join(server, net(), 20, optimizer=SPEC)
+    with pytest.raises(UnknownAttributeError, match=r"model is given .*: local_batch_size$"):
+        worker.model = net()
+    with pytest.raises(ConfigError, match="local_batch_size is 0"):
+        worker.local_batch_size = 0
+    worker.local_batch_size = 8
+    backward(worker.model)
+    worker.step()
+    assert server.status()["samples"] == 8
 
 
 def test_samples_do_not_scale_a_gradient_push(serve, join):

@@ -185,12 +185,19 @@ def test_windows_of_another_length_than_the_states_are_told_of(sizes, told, capl
         assert re.match(told, caplog.messages[0])
 
 
-@pytest.mark.parametrize("state", [{}, {"size": 1, "losses": ["mean", False]}, 3, None])
-def test_what_is_no_state_at_all_is_refused(state):
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "a dict without updates, .*"),
+        ({"size": 1, "losses": ["mean", False]}, "a dict without updates, .*"),
+        (model().state_dict(), "an OrderedDict without updates, .*"),
+        (3, "an int without updates, .*"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_state_at_all_is_refused(state, told):
     ours = offbeat.AsyncGradientAccumulator(model(), 4)
-    with pytest.raises(
-        ConfigError, match=rf"the state is a {type(state).__name__} without updates, .*state_dict"
-    ):
+    with pytest.raises(ConfigError, match=rf"the state is {told}: give what .*state_dict"):
         ours.load_state_dict(state)
 
 

@@ -62,11 +62,18 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.parametrize("state", [{}, {"pace": None}, 3, None])
-def test_what_is_no_state_at_all_is_refused(state):
-    with pytest.raises(
-        ConfigError, match=rf"the state is a {type(state).__name__} without iterations, .*state_d"
-    ):
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "a dict without iterations, .*"),
+        ({"pace": None}, "a dict without iterations, .*"),
+        (model().state_dict(), "an OrderedDict without iterations, .*"),
+        (3, "an int without iterations, .*"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_state_at_all_is_refused(state, told):
+    with pytest.raises(ConfigError, match=rf"the state is {told}: give what .*state_dict"):
         offbeat.AsyncModelAverager(model()).load_state_dict(state)
 
 
@@ -548,7 +555,11 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ),
         (
             {"averaging_policy": "adaptive", "averaging_frequency": 10, "min_averaging_frequency": 20},
-            "'adaptive' starts at averaging_frequency, within the two others",
+            "20 and max_averaging_frequency 40 (four times it): 'adaptive' starts at averaging_frequency",
+        ),
+        (
+            {"averaging_policy": "adaptive", "averaging_frequency": 1000, "max_averaging_frequency": 50},
+            "min_averaging_frequency 250 (a quarter of it) and max_averaging_frequency 50: 'adaptive' starts",
         ),
         (
             {"averaging_frequency": 2, "method": averaging.DiLoCo(fragments=4)},
@@ -927,14 +938,55 @@ def test_a_monitor_of_the_model_lets_it_average_more_often_and_less_again():
     assert ours.averaging_frequency == 8
 
 
-def test_one_of_several_without_a_group_is_refused_unless_it_is_to_be_alone(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match=r"this is process 1 of 2, .* call offbeat\.init_distributed\('gloo'\)"
+AT_A_SERVER = "communication_backend='tcp'"
+IN_A_GROUP = "offbeat.init_distributed('gloo') (or 'nccl'; 'tcp' makes none)"
+
+
+@pytest.mark.parametrize(
+    ("environ", "method", "remedies"),
+    [
+        (
+            {"OFFBEAT_SERVER": "10.0.0.1:7"},
+            "average",
+            [f"{AT_A_SERVER} to meet at the server at 10.0.0.1:7 (OFFBEAT_SERVER)", IN_A_GROUP],
+        ),
+        (
+            {"MASTER_ADDR": "10.0.0.2"},
+            "average",
+            [f"{AT_A_SERVER} to meet at a server that rank 0 starts at 10.0.0.2", IN_A_GROUP],
+        ),
+        ({}, "average", [IN_A_GROUP, "server_address='HOST:PORT' of an `offbeat server`"]),
+        ({"OFFBEAT_SERVER": "10.0.0.1:7"}, "gossip", [IN_A_GROUP]),
+    ],
+)
+def test_one_of_several_without_a_group_is_refused_with_the_nearest_remedy_first(
+    monkeypatch, environ, method, remedies
+):
+    for name in ("OFFBEAT_SERVER", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **environ}.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for make in (
+        lambda: offbeat.AsyncModelAverager(model(), method=method),
+        lambda: offbeat.AsyncTrainer(model(), strategy=method),
     ):
-        offbeat.AsyncModelAverager(model())
+        with pytest.raises(ConfigError, match="this is process 1 of 2, by the environment") as caught:
+            make()
+        found.append(str(caught.value))
+    assert found[0] == found[1]
+    places = [found[0].index(remedy) for remedy in (*remedies, "process_group=False to train alone")]
+    assert places == sorted(places)
+    assert (AT_A_SERVER in found[0]) == (AT_A_SERVER in remedies[0])
     assert offbeat.AsyncModelAverager(model(), process_group=False).is_alone
+
+
+def test_a_server_for_gradients_is_no_place_to_average_at(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "OFFBEAT_SERVER": "10.0.0.1:7"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="make a group by offbeat") as caught:
+        offbeat.AsyncTrainer(model(), strategy={0: "average", 1: "parameter_server"})
+    assert AT_A_SERVER not in str(caught.value)
 
 
 def test_what_is_closed_trains_no_more_and_says_so():
@@ -972,6 +1024,9 @@ def test_what_is_closed_trains_no_more_and_says_so():
         ("adaptation_metric", "gradient_norm", "given when an AsyncModelAverager is made"),
         ("world_size", 3, "given when an AsyncModelAverager is made"),
         ("min_averaging_frequency", 1, "given when an AsyncModelAverager is made"),
+        ("device", "cpu", "given when an AsyncModelAverager is made"),
+        ("rank", 1, "given when an AsyncModelAverager is made"),
+        ("model", nn.Sequential(nn.Linear(6, 5)), r"with AsyncModelAverager\(model=<Sequential>\)"),
         ("iterations", 0, "iterations is what an AsyncModelAverager tells of itself, and cannot be set"),
     ],
 )
@@ -980,7 +1035,25 @@ def test_what_cannot_be_set_in_mid_run_is_refused_with_what_can(name, value, tol
     with pytest.raises(UnknownAttributeError, match=told) as refused:
         setattr(ours, name, value)
     assert str(refused.value).endswith("to be set in mid-run: averaging_frequency, method, overlap")
-    ours.averaging_frequency, ours.device = 4, "cpu"
+    ours.averaging_frequency = 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given, _: offbeat.AsyncModelAverager(given),
+        lambda given, _: offbeat.AsyncTrainer(given),
+        lambda given, _: offbeat.AsyncGradientAccumulator(given, 2),
+        offbeat.FaultTolerantTrainer,
+    ],
+)
+@pytest.mark.parametrize("name", ["model", "device"])
+def test_what_is_trained_cannot_be_put_in_the_place_of_another(make, name, tmp_path):
+    ours = make(model(), tmp_path)
+    before = getattr(ours, name)
+    with pytest.raises(UnknownAttributeError, match=f"{name} is given when an? {type(ours).__name__} is"):
+        setattr(ours, name, copy.deepcopy(before))
+    assert getattr(ours, name) is before
 
 
 def test_who_makes_a_kind_of_averager_may_give_it_attributes():

@@ -107,8 +107,8 @@ def test_a_dataset_that_has_a_set_epoch_is_told_the_epoch(kind):
 @pytest.mark.parametrize(
     "batch", [torch.zeros(3), (1, 2, 3), [1], {"x": 1, "y": 2}, 5], ids=lambda b: type(b).__name__
 )
-def test_what_is_no_pair_is_refused_and_the_loop_of_one_s_own_is_shown(batch):
-    with pytest.raises(ConfigError, match=r"worker\.step\(samples="):
+def test_what_is_no_pair_is_refused_with_what_to_do(batch):
+    with pytest.raises(ConfigError, match=r"is a pair .*; make it such .*collate_fn"):
         split(batch)
 
 

@@ -161,7 +161,7 @@ def test_histories_that_would_draw_nothing_are_refused_all_at_once(tmp_path):
             "worker in histories 'amyy'; did you mean 'amy'.*Known: amy",
         ),
         ({"histories": history()}, "histories is a History: give {worker.id: history}"),
-        ({"histories": {"amy": 3}}, r"histories\['amy'\] is a int: give what"),
+        ({"histories": {"amy": 3}}, r"histories\['amy'\] is an int: give what"),
         ({"histories": {"nosuch": history()}, "metric": "nosuch"}, "worker.*'nosuch'.*metric 'nosuch'"),
     ]:
         with pytest.raises(ConfigError, match=said):

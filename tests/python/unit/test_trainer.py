@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 import random
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ConfigError, StateError
+from offbeat.errors import ConfigError, StateError, UnknownAttributeError
 from offbeat.trainer.settings import Sync, Syncs
 from offbeat.trainer.trainer import KEYS
 
@@ -414,11 +415,18 @@ def test_the_warm_up_is_of_the_trainers_first_epochs():
     assert seen == [(0, 3, False)] * 9 + [(1, 3, False)] * 9 + [(2, 5, 1)] * 9
 
 
-@pytest.mark.parametrize("state", [{}, {"stage": None}, 3, None])
-def test_what_is_no_state_at_all_is_refused(state):
-    with pytest.raises(
-        ConfigError, match=rf"the state is a {type(state).__name__} without epochs, .*state_dict"
-    ):
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "a dict without epochs, .*"),
+        ({"stage": None}, "a dict without epochs, .*"),
+        (model().state_dict(), "an OrderedDict without epochs, .*"),
+        (3, "an int without epochs, .*"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_state_at_all_is_refused(state, told):
+    with pytest.raises(ConfigError, match=rf"the state is {told}: give what .*state_dict"):
         offbeat.AsyncTrainer(model(), strategy="local").load_state_dict(state)
 
 
@@ -538,6 +546,45 @@ def test_a_pass_that_was_begun_and_not_finished_is_not_begun_again_and_one_witho
             train(trainer, optim.SGD(lr=0.1), data=broken(number), epochs=1)
     train(trainer, None, data=DATA[:2], epochs=1)
     assert epochs == [0, 1, 1]
+
+
+def test_a_batch_that_is_no_pair_is_refused_with_what_a_trainer_s_user_can_do():
+    three = [(torch.zeros(2, 6), torch.zeros(2), torch.zeros(2, dtype=torch.long))]
+    trainer = offbeat.AsyncTrainer(model())
+    with pytest.raises(ConfigError, match=r"gave a tuple of 3; .*collate_fn.*AsyncModelAverager") as caught:
+        train(trainer, optim.SGD(lr=0.1), data=three)
+    assert "worker." not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"gave a tuple of 3; .*collate_fn") as caught:
+        trainer.evaluate(three)
+    assert "worker." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: offbeat.AsyncTrainer(model(), max_epochs=3), "'max_epochs'; did you mean train(epochs=…)?"),
+        (lambda: offbeat.AsyncTrainer(model(), warmup_epochs=3), "did you mean 'warm_up_epochs'?"),
+        (
+            lambda: offbeat.AsyncTrainer(model()).train(batch_size=8, loss_fn=LOSS),
+            "'batch_size'; did you mean AsyncTrainer(local_batch_size=…)?",
+        ),
+        (lambda: offbeat.AsyncTrainer(model()).fit(epoch=8, loss_fn=LOSS), "did you mean 'epochs'?"),
+        (
+            lambda: offbeat.AsyncModelAverager(model(), optimizer=optim.SGD(lr=0.1)),
+            "did you mean train_step(optimizer=…)?",
+        ),
+    ],
+)
+def test_a_keyword_of_another_call_is_answered_with_that_call(call, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        call()
+
+
+def test_the_size_of_batches_is_given_when_a_trainer_is_made():
+    trainer = offbeat.AsyncTrainer(model(), local_batch_size=4)
+    with pytest.raises(UnknownAttributeError, match=r"local_batch_size is given .*strategy$"):
+        trainer.local_batch_size = 8
+    trainer.strategy = "average"
 
 
 def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
