@@ -31,11 +31,13 @@ class Attachment:
     Attributes:
         gradients: The model's.
         acts_on_gradients: By what settings the monitor scales or drops them; empty where it does neither.
+        has_dropped: Whether it dropped those of the batch whose loss it heard last.
         keeps_for: The class whose state it gives, as a user knows it.
     """
 
     keeps_for = "AsyncTrainingMonitor"
     acts_on_gradients: Sequence[object] = ()
+    has_dropped = False
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Attachment:
     def told(self, readings: Mapping[str, Any]) -> None:
         """Hear what a trainer of ours knows."""
         if "loss" in readings:  # of another batch: what was judged before has stepped, or never will
-            self._is_judged = False
+            self._is_judged = self.has_dropped = False
         if (hear := self._hear()) is not None:
             hear(readings)
 
@@ -167,6 +169,7 @@ class Attachment:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""
         judge_step = self._judge_step()
         is_used = judge_step is None or judge_step(optimizer)
+        self.has_dropped = not is_used
         if not is_used:
             self.gradients.restore_buffers()
         elif self._may_drop:

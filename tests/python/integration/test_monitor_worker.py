@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat import AsyncTrainingMonitor, optim
+from offbeat import AsyncTrainingMonitor, FaultTolerantTrainer, optim
 from offbeat.errors import ConfigError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor.leaving_out import Rollback
@@ -125,6 +125,26 @@ def test_a_worker_in_quarantine_follows_and_pushes_nothing(serve, join):
     for call in (ours.quarantine, ours.release):
         with pytest.raises(ConfigError, match=r"'somebody', and this is worker"):
             call("somebody")
+
+
+@pytest.mark.parametrize("is_around", [True, False])
+def test_a_batch_that_is_left_out_counts_in_no_mean(is_around, serve, join, tmp_path):
+    worker = join(serve(net(), optimizer=SGD), net(), local_batch_size=6)
+    losses = []
+
+    def loss_fn(outputs, targets):
+        losses.append(outputs.square().mean() * (math.nan if len(losses) == 2 else 1.0))
+        return losses[-1]
+
+    run = {"dataloader": DataLoader(data(), batch_size=6), "loss_fn": loss_fn}
+    with AsyncTrainingMonitor(worker.model, remediation_strategy="reject"):
+        history = (FaultTolerantTrainer(worker, tmp_path) if is_around else worker).train(**run)
+    others = [float(loss.detach()) for loss in losses if loss.isfinite()]
+    assert (history.skipped, history.steps) == (1, len(others)) == (1, len(losses) - 1)
+    assert history.records[-1].metrics["loss"] == pytest.approx(sum(others) / len(others), rel=1e-5)
+    worker.quarantine()
+    history = worker.train(**run)
+    assert (history.skipped, history.steps, history.records) == (len(others) + 1, 0, [])
 
 
 def test_batches_that_wait_are_not_lost_by_a_quarantine(serve, join):
