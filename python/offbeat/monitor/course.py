@@ -102,7 +102,7 @@ class Course:
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
                     raised.append(self._alert(excess, worker, may_drop=may_drop))
                 elif (spell := self._judge.over) is not None:
-                    self._recover(metric, judged[metric], spell, worker)
+                    self._recover(metric, judged[metric], detector.expected, spell, worker)
         return tuple(raised)
 
     def count(self, *, is_used: bool) -> None:
@@ -233,6 +233,7 @@ class Course:
             worker,
             num=excess.spell.num_alerts,
             is_news=rung is not None or excess.spell.is_news,
+            limit=excess.limit,
         )
         self._num_alerts[alert.metric] += 1
         alerts.count(alert.metric, alert.action)
@@ -243,9 +244,20 @@ class Course:
             log.debug("%s", alert)
         return alert
 
-    def _recover(self, metric: str, value: float, spell: Spell, worker: str | None) -> None:
-        """Tell that a metric is in its range again."""
-        recovery = Recovery(self._step, metric, value, spell.begin, spell.num_alerts, worker)
+    def _recover(
+        self, metric: str, value: float, expected: tuple[float, float], spell: Spell, worker: str | None
+    ) -> None:
+        """Tell that a metric is in its range again, which may be another by then."""
+        recovery = Recovery(
+            self._step,
+            metric,
+            value,
+            spell.begin,
+            spell.num_alerts,
+            worker,
+            expected=expected,
+            expected_then=spell.expected,
+        )
         self._recoveries.append(recovery)
         log.warn(str(recovery))
 

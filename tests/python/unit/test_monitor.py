@@ -63,12 +63,12 @@ def test_an_alert_says_step_metric_value_range_action_and_result_to_all_who_list
     monitor = warmed(callbacks=[told.append, told.append])
     with caplog.at_level(logging.WARNING, logger="offbeat"):
         alerts = monitor.observe(10, loss=torch.tensor(2.0), worker="w7")
-    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7")
+    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7", limit=1.5)
     assert alerts == (alert,)
     assert told == [alert, alert]
     assert monitor.report().alerts == (alert,)
     assert caplog.records[-1].message.endswith(
-        "step 10: loss of worker w7 is 2, expected between 1 and 1; alert: told"
+        "step 10: loss of worker w7 is 2, expected 1.5 at most (its range ends at 1); alert: told"
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         alert.value = 3.0
@@ -90,6 +90,50 @@ def test_an_alert_that_persists_is_told_ever_more_seldom_and_counted_each_time(c
     assert monitor.report().alerts[-1].result == "in effect since step 10"
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("metric", ["loss", "gradient_norm", "staleness", "parameter_variance"])
+def test_what_an_alert_says_is_expected_at_most_is_where_alerts_begin(metric, threshold):
+    def observed(value):
+        monitor = AsyncTrainingMonitor(divergence_metrics=[metric], warm_up=10, alert_threshold=threshold)
+        for step in range(10):
+            monitor.observe(step, **{metric: 40.0 if step == 4 else 1.0})  # a range that reaches below 0
+        alerts = [alert for step in range(10, 15) for alert in monitor.observe(step, **{metric: value})]
+        return alerts, monitor
+
+    (first, *_), monitor = observed(1e9)
+    assert monitor.report().alerts[0].limit == first.limit
+    assert f"expected {first.limit:.4g} at most" in str(first)
+    assert "-" not in str(first)
+    assert observed(first.limit * 1.001)[0]
+    assert not observed(first.limit * 0.99)[0]  # where it is by then, with what it has taken up
+    assert first.expected[1] <= first.limit
+    assert (first.expected[0] < 0) == (metric == "loss"), "of what is never below 0 no range is"
+
+
+def test_that_a_metric_is_in_its_range_again_says_which_that_is_and_which_it_was():
+    monitor = AsyncTrainingMonitor(warm_up=10)
+    for step in range(10):
+        monitor.observe(step, loss=0.9 + step % 2 * 0.2)
+    then = monitor.observe(10, loss=9.0)[0].expected
+    assert then == pytest.approx((0.75, 1.25))
+    for step in range(11, 60):
+        monitor.observe(step, loss=1.3)  # within the limit, so that the range follows
+    (recovery,) = monitor.report().recoveries
+    assert recovery.expected_then == then
+    assert recovery.expected[1] > recovery.value == 1.3
+    assert f"(up to {recovery.expected[1]:.4g}; when that began up to 1.25)" in str(recovery)
+
+
+def test_where_there_is_no_range_yet_what_is_in_it_again_says_so():
+    monitor = AsyncTrainingMonitor(warm_up=10)
+    assert monitor.observe(0, loss=math.nan)
+    for step in range(1, 6):
+        monitor.observe(step, loss=1.0)
+    (recovery,) = monitor.report().recoveries
+    assert recovery.expected == recovery.expected_then == (-math.inf, math.inf)
+    assert str(recovery).startswith("step 5: loss is 1, in its range again (which is still learnt), after 1")
+
+
 def test_the_end_of_alerts_is_told_once_and_what_comes_after_is_a_new_matter(caplog):
     monitor = warmed(quiet_steps=1000)
     with caplog.at_level(logging.WARNING, logger="offbeat"):
@@ -99,9 +143,10 @@ def test_the_end_of_alerts_is_told_once_and_what_comes_after_is_a_new_matter(cap
         for step in range(40, 60):
             monitor.observe(step, loss=1.0, worker="w7")
     (recovery,) = monitor.report().recoveries
-    assert recovery == Recovery(44, "loss", 1.0, 11, 15, "w7")
+    ranges = {"expected": (1.0, 1.0), "expected_then": (1.0, 1.0)}
+    assert recovery == Recovery(44, "loss", 1.0, 11, 15, "w7", **ranges)
     assert str(recovery) == (
-        "step 44: loss of worker w7 is 1, in its range again, after 15 alerts since step 11"
+        "step 44: loss of worker w7 is 1, in its range again (up to 1), after 15 alerts since step 11"
     )
     assert [record.message for record in caplog.records].count(str(recovery)) == 1
     assert [alert.num for alert in monitor.report().alerts] == [1, 2, 4, 8]
