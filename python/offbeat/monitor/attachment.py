@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat import trained_by
 from offbeat.local import lr_scale
+from offbeat.local.finite import not_finite
 from offbeat.monitor.gradients import Gradients
 
 __all__ = ["Attachment"]
@@ -103,6 +104,11 @@ class Attachment:
         model = self._model()
         trainers = [] if model is None else trained_by.trainers_of(model)
         return any(getattr(trainer, "shares_updates", False) for trainer in trainers)
+
+    def is_lost(self) -> bool:
+        """Whether parameters of the model are not finite; waits for the device."""
+        model = self._model()
+        return model is not None and bool(not_finite(model))
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Hear what a trainer of ours knows."""

@@ -127,6 +127,11 @@ class Judge:
         return self._over
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether each rung was taken, and the last is all that can be taken again."""
+        return not has_more(self.standing.taken, self._ladder)
+
+    @property
     def num_workers(self) -> int:
         """How many workers were observed by their names."""
         return len(self._steps) - (None in self._steps)

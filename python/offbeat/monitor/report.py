@@ -72,6 +72,7 @@ class MonitorReport:
         num_dropped: Gradients that were not used.
         num_clipped: Gradients that were scaled down.
         in_effect: The remedies in effect, in the order in which they were taken.
+        effects: What came of each of these, in words.
         series: What was measured, by metric.
     """
 
@@ -82,6 +83,7 @@ class MonitorReport:
     num_dropped: int
     num_clipped: int
     in_effect: tuple[str, ...]
+    effects: tuple[str, ...]
     series: dict[str, Series]
 
     def __repr__(self) -> str:

@@ -222,7 +222,7 @@ def test_a_worker_that_has_no_optimizer_yet_is_asked_for_it_when_it_is_time_to(s
             live = torch.optim.SGD(worker.model.parameters(), lr=0.4)
             worker.train(**run, optimizer=live)
             assert not worker.awaits_optimizer
-            assert monitor.observe(99, loss=1e9)[0].result == "learning rates are multiplied by 0.5"
+            assert monitor.observe(99, loss=1e9)[0].result == "learning rates are multiplied by 0.5: 0.2 now"
             assert factor_of(live) == 0.5
 
 
@@ -330,7 +330,7 @@ def test_what_is_not_finite_is_dropped_until_the_remedy_against_it_has_its_turn(
     history = worker.train(dataset=data(), loss_fn=loss_fn)
     assert (history.steps, history.receipts) == (8, {"applied": 8})
     assert [(alert.action, alert.result) for alert in monitor.report().alerts] == [
-        ("reduce_lr", "learning rates are multiplied by 0.5; the step's gradient is dropped"),
+        ("reduce_lr", "learning rates are multiplied by 0.5: 0.05 now; the step's gradient is dropped"),
         ("rollback", "went back to version 0"),
     ]
     assert monitor.report().num_dropped == 2

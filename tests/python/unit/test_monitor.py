@@ -540,6 +540,67 @@ def test_a_servers_rate_is_whole_again_to_the_bit_and_one_that_was_set_since_sta
     assert "that of group 0 was set to 0.01 since, and stays" in monitor.report().releases[0].result
 
 
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_reduced_rate_is_told_with_all_that_it_is_multiplied_by_and_what_it_is_then(is_live):
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(net().parameters(), (0.1, 0.4), strict=False)]
+    thing = torch.optim.SGD(groups) if is_live else Serves([0.1, 0.4])
+    monitor = warmed(remediation_strategy="reduce_lr", acts_on=thing, patience=2, quiet_steps=5)
+    said = [monitor.observe(step, loss=9.0)[0].result for step in (10, 11, 12)]
+    assert said == [
+        "learning rates are multiplied by 0.5: 0.05, 0.2 now",
+        "in effect since step 10",
+        "learning rates are multiplied by 0.5, by 0.25 in all: 0.025, 0.1 now",
+    ]
+    assert monitor.report().effects == (said[0], said[2])
+    assert monitor.report().in_effect == ("reduce_lr", "reduce_lr")
+    for step in range(20, 200):
+        monitor.observe(step, loss=1.0)
+    assert [release.result for release in monitor.report().releases] == [
+        "learning rates are divided by 0.5 again: 0.05, 0.2 now",
+        "learning rates are divided by 0.5 again: 0.1, 0.4 now",
+    ]
+    assert monitor.observe(200, loss=9.0)[0].result == "learning rates are multiplied by 0.5: 0.05, 0.2 now"
+
+
+def test_of_many_rates_some_are_told():
+    thing = Serves([0.2 * number for number in (1, 2, 3, 4, 5, 5)])
+    monitor = warmed(remediation_strategy="reduce_lr", acts_on=thing)
+    assert monitor.observe(10, loss=9.0)[0].result.endswith(": 0.1, 0.2, 0.3, 0.4 and 1 more now")
+
+
+@pytest.mark.parametrize("others", [(), ("rollback",)])
+def test_where_parameters_are_not_finite_no_rate_is_cut_once_more_and_that_is_said_once(others):
+    model = net()
+    live, told = torch.optim.SGD(model.parameters(), lr=1.0), []
+    ladder = ["alert", *others, "reduce_lr"]
+    acts_on = [live, *(RollsBack() for _ in others)]
+    settings = {"remediation_strategy": ladder, "acts_on": acts_on, "patience": 1, "callbacks": told.append}
+    with AsyncTrainingMonitor(model, warm_up=10, **settings) as monitor:
+        for step in range(10):
+            monitor.observe(step, loss=1.0)
+        for step in range(10, 15):
+            monitor.observe(step, loss=math.nan)  # of a batch, with parameters that are sound
+        assert factor_of(live) < 1.0
+        sound = model[0].weight.detach().clone()
+        factor = factor_of(live)
+        model[0].weight.data.fill_(math.nan)
+        for step in range(15, 60):
+            monitor.observe(step, loss=math.nan)
+        assert factor_of(live) == factor
+        said = [alert.result for alert in told if "parameters are not finite" in alert.result]
+        assert len(said) == 1
+        wanted = 'no remedy but "rollback" helps' if others else "FaultTolerantTrainer(recovery_strategy='la"
+        assert wanted in said[0]
+        model[0].weight.data.copy_(sound)
+        monitor.observe(60, loss=9.0)  # mended by somebody
+        assert factor_of(live) < factor
+
+
+class RollsBack:
+    def rollback(self, version=None):
+        return "somewhere"
+
+
 def test_of_several_rates_all_are_reduced_or_none():
     server, live = Serves([0.1, 0.3], num_settable=1), torch.optim.SGD(net().parameters(), lr=0.5)
     monitor = warmed(remediation_strategy="reduce_lr", acts_on=[live, server])

@@ -187,7 +187,7 @@ def test_an_optimizer_that_comes_later_is_scaled_when_it_is_there_by_what_it_was
         assert factor_of(trainer.optimizer) == 0.3  # once, and no more
     second.close()
     assert factor_of(trainer.optimizer) == 1.0
-    assert second.report().releases[0].result == "learning rates are divided by 0.3 again"
+    assert second.report().releases[0].result == "learning rates are divided by 0.3 again: 0.4 now"
 
 
 def test_a_worker_is_left_out_again_and_takes_part_when_it_is_quiet():
