@@ -122,12 +122,13 @@ class Course:
             return
         self._num_dropped_in_a_row += 1
         if self._num_dropped_in_a_row == LONG:
+            is_one_missing = "rollback" not in self._settings.names and self._settings.can_roll_back()
+            back = ', or put "rollback" behind "reject"' if is_one_missing else ""
             log.warn(
                 f"step {self._step}: no gradient has passed for {LONG} steps, and the model learns nothing: "
                 f"each was dropped by what is in effect ({', '.join(self.in_effect)}). Where such values are "
                 f"right from now on, as after a warm restart or with harder data, call monitor.reset(); else "
-                f'mend the data, or put "rollback" behind "reject". After {LONG} steps more, what is finite '
-                f"is taken for the range"
+                f"mend the data{back}. After {LONG} steps more, what is finite is taken for the range"
             )
         elif self._num_dropped_in_a_row >= 2 * LONG and (metrics := self._judge.take_level()):
             log.warn(
