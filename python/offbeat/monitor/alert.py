@@ -28,6 +28,7 @@ class Alert:
             and so on, and each at which a remedy was taken. `observe` gives them all, and all are counted.
         limit: What a value has to exceed for an alert, by `alert_threshold` above the range; in the warm-up
             its upper edge.
+        is_taken: Whether the remedy was taken at this one, and is not in effect from before.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Alert:
     num: int = 1
     is_news: bool = True
     limit: float = math.inf
+    is_taken: bool = False
 
     def __str__(self) -> str:
         high = self.expected[1]

@@ -252,6 +252,7 @@ class Course:
             num=excess.spell.num_alerts,
             is_news=rung is not None or excess.spell.is_news or bool(told),
             limit=excess.limit,
+            is_taken=rung is not None,
         )
         self._num_alerts[alert.metric] += 1
         alerts.count(alert.metric, alert.action)

@@ -16,7 +16,7 @@ from offbeat.errors import ClosedError, ConfigError, StateError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor import Alert, Recovery
 from offbeat.monitor.detector import METRICS
-from offbeat.monitor.report import MOST_POINTS, Series
+from offbeat.monitor.report import MOST_POINTS, Series, bulk
 from support.small_net import net
 
 
@@ -63,7 +63,7 @@ def test_an_alert_says_step_metric_value_range_action_and_result_to_all_who_list
     monitor = warmed(callbacks=[told.append, told.append])
     with caplog.at_level(logging.WARNING, logger="offbeat"):
         alerts = monitor.observe(10, loss=torch.tensor(2.0), worker="w7")
-    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7", limit=1.5)
+    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7", limit=1.5, is_taken=True)
     assert alerts == (alert,)
     assert told == [alert, alert]
     assert monitor.report().alerts == (alert,)
@@ -227,6 +227,43 @@ def test_the_report_is_json_and_a_picture(tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"run\.what"):
         report.plot(tmp_path / "run.what")
+
+
+def test_a_few_values_that_are_far_out_flatten_no_others():
+    usual = [1.0 + 0.01 * (number % 50) for number in range(1000)]
+    low, high = bulk([*usual, 1e6, math.nan, math.inf])
+    assert (low, high) == pytest.approx((1.0, 1.49 + 0.48), abs=0.02)
+    assert bulk(usual) == (min(usual), max(usual))
+    many = [*usual, *[10.0 + number % 50 for number in range(200)]]
+    assert bulk(many) == (min(many), max(many)), "a level of its own is no outlier"
+    for nothing_to_choose in ([], [math.nan] * 5, [0.0] * 500 + [7.0]):
+        assert bulk(nothing_to_choose) is None
+
+
+def test_a_picture_shows_remedies_and_says_how_many_alerts_it_has_a_cross_of(tmp_path):
+    model = net()
+    settings = {"remediation_strategy": ["clip", "reject"], "patience": 2, "quiet_steps": 5, "warm_up": 10}
+    with AsyncTrainingMonitor(model, **settings) as monitor:
+        for step in range(100):
+            spoilt = {50: math.nan, 51: 1e6, 52: 9.0, 53: 9.0, 54: 9.0}
+            monitor.observe(step, loss=spoilt.get(step, 1.0 + step % 3))
+        report = monitor.report()
+        (axes,) = report.plot(tmp_path / "run.png").axes
+    assert axes.get_ylim()[1] < 20
+    assert axes.collections, "the range"
+    labels = {line.get_label(): line for line in axes.lines}
+    assert "loss (2 values beyond the axis, or not finite)" in labels
+    crosses = labels["4 of 5 alerts (those that were told)"]
+    assert list(crosses.get_xdata()) == [alert.step for alert in report.alerts] == [50, 51, 52, 53]
+    assert list(crosses.get_ydata()) == [axes.get_ylim()[1]] * 2 + [9.0] * 2
+    taken = [(alert.step, alert.action) for alert in report.alerts if alert.is_taken]
+    gone = [(release.step, release.remedy) for release in report.releases]
+    assert [action for _, action in taken] == ["clip", "reject"]
+    assert [remedy for _, remedy in gone] == ["reject", "clip"]
+    upright = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
+    assert upright == [step for step, _ in (*taken, *gone)]
+    assert [(text.get_position()[0], text.get_text()) for text in axes.texts] == [*taken, *gone]
+    assert {"remedy taken", "let go of"} <= labels.keys()
 
 
 def test_a_report_does_not_change_any_more():
