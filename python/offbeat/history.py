@@ -28,7 +28,8 @@ class Record:
         version: Version of the model that the worker had read last.
         samples: Samples this worker has trained on since `train` began.
         seconds: Wall time since `train` began.
-        metrics: Mean of each metric over the samples since the log line before.
+        metrics: Mean of each metric over the samples since the log line before, without those of batches that
+            were skipped; NaN where all were.
         staleness: Mean staleness, in updates, of the applied pushes that were answered since the log line
             before; None where there was none.
     """
@@ -59,8 +60,11 @@ class History:
             `train` whose receipts nobody had seen are among them.
         stopped: Why it ended.
         optimizer: Which optimizer ran, and on which side.
-        skipped: Batches of which nothing was made, for their scaled gradients were not finite
-            (`AsyncTrainer(amp="fp16")`, and a `FaultTolerantTrainer`'s `grad_scaler`).
+        skipped: Batches of which nothing was made, and which count in no mean: their scaled gradients were
+            not finite (`AsyncTrainer(amp="fp16")`, and a `FaultTolerantTrainer`'s `grad_scaler`), a monitor's
+            remedy dropped them, or their worker was in quarantine. A step of a live optimizer that a monitor
+            left without gradients is among `steps` as well. Of "accumulate", whose updates are of many
+            batches, none is counted.
         first_non_finite: The step with the first loss, of batches that were not skipped, that was NaN or
             infinite, or after which a parameter was; None: all were finite. Of `AsyncTrainer` and
             `FaultTolerantTrainer`, whose log lines look; others raise.

@@ -181,16 +181,21 @@ class _Object:
     def __init__(self, metric: MetricObject, name: str | None = None) -> None:
         self.name = name or type(metric).__name__
         self._metric = metric
+        self._is_empty = True
         metric.reset()
 
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:  # noqa: ARG002  of Meter
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach()
         self._metric.update(outputs, targets)
+        self._is_empty = False
 
     def read(self) -> float:
+        if self._is_empty:  # nothing came of any batch since, and of none there is no value
+            return float("nan")
         value = float(_number(self.name, self._metric.compute(), "over all batches"))
         self._metric.reset()
+        self._is_empty = True
         return value
 
 

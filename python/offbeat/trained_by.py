@@ -17,6 +17,7 @@ __all__ = [
     "Watcher",
     "act_on_gradients",
     "admits",
+    "has_dropped",
     "is_watched",
     "keepers_of",
     "register",
@@ -47,9 +48,11 @@ class Watcher(Protocol):
     Attributes:
         acts_on_gradients: By what settings it may scale or drop gradients, as JSON can have them; empty where
             it does neither.
+        has_dropped: Whether it let no gradient of the batch be used whose loss it was told last.
     """
 
     acts_on_gradients: Sequence[object]
+    has_dropped: bool
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Take numbers of the step under way: a float, or a tensor of one element, by the metric's name."""
@@ -154,6 +157,14 @@ def admits(module: "nn.Module") -> bool:
     """Ask a module's watchers about the gradients on it; each is asked, and one that says no is enough."""
     said = [watcher.admits() for watcher in _watchers.of(module)]
     return all(said)
+
+
+def has_dropped(module: "nn.Module") -> bool:
+    """Tell whether a watcher has dropped the gradients of the batch whose loss was told last.
+
+    An optimizer's step of its own asks the watchers in a hook, and its loop does not see what they said.
+    """
+    return any(watcher.has_dropped for watcher in _watchers.of(module))
 
 
 def act_on_gradients(module: "nn.Module") -> list[Sequence[object]]:

@@ -17,7 +17,8 @@ class Alert:
         metric: Which.
         value: What it was. Of "non_finite" the number of elements that are not finite.
         expected: The range, its lower and its upper edge; infinite as long as there is none. In the warm-up
-            the upper one is a thousand times the median of what was, once there are five values.
+            the upper one is a thousand times the median of what was, once there are five values. What is
+            below it is no alert.
         action: The remedy that was taken, or that is in effect; "alert" where there is none.
         result: What came of it, in words.
         worker: Whose value it was, where that was said.
@@ -25,6 +26,9 @@ class Alert:
             between: 1 is the first.
         is_news: Whether callbacks, log and report hear of it: the first, the second, the fourth, the eighth
             and so on, and each at which a remedy was taken. `observe` gives them all, and all are counted.
+        limit: What a value has to exceed for an alert, by `alert_threshold` above the range; in the warm-up
+            its upper edge.
+        is_taken: Whether the remedy was taken at this one, and is not in effect from before.
     """
 
     step: int
@@ -36,15 +40,16 @@ class Alert:
     worker: str | None = None
     num: int = 1
     is_news: bool = True
+    limit: float = math.inf
+    is_taken: bool = False
 
     def __str__(self) -> str:
-        low, high = self.expected
-        if math.isinf(high):  # NaN and infinity are alerts also as long as there is no range
+        high = self.expected[1]
+        if math.isinf(self.limit):  # NaN and infinity are alerts also as long as there is no range
             expected = "a finite number"
-        elif math.isinf(low):
-            expected = f"{high:.4g} at most"
         else:
-            expected = f"between {low:.4g} and {high:.4g}"
+            expected = f"{self.limit:.4g} at most"
+            expected += f" (its range ends at {high:.4g})" if high < self.limit else ""
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         return (
             f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, expected {expected}; "
@@ -68,6 +73,8 @@ class Recovery:
         since: The step of the first of the alerts.
         num_alerts: How many there were.
         worker: Whose value it was, where that was said.
+        expected: The range; infinite in the warm-up.
+        expected_then: The range when the alerts began; likewise.
     """
 
     step: int
@@ -76,13 +83,18 @@ class Recovery:
     since: int
     num_alerts: int
     worker: str | None = None
+    expected: tuple[float, float] = (-math.inf, math.inf)
+    expected_then: tuple[float, float] = (-math.inf, math.inf)
 
     def __str__(self) -> str:
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         alerts = "1 alert" if self.num_alerts == 1 else f"{self.num_alerts} alerts"
+        now, then = f"{self.expected[1]:.4g}", f"{self.expected_then[1]:.4g}"
+        moved = f"; when that began up to {then}" if then not in (now, "inf") else ""
+        where = "which is still learnt" if now == "inf" else f"up to {now}{moved}"
         return (
-            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, in its range again, after {alerts} "
-            f"since step {self.since}"
+            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, in its range again ({where}), "
+            f"after {alerts} since step {self.since}"
         )
 
 

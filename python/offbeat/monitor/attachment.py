@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat import trained_by
 from offbeat.local import lr_scale
+from offbeat.local.finite import not_finite
 from offbeat.monitor.gradients import Gradients
 
 __all__ = ["Attachment"]
@@ -31,11 +32,13 @@ class Attachment:
     Attributes:
         gradients: The model's.
         acts_on_gradients: By what settings the monitor scales or drops them; empty where it does neither.
+        has_dropped: Whether it dropped those of the batch whose loss it heard last.
         keeps_for: The class whose state it gives, as a user knows it.
     """
 
     keeps_for = "AsyncTrainingMonitor"
     acts_on_gradients: Sequence[object] = ()
+    has_dropped = False
 
     def __init__(
         self,
@@ -102,10 +105,15 @@ class Attachment:
         trainers = [] if model is None else trained_by.trainers_of(model)
         return any(getattr(trainer, "shares_updates", False) for trainer in trainers)
 
+    def is_lost(self) -> bool:
+        """Whether parameters of the model are not finite; waits for the device."""
+        model = self._model()
+        return model is not None and bool(not_finite(model))
+
     def told(self, readings: Mapping[str, Any]) -> None:
         """Hear what a trainer of ours knows."""
         if "loss" in readings:  # of another batch: what was judged before has stepped, or never will
-            self._is_judged = False
+            self._is_judged = self.has_dropped = False
         if (hear := self._hear()) is not None:
             hear(readings)
 
@@ -167,6 +175,7 @@ class Attachment:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""
         judge_step = self._judge_step()
         is_used = judge_step is None or judge_step(optimizer)
+        self.has_dropped = not is_used
         if not is_used:
             self.gradients.restore_buffers()
         elif self._may_drop:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ class Course:
         self._releases: deque[Release] = deque(maxlen=MOST_KEPT)
         self._num_alerts: Counter[str] = Counter()
         self._num_dropped_in_a_row = 0
+        self._is_lost = False  # parameters are not finite, as far as is known
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -76,7 +77,13 @@ class Course:
         return any(remedy.keeps_out_non_finite for remedy in self._settings.remedies)
 
     def take(
-        self, step: int, readings: Mapping[str, float], worker: str | None, *, may_drop: bool = False
+        self,
+        step: int,
+        readings: Mapping[str, float],
+        worker: str | None,
+        *,
+        may_drop: bool = False,
+        is_lost: Callable[[], bool] = lambda: False,
     ) -> tuple[Alert, ...]:
         """Judge readings of one step, and act on what is out of range.
 
@@ -85,6 +92,7 @@ class Course:
             readings: What was measured in it.
             worker: Whose.
             may_drop: Whether the step's gradient is dropped where something is not finite and is kept out.
+            is_lost: Tells whether parameters are not finite; asked where a reading is not.
 
         Returns:
             The alerts.
@@ -100,9 +108,9 @@ class Course:
             if metric in judged:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
-                    raised.append(self._alert(excess, worker, may_drop=may_drop))
+                    raised.append(self._alert(excess, worker, may_drop=may_drop, is_lost=is_lost))
                 elif (spell := self._judge.over) is not None:
-                    self._recover(metric, judged[metric], spell, worker)
+                    self._recover(metric, judged[metric], detector.expected, spell, worker)
         return tuple(raised)
 
     def count(self, *, is_used: bool) -> None:
@@ -114,12 +122,13 @@ class Course:
             return
         self._num_dropped_in_a_row += 1
         if self._num_dropped_in_a_row == LONG:
+            is_one_missing = "rollback" not in self._settings.names and self._settings.can_roll_back()
+            back = ', or put "rollback" behind "reject"' if is_one_missing else ""
             log.warn(
                 f"step {self._step}: no gradient has passed for {LONG} steps, and the model learns nothing: "
                 f"each was dropped by what is in effect ({', '.join(self.in_effect)}). Where such values are "
                 f"right from now on, as after a warm restart or with harder data, call monitor.reset(); else "
-                f'mend the data, or put "rollback" behind "reject". After {LONG} steps more, what is finite '
-                f"is taken for the range"
+                f"mend the data{back}. After {LONG} steps more, what is finite is taken for the range"
             )
         elif self._num_dropped_in_a_row >= 2 * LONG and (metrics := self._judge.take_level()):
             log.warn(
@@ -176,6 +185,7 @@ class Course:
         self.let_go()
         self._judge = self._make_judge()
         self._num_dropped_in_a_row = 0
+        self._is_lost = False
 
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
@@ -207,15 +217,22 @@ class Course:
             num_dropped=self.num_dropped,
             num_clipped=self.num_clipped,
             in_effect=self.in_effect,
+            effects=tuple(effect.taken.result for effect in self._in_effect),
             series={metric: series.copy() for metric, series in self._series.items()},
         )
 
-    def _alert(self, excess: Excess, worker: str | None, *, may_drop: bool) -> Alert:
+    def _alert(
+        self, excess: Excess, worker: str | None, *, may_drop: bool, is_lost: Callable[[], bool]
+    ) -> Alert:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         if not self._in_effect:
             self._begin()
         ours = self._left_out(worker)
-        rung = self._climb(worker, ours, is_finite=excess.is_finite) if excess.is_first else None
+        rung, told = None, ""
+        if excess.is_first:
+            was_lost, self._is_lost = self._is_lost, not excess.is_finite and is_lost()
+            told = f"; {self._words_of_loss()}" if self._is_lost and not was_lost else ""
+            rung = self._climb(worker, ours, is_finite=excess.is_finite)
         if rung is None:
             effect = self._in_effect[-1] if ours is None else ours
             action, result = effect.name, effect.told
@@ -223,6 +240,7 @@ class Course:
             action, result = self._act(rung, worker)
         if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
             result += "; the step's gradient is dropped"
+        result += told
         alert = Alert(
             self._step,
             excess.metric,
@@ -232,7 +250,9 @@ class Course:
             result,
             worker,
             num=excess.spell.num_alerts,
-            is_news=rung is not None or excess.spell.is_news,
+            is_news=rung is not None or excess.spell.is_news or bool(told),
+            limit=excess.limit,
+            is_taken=rung is not None,
         )
         self._num_alerts[alert.metric] += 1
         alerts.count(alert.metric, alert.action)
@@ -243,9 +263,20 @@ class Course:
             log.debug("%s", alert)
         return alert
 
-    def _recover(self, metric: str, value: float, spell: Spell, worker: str | None) -> None:
-        """Tell that a metric is in its range again."""
-        recovery = Recovery(self._step, metric, value, spell.begin, spell.num_alerts, worker)
+    def _recover(
+        self, metric: str, value: float, expected: tuple[float, float], spell: Spell, worker: str | None
+    ) -> None:
+        """Tell that a metric is in its range again, which may be another by then."""
+        recovery = Recovery(
+            self._step,
+            metric,
+            value,
+            spell.begin,
+            spell.num_alerts,
+            worker,
+            expected=expected,
+            expected_then=spell.expected,
+        )
         self._recoveries.append(recovery)
         log.warn(str(recovery))
 
@@ -254,7 +285,8 @@ class Course:
 
         Who is left out is measured, and does no harm: another remedy would be for nothing. Of the others each
         is left out at its first alert, as long as those are fewer than half: else it is the run that has gone
-        astray, and what is next on the ladder is for that.
+        astray, and what is next on the ladder is for that. Where parameters are not finite, what would only
+        do more of the same is not taken again.
         """
         if ours is not None:
             self._judge.wait()
@@ -266,8 +298,19 @@ class Course:
             and self._in_effect[-1].taken.left_out is not None
             and 2 * (num_out + 1) < self._judge.num_workers
         )
+        if self._is_lost and self._judge.is_at_end and not self._settings.remedies[-1].helps_what_is_lost:
+            self._judge.wait()
+            return None
         is_urgent = not is_finite and not self._is_kept_out()
         return self._judge.climb(is_elsewhere=is_elsewhere, is_urgent=is_urgent)
+
+    def _words_of_loss(self) -> str:
+        """Say that parameters are lost, and what there is to do about it here."""
+        if "rollback" in self._settings.names:
+            return 'parameters are not finite: no remedy but "rollback" helps'
+        start = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
+        instead = 'put "rollback" on the ladder' if self._settings.can_roll_back() else start
+        return f"parameters are not finite, and none of these remedies helps: {instead}"
 
     def _is_kept_out(self) -> bool:
         """Tell whether a remedy that is in effect does something about what is not finite."""

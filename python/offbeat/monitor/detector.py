@@ -81,15 +81,24 @@ class Detector:
         if self.metric == "non_finite":
             return 0.0, 0.0
         low, high = self.band.low, self.band.high
-        return (max(low, 0.0) ** 2, max(high, 0.0) ** 2) if self.metric in SQUARES else (low, high)
+        if self.metric != "loss" and self.band.is_ready:  # no other is ever below 0
+            low, high = max(low, 0.0), max(high, 0.0)
+        return (low**2, high**2) if self.metric in SQUARES and self.band.is_ready else (low, high)
 
     @property
     def allowed(self) -> tuple[float, float]:
         """The range; in the warm-up what the first values let expect, which is no range to draw."""
         if self.band.is_ready or self.metric == "non_finite":
             return self.expected
-        limit = self._first().limit
-        return -math.inf, limit**2 if self.metric in SQUARES else limit
+        return -math.inf, self.bound
+
+    @property
+    def bound(self) -> float:
+        """What a value has to exceed for an alert, in the metric's own unit; infinite where nobody knows."""
+        if self.metric == "non_finite":
+            return 0.0
+        limit = self.limit if self.band.is_ready else self._first().limit
+        return max(limit, 0.0) ** 2 if self.metric in SQUARES else limit
 
     def see(self, value: float) -> "tuple[Detector, Verdict]":
         """Judge a value, and take it up."""

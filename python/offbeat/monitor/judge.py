@@ -30,6 +30,7 @@ class Excess:
         metric: Whose.
         value: It.
         expected: The range.
+        limit: What a value has to exceed.
         is_first: Whether this step had none before, so that it is to climb the ladder.
         spell: The metric's alerts that are one matter, with this one.
     """
@@ -37,6 +38,7 @@ class Excess:
     metric: Metric
     value: float
     expected: tuple[float, float]
+    limit: float
     is_first: bool
     spell: Spell
 
@@ -100,7 +102,6 @@ class Judge:
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
         detector = self.detectors[metric]
-        expected = detector.allowed
         self.detectors[metric], verdict = detector.see(value)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
@@ -114,14 +115,21 @@ class Judge:
                 self._over = self._spells.pop(key)
         if verdict != "alert":
             return None
-        self._spells[key] = spell = Spell(self._step) if known is None else known.after_alert()
+        self._spells[key] = spell = (
+            Spell(self._step, detector.expected) if known is None else known.after_alert()
+        )
         is_first, step.had_alert = not step.had_alert, True
-        return Excess(metric, value, expected, is_first, spell)
+        return Excess(metric, value, detector.allowed, detector.bound, is_first, spell)
 
     @property
     def over(self) -> Spell | None:
         """The alerts that have ended by the value that was seen last, one of several in the range."""
         return self._over
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether each rung was taken, and the last is all that can be taken again."""
+        return not has_more(self.standing.taken, self._ladder)
 
     @property
     def num_workers(self) -> int:
@@ -183,7 +191,7 @@ class Judge:
         standing = Standing(**{**state["standing"], "taken": tuple(state["standing"]["taken"])})
         steps = {worker: _Step(**step) for worker, step in state["steps"]}
         quiet, strikes = Counter(dict(state["quiet"])), Counter(dict(state["strikes"]))
-        spells = {(metric, worker): Spell(**spell) for metric, worker, spell in state["spells"]}
+        spells = {(metric, worker): Spell.of(spell) for metric, worker, spell in state["spells"]}
         losses = [float(loss) for loss in state["losses"]]
         self.detectors, self.standing, self._steps, self._quiet = detectors, standing, steps, quiet
         self._strikes, self._spells, self._losses = strikes, spells, losses

@@ -82,7 +82,8 @@ class AsyncTrainingMonitor:
             anew. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
-            live optimizer's while it steps, beside any scheduler; a server's for all workers. "quarantine"
+            live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more
+            where parameters are not finite already. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, and when taken again to the one before, never forward; the
@@ -443,7 +444,7 @@ class AsyncTrainingMonitor:
         step = self._num_steps + self._ahead
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
         is_alone = self._attachment is not None and not self._attachment.are_shared()
-        alerts = self._course.take(step, readings, worker, may_drop=is_alone)
+        alerts = self._course.take(step, readings, worker, may_drop=is_alone, is_lost=self._is_lost)
         if self._course.num_taken["pause"] > num_pauses:
             self._resumed.clear()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
@@ -452,6 +453,10 @@ class AsyncTrainingMonitor:
             self._scale_then = float(self._scaler.get_scale())
         self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
+
+    def _is_lost(self) -> bool:
+        """Tell whether parameters of the model are not finite; waits for the device."""
+        return self._attachment is not None and self._attachment.is_lost()
 
     def _was_skipped(self) -> bool:
         """Tell whether the GradScaler has skipped the step of which there was an alert: it told by its scale.

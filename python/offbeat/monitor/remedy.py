@@ -46,11 +46,13 @@ class Remedy(ABC):
         is_patient: It has twice the patience each time: somebody has looked, and let it go on.
         keeps_out_non_finite: It does something about a gradient that is NaN or infinite. In spite of another
             remedy such a one comes again, or ends the run, so that waiting for more of them is for nothing.
+        helps_what_is_lost: There may be something in taking it again where parameters are not finite.
     """
 
     repeats = 1
     is_patient = False
     keeps_out_non_finite = False
+    helps_what_is_lost = True
 
     def __init__(self, find: Find) -> None:
         self._find = find

@@ -8,8 +8,9 @@ from offbeat.checks import Faults, at_least_one, is_number, objects, refuse, sec
 from offbeat.errors import ConfigError
 from offbeat.monitor.alert import Alert
 from offbeat.monitor.detector import METRICS, Metric
+from offbeat.monitor.leaving_out import Rollback
 from offbeat.monitor.remedies import NEEDS, REMEDIES, Numbers, make
-from offbeat.monitor.remedy import Remedy
+from offbeat.monitor.remedy import Find, Remedy
 from offbeat.naming import unknown
 from offbeat.trained_by import trainers_of
 
@@ -76,12 +77,14 @@ class Settings:
         names: The remedies in their order, by name.
         remedies: The remedies themselves.
         callbacks: Who is told of alerts.
+        can_roll_back: Tells whether "rollback" would have something to act on now.
     """
 
     metrics: tuple[Metric, ...]
     names: tuple[str, ...]
     remedies: tuple[Remedy, ...]
     callbacks: tuple[Callback, ...]
+    can_roll_back: Callable[[], bool]
 
     @property
     def act_on_updates(self) -> bool:
@@ -114,7 +117,25 @@ def resolve(given: Given) -> Settings:
     refuse(faults + _of_members(given, set(metrics or ()), set(names or ())))
     remedies = _remedies(given, cast(tuple[str, ...], names))
     callbacks = tuple(cast(Sequence[Callback], told))
-    return Settings(cast(tuple[Metric, ...], metrics), cast(tuple[str, ...], names), remedies, callbacks)
+    find = _finds(given)
+    return Settings(
+        cast(tuple[Metric, ...], metrics),
+        cast(tuple[str, ...], names),
+        remedies,
+        callbacks,
+        lambda: any(Rollback(find).acts_on(thing) for thing in find()),
+    )
+
+
+def _finds(given: Given) -> Find:
+    """Give what finds what there is to act on: as given, or what trains the model by then."""
+    model = cast("nn.Module | None", given.model)
+    things = [thing for thing in _acts_on(given) if thing is not None]
+    return lambda: things if things or model is None else trainers_of(model)
+
+
+def _acts_on(given: Given) -> list[object]:
+    return list(given.acts_on) if isinstance(given.acts_on, list | tuple) else [given.acts_on]
 
 
 def _of_members(given: Given, metrics: set[str], names: set[str]) -> list[str]:
@@ -141,12 +162,8 @@ def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:
         ConfigError: If one has nothing to act on, or something is given on which none acts.
     """
     model = cast("nn.Module | None", given.model)
-    things: list[object] = list(given.acts_on) if isinstance(given.acts_on, list | tuple) else [given.acts_on]
-    things = [thing for thing in things if thing is not None]
-
-    def find() -> Sequence[object]:
-        return things if things or model is None else trainers_of(model)
-
+    things = [thing for thing in _acts_on(given) if thing is not None]
+    find = _finds(given)
     numbers = Numbers(float(cast(float, given.lr_factor)), cast("float | None", given.pause_timeout_s))
     made = {name: make(name, find, numbers) for name in names}
     found = find()

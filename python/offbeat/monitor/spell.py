@@ -3,10 +3,14 @@
 A pure value: `after_alert` and `after_quiet` give another spell and change nothing.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 __all__ = ["Spell"]
 
+NO_RANGE = (-math.inf, math.inf)
 
 QUIET_VALUES = 5
 """In the range, one after the other, that end it: where each second batch is NaN, that is one matter."""
@@ -18,13 +22,22 @@ class Spell:
 
     Attributes:
         begin: The step of the first.
+        expected: The range then; infinite where there was none.
         num_alerts: How many there were.
         num_quiet: Values in the range since the last.
     """
 
     begin: int
+    expected: tuple[float, float] = NO_RANGE
     num_alerts: int = 1
     num_quiet: int = 0
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """Make one of what `asdict` gave; older states do not tell the range."""
+        given = dict(state)
+        low, high = given.pop("expected", NO_RANGE)
+        return cls(expected=(low, high), **given)
 
     def after_alert(self) -> "Spell":
         """Give the spell with one more alert."""

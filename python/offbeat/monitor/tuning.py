@@ -15,6 +15,9 @@ from offbeat.monitor.remedy import MOST_REPEATS, Find, Remedy, Taken
 
 __all__ = ["ReduceLr", "SyncOften", "TightenStaleness"]
 
+MOST_TOLD = 4
+"""Learning rates in a text; groups that have the same are one."""
+
 FIRST_BOUND = 16
 """Updates: where there was no bound on staleness, the first one is half of it."""
 
@@ -115,10 +118,12 @@ class ReduceLr(Remedy):
     """Multiplies learning rates: a live optimizer's while it steps, a server's for all workers."""
 
     repeats = MOST_REPEATS
+    helps_what_is_lost = False
 
     def __init__(self, find: Find, factor: float) -> None:
         super().__init__(find)
         self._factor = factor
+        self._taken_by: list[float] = []  # by what rates are multiplied, each time that is in effect
 
     def take(self, worker: str | None) -> Taken:
         """Do so once more."""
@@ -172,13 +177,23 @@ class ReduceLr(Remedy):
         return list({id(live): live for live in found}.values())
 
     def _taken(self, served: list[RateChange], factors: "list[_Factor]", factor: float) -> Taken:
+        def told() -> str:
+            live = [rate for one in factors for rate in one.rates()]
+            rates = list(dict.fromkeys(f"{rate:g}" for rate in [*(c.now() for c in served), *live]))
+            more = f" and {len(rates) - MOST_TOLD} more" if len(rates) > MOST_TOLD else ""
+            return f"{', '.join(rates[:MOST_TOLD])}{more} now"
+
         def undo() -> str:
             kept = undo_all([*served, *factors])
-            return "; ".join([f"learning rates are divided by {factor:g} again", *kept])
+            self._taken_by.remove(factor)
+            return "; ".join([f"learning rates are divided by {factor:g} again: {told()}", *kept])
 
+        self._taken_by.append(factor)
+        total = math.prod(self._taken_by)
+        in_all = f", by {total:g} in all" if len(self._taken_by) > 1 else ""
         entries = [change.entry for change in served]
         held = {"served": entries, "num_live": len(factors), "factor": factor}
-        return Taken(f"learning rates are multiplied by {factor:g}", undo, held=held)
+        return Taken(f"learning rates are multiplied by {factor:g}{in_all}: {told()}", undo, held=held)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
@@ -202,6 +217,13 @@ class _Factor(NamedTuple):
 
     def undo(self) -> None:
         self._replace(by=1 / self.by).make()
+
+    def rates(self) -> list[float]:
+        """Give those by which it steps."""
+        from offbeat.local.lr_scale import factor_of
+
+        factor = factor_of(cast(Any, self.optimizer))
+        return [float(group["lr"]) * factor for group in self.optimizer.param_groups]
 
 
 def _at(found: Sequence[Any], place: int) -> Any:  # noqa: ANN401  what is there

@@ -63,11 +63,12 @@ class Account:
         return self.history.records[-1].step if self.history.records else 0
 
     def add(self, done: Stepped) -> None:
-        """Take a step down."""
-        for meter in self._meters if self._monitor is None else (*self._meters, self._monitor):
-            meter.update(done.outputs, done.targets, done.loss, done.samples)
-        self._new_samples += done.samples
-        self._recent.append(done.loss.reshape(()))
+        """Take a step down. A batch of which nothing came tells nothing of the model, and is not measured."""
+        if not done.is_skipped:
+            for meter in self._meters if self._monitor is None else (*self._meters, self._monitor):
+                meter.update(done.outputs, done.targets, done.loss, done.samples)
+            self._new_samples += done.samples
+            self._recent.append(done.loss.reshape(()))
         self.history.steps += done.steps
         self.history.skipped += done.is_skipped
         self.history.samples += done.samples

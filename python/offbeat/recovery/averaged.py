@@ -48,7 +48,9 @@ class Averaged(Local):
         self._patience = Patience()
 
     def step(self, batch: object, epoch: int) -> Stepped:
-        """Make a step; average if it is time to. A step that is skipped is none for the averager either.
+        """Make a step; average if it is time to. One that a loss scale skips is none for the averager either.
+
+        One whose gradients a monitor dropped is: a member with many of these would keep the others waiting.
 
         Raises:
             ConfigError: If the batch has no sample; nothing is trained then.
@@ -56,7 +58,7 @@ class Averaged(Local):
         del epoch
         check_any(count(*split(batch)))
         done = self.stepped(batch)
-        if not done.is_skipped:
+        if done.steps:
             needs_loss = self._averager.goes_by_loss
             loss = float(done.loss) if needs_loss else None
             self._averager.step(done.samples, loss=loss, optimizer=self.optimizer)

@@ -8,7 +8,7 @@ from typing import Literal
 from offbeat.errors import CheckpointError
 from offbeat.recovery.manifest import Manifest
 
-__all__ = ["KEPT", "STRATEGIES", "Mode", "best", "kept", "made_under", "ranked"]
+__all__ = ["KEPT", "STRATEGIES", "Mode", "best", "ends_again", "kept", "made_under", "ranked"]
 
 KEPT = 3
 """So many of the newest are kept, and what a strategy may want besides."""
@@ -70,6 +70,18 @@ def made_under(request: str, found: Sequence[Manifest]) -> list[Manifest]:
         found: Newest first.
     """
     return list(takewhile(lambda m: m.request == request, found))
+
+
+def ends_again(end: Manifest, good: Manifest) -> bool:
+    """Tell whether a run that ended and is not good would be trained again to the same end.
+
+    It went back to the newest good checkpoint already, and nothing that is good has come of that.
+
+    Args:
+        end: The newest checkpoint, with all that is asked for; not good.
+        good: The newest that is good.
+    """
+    return end.gone_back_to == good.number
 
 
 def kept(found: Sequence[Manifest], *, monitor: str | None, mode: Mode) -> set[int]:

@@ -79,14 +79,15 @@ class Joined(Trainee):
         shown = loss.detach()
         mean = shown / samples if self._reduction == "sum" else shown
         trained_by.tell(self.module, loss=mean)
-        before = self._worker.steps_made
+        before, left_out = self._worker.steps_made, self._worker.num_left_out
         receipt = self._worker.step(samples)
         if receipt is not None:
             self._receipts.append(receipt)
         steps = self._worker.steps_made - before
         if steps and self._scheduler is not None and self._per_step:
             self._scheduler.step()
-        return Stepped(outputs, targets, mean, samples, steps)
+        is_skipped = self._worker.num_left_out > left_out
+        return Stepped(outputs, targets, mean, samples, steps, is_skipped)
 
     def end_epoch(self, epoch: int) -> int:
         """Push what is gathered."""

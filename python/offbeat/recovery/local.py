@@ -86,12 +86,13 @@ class Local(Trainee):
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
-        is_skipped = not self._make_step()
-        if is_skipped:
+        has_stepped = self._make_step()
+        if not has_stepped:
             trained_by.skipped(self._module)
-        if self._scheduler is not None and self._per_step and not is_skipped:
+        if self._scheduler is not None and self._per_step and has_stepped:
             self._scheduler.step()
-        return Stepped(outputs, targets, shown, samples, int(not is_skipped), is_skipped)
+        is_skipped = not has_stepped or trained_by.has_dropped(self._module)
+        return Stepped(outputs, targets, shown, samples, int(has_stepped), is_skipped)
 
     def heard(self, loss: torch.Tensor) -> None:
         """Tell of a batch's loss, a mean over it, before its gradients are there."""

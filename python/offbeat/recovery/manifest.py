@@ -80,6 +80,8 @@ class Manifest:
         monitor: That name; None without.
         monitored_samples: Of how many samples that mean is; None where older ones do not tell.
         request: As which `recovery_strategy` the run was asked for, in words; None likewise.
+        gone_back_to: Number of the checkpoint to which the life that wrote this went back, past newer ones
+            that were not good; None where it did not, and where older ones do not tell.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -107,6 +109,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     monitored_samples: int | None = None
     request: str | None = None
+    gone_back_to: int | None = None
 
     def to_bytes(self) -> bytes:
         """Write it."""

@@ -58,6 +58,7 @@ class Plan:
         modes: Which parameters were trained, and which modules were in training mode, as the run began.
         device: Where is trained.
         may_go_back: Whether a start may choose an older checkpoint.
+        gone_back_to: Number of the checkpoint that this life goes on from, where it went back past others.
     """
 
     epochs: int
@@ -71,6 +72,7 @@ class Plan:
     modes: Modes
     device: torch.device
     may_go_back: bool
+    gone_back_to: int | None
 
     @property
     def where_not_finite(self) -> str:
@@ -264,6 +266,7 @@ class Run:
             monitor=plan.monitor,
             monitored_samples=judgement.monitored_samples,
             request=plan.request,
+            gone_back_to=plan.gone_back_to,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),
             optimizer=self._trainee.optimizer_name,
             offbeat=_version(),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from offbeat import log
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
 from offbeat.local.loss import wake
 from offbeat.recovery.account import Account
-from offbeat.recovery.choice import Mode, made_under, ranked
+from offbeat.recovery.choice import Mode, ends_again, made_under, ranked
 from offbeat.recovery.directory import Directory, entries, name_of
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
@@ -32,6 +32,13 @@ OTHER_SETTINGS = (
     "recovery_strategy='none', overwrite=True"
 )
 """What to do about settings that the run does not have."""
+
+
+WHERE_IT_ENDS_SO = (
+    "Mend the data, set a lower learning rate by a hook of the optimizer's step (register_step_pre_hook), or "
+    "let AsyncTrainingMonitor(model, remediation_strategy='reject') drop such gradients"
+)
+"""What to do about it, where to train again is not enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class Found:
         rest: All else.
         damaged: Names of those in the directory that would have come before it, and are damaged.
         warnings: Why, each.
+        is_behind: Whether there are newer ones that are not good, which the strategy goes back past.
     """
 
     path: Path
@@ -83,6 +91,7 @@ class Found:
     rest: dict[str, Any]
     damaged: tuple[str, ...]
     warnings: tuple[str, ...]
+    is_behind: bool = False
 
 
 def find(
@@ -95,7 +104,8 @@ def find(
     "last_good" asks for one that is good at each start. It throws away nothing that is good, since it takes
     the newest of these. The end of what it was asked for is an end where all is finite, though its loss be
     beyond the band, as after a harder last epoch: training once more would end there again. A model that
-    became NaN is no end.
+    became NaN is no end; but where it was gone back from already, and nothing good has come of that, training
+    once more would end there again, at each start.
 
     What is damaged is warned of, and the next that the strategy wants is taken. Nothing is renamed.
 
@@ -106,8 +116,8 @@ def find(
         is_done: Whether a checkpoint has all that `train` is asked for.
 
     Raises:
-        CheckpointError: If there are checkpoints and none can be used, if one cannot be read, or the one at
-            the path is damaged.
+        CheckpointError: If there are checkpoints and none can be used, if one cannot be read, the one at the
+            path is damaged, or "last_good" has gone back from an end that is not good and come to it again.
         ConfigError: If a run is to begin where something is.
     """
     if strategy.name == "none":
@@ -141,20 +151,40 @@ def find(
     wanted = ranked(strategy.name, manifests, monitor=strategy.monitor, mode=strategy.mode)
     if (taken := _first_whole(directory, wanted, faults)) is not None:
         newer = [m for m in manifests if m.number > taken.manifest.number]
-        if strategy.name == "last_good" and (bad := [m for m in newer if not m.is_good]):
-            newest = directory.path / name_of(bad[0].number, bad[0].step)
-            log.announce(
-                f"{newest} is not good (its loss is {bad[0].loss:.4g}, or parameters are not finite): "
-                f"recovery_strategy 'last_good' goes back to {taken.path.name}; to go on from the newest all "
-                f"the same, take 'latest'"
-            )
-        return taken
+        bad = [m for m in newer if not m.is_good]
+        is_behind = strategy.name == "last_good" and bool(bad)
+        if is_behind:
+            is_end = newer[0].request == strategy.request and is_done(newer[0])
+            _tell_of_bad(bad[0], taken, directory, is_end=is_end)
+        return replace(taken, is_behind=is_behind)
     if faults:
         raise CheckpointError(
             f"{directory.path}: all checkpoints that would serve are damaged: {'; '.join(faults.values())}; "
             f"a new run begins with recovery_strategy='none', overwrite=True"
         )
     return None
+
+
+def _tell_of_bad(bad: Manifest, taken: Found, directory: Directory, *, is_end: bool) -> None:
+    """Tell that a start goes back past a checkpoint that is not good.
+
+    Raises:
+        CheckpointError: If that is the end of the run, and what is gone back to has led there before.
+    """
+    what = (
+        f"{directory.path / name_of(bad.number, bad.step)} is not good (its loss is {bad.loss:.4g}, or "
+        f"parameters are not finite)"
+    )
+    if is_end and ends_again(bad, taken.manifest):
+        raise CheckpointError(
+            f"{what} and is the end of the run, to which recovery_strategy 'last_good' has come once more "
+            f"since it went back to {taken.path.name}. {WHERE_IT_ENDS_SO}; then go on from "
+            f"recovery_strategy={str(taken.path)!r}. 'latest' gives the run as it has ended"
+        )
+    log.announce(
+        f"{what}: recovery_strategy 'last_good' goes back to {taken.path.name}; to go on from the newest all "
+        f"the same, take 'latest'"
+    )
 
 
 def _ours(strategy: Strategy, manifests: Sequence[Manifest]) -> list[Manifest]:

@@ -40,8 +40,8 @@ class Stepped:
         targets: The batch's, on the device.
         loss: Mean over the batch, detached and not yet waited for.
         samples: In the batch.
-        steps: That it made: 0 where it was gathered, or skipped.
-        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
+        steps: That it made: 0 where it was gathered, or nothing was asked of the optimizer.
+        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
     """
 
     outputs: Any

@@ -81,7 +81,8 @@ class FaultTolerantTrainer:
             Where the directory has none, the run begins. "best" and a path go back once: where the newest
             checkpoint was made under the same of these, the run goes on from that, and one that is done
             trains nothing. "last_good" goes back at each start whose newest is not good; where the same
-            command is done, only if that is not finite: a higher loss is an end as well.
+            command is done, only if that is not finite: a higher loss is an end as well. From such an end it
+            goes back once, and again only if a newer good one has come of that; else it raises.
         device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
             fewer than half as many samples as others' is not taken for the best.
@@ -275,6 +276,7 @@ class FaultTolerantTrainer:
                 modes=rest["modes"]["began"] if rest and "modes" in rest else modes_of(self.model),
                 device=self.device,
                 may_go_back=not subject.faults_of(strategy="last_good"),
+                gone_back_to=found.manifest.number if found is not None and found.is_behind else None,
             )
             data = self._data(
                 dataset,

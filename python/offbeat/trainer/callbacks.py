@@ -30,7 +30,7 @@ class Step:
         loss: Of the batch, as the loss function gave it; on its device, so that nobody waits who need not.
         gradient_norm: Of what the batch's step was made by, before it was clipped; None where there was no
             step, or nothing is clipped.
-        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
+        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
     """
 
     step: int

@@ -167,8 +167,10 @@ class Loop:
             self._log(strategy)
 
     def _measure(self, batch: Batch, made: Made) -> torch.Tensor:
-        """Update what is measured by a batch; give its loss, the mean."""
+        """Update what is measured by a batch, unless nothing came of it; give its loss, the mean."""
         loss = made.loss if self._workshop.reduction == "mean" else made.loss / batch.samples
+        if made.is_skipped:
+            return loss
         meter = self._plan.scheduling.meter
         for one in (*self._plan.meters, *(() if meter is None else (meter,))):
             one.update(made.outputs, batch.targets, loss, batch.samples)

@@ -70,10 +70,14 @@ class Served(Strategy):
             return Made(outputs, loss, is_skipped=True)
         if not self._is_live:  # whose own step clips
             workshop.numerics.clip([p for p in workshop.model.parameters() if p.grad is not None])
+        before = worker.num_left_out
         with _told_to_who_has_a_trainer():
             receipt = worker.step(batch.samples)
         if receipt is not None:
             workshop.tally.receipts.append(receipt)
+        if worker.num_left_out > before:
+            workshop.tally.skipped += 1
+            return Made(outputs, loss, is_skipped=True)
         self._gathered = 0 if receipt is not None else self._gathered + 1
         workshop.tally.steps += 1 if self._is_live else int(receipt is not None)
         return Made(outputs, loss)

@@ -61,7 +61,7 @@ class Made:
     Attributes:
         outputs: The model's.
         loss: As the loss function gave it; detached.
-        is_skipped: Its scaled gradients were not finite, so nothing was made of them.
+        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
     """
 
     outputs: Any
@@ -75,7 +75,8 @@ class Tally:
 
     Attributes:
         steps: Of the optimizer, on whichever side: updates, and pushes to one on a server.
-        skipped: Batches of which nothing was made.
+        skipped: Batches of which nothing was made; a step that was made without gradients, since a monitor
+            dropped them, is among the steps as well.
         receipts: Of pushes; for whoever takes them.
     """
 
@@ -224,7 +225,9 @@ class Local(Strategy):
             return Made(outputs, loss, is_skipped=True)
         live.step()
         tally.steps += 1
-        return Made(outputs, loss)
+        is_dropped = trained_by.has_dropped(workshop.model)
+        tally.skipped += is_dropped
+        return Made(outputs, loss, is_dropped)
 
 
 class Averaged(Local):
@@ -262,14 +265,17 @@ class Averaged(Local):
         return self.averager.averaging_round
 
     def batch(self, batch: Batch) -> Made:
-        """Make a step; average if it is time to. A step that is skipped is none for the averager either.
+        """Make a step; average if it is time to. One that a loss scale skips is none for the averager either.
+
+        One whose gradients a monitor dropped is: a member with many of these would keep the others waiting.
 
         Raises:
             ConfigError: If the batch has no sample; nothing is trained then.
         """
         check_any(batch.samples)
+        before = self.workshop.tally.steps
         made = super().batch(batch)
-        if not made.is_skipped:
+        if self.workshop.tally.steps > before:
             self.averager.step(batch.samples, optimizer=self.workshop.live)
         return made
 

@@ -405,7 +405,7 @@ class AsyncTrainer:
 
     @property
     def skipped_steps(self) -> int:
-        """Batches whose scaled gradients were not finite, in all calls of `train`."""
+        """Batches of which nothing was made, in all calls of `train`; see `History.skipped`."""
         return self._workshop.tally.skipped
 
     @overload

@@ -32,6 +32,7 @@ class Steps:
     Attributes:
         batches: Batches gathered and not pushed.
         num_added: Batches gathered so far: those that were not left out.
+        num_left_out: The others.
         num_pushed: Pushes made so far.
         is_quarantined: Whether all batches are left out.
         kept: Receipts that came in where nobody could be given them, oldest first.
@@ -39,7 +40,7 @@ class Steps:
 
     def __init__(self, link: Link, *, update_frequency: int, reduction: LossReduction) -> None:
         self.batches = 0
-        self.num_added = self.num_pushed = 0
+        self.num_added = self.num_left_out = self.num_pushed = 0
         self.is_quarantined = False
         self.kept: list[Receipt] = []
         self._samples = 0
@@ -143,6 +144,7 @@ class Steps:
 
     def _leave_out(self) -> None:
         """Drop the batch whose gradients are on the module, and read the newest model where nothing waits."""
+        self.num_left_out += 1
         binding = self._link.binding
         binding.clear_gradients()
         if self.batches:

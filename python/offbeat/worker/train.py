@@ -160,11 +160,19 @@ class _Loop:
         check_loss(loss, owner="AsyncWorker")
         loss.backward()  # type: ignore[no-untyped-call]
         shown = loss.detach() if plan.reduction == "mean" else loss.detach() / samples
-        for meter in plan.meters:
-            meter.update(outputs, targets, shown, samples)
         trained_by.tell(self._link.binding.module, loss=shown)
         self._history.samples += samples
-        self._count(lambda: self._steps.step(samples))
+
+        def step() -> list[Receipt]:
+            before = self._steps.num_left_out
+            receipts = self._steps.step(samples)
+            if is_left_out := self._steps.num_left_out > before:
+                self._history.skipped += 1
+            for meter in () if is_left_out else plan.meters:
+                meter.update(outputs, targets, shown, samples)
+            return receipts
+
+        self._count(step)
         self._progress.advance()
 
     def _count(self, act: Callable[[], list[Receipt]]) -> None:

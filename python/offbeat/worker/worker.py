@@ -303,6 +303,11 @@ class AsyncWorker(process.Live):
         return self._steps.num_added if self._steps.live is not None else self._steps.num_pushed
 
     @property
+    def num_left_out(self) -> int:
+        """Batches of which nothing came since this worker was made: quarantined, or dropped by a monitor."""
+        return self._steps.num_left_out
+
+    @property
     def live_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that runs here; None where it runs on the server."""
         return self._steps.live

@@ -63,7 +63,7 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     ours = [line.split(" from=")[0] for line in warned if not any(word in line for word in busy)]
     assert ours[0] == "the model is back where it was"
     assert re.fullmatch(
-        r"step 48: loss is 1e\+06, .*; reduce_lr: learning rates are multiplied by 0.5", ours[1]
+        r"step 48: loss is 1e\+06, .*; reduce_lr: learning rates are multiplied by 0.5: 0.025 now", ours[1]
     )
     assert len(ours) == 2
     assert (tmp_path / "monitor.png").exists()

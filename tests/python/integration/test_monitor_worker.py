@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat import AsyncTrainingMonitor, optim
+from offbeat import AsyncTrainingMonitor, FaultTolerantTrainer, optim
 from offbeat.errors import ConfigError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor.leaving_out import Rollback
@@ -127,6 +127,26 @@ def test_a_worker_in_quarantine_follows_and_pushes_nothing(serve, join):
             call("somebody")
 
 
+@pytest.mark.parametrize("is_around", [True, False])
+def test_a_batch_that_is_left_out_counts_in_no_mean(is_around, serve, join, tmp_path):
+    worker = join(serve(net(), optimizer=SGD), net(), local_batch_size=6)
+    losses = []
+
+    def loss_fn(outputs, targets):
+        losses.append(outputs.square().mean() * (math.nan if len(losses) == 2 else 1.0))
+        return losses[-1]
+
+    run = {"dataloader": DataLoader(data(), batch_size=6), "loss_fn": loss_fn}
+    with AsyncTrainingMonitor(worker.model, remediation_strategy="reject"):
+        history = (FaultTolerantTrainer(worker, tmp_path) if is_around else worker).train(**run)
+    others = [float(loss.detach()) for loss in losses if loss.isfinite()]
+    assert (history.skipped, history.steps) == (1, len(others)) == (1, len(losses) - 1)
+    assert history.records[-1].metrics["loss"] == pytest.approx(sum(others) / len(others), rel=1e-5)
+    worker.quarantine()
+    history = worker.train(**run)
+    assert (history.skipped, history.steps, history.records) == (len(others) + 1, 0, [])
+
+
 def test_batches_that_wait_are_not_lost_by_a_quarantine(serve, join):
     server = serve(net(), optimizer=SGD)
     worker = join(server, net(), local_batch_size=6, update_frequency=2)
@@ -202,7 +222,7 @@ def test_a_worker_that_has_no_optimizer_yet_is_asked_for_it_when_it_is_time_to(s
             live = torch.optim.SGD(worker.model.parameters(), lr=0.4)
             worker.train(**run, optimizer=live)
             assert not worker.awaits_optimizer
-            assert monitor.observe(99, loss=1e9)[0].result == "learning rates are multiplied by 0.5"
+            assert monitor.observe(99, loss=1e9)[0].result == "learning rates are multiplied by 0.5: 0.2 now"
             assert factor_of(live) == 0.5
 
 
@@ -310,7 +330,7 @@ def test_what_is_not_finite_is_dropped_until_the_remedy_against_it_has_its_turn(
     history = worker.train(dataset=data(), loss_fn=loss_fn)
     assert (history.steps, history.receipts) == (8, {"applied": 8})
     assert [(alert.action, alert.result) for alert in monitor.report().alerts] == [
-        ("reduce_lr", "learning rates are multiplied by 0.5; the step's gradient is dropped"),
+        ("reduce_lr", "learning rates are multiplied by 0.5: 0.05 now; the step's gradient is dropped"),
         ("rollback", "went back to version 0"),
     ]
     assert monitor.report().num_dropped == 2

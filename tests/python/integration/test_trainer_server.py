@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import types
 
 import pytest
 import torch
@@ -118,6 +119,21 @@ def test_an_alert_on_a_batch_that_is_skipped_costs_no_other(trainer_of):
         history = fit(trainer, optim.SGD(lr=0.01), loss_fn=loss_fn)
     assert monitor.report().num_alerts == {"loss": 1}
     assert (history.skipped, history.receipts, monitor.report().num_dropped) == (1, {"applied": 7}, 0)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_batch_that_a_monitor_leaves_out_is_skipped_and_counts_in_no_mean(trainer_of, is_live):
+    ours, steps = model(), []
+    told = types.SimpleNamespace(on_step=lambda _, step: steps.append(step.is_skipped))
+    _, trainer = trainer_of(ours, callbacks=[told])
+    spoilt = [batch(number, math.nan if number == 4 else 1.0) for number in range(8)]
+    given = torch.optim.SGD(ours.parameters(), lr=0.1) if is_live else optim.SGD(lr=0.1)
+    with offbeat.AsyncTrainingMonitor(ours, ["non_finite"], remediation_strategy="reject"):
+        history = fit(trainer, given, dataloader=spoilt)
+    assert steps == [number == 4 for number in range(8)]
+    assert (history.skipped, trainer.skipped_steps, history.steps) == (1, 1, 7)
+    assert (history.receipts, history.first_non_finite) == ({"applied": 7}, None)
+    assert math.isfinite(history.records[-1].metrics["loss"])
 
 
 def test_the_first_step_here_is_judged_after_pushes_to_an_optimizer_there(trainer_of):

@@ -1,5 +1,7 @@
 """Metrics are means over samples, computed where the tensors are and read once."""
 
+import math
+
 import pytest
 import torch
 import torchmetrics
@@ -101,6 +103,24 @@ def test_a_callable_that_gives_more_than_one_number_is_refused():
     (meter,) = meters(lambda outputs, targets: outputs)
     with pytest.raises(ConfigError, match=r"shape \[3\]"):
         meter.update(torch.zeros(3), None, None, 3)
+
+
+def test_an_object_that_got_no_batch_is_nan_and_is_not_asked():
+    class Share:
+        def reset(self):
+            self.taken = []
+
+        def update(self, outputs, targets):
+            self.taken.append(float((outputs == targets).float().mean()))
+
+        def compute(self):
+            return sum(self.taken) / len(self.taken)
+
+    (meter,) = meters(Share())
+    assert math.isnan(meter.read())
+    meter.update(torch.ones(4), torch.ones(4), None, 4)
+    assert meter.read() == 1.0
+    assert math.isnan(meter.read())
 
 
 def test_a_torchmetrics_object_computes_over_all_batches():

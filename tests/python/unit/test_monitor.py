@@ -16,7 +16,7 @@ from offbeat.errors import ClosedError, ConfigError, StateError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor import Alert, Recovery
 from offbeat.monitor.detector import METRICS
-from offbeat.monitor.report import MOST_POINTS, Series
+from offbeat.monitor.report import MOST_POINTS, Series, bulk
 from support.small_net import net
 
 
@@ -63,12 +63,12 @@ def test_an_alert_says_step_metric_value_range_action_and_result_to_all_who_list
     monitor = warmed(callbacks=[told.append, told.append])
     with caplog.at_level(logging.WARNING, logger="offbeat"):
         alerts = monitor.observe(10, loss=torch.tensor(2.0), worker="w7")
-    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7")
+    alert = Alert(10, "loss", 2.0, (1.0, 1.0), "alert", "told", "w7", limit=1.5, is_taken=True)
     assert alerts == (alert,)
     assert told == [alert, alert]
     assert monitor.report().alerts == (alert,)
     assert caplog.records[-1].message.endswith(
-        "step 10: loss of worker w7 is 2, expected between 1 and 1; alert: told"
+        "step 10: loss of worker w7 is 2, expected 1.5 at most (its range ends at 1); alert: told"
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         alert.value = 3.0
@@ -90,6 +90,50 @@ def test_an_alert_that_persists_is_told_ever_more_seldom_and_counted_each_time(c
     assert monitor.report().alerts[-1].result == "in effect since step 10"
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("metric", ["loss", "gradient_norm", "staleness", "parameter_variance"])
+def test_what_an_alert_says_is_expected_at_most_is_where_alerts_begin(metric, threshold):
+    def observed(value):
+        monitor = AsyncTrainingMonitor(divergence_metrics=[metric], warm_up=10, alert_threshold=threshold)
+        for step in range(10):
+            monitor.observe(step, **{metric: 40.0 if step == 4 else 1.0})  # a range that reaches below 0
+        alerts = [alert for step in range(10, 15) for alert in monitor.observe(step, **{metric: value})]
+        return alerts, monitor
+
+    (first, *_), monitor = observed(1e9)
+    assert monitor.report().alerts[0].limit == first.limit
+    assert f"expected {first.limit:.4g} at most" in str(first)
+    assert "-" not in str(first)
+    assert observed(first.limit * 1.001)[0]
+    assert not observed(first.limit * 0.99)[0]  # where it is by then, with what it has taken up
+    assert first.expected[1] <= first.limit
+    assert (first.expected[0] < 0) == (metric == "loss"), "of what is never below 0 no range is"
+
+
+def test_that_a_metric_is_in_its_range_again_says_which_that_is_and_which_it_was():
+    monitor = AsyncTrainingMonitor(warm_up=10)
+    for step in range(10):
+        monitor.observe(step, loss=0.9 + step % 2 * 0.2)
+    then = monitor.observe(10, loss=9.0)[0].expected
+    assert then == pytest.approx((0.75, 1.25))
+    for step in range(11, 60):
+        monitor.observe(step, loss=1.3)  # within the limit, so that the range follows
+    (recovery,) = monitor.report().recoveries
+    assert recovery.expected_then == then
+    assert recovery.expected[1] > recovery.value == 1.3
+    assert f"(up to {recovery.expected[1]:.4g}; when that began up to 1.25)" in str(recovery)
+
+
+def test_where_there_is_no_range_yet_what_is_in_it_again_says_so():
+    monitor = AsyncTrainingMonitor(warm_up=10)
+    assert monitor.observe(0, loss=math.nan)
+    for step in range(1, 6):
+        monitor.observe(step, loss=1.0)
+    (recovery,) = monitor.report().recoveries
+    assert recovery.expected == recovery.expected_then == (-math.inf, math.inf)
+    assert str(recovery).startswith("step 5: loss is 1, in its range again (which is still learnt), after 1")
+
+
 def test_the_end_of_alerts_is_told_once_and_what_comes_after_is_a_new_matter(caplog):
     monitor = warmed(quiet_steps=1000)
     with caplog.at_level(logging.WARNING, logger="offbeat"):
@@ -99,9 +143,10 @@ def test_the_end_of_alerts_is_told_once_and_what_comes_after_is_a_new_matter(cap
         for step in range(40, 60):
             monitor.observe(step, loss=1.0, worker="w7")
     (recovery,) = monitor.report().recoveries
-    assert recovery == Recovery(44, "loss", 1.0, 11, 15, "w7")
+    ranges = {"expected": (1.0, 1.0), "expected_then": (1.0, 1.0)}
+    assert recovery == Recovery(44, "loss", 1.0, 11, 15, "w7", **ranges)
     assert str(recovery) == (
-        "step 44: loss of worker w7 is 1, in its range again, after 15 alerts since step 11"
+        "step 44: loss of worker w7 is 1, in its range again (up to 1), after 15 alerts since step 11"
     )
     assert [record.message for record in caplog.records].count(str(recovery)) == 1
     assert [alert.num for alert in monitor.report().alerts] == [1, 2, 4, 8]
@@ -182,6 +227,43 @@ def test_the_report_is_json_and_a_picture(tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"run\.what"):
         report.plot(tmp_path / "run.what")
+
+
+def test_a_few_values_that_are_far_out_flatten_no_others():
+    usual = [1.0 + 0.01 * (number % 50) for number in range(1000)]
+    low, high = bulk([*usual, 1e6, math.nan, math.inf])
+    assert (low, high) == pytest.approx((1.0, 1.49 + 0.48), abs=0.02)
+    assert bulk(usual) == (min(usual), max(usual))
+    many = [*usual, *[10.0 + number % 50 for number in range(200)]]
+    assert bulk(many) == (min(many), max(many)), "a level of its own is no outlier"
+    for nothing_to_choose in ([], [math.nan] * 5, [0.0] * 500 + [7.0]):
+        assert bulk(nothing_to_choose) is None
+
+
+def test_a_picture_shows_remedies_and_says_how_many_alerts_it_has_a_cross_of(tmp_path):
+    model = net()
+    settings = {"remediation_strategy": ["clip", "reject"], "patience": 2, "quiet_steps": 5, "warm_up": 10}
+    with AsyncTrainingMonitor(model, **settings) as monitor:
+        for step in range(100):
+            spoilt = {50: math.nan, 51: 1e6, 52: 9.0, 53: 9.0, 54: 9.0}
+            monitor.observe(step, loss=spoilt.get(step, 1.0 + step % 3))
+        report = monitor.report()
+        (axes,) = report.plot(tmp_path / "run.png").axes
+    assert axes.get_ylim()[1] < 20
+    assert axes.collections, "the range"
+    labels = {line.get_label(): line for line in axes.lines}
+    assert "loss (2 values beyond the axis, or not finite)" in labels
+    crosses = labels["4 of 5 alerts (those that were told)"]
+    assert list(crosses.get_xdata()) == [alert.step for alert in report.alerts] == [50, 51, 52, 53]
+    assert list(crosses.get_ydata()) == [axes.get_ylim()[1]] * 2 + [9.0] * 2
+    taken = [(alert.step, alert.action) for alert in report.alerts if alert.is_taken]
+    gone = [(release.step, release.remedy) for release in report.releases]
+    assert [action for _, action in taken] == ["clip", "reject"]
+    assert [remedy for _, remedy in gone] == ["reject", "clip"]
+    upright = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
+    assert upright == [step for step, _ in (*taken, *gone)]
+    assert [(text.get_position()[0], text.get_text()) for text in axes.texts] == [*taken, *gone]
+    assert {"remedy taken", "let go of"} <= labels.keys()
 
 
 def test_a_report_does_not_change_any_more():
@@ -493,6 +575,67 @@ def test_a_servers_rate_is_whole_again_to_the_bit_and_one_that_was_set_since_sta
     monitor.close()
     assert server.rates == [0.01, 0.3]
     assert "that of group 0 was set to 0.01 since, and stays" in monitor.report().releases[0].result
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_reduced_rate_is_told_with_all_that_it_is_multiplied_by_and_what_it_is_then(is_live):
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(net().parameters(), (0.1, 0.4), strict=False)]
+    thing = torch.optim.SGD(groups) if is_live else Serves([0.1, 0.4])
+    monitor = warmed(remediation_strategy="reduce_lr", acts_on=thing, patience=2, quiet_steps=5)
+    said = [monitor.observe(step, loss=9.0)[0].result for step in (10, 11, 12)]
+    assert said == [
+        "learning rates are multiplied by 0.5: 0.05, 0.2 now",
+        "in effect since step 10",
+        "learning rates are multiplied by 0.5, by 0.25 in all: 0.025, 0.1 now",
+    ]
+    assert monitor.report().effects == (said[0], said[2])
+    assert monitor.report().in_effect == ("reduce_lr", "reduce_lr")
+    for step in range(20, 200):
+        monitor.observe(step, loss=1.0)
+    assert [release.result for release in monitor.report().releases] == [
+        "learning rates are divided by 0.5 again: 0.05, 0.2 now",
+        "learning rates are divided by 0.5 again: 0.1, 0.4 now",
+    ]
+    assert monitor.observe(200, loss=9.0)[0].result == "learning rates are multiplied by 0.5: 0.05, 0.2 now"
+
+
+def test_of_many_rates_some_are_told():
+    thing = Serves([0.2 * number for number in (1, 2, 3, 4, 5, 5)])
+    monitor = warmed(remediation_strategy="reduce_lr", acts_on=thing)
+    assert monitor.observe(10, loss=9.0)[0].result.endswith(": 0.1, 0.2, 0.3, 0.4 and 1 more now")
+
+
+@pytest.mark.parametrize("others", [(), ("rollback",)])
+def test_where_parameters_are_not_finite_no_rate_is_cut_once_more_and_that_is_said_once(others):
+    model = net()
+    live, told = torch.optim.SGD(model.parameters(), lr=1.0), []
+    ladder = ["alert", *others, "reduce_lr"]
+    acts_on = [live, *(RollsBack() for _ in others)]
+    settings = {"remediation_strategy": ladder, "acts_on": acts_on, "patience": 1, "callbacks": told.append}
+    with AsyncTrainingMonitor(model, warm_up=10, **settings) as monitor:
+        for step in range(10):
+            monitor.observe(step, loss=1.0)
+        for step in range(10, 15):
+            monitor.observe(step, loss=math.nan)  # of a batch, with parameters that are sound
+        assert factor_of(live) < 1.0
+        sound = model[0].weight.detach().clone()
+        factor = factor_of(live)
+        model[0].weight.data.fill_(math.nan)
+        for step in range(15, 60):
+            monitor.observe(step, loss=math.nan)
+        assert factor_of(live) == factor
+        said = [alert.result for alert in told if "parameters are not finite" in alert.result]
+        assert len(said) == 1
+        wanted = 'no remedy but "rollback" helps' if others else "FaultTolerantTrainer(recovery_strategy='la"
+        assert wanted in said[0]
+        model[0].weight.data.copy_(sound)
+        monitor.observe(60, loss=9.0)  # mended by somebody
+        assert factor_of(live) < factor
+
+
+class RollsBack:
+    def rollback(self, version=None):
+        return "somewhere"
 
 
 def test_of_several_rates_all_are_reduced_or_none():

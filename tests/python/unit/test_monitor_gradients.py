@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim
+from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim, trained_by
+from offbeat.errors import ConfigError
 from offbeat.local import lr_scale
 from support.small_net import net, normed
 
@@ -310,6 +311,33 @@ def test_where_no_gradient_passes_for_long_that_is_told_and_the_new_level_become
     assert "step 109: no gradient has passed for 100 steps, and the model learns nothing" in said[0]
     assert "dropped by what is in effect (reject)" in said[0]
     assert "step 209: no gradient has passed for 200 steps: what loss is now is taken for usual" in said[1]
+
+
+@pytest.mark.parametrize("ladder", [["reject"], ["reject", "rollback"]], ids=str)
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_to_go_back_is_advised_where_something_can_and_is_not_asked_to_already(ladder, has_kept, caplog):
+    class Keeps:
+        keeps_checkpoints = has_kept
+
+        def rollback(self, version=None):
+            raise AssertionError(version)
+
+    kept = Keeps()
+    if "rollback" in ladder and not has_kept:
+        with pytest.raises(ConfigError, match="'rollback', which has nothing to act on"):
+            AsyncTrainingMonitor(net(), remediation_strategy=ladder, acts_on=kept)
+        return
+    model = net()
+    optimizer, given = sgd(model), {"patience": 1000, "warm_up": 5}
+    trained_by.register(model, kept)  # as what trains a model does
+    with AsyncTrainingMonitor(model, remediation_strategy=ladder, **given) as monitor:
+        for step in range(110):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            monitor.observe(step, loss=1.0 if step < 10 else 3.0)
+            optimizer.step()
+    (said,) = (r.getMessage() for r in caplog.records if "no gradient has passed" in r.getMessage())
+    assert ('put "rollback" behind "reject"' in said) == (has_kept and "rollback" not in ladder)
 
 
 def test_what_is_not_finite_is_never_taken_for_usual(caplog):

@@ -64,6 +64,20 @@ def losses(length):
     return course
 
 
+def test_a_state_that_does_not_tell_of_which_range_an_alert_was_is_gone_on_from():
+    first = AsyncTrainingMonitor(warm_up=5)
+    observed(first, [1.0] * 5 + [9.0])
+    state = json.loads(json.dumps(first.state_dict()))
+    del state["course"]["judge"]["spells"][0][-1]["expected"]
+    second = AsyncTrainingMonitor(warm_up=5)
+    second.load_state_dict(state)
+    observed(second, [1.0] * 12, 6)
+    (recovery,) = second.report().recoveries
+    assert (recovery.since, recovery.expected) == (5, (1.0, 1.0))
+    assert recovery.expected_then == (-math.inf, math.inf)
+    assert "(up to 1)" in str(recovery)
+
+
 def observed(monitor, course, begin=0):
     found = []
     for step, loss in enumerate(course, begin):
@@ -173,7 +187,7 @@ def test_an_optimizer_that_comes_later_is_scaled_when_it_is_there_by_what_it_was
         assert factor_of(trainer.optimizer) == 0.3  # once, and no more
     second.close()
     assert factor_of(trainer.optimizer) == 1.0
-    assert second.report().releases[0].result == "learning rates are divided by 0.3 again"
+    assert second.report().releases[0].result == "learning rates are divided by 0.3 again: 0.4 now"
 
 
 def test_a_worker_is_left_out_again_and_takes_part_when_it_is_quiet():

@@ -3,6 +3,8 @@
 import functools
 import itertools
 import math
+import statistics
+import types
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import offbeat
 from offbeat import AsyncTrainingMonitor, optim
 from offbeat.errors import ConfigError
 from offbeat.local.lr_scale import factor_of
+from offbeat.recovery.directory import entries
 from support.small_net import net
 
 BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 10
@@ -55,6 +58,46 @@ def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a
     assert report.num_alerts == {"loss": 1}
     assert report.num_dropped == 1
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant", "around an averager", "around it"])
+def test_a_batch_whose_gradients_a_remedy_dropped_is_skipped_and_counts_in_no_mean(kind, tmp_path):
+    model, steps = net(), []
+    loss_fn, plain = Loss(), nn.CrossEntropyLoss()
+    losses = []  # those of the other batches, as the loss function gave them
+
+    def counted(outputs, targets):
+        loss = loss_fn(outputs, targets)
+        losses.append(float(plain(outputs.detach(), targets)))
+        return loss
+
+    told = types.SimpleNamespace(on_step=lambda _, step: steps.append(step.is_skipped))
+    run = {"dataloader": BATCHES * 2, "loss_fn": counted, "optimizer": optim.SGD(lr=0.1), "log_frequency": 10}
+    averager = (
+        offbeat.AsyncModelAverager(model, averaging_frequency=1000) if kind == "around an averager" else None
+    )
+    trainer = offbeat.AsyncTrainer(
+        model, strategy=kind if kind in ("local", "average") else "local", callbacks=[told]
+    )
+    around = {"fault_tolerant": model, "around an averager": averager, "around it": trainer}.get(kind)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        if around is None:
+            history = trainer.train(**run, progress=False)
+        else:
+            history = offbeat.FaultTolerantTrainer(around, tmp_path, monitor="loss").train(**run)
+    assert monitor.report().num_dropped == 1
+    assert (history.skipped, history.steps, history.first_non_finite) == (1, 20, None)
+    del losses[9]
+    shown = [record.metrics["loss"] for record in history.records]
+    assert shown == pytest.approx([statistics.fmean(losses[:9]), statistics.fmean(losses[9:])])
+    assert steps == ([] if kind in ("fault_tolerant", "around an averager") else [i == 9 for i in range(20)])
+    if averager is not None:
+        assert averager.iterations == 20, "others do not wait for a batch that a member drops"
+    if around is not None:
+        newest = entries(tmp_path)[0].manifest
+        assert newest.is_good
+        assert (newest.loss, newest.monitored) == pytest.approx((statistics.fmean(losses),) * 2)
+        assert newest.monitored_samples == 19 * 6
 
 
 @pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])

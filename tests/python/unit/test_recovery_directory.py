@@ -82,12 +82,12 @@ def test_a_manifest_is_read_as_it_was_written(loss, monitored, step, monitor):
     assert repr(read) == repr(dataclasses.replace(own, files=files()))
 
 
-def test_an_older_manifest_tells_neither_request_nor_samples():
+def test_an_older_manifest_tells_neither_request_nor_samples_nor_what_was_gone_back_to():
     told = json.loads(manifest(files=files(), request="latest", monitored_samples=8).to_bytes())
-    for name in ("request", "monitored_samples", "sha256"):
+    for name in ("request", "monitored_samples", "gone_back_to", "sha256"):
         del told[name]
     read = Manifest.from_bytes(manifest_module._sealed(told))
-    assert (read.request, read.monitored_samples) == (None, None)
+    assert (read.request, read.monitored_samples, read.gone_back_to) == (None, None, None)
     assert read.step == 10
 
 

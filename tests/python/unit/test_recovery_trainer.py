@@ -550,6 +550,50 @@ def test_what_last_good_has_made_since_it_went_back_is_not_thrown_away(tmp_path)
     assert steps[0] == 5 < steps[1] < steps[2]
 
 
+def test_an_end_that_is_not_good_is_gone_back_from_once_and_then_told_with_the_remedy(tmp_path):
+    run(made(tmp_path), epochs=1)
+    good = tmp_path / names(tmp_path)[0]
+    asked, called = {"recovery_strategy": "last_good"}, []
+
+    def loss_fn(outputs, targets):
+        called.append(1)
+        return LOSS(outputs, targets) * torch.nan
+
+    for again in (1, 2):
+        trainer = made(tmp_path, **asked)
+        run(trainer, epochs=2, loss_fn=loss_fn)
+        assert (trainer.resumed_from, len(called)) == (good, 5 * again)
+    kept = names(tmp_path)
+    with pytest.raises(CheckpointError, match=r"once more since it went back to save-\d+-step-5") as told:
+        run(made(tmp_path, **asked), epochs=2, loss_fn=loss_fn)
+    assert (len(called), names(tmp_path)) == (10, kept)
+    assert f"recovery_strategy={str(good)!r}" in str(told.value)
+    ended = made(tmp_path)  # as "latest" gives it
+    assert (run(ended, epochs=2, loss_fn=loss_fn).steps, len(called)) == (10, 10)
+    mended = made(tmp_path, recovery_strategy=str(good))
+    assert run(mended, epochs=2).steps == 10
+    done = made(tmp_path, **asked)  # the newest is good, whoever made it
+    assert run(done, epochs=2, loss_fn=loss_fn).steps == 10
+    assert equal(values(done.model), values(mended.model))
+
+
+def test_an_end_that_is_not_good_is_gone_back_from_again_where_a_newer_good_one_came_of_it(tmp_path):
+    run(made(tmp_path), epochs=1)
+    asked, num = {"recovery_strategy": "last_good"}, [0]
+
+    def loss_fn(outputs, targets):
+        num[0] += 1
+        return LOSS(outputs, targets) * (torch.nan if num[0] % 5 == 0 else 1.0)
+
+    run(
+        made(tmp_path, **asked), epochs=2, loss_fn=lambda outputs, targets: LOSS(outputs, targets) * torch.nan
+    )
+    run(made(tmp_path, checkpoint_frequency=2, **asked), epochs=2, loss_fn=loss_fn)
+    begun = made(tmp_path, **asked)
+    run(begun, epochs=2)
+    assert int(begun.resumed_from.name.rpartition("-")[2]) in (6, 8)  # as the disk was done with
+
+
 # ---------------------------------------------------------------------------------------- refusals
 
 
