@@ -60,11 +60,12 @@ class FaultTolerantTrainer:
     it keeps; alone, it goes on bit for bit as well. A save waits for the end of a round that is under way.
     Others go on meanwhile, or were saved in another round: members of a process group, which are all started
     again, then go on from their own places, and what `method` has kept begins anew; one that comes back to
-    members at a server takes over their mean, with its own optimizer, place and random states. Around an
-    `AsyncWorker` (or with ``strategy="parameter_server"``) the model is the server's, which goes on: what is
-    saved is the place in the data, the random states, the counts and a live optimizer. A worker that is
-    started again joins, pulls and goes on from that place; what it had pushed since the save is pushed again,
-    and the momentum that it kept for the server begins anew. All of these are closed by their owner.
+    members at a server takes over their mean, with its own optimizer, buffers that are not averaged, place
+    and random states. Around an `AsyncWorker` (or with ``strategy="parameter_server"``) the model is the
+    server's, which goes on: what is saved is the place in the data, the random states, the counts and a live
+    optimizer. A worker that is started again joins, pulls and goes on from that place; what it had pushed
+    since the save is pushed again, and the momentum that it kept for the server begins anew. All of these are
+    closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
     process with exit code 143; a second one, a moment later, ends it at once. So does SIGINT under `offbeat
