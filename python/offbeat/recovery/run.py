@@ -132,7 +132,7 @@ class Run:
         """Train to the end, and save that.
 
         Raises:
-            CheckpointError: If a save fails, at the next step.
+            CheckpointError: If the last save fails.
             SystemExit: With code 143 after SIGTERM, when that is saved.
         """
         if self._resumed is None:  # else it is in the modes that it was saved in

@@ -220,7 +220,8 @@ class FaultTolerantTrainer:
             ConfigError: Naming all that cannot be used, or is other data than the checkpoint's.
             ModelMismatchError: If model, optimizer, scheduler or GradScaler are others than the checkpoint's.
             UnsupportedTensorError: Naming state that no checkpoint can hold.
-            CheckpointError: If the directory or its checkpoints cannot be used, or a save fails.
+            CheckpointError: If the directory or its checkpoints cannot be used, or the last save fails, which
+                is that of the end or after SIGTERM; one in mid-run is warned of, and tried again.
             StateError: With `deterministic`, naming an operation that has no such form.
             SystemExit: With code 143, after SIGTERM; also where that came when all was done.
         """
@@ -418,6 +419,8 @@ class FaultTolerantTrainer:
             self._directory,
             self._every,
             step=account.history.steps,
+            newest=self.resumed_from,
+            again=AGAIN_WITH_LATEST if self._request == "none" else "the same command",
             chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
             delays=self._delays,
         )
@@ -432,6 +435,9 @@ class FaultTolerantTrainer:
     def _note_modes(self) -> None:
         self._left = modes_of(self.model)
 
+
+AGAIN_WITH_LATEST = "it again with recovery_strategy='latest'"
+"""What to do where the same command would begin anew."""
 
 EVALUATED_TOGETHER = 32
 """Samples."""
