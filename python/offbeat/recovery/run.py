@@ -51,6 +51,7 @@ class Plan:
         max_steps: Steps after which to stop, likewise; None for no limit.
         log_frequency: Steps between log lines.
         seed: Of the order of a dataset.
+        is_seed_given: Whether a user gave that as the run began.
         member: What else this order follows from, where several train together.
         num_threads: Of torch, where they are fixed.
         monitor: Name of what is monitored, if something is.
@@ -64,6 +65,7 @@ class Plan:
     max_steps: int | None
     log_frequency: int
     seed: int
+    is_seed_given: bool
     member: str
     num_threads: int
     monitor: str | None
@@ -276,6 +278,7 @@ class Run:
             "described": self._data.described.to_plain(),
             "rng": rng.capture(self._plan.device),
             "seed": self._plan.seed,
+            "is_seed_given": self._plan.is_seed_given,
             "member": self._plan.member,
             "num_threads": self._plan.num_threads,
             "keepers": states_of(self._trainee.keepers),

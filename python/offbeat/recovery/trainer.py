@@ -270,6 +270,7 @@ class FaultTolerantTrainer:
                 max_steps=max_steps,
                 log_frequency=log_frequency,
                 seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
+                is_seed_given=rest.get("is_seed_given", True) if rest else seed is not None,
                 member=rest["member"] if rest else subject.member if seed is None else "",
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,
@@ -297,6 +298,7 @@ class FaultTolerantTrainer:
                     account=account,
                     seed=seed,
                     left=self._left,
+                    may_go_back=plan.may_go_back,
                 )
             elif self.history.steps:
                 log.warn(

@@ -218,6 +218,9 @@ def test_other_settings_than_the_checkpoint_s_are_warned_of_and_the_checkpoint_s
     trainer = made(tmp_path)
     run(trainer, epochs=2, optimizer=optim.Adam(lr=0.5))
     assert "optimizer's lr is 0.5, and the checkpoint's run began with 0.01" in caplog.text
+    assert (
+        "for one start alone: a command that a supervisor repeats would begin anew each time" in caplog.text
+    )
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01
 
 
@@ -299,13 +302,49 @@ def test_a_path_goes_on_from_that_checkpoint(tmp_path):
 
 def test_none_begins_anew_in_an_empty_directory_or_where_it_may_overwrite(tmp_path):
     run(made(tmp_path, recovery_strategy="none"), epochs=1)
-    with pytest.raises(ConfigError, match=r"is 'none', and checkpoint_dir .* is not empty \(there is save-"):
+    refused = r"is 'none', and checkpoint_dir .* is not empty \(there is save-"
+    with pytest.raises(ConfigError, match=refused) as caught:
         run(made(tmp_path, recovery_strategy="none"), epochs=1)
+    assert "at each start: in a command that a supervisor repeats take 'latest'" in str(caught.value)
     trainer = made(tmp_path, recovery_strategy="none", overwrite=True)
     history = run(trainer, epochs=1)
     assert trainer.resumed_from is None
     assert history.steps == 5
     assert run(trainer, epochs=2).steps == 10  # in this process it goes on with what it has
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["where all is done", "in a run that goes on"])
+@pytest.mark.parametrize(
+    ("ruin", "said"),
+    [
+        ("a loss", "the loss is not finite"),
+        ("a parameter", "parameters are not finite"),
+        ("a loss that leaps", None),
+        (None, None),
+    ],
+)
+def test_who_goes_on_from_what_is_not_finite_is_warned(ruin, said, epochs, tmp_path, caplog):
+    module = net()
+    module.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        loss = LOSS(outputs, targets)
+        if len(steps) < 40:
+            return loss
+        if ruin == "a parameter":
+            return ruined(loss, module.idle)
+        return loss + {"a loss": torch.nan, "a loss that leaps": 1e3}.get(ruin, 0.0)  # no gradient has it
+
+    trainer = FaultTolerantTrainer(module, tmp_path)
+    run(trainer, loss_fn=loss_fn, epochs=8)
+    caplog.clear()
+    run(FaultTolerantTrainer(module, tmp_path), loss_fn=loss_fn, epochs=7 + epochs)
+    began = tmp_path / names(tmp_path)[-1]
+    told = [r.message for r in caplog.records if "which this goes on from" in r.getMessage()]
+    back = "recovery_strategy='last_good' goes back to the newest checkpoint that is good"
+    assert told == ([] if said is None else [f"{said} in {began}, which this goes on from: {back}"])
 
 
 @pytest.mark.parametrize("ruin", ["a loss that is not finite", "a loss that leaps", "a parameter"])
@@ -651,8 +690,27 @@ def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing
     assert "the optimizer is SGD, and the checkpoint's is Adam" in str(caught.value)
     assert "has a '2.weight', which the model has not" in str(caught.value)
     assert equal(values(other.model), before)
-    with pytest.raises(ModelMismatchError, match="grad_scaler is GradScaler, and the checkpoint's is none"):
+    assert str(caught.value).endswith(
+        ": build the model that was saved, and give all else as then, or begin anew in another checkpoint_dir"
+    )
+    same = "give the same, or begin anew in another checkpoint_dir$"
+    with pytest.raises(
+        ModelMismatchError, match=f"grad_scaler is GradScaler, and the checkpoint's is none: {same}"
+    ):
         run(made(tmp_path), grad_scaler=torch.amp.GradScaler("cpu"), epochs=3)
+
+
+def test_of_a_model_that_differs_in_many_tensors_the_first_are_named_and_the_rest_counted(tmp_path):
+    run(made(tmp_path))
+    deep = nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(100)), nn.Linear(8, 3))
+    with pytest.raises(ModelMismatchError) as caught:
+        run(FaultTolerantTrainer(deep, tmp_path), epochs=3)
+    text = str(caught.value)
+    assert "the checkpoint has no '1.weight', which the model has; " in text
+    ours, theirs = set(deep.state_dict()), set(net().state_dict())
+    named = sum(text.count(f"the checkpoint has no {name!r},") for name in ours - theirs)
+    assert f"(and so {len(ours - theirs) - named} more)" in text
+    assert len(text) < 1000
 
 
 @pytest.mark.parametrize(
@@ -660,7 +718,7 @@ def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing
     [
         ({"dataset": data(41)}, "the dataset has 41 samples, and had 40 when"),
         ({"batch_size": 4}, "the batch size is 4, and was 8 when"),
-        ({"seed": 8}, "seed is 8, and was 7 when"),
+        ({"seed": 8}, "seed is 8, and was 7 when .*: give the same, or begin anew in another checkpoint_dir"),
         (
             {"dataloader": DataLoader(data(), batch_size=8), "seed": None},
             "data is a dataloader= without .* was a dataset=",
@@ -671,6 +729,14 @@ def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp
     run(made(tmp_path), seed=7)
     with pytest.raises(ConfigError, match=said):
         run(made(tmp_path), epochs=3, **{"seed": 7} | keywords)
+
+
+def test_a_seed_where_none_was_given_is_to_be_left_out(tmp_path):
+    run(made(tmp_path))
+    for _ in range(2):  # the second, of a checkpoint of a life that went on
+        with pytest.raises(ConfigError, match="seed is 5, and none was given then: leave it out"):
+            run(made(tmp_path), epochs=3, seed=5)
+        run(made(tmp_path), epochs=2)
 
 
 def test_a_loader_of_another_batch_size_or_length_is_refused_by_name(tmp_path):
