@@ -441,7 +441,7 @@ def test_an_old_manifest_that_cannot_be_read_ends_no_run_and_others_are_removed(
 
     history = saved_each_step(tmp_path, monkeypatch, epochs=2, loss_fn=loss_fn)
     assert history.stopped == "epochs"
-    assert [name.rpartition("-")[2] for name in names(tmp_path)] == ["10", "10", "9", "1"]
+    assert [name.rpartition("-")[2] for name in names(tmp_path)] == ["10", "9", "8", "1"]
     assert caplog.text.count("is of format 9") == 1
 
 
