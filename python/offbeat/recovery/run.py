@@ -24,7 +24,7 @@ from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
 from offbeat.recovery.saver import Draft, Saver, parameters_of
 from offbeat.recovery.trainee import Trainee
-from offbeat.termination import TERMINATED, Terminated
+from offbeat.termination import Terminated
 from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Plan", "Run", "taken_apart"]
@@ -136,6 +136,7 @@ class Run:
         Raises:
             CheckpointError: If the last save fails.
             SystemExit: With code 143 after SIGTERM, when that is saved.
+            KeyboardInterrupt: After Ctrl-C, likewise.
         """
         if self._resumed is None:  # else it is in the modes that it was saved in
             wake(self._trainee.module)
@@ -211,7 +212,7 @@ class Run:
         )
 
     def _until_cut_off(self) -> Iterator[Any]:
-        """Give batches, and end the run where SIGTERM has ended the workers that load them."""
+        """Give batches, and end the run where a signal has ended the workers that load them, too."""
         try:
             yield from self._batches()
         except RuntimeError as error:
@@ -229,14 +230,15 @@ class Run:
             self._leave()
 
     def _leave(self) -> NoReturn:
-        """Save what is new, and end the process."""
+        """Save what is new, say from where it goes on, and end."""
         self._account.history.stopped = "interrupted"
         if not self._has_nothing_new:
             self._account.history.steps += self._trainee.settle()
             self._hear()
             self._save()
             self._saver.wait()
-        raise SystemExit(TERMINATED)
+        log.announce(f"ended after step {self._account.history.steps:,}; to go on, {self._saver.to_go_on}")
+        raise self._terminated.end()
 
     def _save(self) -> None:
         self._note_time()

@@ -113,11 +113,21 @@ def words_of_last_failure(error: object, *, newest: Path | None, again: str) -> 
         newest: The checkpoint that there is; None without.
         again: What to run then, as "the same command".
     """
-    then = "begins anew, since there is none before it" if newest is None else f"goes on from {newest}"
     return (
         f"the last checkpoint could not be written: {error}; free space on the disk, or mend what else it "
-        f"is, and run {again}, which {then}"
+        f"is, and {words_to_go_on(newest, again)}"
     )
+
+
+def words_to_go_on(newest: Path | None, again: str) -> str:
+    """Say what to run, and what that goes on from.
+
+    Args:
+        newest: The checkpoint that there is; None without.
+        again: What to run, as "the same command".
+    """
+    then = "begins anew, since there is no checkpoint" if newest is None else f"goes on from {newest}"
+    return f"run {again}, which {then}"
 
 
 class Failures:
@@ -204,6 +214,11 @@ class Saver:
         self._again = again
         self._failures = Failures()
         self._failed_s: float | None = None  # when it was known that the newest save has failed
+
+    @property
+    def to_go_on(self) -> str:
+        """What to run after this life, in words."""
+        return words_to_go_on(self._newest, self._again)
 
     def is_wanted(self, step: int) -> bool:
         """Whether to save after this step."""

@@ -34,7 +34,7 @@ from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
-from offbeat.termination import noting_sigterm
+from offbeat.termination import noting_signals
 
 if TYPE_CHECKING:
     from offbeat.averaging import AsyncModelAverager
@@ -68,8 +68,8 @@ class FaultTolerantTrainer:
     closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
-    process with exit code 143; a second one, a moment later, ends it at once. So does SIGINT under `offbeat
-    launch`, which passes SIGTERM and Ctrl-C on as that.
+    process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A second one, a moment later, ends it
+    at once, unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
 
     Args:
         model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,
@@ -224,6 +224,7 @@ class FaultTolerantTrainer:
                 is that of the end or after SIGTERM; one in mid-run is warned of, and tried again.
             StateError: With `deterministic`, naming an operation that has no such form.
             SystemExit: With code 143, after SIGTERM; also where that came when all was done.
+            KeyboardInterrupt: After Ctrl-C, likewise.
         """
         limits = {"batch_size": batch_size, "max_steps": max_steps}
         given = {name: limit for name, limit in limits.items() if limit is not None}
@@ -259,7 +260,7 @@ class FaultTolerantTrainer:
         account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
-            terminated = stack.enter_context(noting_sigterm())
+            terminated = stack.enter_context(noting_signals())
             found = self._found(
                 trainee,
                 is_done=lambda m: m.epoch >= epochs or (max_steps is not None and m.step >= max_steps),
