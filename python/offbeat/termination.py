@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers and containers send it: what is waited for stops, and the process ends well."""
+"""SIGTERM, as schedulers and containers send it, and Ctrl-C: what is under way stops and ends well."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-__all__ = ["TERMINATED", "Terminated", "is_noted", "noting_sigterm", "stopping_on_sigterm"]
+__all__ = ["TERMINATED", "Terminated", "is_noted", "noting_signals", "stopping_on_sigterm"]
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of what SIGTERM has ended before it was done, as of a process that the signal itself ends."""
@@ -22,6 +22,12 @@ ECHO_S = 0.25
 SET_BY_LAUNCH = ("OFFBEAT_SERVER", "LOCAL_RANK")
 """Variables that are set, both, in workers of `offbeat launch`."""
 
+CTRL_C_NOTED = (
+    "offbeat: Ctrl-C: training ends after the step under way, and is saved; Ctrl-C once more ends it at "
+    "once, unsaved\n"
+)
+"""Who pressed it, and sees that nothing ends for a while, is told at once."""
+
 
 class _Terminated(SystemExit):
     """SIGTERM came while something was being waited for."""
@@ -33,21 +39,25 @@ def _let_echoes_pass(number: int) -> None:
     time.sleep(ECHO_S)  # noqa: TID251  nothing tells that no more are to come
 
 
-def _let_workers_go() -> None:
+def _let_workers_go() -> Any:  # noqa: ANN401  of the signal module
     """Raise no more, wherever this thread is, that a worker of torch's loaders has gone.
 
     Who sends the signal to a whole group has ended them as well, and what is under way needs them no more.
-    The handler stays so: this process is about to end, and torch would tell of them until it has.
+    Where this process is about to end the handler stays so, as torch would tell of them until it has.
+
+    Returns:
+        The handler that it had.
     """
     theirs = signal.getsignal(signal.SIGCHLD)
     if not callable(theirs):
-        return
+        return theirs
 
     def hear(number: int, frame: FrameType | None) -> None:
         with suppress(RuntimeError):
             theirs(number, frame)
 
     signal.signal(signal.SIGCHLD, hear)
+    return theirs
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -75,14 +85,19 @@ def stopping_on_sigterm(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Terminated:
-    """Whether SIGTERM has come.
+    """Whether a signal has come that is to end the work.
 
     Attributes:
         has_come: So.
+        is_ctrl_c: The newest is Ctrl-C, which ends no process that catches `KeyboardInterrupt`.
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.has_come = self.is_ctrl_c = False
+
+    def end(self) -> BaseException:
+        """Give what is to be raised when the work has ended."""
+        return KeyboardInterrupt() if self.is_ctrl_c else SystemExit(TERMINATED)
 
 
 _noted: list[Terminated] = []
@@ -95,34 +110,38 @@ def is_noted() -> bool:
 
 
 @contextmanager
-def noting_sigterm() -> Iterator[Terminated]:
-    """Take note of SIGTERM where work has places at which it can end; under `offbeat launch` of SIGINT, too.
+def noting_signals() -> Iterator[Terminated]:
+    """Take note of SIGTERM and Ctrl-C where work has places at which it can end.
 
-    For that is how it passes SIGTERM on, and who presses Ctrl-C there asks the same. A second one, a moment
-    later, ends the process at once. One that came too late for these places ends it when the work is done.
+    Under `offbeat launch` SIGINT is the same as SIGTERM, for that is how it passes this on. A second one, a
+    moment later, does as usual at once. One that came too late for these places does when the work is done.
     A process that is forked meanwhile has none of these places, and takes the signal as usual.
     Only on the main thread, and unless the signal has another handler: else nothing is noted.
 
     Raises:
-        SystemExit: With code 143, where it came and the work ended as if it had not.
+        SystemExit: With code 143, where SIGTERM came and the work ended as if it had not.
+        KeyboardInterrupt: Where Ctrl-C did.
     """
-    noted = Terminated()
-    asked: dict[signal.Signals, object] = {signal.SIGTERM: signal.SIG_DFL}
-    if all(name in os.environ for name in SET_BY_LAUNCH):
-        asked[signal.SIGINT] = signal.default_int_handler
+    noted, is_launched = Terminated(), all(name in os.environ for name in SET_BY_LAUNCH)
+    asked = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     on_main = threading.current_thread() is threading.main_thread()
     usual: dict[int, Any] = {n: h for n, h in asked.items() if on_main and signal.getsignal(n) is h}
 
-    pid = os.getpid()
+    pid, of_children = os.getpid(), signal.getsignal(signal.SIGCHLD)
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal of_children
         del frame
         if os.getpid() != pid:  # a forked child has inherited this, and nobody there looks at what is noted
             signal.signal(number, usual[number])
             os.kill(os.getpid(), number)
             return
-        noted.has_come = True
-        _let_workers_go()
+        if not noted.has_come:
+            of_children = _let_workers_go()
+        noted.has_come, noted.is_ctrl_c = True, number == signal.SIGINT and not is_launched
+        if noted.is_ctrl_c:
+            with suppress(OSError):  # by no stream: the signal may have come while one was being written to
+                os.write(2, CTRL_C_NOTED.encode())
         _let_echoes_pass(number)
         signal.signal(number, usual[number])
 
@@ -136,5 +155,7 @@ def noting_sigterm() -> Iterator[Terminated]:
         for number, handler in usual.items():
             if signal.getsignal(number) is note:  # else it was taken since
                 signal.signal(number, handler)
+        if noted.is_ctrl_c and callable(of_children):  # for the process may go on
+            signal.signal(signal.SIGCHLD, of_children)
     if noted.has_come:
-        raise SystemExit(TERMINATED)
+        raise noted.end()

@@ -27,6 +27,7 @@ from offbeat.averaging.settings import (
     server_faults,
 )
 from offbeat.averaging.state import faults_of, state_of, take_up
+from offbeat.averaging.statistics import Statistics
 from offbeat.averaging.timing import Timing
 from offbeat.averaging.turns import Turns, setting_of
 from offbeat.averaging.waiting import telling
@@ -377,6 +378,14 @@ class AsyncModelAverager:
         For `FaultTolerantTrainer`, which then keeps that model and not its checkpoint's.
         """
         return self._turns.members.has_gone_on
+
+    @property
+    def shared(self) -> list[torch.Tensor]:
+        """What members have in common: the parameters, and BatchNorm's statistics; all else is their own.
+
+        For `FaultTolerantTrainer`, which brings a member's own back.
+        """
+        return [*(parameter for _, parameter in self._turns.named), *Statistics(self.model).buffers()]
 
     @property
     def is_alone(self) -> bool:

@@ -12,7 +12,7 @@ from offbeat import log, process
 from offbeat.averaging import waiting
 from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
-from offbeat.averaging.members import Heard, Said, worded_terms
+from offbeat.averaging.members import Heard, Said, differing_terms, worded_terms
 from offbeat.averaging.presence import LOST, Connect, Presence
 from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, telling
 from offbeat.checks import refuse
@@ -533,11 +533,7 @@ class Served:
         """
         client = self._presence.met()
         if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
-            raise StateError(
-                f"this member averages by {worded_terms(self._terms)}, and those at the server by "
-                f"{worded_terms(theirs)}: give all of them the same, and train the same parameters "
-                f"(requires_grad); where machines differ in speed, averaging_policy='time' suits all"
-            )
+            raise StateError(differing_terms(self._terms, theirs))
         if num_expected <= 1 or self.has_gone_on:
             return
         with self._telling_of_the_others(num_expected):

@@ -80,8 +80,8 @@ def for_the_others(status: Mapping[str, Any], *, num_expected: int) -> str | Non
         )
     return (
         f"waiting for the members that begin together: {num_there} of {num_expected} are there; after "
-        f"{BEGIN_S:g} s at most those who are there begin without the others. If fewer are started, give "
-        f"their number (world_size=)"
+        f"{BEGIN_S:g} s at most those who are there begin without the others. If fewer are started, as "
+        f"where a FaultTolerantTrainer of the others is done, give their number (world_size=)"
     )
 
 

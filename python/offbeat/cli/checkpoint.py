@@ -72,6 +72,8 @@ def run(arguments: Namespace) -> int:
         what = "is no folder" if path.exists() else "is not there"
         raise ConfigError(f"{path} {what}: {REMEDY}")
     is_of_training = is_trainers(path)
+    if not is_of_training:
+        _see_that_it_is_a_server_s(path)
     match arguments.action:
         case "inspect":
             inspect = training_checkpoint.inspect if is_of_training else _inspect
@@ -81,6 +83,20 @@ def run(arguments: Namespace) -> int:
         case _:
             _export(path, arguments.file, force=arguments.force, is_of_training=is_of_training)
     return ExitCode.OK
+
+
+def _see_that_it_is_a_server_s(path: Path) -> None:
+    """Refuse what is nobody's, with what both kinds of it are.
+
+    Raises:
+        ConfigError: If it is.
+    """
+    from offbeat._offbeat import checkpoint_names
+
+    try:
+        checkpoint_names(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is no directory of checkpoints, nor a checkpoint: {REMEDY}") from error
 
 
 def _inspect(path: Path, *, as_json: bool) -> None:

@@ -173,7 +173,7 @@ def _row(entry: Entry) -> list[str]:
         _when(told),
         "yes" if told.is_good else "no",
         f"{told.step:,}",
-        f"{told.epoch:,}",
+        f"{told.epoch + bool(told.batch):,}",  # the one under way, or just ended, as log lines count
         f"{told.loss:.4g}",
         "-" if told.monitored is None else f"{told.monitored:.4g}",
         _size(_bytes(told)),

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
+
 from offbeat import log
 from offbeat.averaging import AsyncModelAverager
 from offbeat.checks import Faults
 from offbeat.errors import ConnectionLostError
 from offbeat.local.batches import check_any, count, split
+from offbeat.module.table import unwrap
 from offbeat.recovery.local import Local
 from offbeat.recovery.trainee import Stepped
 
@@ -115,13 +118,20 @@ class Averaged(Local):
         return faults
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back a state; the model's values are the others' mean, where that has gone on meanwhile."""
+        """Take back a state; of the model, where others have gone on meanwhile, what they do not have."""
         if self._averager.is_under_way:  # of a `train` in this process that broke off
             self._averager.give_up()
-        if not self._averager.has_joined_others:
-            self.load_model(state)
+        self.load_model(state | {"model": state["model"] | self._of_others()})
         self.load_rest(state)
         self._averager.load_state_dict(state["averager"], strict=False)
+
+    def _of_others(self) -> dict[str, torch.Tensor]:
+        """Give those of the model's values that others have made meanwhile; none where nobody has."""
+        if not self._averager.has_joined_others:
+            return {}
+        shared = {id(tensor) for tensor in self._averager.shared}
+        own = unwrap(self.module).state_dict(keep_vars=True)
+        return {name: value.detach() for name, value in own.items() if id(value) in shared}
 
     def _classes(self) -> dict[str, str | None]:
         return super()._classes() | {"wrapper": type(self._averager).__name__}

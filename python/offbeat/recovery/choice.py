@@ -87,6 +87,9 @@ def ends_again(end: Manifest, good: Manifest) -> bool:
 def kept(found: Sequence[Manifest], *, monitor: str | None, mode: Mode) -> set[int]:
     """Choose what is kept: the newest three, the newest good one, and the best where something is monitored.
 
+    Of several of one step in a row the newest counts among the three: the save at the end, where one was due
+    in mid-run, takes its place, and no older one's.
+
     Args:
         found: Newest first.
         monitor: What "best" goes by; None without.
@@ -95,7 +98,8 @@ def kept(found: Sequence[Manifest], *, monitor: str | None, mode: Mode) -> set[i
     Returns:
         Their numbers.
     """
-    stay = list(found[:KEPT])
+    stay = [m for newer, m in zip((None, *found), found, strict=False) if not newer or newer.step != m.step]
+    del stay[KEPT:]
     stay += [m for m in found if m.is_good][:1]
     if monitor is not None and (winner := best(found, monitor, mode)) is not None:
         stay.append(winner)

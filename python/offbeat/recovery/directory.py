@@ -25,6 +25,8 @@ __all__ = ["Directory", "Entry", "entries", "is_trainers", "name_of", "names"]
 LOCK = "lock"
 """As a server's, so that neither takes the other's directory."""
 BUILT, REMOVED, DAMAGED = ".saving-", ".removing-", "damaged-"
+TRIED = f"{BUILT}000000"
+"""A folder that is made to see that one can be; a save's number is higher."""
 NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 SERVERS = re.compile(r"life\.json|(damaged-|earlier-)?checkpoint-\d{6,}")
 """What a server leaves in a directory."""
@@ -130,6 +132,7 @@ class Directory:
                 )
             with suppress(CheckpointError):
                 self._sweep()
+            self._try()
             yield
         finally:
             lock.release()
@@ -243,6 +246,20 @@ class Directory:
                     faults.append(f"{self.path / name} cannot be removed: {error.strerror}")
         if faults:
             raise CheckpointError("; ".join(faults))
+
+    def _try(self) -> None:
+        """See that a save can begin: in mid-run one that fails ends no training.
+
+        Raises:
+            CheckpointError: If it cannot.
+        """
+        try:
+            (self.path / TRIED).mkdir(exist_ok=True)
+            (self.path / TRIED).rmdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {self.path} cannot be written to: {error.strerror}"
+            ) from error
 
     def set_aside(self, name: str) -> None:
         """Give a damaged checkpoint a name that no start looks at.

@@ -150,8 +150,7 @@ class Joined(Trainee):
         if (run := self._worker.run_id) != state["run"]:
             found.append(
                 f"the server's run is {run!r}, and the checkpoint's was {state['run']!r}, whose model is not "
-                f"there: start the server with the checkpoints of that run (checkpoint_dir=, as then), "
-                f"or begin anew in another checkpoint_dir"
+                f"there: start the server with the checkpoints of that run (checkpoint_dir=, as then)"
             )
         return found
 

@@ -24,7 +24,7 @@ from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
 from offbeat.recovery.saver import Draft, Saver, parameters_of
 from offbeat.recovery.trainee import Trainee
-from offbeat.termination import TERMINATED, Terminated
+from offbeat.termination import Terminated
 from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Plan", "Run", "taken_apart"]
@@ -51,6 +51,7 @@ class Plan:
         max_steps: Steps after which to stop, likewise; None for no limit.
         log_frequency: Steps between log lines.
         seed: Of the order of a dataset.
+        is_seed_given: Whether a user gave that as the run began.
         member: What else this order follows from, where several train together.
         num_threads: Of torch, where they are fixed.
         monitor: Name of what is monitored, if something is.
@@ -65,6 +66,7 @@ class Plan:
     max_steps: int | None
     log_frequency: int
     seed: int
+    is_seed_given: bool
     member: str
     num_threads: int
     monitor: str | None
@@ -134,8 +136,9 @@ class Run:
         """Train to the end, and save that.
 
         Raises:
-            CheckpointError: If a save fails, at the next step.
+            CheckpointError: If the last save fails.
             SystemExit: With code 143 after SIGTERM, when that is saved.
+            KeyboardInterrupt: After Ctrl-C, likewise.
         """
         process.end_by(None)
         if self._resumed is None:  # else it is in the modes that it was saved in
@@ -212,7 +215,7 @@ class Run:
         )
 
     def _until_cut_off(self) -> Iterator[Any]:
-        """Give batches, and end the run where SIGTERM has ended the workers that load them."""
+        """Give batches, and end the run where a signal has ended the workers that load them, too."""
         try:
             yield from self._batches()
         except RuntimeError as error:
@@ -230,14 +233,15 @@ class Run:
             self._leave()
 
     def _leave(self) -> NoReturn:
-        """Save what is new, and end the process."""
+        """Save what is new, say from where it goes on, and end."""
         self._account.history.stopped = "interrupted"
         if not self._has_nothing_new:
             self._account.history.steps += self._trainee.settle()
             self._hear()
             self._save()
             self._saver.wait()
-        leaving = SystemExit(TERMINATED)
+        log.announce(f"ended after step {self._account.history.steps:,}; to go on, {self._saver.to_go_on}")
+        leaving = self._terminated.end()
         process.end_by(leaving)
         raise leaving
 
@@ -282,6 +286,7 @@ class Run:
             "described": self._data.described.to_plain(),
             "rng": rng.capture(self._plan.device),
             "seed": self._plan.seed,
+            "is_seed_given": self._plan.is_seed_given,
             "member": self._plan.member,
             "num_threads": self._plan.num_threads,
             "keepers": states_of(self._trainee.keepers),

@@ -19,7 +19,18 @@ from offbeat.recovery.folder import write_synced
 from offbeat.recovery.manifest import MANIFEST, Manifest
 from offbeat.recovery.snapshot import Buffers, are_finite
 
-__all__ = ["Delays", "Draft", "Saver", "is_due", "words_of_delay"]
+__all__ = [
+    "Delays",
+    "Draft",
+    "Saver",
+    "is_due",
+    "words_of_delay",
+    "words_of_failure",
+    "words_of_last_failure",
+]
+
+RETRY_S = 10.0
+"""From a save that failed to the next try, at least; a server waits as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,9 @@ class Draft:
     parameters: frozenset[str]
 
 
-def is_due(every: Every, *, step: int, saved_step: int, since_s: float) -> bool:
+def is_due(
+    every: Every, *, step: int, saved_step: int, since_s: float, failed_s: float | None = None
+) -> bool:
     """Whether a save is due.
 
     Args:
@@ -45,7 +58,10 @@ def is_due(every: Every, *, step: int, saved_step: int, since_s: float) -> bool:
         step: Of the run.
         saved_step: Of the last save, or of the start.
         since_s: Seconds since then.
+        failed_s: Seconds since it was known that this save has failed; None if it has not.
     """
+    if failed_s is not None and failed_s < RETRY_S:
+        return False
     if every.count is not None:
         return step // every.count > saved_step // every.count
     return step > saved_step and since_s >= (every.seconds or 0.0)
@@ -73,6 +89,69 @@ def words_of_delay(every: Every, *, due_s: float, took_s: float) -> str:
     )
 
 
+def words_of_failure(error: object, *, num: int, newest: Path | None) -> str:
+    """Say that a save in mid-run has failed, and when the next one is tried.
+
+    Args:
+        error: Which file, and why.
+        num: How many have failed, one after the other.
+        newest: The checkpoint that there is; None without.
+    """
+    what = "a checkpoint" if num == 1 else f"the {num} newest checkpoints"
+    then = "begin anew" if newest is None else f"go on from {newest}"
+    return (
+        f"{what} could not be written: {error}; training goes on, and would, after a crash, {then}; the next "
+        f"save that is due, {RETRY_S:g} s from now at the earliest, is the next try"
+    )
+
+
+def words_of_last_failure(error: object, *, newest: Path | None, again: str) -> str:
+    """Say that the save at the end has failed, and what to do.
+
+    Args:
+        error: Which file, and why.
+        newest: The checkpoint that there is; None without.
+        again: What to run then, as "the same command".
+    """
+    return (
+        f"the last checkpoint could not be written: {error}; free space on the disk, or mend what else it "
+        f"is, and {words_to_go_on(newest, again)}"
+    )
+
+
+def words_to_go_on(newest: Path | None, again: str) -> str:
+    """Say what to run, and what that goes on from.
+
+    Args:
+        newest: The checkpoint that there is; None without.
+        again: What to run, as "the same command".
+    """
+    then = "begins anew, since there is no checkpoint" if newest is None else f"goes on from {newest}"
+    return f"run {again}, which {then}"
+
+
+class Failures:
+    """Saves that failed one after the other: told of at doubling distances, and logged as debug between."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def tell(self, error: CheckpointError, newest: Path | None) -> None:
+        """Take one more down."""
+        self.num += 1
+        words = words_of_failure(error, num=self.num, newest=newest)
+        if self.num & (self.num - 1) == 0:
+            log.warn(f"{words}; this is said again when as many more have failed")
+        else:
+            log.debug("%s", words)
+
+    def end(self, newest: Path) -> None:
+        """Take down that one was written."""
+        if self.num:
+            log.announce(f"{newest} was written: saving goes on again, after {self.num} that could not be")
+        self.num = 0
+
+
 class Delays:
     """Saves that were put off, in all calls of `train`: the first is warned of, all are counted."""
 
@@ -92,12 +171,15 @@ class Saver:
     """Writes checkpoints on a thread of its own, one at a time.
 
     The snapshot lies in memory that the next one is put into. So a save that is due while one is being
-    written is put off until that is done: training waits for no disk, and no two are queued.
+    written is put off until that is done: training waits for no disk, and no two are queued. One that fails
+    in mid-run ends no training: it is warned of, and the next that is due is the next try.
 
     Args:
         directory: Where to; locked.
         every: What is between two.
         step: Of the run as it starts.
+        newest: The checkpoint that the run goes on from; None where it begins.
+        again: What a user is to run where the last save fails.
         chosen: Which checkpoints stay, from the manifests, newest first.
         delays: Is told of saves that are put off.
         clock: Seconds that only grow.
@@ -109,6 +191,8 @@ class Saver:
         every: Every,
         *,
         step: int,
+        newest: Path | None,
+        again: str,
         chosen: Callable[[Sequence[Manifest]], set[int]],
         delays: Delays,
         clock: Callable[[], float] = time.monotonic,
@@ -121,36 +205,41 @@ class Saver:
         self._number = directory.next_number()
         self._buffers = Buffers()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offbeat-save")
-        self._writing: Future[None] | None = None
+        self._writing: Future[Path] | None = None
         self._written_s = 0.0  # when the newest save was on the disk
         self._due_s: float | None = None  # seconds after the save under way at which the next one was due
         self._delays = delays
         self._has_told = False  # of what could not be removed
+        self._newest = newest
+        self._again = again
+        self._failures = Failures()
+        self._failed_s: float | None = None  # when it was known that the newest save has failed
+
+    @property
+    def to_go_on(self) -> str:
+        """What to run after this life, in words."""
+        return words_to_go_on(self._newest, self._again)
 
     def is_wanted(self, step: int) -> bool:
-        """Whether to save after this step.
-
-        Raises:
-            CheckpointError: If the last save has failed.
-        """
+        """Whether to save after this step."""
         if self._writing is not None and self._writing.done():
-            self.wait()
+            self._settle()
         step_before, time_s = self._saved
-        if not is_due(self._every, step=step, saved_step=step_before, since_s=self._clock() - time_s):
+        now = self._clock()
+        failed_s = None if self._failed_s is None else now - self._failed_s
+        if not is_due(
+            self._every, step=step, saved_step=step_before, since_s=now - time_s, failed_s=failed_s
+        ):
             return False
         if self._writing is None:
             return True
         if self._due_s is None:
-            self._due_s = self._clock() - time_s
+            self._due_s = now - time_s
         return False
 
     def save(self, draft: Draft) -> None:
-        """Take a snapshot, and write it behind what comes next; waits for the one before.
-
-        Raises:
-            CheckpointError: If that has failed.
-        """
-        self.wait()
+        """Take a snapshot, and write it behind what comes next; waits for the one before."""
+        self._settle()
         model, rest = draft.parts.model, draft.parts.rest
         both = {f"model/{k}": t for k, t in model.tensors.items()}
         both |= {f"rest/{k}": t for k, t in rest.tensors.items()}
@@ -165,16 +254,34 @@ class Saver:
         self._writing = self._thread.submit(self._write, parts, manifest, draft.parameters)
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until the last checkpoint is written.
 
         Raises:
-            CheckpointError: If it has failed.
+            CheckpointError: If it cannot be.
         """
+        try:
+            self._end()
+        except CheckpointError as error:
+            raise CheckpointError(
+                words_of_last_failure(error, newest=self._newest, again=self._again)
+            ) from error
+
+    def _settle(self) -> None:
+        """Wait until nothing is being written, and tell if it has failed: the run has more saves to come."""
+        try:
+            self._end()
+        except CheckpointError as error:
+            self._failures.tell(error, self._newest)
+            self._failed_s = self._clock()
+
+    def _end(self) -> None:
         writing, self._writing = self._writing, None
         due_s, self._due_s = self._due_s, None
         if writing is None:
             return
-        writing.result()
+        self._newest = writing.result()
+        self._failures.end(self._newest)
+        self._failed_s = None
         if due_s is not None:  # told of now, as what it took is known now
             took_s = self._written_s - self._saved[1]
             self._delays.tell(words_of_delay(self._every, due_s=due_s, took_s=took_s))
@@ -183,9 +290,9 @@ class Saver:
         """End the thread, after what it is writing; if that fails, nobody else will be told."""
         self._thread.shutdown()
         if self._writing is not None and (error := self._writing.exception()) is not None:
-            log.warn(str(error))
+            log.warn(words_of_last_failure(error, newest=self._newest, again=self._again))
 
-    def _write(self, parts: Parts, manifest: Manifest, parameters: Iterable[str]) -> None:
+    def _write(self, parts: Parts, manifest: Manifest, parameters: Iterable[str]) -> Path:
         is_good = manifest.is_good and all(are_finite(parts.model.tensors[name]) for name in parameters)
 
         def fill(folder: Path) -> None:
@@ -193,9 +300,10 @@ class Saver:
             whole = replace(manifest, files=files, is_good=is_good, written_unix_s=time.time())
             write_synced(folder / MANIFEST, whole.to_bytes())
 
-        self._directory.add(manifest.number, manifest.step, fill)
+        name = self._directory.add(manifest.number, manifest.step, fill)
         self._clean()
         self._written_s = self._clock()
+        return self._directory.path / name
 
     def _clean(self) -> None:
         """Remove old checkpoints. The new one is safe, and so is the run, where one cannot be removed."""

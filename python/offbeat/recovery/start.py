@@ -11,6 +11,7 @@ from torch import nn
 from offbeat import log
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
 from offbeat.local.loss import wake
+from offbeat.module.table import unwrap
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, ends_again, made_under, ranked
 from offbeat.recovery.directory import Directory, entries, name_of
@@ -23,13 +24,20 @@ from offbeat.recovery.place import Data
 from offbeat.recovery.saver import parameters_of
 from offbeat.recovery.snapshot import are_finite
 from offbeat.recovery.trainee import Trainee
+from offbeat.recovery.values import of_tensors
 
 __all__ = ["Found", "Strategy", "find", "go_on"]
+
+ANEW = (
+    "recovery_strategy='none', overwrite=True, for one start alone: a command that a supervisor repeats "
+    "would begin anew each time"
+)
+"""How a new run begins where another was."""
 
 OTHER_SETTINGS = (
     "To change a setting in a run that goes on, give a live optimizer and let a hook of it set that in its "
     "param_groups, or on the model, before each step (register_step_pre_hook); to begin anew with it, take "
-    "recovery_strategy='none', overwrite=True"
+    f"{ANEW}"
 )
 """What to do about settings that the run does not have."""
 
@@ -160,7 +168,7 @@ def find(
     if faults:
         raise CheckpointError(
             f"{directory.path}: all checkpoints that would serve are damaged: {'; '.join(faults.values())}; "
-            f"a new run begins with recovery_strategy='none', overwrite=True"
+            f"a new run begins with {ANEW}"
         )
     return None
 
@@ -249,7 +257,8 @@ def _make_room(directory: Directory, *, overwrite: bool) -> None:
     if (others := directory.others()) and not overwrite:
         raise ConfigError(
             f"recovery_strategy is 'none', and checkpoint_dir {str(directory.path)!r} is not empty (there is "
-            f"{others[0]}): give an empty one, or overwrite=True, which removes the checkpoints in it"
+            f"{others[0]}): give an empty one, or overwrite=True, which removes the checkpoints in it, at "
+            f"each start: in a command that a supervisor repeats take 'latest'"
         )
     directory.clear()
 
@@ -267,6 +276,7 @@ def go_on(
     account: Account,
     seed: int | None,
     left: Modes | None,
+    may_go_back: bool,
 ) -> None:
     """Bring a run to where a checkpoint was, and set aside those that were damaged.
 
@@ -278,6 +288,7 @@ def go_on(
         account: Of the run.
         seed: Of the order of a dataset, if one was given.
         left: The modes in which the `train` before in this process has left the module; None without.
+        may_go_back: Whether a start may choose an older checkpoint.
 
     Raises:
         ModelMismatchError: If what is trained is not what the checkpoint is of.
@@ -287,9 +298,20 @@ def go_on(
     theirs = found.rest["seed"]
     others = data.described.differences(found.rest["described"])
     if seed is not None and data.described.kind == "dataset" and seed != theirs:
-        others.append(f"seed is {seed}, and was {theirs} when the checkpoint was made")
+        was_given = found.rest.get("is_seed_given", True)  # which older checkpoints do not tell
+        then = (
+            f"was {theirs} when the checkpoint was made" if was_given else "none was given then: leave it out"
+        )
+        others.append(f"seed is {seed}, and {then}")
     if differences := trainee.differences(state):
-        raise ModelMismatchError(f"{found.path} is of another run: {'; '.join([*differences, *others])}")
+        is_other_model = bool(of_tensors(unwrap(trainee.module).state_dict(), found.model))
+        remedy = (
+            "build the model that was saved, and give all else as then" if is_other_model else "give the same"
+        )
+        raise ModelMismatchError(
+            f"{found.path} is of another run: {'; '.join([*differences, *others])}: {remedy}, or begin anew "
+            f"in another checkpoint_dir"
+        )
     if others:
         raise ConfigError(
             f"{found.path} is of other data: {'; '.join(others)}: give the same, or begin anew in another "
@@ -308,3 +330,17 @@ def go_on(
     for name in found.damaged:
         directory.set_aside(name)
     log.announce(f"goes on from step {found.manifest.step:,}, as {found.path} has it")
+    if may_go_back and (what := _not_finite(found, trainee.module)) is not None:
+        log.warn(
+            f"{what} in {found.path}, which this goes on from: recovery_strategy='last_good' goes back to "
+            f"the newest checkpoint that is good"
+        )
+
+
+def _not_finite(found: Found, module: nn.Module) -> str | None:
+    """Word what a checkpoint has that is not finite; None if all is."""
+    if found.manifest.is_good:
+        return None
+    if not _is_finite(found, module):
+        return "parameters are not finite"
+    return None if math.isfinite(found.manifest.loss) else "the loss is not finite"

@@ -34,7 +34,7 @@ from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
-from offbeat.termination import noting_sigterm
+from offbeat.termination import noting_signals
 
 if TYPE_CHECKING:
     from offbeat.averaging import AsyncModelAverager
@@ -60,15 +60,16 @@ class FaultTolerantTrainer:
     it keeps; alone, it goes on bit for bit as well. A save waits for the end of a round that is under way.
     Others go on meanwhile, or were saved in another round: members of a process group, which are all started
     again, then go on from their own places, and what `method` has kept begins anew; one that comes back to
-    members at a server takes over their mean, with its own optimizer, place and random states. Around an
-    `AsyncWorker` (or with ``strategy="parameter_server"``) the model is the server's, which goes on: what is
-    saved is the place in the data, the random states, the counts and a live optimizer. A worker that is
-    started again joins, pulls and goes on from that place; what it had pushed since the save is pushed again,
-    and the momentum that it kept for the server begins anew. All of these are closed by their owner.
+    members at a server takes over their mean, with its own optimizer, buffers that are not averaged, place
+    and random states. Around an `AsyncWorker` (or with ``strategy="parameter_server"``) the model is the
+    server's, which goes on: what is saved is the place in the data, the random states, the counts and a live
+    optimizer. A worker that is started again joins, pulls and goes on from that place; what it had pushed
+    since the save is pushed again, and the momentum that it kept for the server begins anew. All of these are
+    closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
-    process with exit code 143; a second one, a moment later, ends it at once. So does SIGINT under `offbeat
-    launch`, which passes SIGTERM and Ctrl-C on as that.
+    process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A second one, a moment later, ends it
+    at once, unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
 
     Args:
         model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,
@@ -220,9 +221,11 @@ class FaultTolerantTrainer:
             ConfigError: Naming all that cannot be used, or is other data than the checkpoint's.
             ModelMismatchError: If model, optimizer, scheduler or GradScaler are others than the checkpoint's.
             UnsupportedTensorError: Naming state that no checkpoint can hold.
-            CheckpointError: If the directory or its checkpoints cannot be used, or a save fails.
+            CheckpointError: If the directory or its checkpoints cannot be used, or the last save fails, which
+                is that of the end or after SIGTERM; one in mid-run is warned of, and tried again.
             StateError: With `deterministic`, naming an operation that has no such form.
             SystemExit: With code 143, after SIGTERM; also where that came when all was done.
+            KeyboardInterrupt: After Ctrl-C, likewise.
         """
         limits = {"batch_size": batch_size, "max_steps": max_steps}
         given = {name: limit for name, limit in limits.items() if limit is not None}
@@ -258,7 +261,7 @@ class FaultTolerantTrainer:
         account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
-            terminated = stack.enter_context(noting_sigterm())
+            terminated = stack.enter_context(noting_signals())
             found = self._found(
                 trainee,
                 is_done=lambda m: m.epoch >= epochs or (max_steps is not None and m.step >= max_steps),
@@ -269,6 +272,7 @@ class FaultTolerantTrainer:
                 max_steps=max_steps,
                 log_frequency=log_frequency,
                 seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
+                is_seed_given=rest.get("is_seed_given", True) if rest else seed is not None,
                 member=rest["member"] if rest else subject.member if seed is None else "",
                 num_threads=rest["num_threads"] if rest else torch.get_num_threads(),
                 monitor=self._strategy.monitor,
@@ -297,6 +301,7 @@ class FaultTolerantTrainer:
                     account=account,
                     seed=seed,
                     left=self._left,
+                    may_go_back=plan.may_go_back,
                 )
             elif self.history.steps:
                 log.warn(
@@ -419,6 +424,8 @@ class FaultTolerantTrainer:
             self._directory,
             self._every,
             step=account.history.steps,
+            newest=self.resumed_from,
+            again=AGAIN_WITH_LATEST if self._request == "none" else "the same command",
             chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
             delays=self._delays,
         )
@@ -433,6 +440,9 @@ class FaultTolerantTrainer:
     def _note_modes(self) -> None:
         self._left = modes_of(self.model)
 
+
+AGAIN_WITH_LATEST = "it again with recovery_strategy='latest'"
+"""What to do where the same command would begin anew."""
 
 EVALUATED_TOGETHER = 32
 """Samples."""

@@ -57,14 +57,27 @@ class WithMetadata(dict[str, Any]):
         return self.of(self, self._metadata)
 
 
+SHOWN = 3
+"""So many of each kind of difference are named: two models may differ in a thousand tensors."""
+
+
 def of_tensors(own: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """Word how a checkpoint's tensors differ from a model's: which are missing, or of another shape."""
-    found = [f"the checkpoint has no {name!r}, which the model has" for name in own if name not in theirs]
-    found += [f"the checkpoint has a {name!r}, which the model has not" for name in theirs if name not in own]
+    lacking = [f"the checkpoint has no {name!r}, which the model has" for name in own if name not in theirs]
+    besides = [
+        f"the checkpoint has a {name!r}, which the model has not" for name in theirs if name not in own
+    ]
+    others = []
     for name, tensor in own.items():
         other = theirs.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor):
             ours, told = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (tensor, other))
             if ours != told:
-                found.append(f"{name!r} is {ours}, and the checkpoint's is {told}")
-    return found
+                others.append(f"{name!r} is {ours}, and the checkpoint's is {told}")
+    return [text for found in (lacking, besides, others) for text in _first(found)]
+
+
+def _first(found: list[str]) -> list[str]:
+    if len(found) <= SHOWN:
+        return found
+    return [*found[: SHOWN - 1], f"{found[SHOWN - 1]} (and so {len(found) - SHOWN} more)"]

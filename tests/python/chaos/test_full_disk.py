@@ -5,11 +5,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from support.command import Command, running
+from support.command import Command, command, running
 from support.kept import NEW, OLD, newest, push, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -116,3 +118,68 @@ def test_a_last_checkpoint_that_does_not_fit_is_exit_code_11_and_the_one_before_
     assert "the last checkpoint could not be written: " in server.said
     ballast.go()
     assert kept.resumed(place) == OLD
+
+
+TRAINER = (
+    sys.executable,
+    "-c",
+    """
+import sys, torch, offbeat
+from offbeat.recovery import saver
+
+def loss_fn(outputs, targets):
+    if not steps:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    steps.append(1)
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+steps, saver.RETRY_S = [], 0.1
+data = torch.utils.data.TensorDataset(torch.ones(64, 256), torch.zeros(64, dtype=torch.long))
+trainer = offbeat.FaultTolerantTrainer(torch.nn.Linear(256, 1024), sys.argv[1], checkpoint_frequency=1)
+trainer.train(
+    dataset=data,
+    epochs=1_000_000,
+    max_steps=int(sys.argv[2]),
+    optimizer=offbeat.optim.SGD(lr=1e-6),
+    loss_fn=loss_fn,
+)
+print("goes on from", trainer.resumed_from)
+""",
+)
+"""A run of a model of a megabyte, saved as often as the disk can, which begins at a line on its stdin."""
+
+
+@contextmanager
+def training_on_a_full_disk(place):
+    """Train until a checkpoint could not be written; give the process, and what fills the disk."""
+    with command(str(place), "1_000_000", program=TRAINER, stdin=subprocess.PIPE) as trainer:
+        trainer.line("ready")
+        ballast = Ballast(place.parent)
+        trainer.process.stdin.write("\n")
+        trainer.process.stdin.flush()
+        told = trainer.line("a checkpoint could not be written")
+        assert str(place) in told
+        assert FULL in told
+        assert "training goes on" in told
+        yield trainer, ballast
+
+
+def test_a_trainer_on_a_full_disk_goes_on_and_saves_when_there_is_room_and_its_last_says_what_to_do(disk):
+    place = disk / "kept"
+    with training_on_a_full_disk(place) as (trainer, ballast):
+        ballast.go()
+        trainer.line("saving goes on again")
+        trainer.signal(signal.SIGTERM)
+        assert trainer.ends() == 143, trainer.said
+    saved = max(place.glob("save-*"))
+    with training_on_a_full_disk(place) as (trainer, ballast):
+        trainer.signal(signal.SIGTERM)
+        assert trainer.ends() == 1, trainer.said
+    assert "the last checkpoint could not be written" in trainer.said
+    assert f"run the same command, which goes on from {saved}\n" in trainer.said
+    assert not list(place.glob(".saving-*")), "what is half done needs its room"
+    ballast.go()
+    with command(str(place), saved.name.rpartition("-")[2], program=TRAINER) as trainer:
+        assert trainer.ends() == 0, trainer.said
+    assert f"goes on from {saved}\n" in trainer.said

@@ -497,7 +497,7 @@ def test_who_waits_for_the_others_to_begin_says_so_and_for_how_long(server, monk
         offbeat.AsyncModelAverager(model(), 3, 0, **place, **settings).close()
     assert len(told) == 2
     assert "1 of 3 are there; after 1.5 s at most" in told[0]
-    assert "(world_size=)" in told[0]
+    assert "as where a FaultTolerantTrainer of the others is done, give their number (world_size=)" in told[0]
     assert told[1].startswith("1 of 3 members have come, and begin without the others")
     assert told[1].endswith("one that was refused, as for other settings, has said why itself")
 

@@ -443,6 +443,7 @@ def test_a_path_that_leads_to_none_is_refused_with_the_remedy(action, run, tmp_p
         assert (code, out) == (2, "")
         assert f"offbeat: {path} {what} " in err
         assert "--checkpoint-dir" in err
+        assert "what a FaultTolerantTrainer has as checkpoint_dir, or one of the folders save-… in it" in err
         assert err.count("\n") == 1
     assert not any(empty.iterdir())
 

@@ -1,13 +1,17 @@
 """`offbeat checkpoint` on what a `FaultTolerantTrainer` has kept."""
 
 import json
+import logging
+import re
 
 import pytest
 import safetensors.torch
 import torch
 
+from offbeat import FaultTolerantTrainer
 from offbeat.cli import main
 from offbeat.recovery.directory import names
+from offbeat.recovery.saver import Saver
 from support import fault_tolerant
 
 
@@ -46,6 +50,25 @@ def test_inspect_tells_of_a_directory_and_of_one(kept, capsys):
     assert "finished" in out
     assert "AdamW" in out
     assert "batch 5 of epoch 4" in out
+
+
+def test_inspect_counts_epochs_as_the_log_lines_do(tmp_path, monkeypatch, caplog, capsys):
+    monkeypatch.setattr(Saver, "save", fault_tolerant.waited(Saver.save))  # so that none is put off
+    caplog.set_level(logging.INFO, "offbeat")
+    trainer = FaultTolerantTrainer(fault_tolerant.model(), tmp_path, 6, monitor="loss")
+    trainer.train(
+        dataset=fault_tolerant.Noisy(),  # in batches of which a pass has 12
+        batch_size=fault_tolerant.BATCH_SIZE,
+        epochs=2,
+        optimizer=torch.optim.SGD(trainer.model.parameters(), lr=0.1),
+        loss_fn=fault_tolerant.loss_of,
+        log_frequency=1,
+    )
+    epochs = {step: epoch for epoch, step in re.findall(r"epoch (\d+)/2, step (\d+):", caplog.text)}
+    _, out, _ = offbeat(capsys, "inspect", tmp_path)
+    shown = re.findall(r"save-\d+-step-(\d+) .* (?:yes|no) +\d+ +(\d+) ", out)
+    assert {step for step, _ in shown} == {"12", "18", "24"}  # the end of a pass, its middle, the end of all
+    assert shown == [(step, epochs[step]) for step, _ in shown]
 
 
 def test_inspect_gives_json_to_programs_also_of_what_is_damaged(kept, capsys):

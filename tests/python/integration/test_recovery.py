@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -169,7 +170,8 @@ def test_where_all_are_damaged_no_run_begins_by_itself(broken_off, tmp_path):
     for name in directory.names(folder):
         damage(folder / name / "state.json", "cut", 0.5)
     before = directory.names(folder)
-    with pytest.raises(OSError, match=r"all checkpoints that would serve are damaged: .*save-.*; .*save-"):
+    said = r"all checkpoints that would serve are damaged: .*save-.*; .*save-.*overwrite=True, for one start"
+    with pytest.raises(OSError, match=said):
         fault_tolerant.trained(folder, max_steps=76)
     assert directory.names(folder) == before
 
@@ -242,6 +244,76 @@ def test_sigterm_to_all_while_batches_are_read_again_leaves_with_143(tmp_path, c
     assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
     assert directory.names(tmp_path / "kept") == names
     assert "Traceback" not in capfd.readouterr().err
+
+
+BY_CTRL_C = 1
+"""The exit code of a process of multiprocessing's that KeyboardInterrupt has ended."""
+
+
+@pytest.mark.parametrize("kill", [("int", 33), ("int in a sample", 250)], ids=["in a step", "in a batch"])
+def test_ctrl_c_saves_and_raises_and_the_run_goes_on_with_the_same_bits(kill, uninterrupted, tmp_path):
+    folder = tmp_path / "kept"
+    assert in_process(fault_tolerant.train, folder, kill=kill) == BY_CTRL_C
+    assert re.fullmatch(r"save-\d+-step-33", directory.names(folder)[0])
+    assert finished(folder, tmp_path / "result.json") == uninterrupted
+
+
+@pytest.mark.parametrize(
+    "kill", [("int of all", 17), ("int of all in a sample", 48)], ids=["in a step", "in a worker"]
+)
+def test_ctrl_c_on_a_terminal_whose_loader_s_workers_get_it_too_costs_no_bit(kill, tmp_path):
+    run = {"data": fault_tolerant.with_workers, "max_steps": 30}
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == BY_CTRL_C
+    assert directory.names(tmp_path / "kept"), "all that was trained is lost"
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+INTERRUPTED = (
+    sys.executable,
+    "-c",
+    """
+import signal, sys, threading, torch, offbeat
+
+def loss_fn(outputs, targets):
+    steps.append(1)
+    handler = signal.getsignal(signal.SIGINT)
+    if len(steps) == 6:
+        print("ready", flush=True)
+        while signal.getsignal(signal.SIGINT) is handler: threading.Event().wait(0.05)
+        print("noted", flush=True)
+        while sys.argv[2] == "twice": threading.Event().wait(0.05)
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+steps = []
+data = torch.utils.data.TensorDataset(torch.ones(4000, 4), torch.zeros(4000, dtype=torch.long))
+trainer = offbeat.FaultTolerantTrainer(torch.nn.Linear(4, 3), sys.argv[1])
+try:
+    trainer.train(dataset=data, optimizer=offbeat.optim.SGD(lr=0.1), loss_fn=loss_fn)
+finally:
+    print(trainer.history.stopped)
+    print("handlers are back", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+""",
+)
+"""A run that waits for Ctrl-C in its sixth step, and for another one where it is to come twice."""
+
+
+@pytest.mark.parametrize("times", ["once", "twice"])
+def test_a_second_ctrl_c_ends_a_run_at_once_and_unsaved(times, tmp_path):
+    with command(str(tmp_path / "kept"), times, program=INTERRUPTED) as trainer:
+        trainer.line("ready")
+        trainer.signal(signal.SIGINT)
+        trainer.line("noted")
+        if times == "twice":
+            trainer.signal(signal.SIGINT)
+        assert trainer.ends() == -signal.SIGINT, trainer.said
+    assert trainer.said.count("Ctrl-C: training ends after the step under way") == 1
+    assert {"interrupted\n", "handlers are back True\n"} <= set(trainer.out)
+    saved = [] if times == "twice" else ["save-000001-step-6"]
+    assert directory.names(tmp_path / "kept") == saved, trainer.said
+    path = tmp_path / "kept" / "save-000001-step-6"
+    ended = f"ended after step 6; to go on, run the same command, which goes on from {path}\n"
+    assert (ended in trainer.err) is (times == "once")
 
 
 LAUNCHED = """

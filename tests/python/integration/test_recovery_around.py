@@ -361,6 +361,66 @@ def test_a_member_at_a_server_goes_on_with_its_place_and_the_mean_or_brings_its_
         assert all((final[name].numpy() == o).all() for name, o in zip(names, own, strict=True))
 
 
+class Counting(nn.Module):
+    """Has what members average and what each has of its own: counts, in numbers of either kind."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.seen += 1
+        return self.norm(self.line(inputs))
+
+
+@pytest.mark.parametrize("kind", ["averager", "trainer"])
+def test_a_member_that_joins_others_brings_back_the_buffers_that_are_not_averaged(kind, tmp_path):
+    """Each batch is counted once, over both lives; all else is the others' mean."""
+    data = TensorDataset(torch.randn(40, 6), torch.arange(40) % 5)
+
+    def live_once(address, stop_at):
+        module, began, left = Counting(), {}, [stop_at]
+        if kind == "averager":
+            member = offbeat.AsyncModelAverager(
+                module, averaging_frequency=3, overlap=False, server_address=address
+            )
+        else:
+            member = offbeat.AsyncTrainer(
+                module,
+                strategy="average",
+                regular_sync_frequency=3,
+                overlap=False,
+                server_address=address,
+            )
+
+        def note(*_):
+            began.update({} if began else {n: v.clone() for n, v in module.state_dict().items()})
+
+        def loss_fn(outputs, targets):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Stopped
+            return LOSS(outputs, targets)
+
+        module.register_forward_pre_hook(note)
+        with member, suppress(Stopped):
+            trainer = FaultTolerantTrainer(member, tmp_path / "kept", checkpoint_frequency=4)
+            trainer.train(dataset=data, batch_size=8, epochs=4, optimizer=optim.SGD(lr=0.1), loss_fn=loss_fn)
+        return module, began, trainer.resumed_from
+
+    with offbeat.ParameterServer(transaction="model") as server:
+        live_once(server.address, 12)
+        mean = server.state_dict()
+        module, began, resumed = live_once(server.address, 0)
+    step = int(resumed.name.rpartition("-")[2])
+    assert began["line.weight"].equal(mean["line.weight"])
+    assert began["norm.running_var"].equal(mean["BatchNorm statistics 1"])
+    assert (began["norm.num_batches_tracked"], began["seen"]) == (step, step)
+    assert (module.norm.num_batches_tracked, module.seen) == (20, 20)
+
+
 def test_a_member_whose_server_is_lost_ends_with_its_own_model_and_saves_it(tmp_path, monkeypatch):
     monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
     monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)

@@ -78,7 +78,7 @@ class Killer:
         if kind in _EVENTS.get(self.kind, ()):
             self.left -= 1
             if self.left == 0:
-                number = signal.SIGTERM if self.kind.startswith("term") else signal.SIGKILL
+                number = _SIGNALS.get(self.kind.partition(" ")[0], signal.SIGKILL)
                 if self.kind in _OF_ALL:
                     # By another process: torch's workers tell their parent's signal apart.
                     subprocess.run(["kill", f"-{int(number)}", "--", f"-{os.getpgrp()}"], check=False)
@@ -86,6 +86,7 @@ class Killer:
                     os.kill(os.getpid(), number)
 
 
+_SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT}
 _EVENTS = {
     "step": ("step",),
     "save": ("save",),
@@ -94,8 +95,12 @@ _EVENTS = {
     "term at the end of a pass": ("pass",),
     "term of all": ("step",),
     "term of all in a sample": ("sample",),
+    "int": ("step",),
+    "int in a sample": ("sample",),
+    "int of all": ("step",),
+    "int of all in a sample": ("sample",),
 }
-_OF_ALL = ("term of all", "term of all in a sample")
+_OF_ALL = ("term of all", "term of all in a sample", "int of all", "int of all in a sample")
 
 
 def averaged(module):

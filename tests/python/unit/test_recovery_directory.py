@@ -232,6 +232,17 @@ def test_the_newest_three_the_newest_good_and_the_best_are_kept():
     assert kept(found, monitor="accuracy", mode="max") == {9, 8, 7, 3}
 
 
+def test_of_several_of_one_step_in_a_row_the_newest_takes_the_place():
+    def told(*steps, **fields):
+        return [manifest(number, step=step, **fields) for number, step in enumerate(steps, 1)][::-1]
+
+    assert kept(told(10, 20, 30, 40, 40), monitor=None, mode="min") == {5, 3, 2}
+    assert kept(told(10, 20, 20, 20, 40), monitor=None, mode="min") == {5, 4, 1}
+    assert kept(told(10, 20, 30, 20), monitor=None, mode="min") == {4, 3, 2}  # after a return to the first
+    last, *before = told(10, 20, 30, 40, 40)
+    assert kept([dataclasses.replace(last, is_good=False), *before], monitor=None, mode="min") == {5, 4, 3, 2}
+
+
 def test_best_goes_by_the_value_then_by_age_and_passes_over_what_is_not_finite():
     values = {5: math.nan, 4: 0.2, 3: 0.1, 2: 0.2, 1: math.inf}
     found = [manifest(n, monitor="loss", monitored=value) for n, value in values.items()]

@@ -1,5 +1,6 @@
 """`FaultTolerantTrainer`: what it trains is what a loop trains, and what it cannot do it refuses by name."""
 
+import errno
 import functools
 import logging
 import os
@@ -7,6 +8,8 @@ import re
 import shutil
 import signal
 import threading
+from concurrent import futures
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +27,11 @@ from offbeat.errors import (
 )
 from offbeat.frequency import Every
 from offbeat.recovery import saver as saver_module
-from offbeat.recovery.directory import entries, names
-from offbeat.recovery.saver import is_due, words_of_delay
+from offbeat.recovery.directory import Directory, entries, names
+from offbeat.recovery.files import Parts
+from offbeat.recovery.manifest import Manifest
+from offbeat.recovery.nest import flatten
+from offbeat.recovery.saver import Delays, Draft, Saver, is_due, words_of_delay
 from offbeat.recovery.trainer import FaultTolerantTrainer
 from support.fault_tolerant import waited
 
@@ -212,6 +218,9 @@ def test_other_settings_than_the_checkpoint_s_are_warned_of_and_the_checkpoint_s
     trainer = made(tmp_path)
     run(trainer, epochs=2, optimizer=optim.Adam(lr=0.5))
     assert "optimizer's lr is 0.5, and the checkpoint's run began with 0.01" in caplog.text
+    assert (
+        "for one start alone: a command that a supervisor repeats would begin anew each time" in caplog.text
+    )
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01
 
 
@@ -293,13 +302,49 @@ def test_a_path_goes_on_from_that_checkpoint(tmp_path):
 
 def test_none_begins_anew_in_an_empty_directory_or_where_it_may_overwrite(tmp_path):
     run(made(tmp_path, recovery_strategy="none"), epochs=1)
-    with pytest.raises(ConfigError, match=r"is 'none', and checkpoint_dir .* is not empty \(there is save-"):
+    refused = r"is 'none', and checkpoint_dir .* is not empty \(there is save-"
+    with pytest.raises(ConfigError, match=refused) as caught:
         run(made(tmp_path, recovery_strategy="none"), epochs=1)
+    assert "at each start: in a command that a supervisor repeats take 'latest'" in str(caught.value)
     trainer = made(tmp_path, recovery_strategy="none", overwrite=True)
     history = run(trainer, epochs=1)
     assert trainer.resumed_from is None
     assert history.steps == 5
     assert run(trainer, epochs=2).steps == 10  # in this process it goes on with what it has
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["where all is done", "in a run that goes on"])
+@pytest.mark.parametrize(
+    ("ruin", "said"),
+    [
+        ("a loss", "the loss is not finite"),
+        ("a parameter", "parameters are not finite"),
+        ("a loss that leaps", None),
+        (None, None),
+    ],
+)
+def test_who_goes_on_from_what_is_not_finite_is_warned(ruin, said, epochs, tmp_path, caplog):
+    module = net()
+    module.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+    steps = []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        loss = LOSS(outputs, targets)
+        if len(steps) < 40:
+            return loss
+        if ruin == "a parameter":
+            return ruined(loss, module.idle)
+        return loss + {"a loss": torch.nan, "a loss that leaps": 1e3}.get(ruin, 0.0)  # no gradient has it
+
+    trainer = FaultTolerantTrainer(module, tmp_path)
+    run(trainer, loss_fn=loss_fn, epochs=8)
+    caplog.clear()
+    run(FaultTolerantTrainer(module, tmp_path), loss_fn=loss_fn, epochs=7 + epochs)
+    began = tmp_path / names(tmp_path)[-1]
+    told = [r.message for r in caplog.records if "which this goes on from" in r.getMessage()]
+    back = "recovery_strategy='last_good' goes back to the newest checkpoint that is good"
+    assert told == ([] if said is None else [f"{said} in {began}, which this goes on from: {back}"])
 
 
 @pytest.mark.parametrize("ruin", ["a loss that is not finite", "a loss that leaps", "a parameter"])
@@ -357,7 +402,7 @@ def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypa
         del outputs, targets
         return next(levels)
 
-    monkeypatch.setattr(saver_module.Saver, "save", waited(saver_module.Saver.save))  # none is put off
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))  # none is put off
     run(made(tmp_path, monitor=level), max_steps=7, epochs=9)
     found = {e.manifest.step: e.manifest for e in entries(tmp_path)}
     assert {step: m.monitored_samples for step, m in found.items()} == {3: 24, 6: 24, 7: 8}
@@ -689,8 +734,27 @@ def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing
     assert "the optimizer is SGD, and the checkpoint's is Adam" in str(caught.value)
     assert "has a '2.weight', which the model has not" in str(caught.value)
     assert equal(values(other.model), before)
-    with pytest.raises(ModelMismatchError, match="grad_scaler is GradScaler, and the checkpoint's is none"):
+    assert str(caught.value).endswith(
+        ": build the model that was saved, and give all else as then, or begin anew in another checkpoint_dir"
+    )
+    same = "give the same, or begin anew in another checkpoint_dir$"
+    with pytest.raises(
+        ModelMismatchError, match=f"grad_scaler is GradScaler, and the checkpoint's is none: {same}"
+    ):
         run(made(tmp_path), grad_scaler=torch.amp.GradScaler("cpu"), epochs=3)
+
+
+def test_of_a_model_that_differs_in_many_tensors_the_first_are_named_and_the_rest_counted(tmp_path):
+    run(made(tmp_path))
+    deep = nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(100)), nn.Linear(8, 3))
+    with pytest.raises(ModelMismatchError) as caught:
+        run(FaultTolerantTrainer(deep, tmp_path), epochs=3)
+    text = str(caught.value)
+    assert "the checkpoint has no '1.weight', which the model has; " in text
+    ours, theirs = set(deep.state_dict()), set(net().state_dict())
+    named = sum(text.count(f"the checkpoint has no {name!r},") for name in ours - theirs)
+    assert f"(and so {len(ours - theirs) - named} more)" in text
+    assert len(text) < 1000
 
 
 @pytest.mark.parametrize(
@@ -698,7 +762,7 @@ def test_another_model_or_optimizer_than_the_checkpoint_s_is_refused_and_nothing
     [
         ({"dataset": data(41)}, "the dataset has 41 samples, and had 40 when"),
         ({"batch_size": 4}, "the batch size is 4, and was 8 when"),
-        ({"seed": 8}, "seed is 8, and was 7 when"),
+        ({"seed": 8}, "seed is 8, and was 7 when .*: give the same, or begin anew in another checkpoint_dir"),
         (
             {"dataloader": DataLoader(data(), batch_size=8), "seed": None},
             "data is a dataloader= without .* was a dataset=",
@@ -709,6 +773,14 @@ def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp
     run(made(tmp_path), seed=7)
     with pytest.raises(ConfigError, match=said):
         run(made(tmp_path), epochs=3, **{"seed": 7} | keywords)
+
+
+def test_a_seed_where_none_was_given_is_to_be_left_out(tmp_path):
+    run(made(tmp_path))
+    for _ in range(2):  # the second, of a checkpoint of a life that went on
+        with pytest.raises(ConfigError, match="seed is 5, and none was given then: leave it out"):
+            run(made(tmp_path), epochs=3, seed=5)
+        run(made(tmp_path), epochs=2)
 
 
 def test_a_loader_of_another_batch_size_or_length_is_refused_by_name(tmp_path):
@@ -792,22 +864,137 @@ def test_a_save_that_is_put_off_says_which_frequency_would_be_enough(every, due_
     assert enough in words_of_delay(every, due_s=due_s, took_s=took_s)
 
 
-def test_a_save_that_fails_is_raised_at_a_later_step_and_the_lock_is_let_go_of(tmp_path):
-    trainer = made(tmp_path)
-    steps = []
+class FullDisk:
+    """Lets writing fail while it is full; `has_failed` from the first time on."""
+
+    def __init__(self, monkeypatch):
+        self.is_full, self.has_failed, self._write = True, threading.Event(), saver_module.write
+        monkeypatch.setattr(saver_module, "write", self.write)
+
+    def write(self, folder, parts):
+        if self.is_full:
+            self.has_failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._write(folder, parts)
+
+
+def test_a_save_that_fails_in_mid_run_is_warned_of_and_saving_goes_on(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    monkeypatch.setattr(saver_module, "RETRY_S", 0.0)
+    disk, steps = FullDisk(monkeypatch), []
 
     def loss_fn(outputs, targets):
         steps.append(1)
-        if len(steps) == 2:
-            (tmp_path / "save-000001-step-3").write_text("in the way", "utf-8")
+        if len(steps) == 20:
+            assert disk.has_failed.wait(30)
+            disk.is_full = False
         return LOSS(outputs, targets)
 
-    with pytest.raises(CheckpointError, match=r"save-000001-step-3 cannot be written: Not a directory"):
-        run(trainer, loss_fn=loss_fn, epochs=50)
-    assert 3 <= len(steps) < 250
-    assert trainer.history.stopped == "failed"
-    (tmp_path / "save-000001-step-3").unlink()
-    assert run(trainer, epochs=1).stopped == "epochs"
+    assert run(made(tmp_path), loss_fn=loss_fn, epochs=8).stopped == "epochs"
+    assert len(steps) == 40
+    first, *_ = [r for r in caplog.records if "could not be written" in r.getMessage()]
+    assert first.levelno == logging.WARNING
+    assert f"{tmp_path / 'save-000001-step-3'} cannot be written: No space left on device" in first.message
+    assert "training goes on, and would, after a crash, begin anew" in first.message
+    assert caplog.text.count("saving goes on again, after ") == 1
+    assert names(tmp_path)[0].endswith("-step-40")
+    assert Directory(tmp_path).others() == sorted(names(tmp_path))  # nothing is left of what failed
+
+
+def draft(step):
+    parts = Parts(flatten({"w": torch.ones(2)}, what="model"), flatten({}, what="state"))
+    known = dict.fromkeys(("number", "epoch", "batch", "samples", "num_parameters"), 0) | {"step": step}
+    known |= {"seconds": 0.0, "written_unix_s": 0.0, "loss": 1.0, "band": None, "monitored": None}
+    known |= {"is_finished": False, "is_good": True, "monitor": None, "optimizer": "SGD"}
+    return Draft(parts, Manifest(**known, offbeat="1", torch="2", files=()), frozenset())
+
+
+def test_saves_that_fail_are_tried_when_due_after_ten_seconds_and_told_of_at_doubling_distances(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.DEBUG, "offbeat")
+    disk, now, before = FullDisk(monkeypatch), [100.0], tmp_path / "save-000001-step-4"
+    saver = Saver(
+        Directory(tmp_path),
+        Every(count=10),
+        step=4,
+        newest=before,
+        again="the same command",
+        chosen=lambda found: {m.number for m in found},
+        delays=Delays(),
+        clock=lambda: now[0],
+    )
+    for number in range(1, 9):
+        step = 10 * number
+        assert saver.is_wanted(step)
+        saver.save(draft(step))
+        futures.wait([saver._writing])
+        assert not saver.is_wanted(step + 1)  # which hears of it
+        now[0] += 9.9
+        assert not saver.is_wanted(step + 10)
+        now[0] += 0.1
+    told = [r for r in caplog.records if "could not be written" in r.getMessage()]
+    assert [n for n, r in enumerate(told, 1) if r.levelno == logging.WARNING] == [1, 2, 4, 8]
+    assert len(told) == 8
+    assert "the 8 newest checkpoints could not be written: " in told[-1].message
+    assert f"would, after a crash, go on from {before}; the next save that is due, 10 s" in told[-1].message
+    disk.is_full = False
+    assert saver.is_wanted(90)
+    saver.save(draft(90))
+    saver.wait()
+    (name,) = names(tmp_path)
+    assert f"{tmp_path / name} was written: saving goes on again, after 8 that could not be" in caplog.text
+    assert saver.is_wanted(100)  # as ever
+    saver.close()
+
+
+@pytest.mark.parametrize("ends_by", ["itself", "SIGTERM"])
+@pytest.mark.parametrize("strategy", ["latest", "none"])
+def test_a_last_save_that_fails_is_raised_with_what_to_do(ends_by, strategy, tmp_path, monkeypatch):
+    disk, steps = FullDisk(monkeypatch), []
+    disk.is_full = False
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 4:
+            disk.is_full = True
+            if ends_by == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return LOSS(outputs, targets)
+
+    saved = tmp_path / "save-000001-step-3"
+    again = "it again with recovery_strategy='latest'" if strategy == "none" else "the same command"
+    with pytest.raises(CheckpointError) as caught:
+        run(made(tmp_path, recovery_strategy=strategy), loss_fn=loss_fn, epochs=1)
+    step = 4 if ends_by == "SIGTERM" else 5
+    assert str(caught.value) == (
+        f"the last checkpoint could not be written: {tmp_path / f'save-000002-step-{step}'} cannot be "
+        f"written: No space left on device; free space on the disk, or mend what else it is, and run "
+        f"{again}, which goes on from {saved}"
+    )
+    disk.is_full = False
+    trainer = made(tmp_path)
+    assert run(trainer, epochs=1).steps == 5
+    assert trainer.resumed_from == saved
+
+
+def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(tmp_path, monkeypatch):
+    run(made(tmp_path))
+    mkdir = Path.mkdir
+
+    def denied(path, *arguments, **keywords):
+        if path.parent == tmp_path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        mkdir(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    called = []
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint_dir .* cannot be written to: Read-only file system"
+    ):
+        run(made(tmp_path), epochs=2, loss_fn=called.append)
+    assert not called
 
 
 def test_a_checkpoint_is_of_its_step_although_training_went_on(tmp_path, monkeypatch):
