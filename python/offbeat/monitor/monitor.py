@@ -162,7 +162,8 @@ class AsyncTrainingMonitor:
         self._warm_up = warm_up
         self._lock = threading.RLock()
         self._num_steps = 0
-        self._ahead = 0  # what the caller's count is more than that of the optimizer's steps
+        self._num_steps_told = 0  # of these, by the end of the batch that `on_step` heard of last
+        self._ahead = 1  # by what the number of the step under way is more; or as the caller counts
         self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
         self._is_broken = False  # likewise, by something that is not finite
@@ -270,11 +271,13 @@ class AsyncTrainingMonitor:
         if self._is_closed or hears_all:
             return
         mean = step.loss if trainer.loss_reduction == "mean" else step.loss / step.samples
-        self._hear({"loss": mean, "gradient_norm": step.gradient_norm})
+        is_made = self._num_steps > self._num_steps_told  # of this batch: a hook has judged it, and counted
+        self._hear({"loss": mean, "gradient_norm": step.gradient_norm}, is_made=is_made)
         if self._attachment is None:  # else the steps of what it watches count
             self._num_steps += 1
             if self._num_steps == SILENT_STEPS:
                 self._warn_of_silence()
+        self._num_steps_told = self._num_steps
 
     def resume(self) -> None:
         """Let training go on after a "pause"; any thread may call it."""
@@ -357,7 +360,8 @@ class AsyncTrainingMonitor:
             except (KeyError, TypeError, ValueError) as error:
                 raise _no_state(error) from error
             self._norms, self._first_norms = norms, first_norms
-            self._num_steps, self._ahead = num_steps, ahead
+            self._num_steps = self._num_steps_told = num_steps
+            self._ahead = ahead
             if self._attachment is not None:
                 self._attachment.gradients.resume(state.get("ratio_since"))  # which older ones do not have
             self._is_suspect = self._is_outdated = self._is_broken = False
@@ -383,13 +387,13 @@ class AsyncTrainingMonitor:
 
     # ------------------------------------------------------------------ what hooks call
 
-    def _hear(self, readings: Mapping[str, Any]) -> None:
-        """Take what a trainer tells."""
+    def _hear(self, readings: Mapping[str, Any], *, is_made: bool = False) -> None:
+        """Take what a trainer tells of the step under way, or of the one that was made last."""
         wanted = {name: value for name, value in readings.items() if self._wants(name)}
         numbers = {name: number for name, v in wanted.items() if (number := _number(v)) is not None}
         if numbers:
             with self._lock:
-                alerts = self._take(numbers, None)
+                alerts = self._take(numbers, None, is_made=is_made)
             self._is_outdated |= self._tell(alerts)
 
     def _judge_step(self, optimizer: "torch.optim.Optimizer | None") -> bool:
@@ -437,11 +441,13 @@ class AsyncTrainingMonitor:
 
     # ------------------------------------------------------------------ inside
 
-    def _take(self, readings: Mapping[str, float], worker: str | None) -> tuple[Alert, ...]:
-        """Judge readings of the step under way, and act on what is out of range."""
+    def _take(
+        self, readings: Mapping[str, float], worker: str | None, *, is_made: bool = False
+    ) -> tuple[Alert, ...]:
+        """Judge readings of the step under way, or of the one before, and act on what is out of range."""
         if self._was_skipped():
             self._forget()
-        step = self._num_steps + self._ahead
+        step = self._num_steps + self._ahead - is_made
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
         is_alone = self._attachment is not None and not self._attachment.are_shared()
         alerts = self._course.take(step, readings, worker, may_drop=is_alone, is_lost=self._is_lost)

@@ -78,7 +78,9 @@ def ten_times_the_lr(run, step, images, labels):
 def test_a_nan_batch_is_rejected(seed):
     report = drill(nan_batch, "reject", ["non_finite"], seed=seed)
     assert report.num_dropped == 1
-    assert [(a.step, a.metric, a.action) for a in report.alerts] == [(300, "non_finite", "reject")]
+    assert [(a.step, a.metric, a.action) for a in report.alerts] == [
+        (301, "non_finite", "reject")
+    ]  # the first step is 1
     assert [release.remedy for release in report.releases] == ["reject"]
 
 

@@ -1,5 +1,6 @@
 """A monitor hears what trains its model, and acts on it: every trainer of ours, by its `train` alone."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.lr_scale import factor_of
 from offbeat.recovery.directory import entries
 from support.small_net import net
@@ -131,6 +132,52 @@ def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_o
     assert (accumulator.skipped_updates, accumulator.updates, report.num_dropped) == (1, 9, 0)
 
 
+@pytest.mark.parametrize("remedy", ["alert", "reject"])
+@pytest.mark.parametrize("kind", ["local", "average", "accumulate", "fault_tolerant"])
+def test_an_alert_counts_steps_as_histories_log_lines_and_callbacks_do(kind, remedy, tmp_path):
+    model, alerts, steps = net(), [], []
+
+    def on_step(_, step):
+        if step.loss.isnan():
+            steps.append(step.step)
+
+    run = {"loss_fn": Loss(), "optimizer": optim.SGD(lr=0.1), "log_frequency": 1}
+    with AsyncTrainingMonitor(model, remediation_strategy=remedy, callbacks=alerts.append):
+        if kind == "fault_tolerant":
+            history = offbeat.FaultTolerantTrainer(model, tmp_path).train(**run, dataloader=BATCHES)
+        else:
+            told = types.SimpleNamespace(on_step=on_step)
+            trainer = offbeat.AsyncTrainer(
+                model, strategy=kind, regular_sync_frequency=1, warm_up_epochs=0, callbacks=[told]
+            )
+            raised = kind == "accumulate" and remedy == "alert"  # an update that is not finite is an error
+            with pytest.raises(NonFiniteError) if raised else contextlib.nullcontext():
+                trainer.train(**run, dataloader=BATCHES, progress=False)
+            history = trainer.history
+    assert [alert.step for alert in alerts] == [10]
+    if remedy == "alert" and kind != "accumulate":
+        assert history.first_non_finite == 10
+        assert [record.step for record in history.records if math.isnan(record.metrics["loss"])] == [10]
+        assert steps == ([] if kind == "fault_tolerant" else [10])
+    elif kind in ("local", "average"):
+        assert steps == [10]
+
+
+def test_a_monitor_that_is_told_of_numbers_has_those():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with AsyncTrainingMonitor(model, ["loss", "non_finite"], warm_up=5) as monitor:
+        for step in range(100, 103):  # by the user's own count
+            model(BATCHES[0][0]).sum().backward()
+            monitor.observe(step, loss=math.nan if step == 102 else 1.0)
+            if step == 101:
+                model[0].weight.grad.fill_(math.nan)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.load_state_dict(net().state_dict())
+    assert [alert.step for alert in monitor.report().alerts] == [101, 102]
+
+
 @pytest.mark.parametrize("watches", ["nothing", "the model", "a part"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_monitor_among_the_callbacks_hears_each_loss_once(watches, reduction):
@@ -149,9 +196,7 @@ def test_a_monitor_among_the_callbacks_hears_each_loss_once(watches, reduction):
         )
     series = monitor.report().series["loss"]
     assert series.num_seen == 10
-    assert [alert.step for alert in alerts] == [
-        10 if watches == "a part" else 9
-    ]  # before that's step, or after
+    assert [alert.step for alert in alerts] == [10]  # told before that step was made, or after
     assert series.values[:9] == pytest.approx([record.metrics["loss"] for record in history.records[:9]])
     trainer.train(dataloader=BATCHES, loss_fn=loss_fn, progress=False)
     assert monitor.report().series["loss"].num_seen == 10  # a closed one hears no more
