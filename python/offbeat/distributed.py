@@ -60,6 +60,8 @@ def init_distributed(
         (0, 1)
     """
     faults = Faults([] if timeout_s is None else seconds(finite=True, timeout_s=timeout_s))
+    if timeout_s == 0:
+        faults.append("timeout_s is 0, in which nobody can be met: give more than 0 s, or None")
     if backend not in BACKENDS:
         faults.append(f"backend is {backend!r}: give one of {', '.join(map(repr, BACKENDS))}")
     elif backend != "tcp":

@@ -85,7 +85,8 @@ class History:
         """Draw each metric over this worker's steps, and the staleness of its pushes where some were applied.
 
         Args:
-            path: Where to write the picture, in the format that its name says; None: nowhere.
+            path: Where to write the picture, in the format that its name says, in a folder that is made where
+                it is not there; None: nowhere.
 
         Returns:
             The picture, a `matplotlib.figure.Figure`.

@@ -441,6 +441,7 @@ class AsyncGradientAccumulator:
 
     def __enter__(self) -> Self:
         """Use the accumulator in a `with` block, at whose end it is closed; it is not flushed there."""
+        self._check_open()
         return self
 
     def __exit__(

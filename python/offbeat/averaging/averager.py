@@ -342,6 +342,7 @@ class AsyncModelAverager:
 
     def __enter__(self) -> Self:
         """Use the averager in a `with` block, at whose end it is closed; it is not flushed there."""
+        self._check_open()
         return self
 
     def __exit__(

@@ -106,10 +106,12 @@ class Meeting:
                     f"asynchronous is True and communication_backend {self.backend!r}: give "
                     f"server_address, or take 'tcp'"
                 )
-            if self.address is not None or self.token is not None:
+            given = {"server_address": self.address, "token": self.token}
+            if names := " and ".join(name for name, value in given.items() if value is not None):
+                remedy = "give server_address, or take 'tcp'" if self.backend is None else "take 'tcp'"
                 faults.append(
-                    f"server_address or token given, and communication_backend is {self.backend!r}: "
-                    f"take 'tcp'"
+                    f"{names} given, and communication_backend is {self.backend!r}, so no members meet at a "
+                    f"server: {remedy}"
                 )
             if has_others or faults:
                 faults.catch(lambda: self._group(method, is_tried=True))

@@ -116,6 +116,11 @@ def of_model(model: object) -> list[str]:
         f"is {a_class(model)} without parameters, so there is nothing to train": not any(
             True for _ in model.parameters()
         ),
+        "is wholly frozen (requires_grad), so there is nothing to train: unfreeze some of it first": not any(
+            parameter.requires_grad for parameter in model.parameters()
+        ),
+        "has tensors on the device 'meta', which hold no values: give them some first, as by "
+        "model.to_empty(device=…) and load_state_dict": any(tensor.is_meta for tensor in tensors),
     }
     return [f"model {what}" for what, is_so in found.items() if is_so][:1]
 

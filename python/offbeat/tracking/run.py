@@ -101,7 +101,8 @@ class Run:
         """Draw throughput, staleness and membership over time; and a metric over the model's version.
 
         Args:
-            path: Where to write the picture, in the format that its name says; None: nowhere.
+            path: Where to write the picture, in the format that its name says, in a folder that is made where
+                it is not there; None: nowhere.
             histories: What workers' `train` returned, by their names: the server does not see a loss.
             metric: Which of theirs to draw.
 

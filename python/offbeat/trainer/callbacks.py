@@ -90,6 +90,7 @@ def callbacks_of(given: object) -> list[Any]:
         ConfigError: Naming each that is none, and each method that is named nearly as a hook is, which nobody
             would call.
     """
+    given = () if given is None else given
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
     faults = []
     for one in several:

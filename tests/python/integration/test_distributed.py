@@ -117,6 +117,12 @@ def test_everything_that_is_wrong_is_told_at_once():
         assert what in told
 
 
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+def test_no_time_at_all_to_wait_is_refused(backend):
+    with pytest.raises(ConfigError, match="timeout_s is 0, in which nobody can be met"):
+        offbeat.init_distributed(backend, timeout_s=0)
+
+
 def test_nccl_without_cuda_hides_nothing_else(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"no CUDA device here: .*rank is -1"):

@@ -574,7 +574,14 @@ def test_evaluation_is_of_this_members_model_and_changes_nothing():
         ),
         ({"adaptation_metric": 3}, "adaptation_metric is 3: give one of"),
         ({"communication_backend": "tcp"}, "there is no server: give server_address='HOST:PORT'"),
-        ({"token": "secret"}, "server_address or token given, and communication_backend is None: take 'tcp'"),
+        (
+            {"token": "secret"},
+            "token given, and communication_backend is None, so no members meet at a server: give server",
+        ),
+        (
+            {"server_address": "127.0.0.1:1", "communication_backend": "gloo"},
+            "server_address given, and communication_backend is 'gloo', so no members meet at a server: take",
+        ),
         (
             {"server_address": "127.0.0.1:1", "method": averaging.DiLoCo(fragments=2)},
             "fragments is 2, and with 'tcp' a model is averaged whole",
@@ -987,6 +994,24 @@ def test_a_server_for_gradients_is_no_place_to_average_at(monkeypatch):
     with pytest.raises(ConfigError, match="make a group by offbeat") as caught:
         offbeat.AsyncTrainer(model(), strategy={0: "average", 1: "parameter_server"})
     assert AT_A_SERVER not in str(caught.value)
+
+
+def test_a_model_of_which_nothing_can_be_trained_is_refused():
+    with pytest.raises(ConfigError, match=r"model is wholly frozen \(requires_grad\)"):
+        offbeat.AsyncModelAverager(model().requires_grad_(requires_grad=False))
+    with pytest.raises(ConfigError, match="model has tensors on the device 'meta', which hold no values"):
+        offbeat.AsyncModelAverager(model().to("meta"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: offbeat.AsyncModelAverager(model()), lambda: offbeat.AsyncGradientAccumulator(model(), 2)],
+)
+def test_what_is_closed_begins_no_block(make):
+    ours = make()
+    ours.close()
+    with pytest.raises(ClosedError), ours:
+        pass
 
 
 def test_what_is_closed_trains_no_more_and_says_so():

@@ -580,6 +580,10 @@ def test_a_keyword_of_another_call_is_answered_with_that_call(call, told):
         call()
 
 
+def test_callbacks_none_are_none():
+    train(offbeat.AsyncTrainer(model(), callbacks=None), optim.SGD(lr=0.1))
+
+
 def test_the_size_of_batches_is_given_when_a_trainer_is_made():
     trainer = offbeat.AsyncTrainer(model(), local_batch_size=4)
     with pytest.raises(UnknownAttributeError, match=r"local_batch_size is given .*strategy$"):
