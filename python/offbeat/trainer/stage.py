@@ -139,7 +139,7 @@ class Stage:
             return Served(self._workshop, sync)
         no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect'
         given = self.syncs.given()
-        if given and all(other == "local" for other in self.schedule.values()):
+        if given and not self.used and all(other == "local" for other in self.schedule.values()):
             log.warn(
                 f"{no_effect} ({', '.join(given)}): leave them out, or take a strategy that meets others, as "
                 f'"average" does'

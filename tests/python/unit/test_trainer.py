@@ -459,6 +459,22 @@ def test_local_says_once_that_frequencies_have_no_effect_and_warns_where_some_we
     assert not any("meet every" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("when", ["in mid-run", "between two"])
+def test_frequencies_that_had_effect_before_local_was_set_are_not_said_to_have_none(when, caplog):
+    class Leaves:
+        def on_epoch_end(self, trainer, epoch):
+            if when == "in mid-run":
+                trainer.strategy = "local"
+
+    ours = offbeat.AsyncTrainer(
+        model(), regular_sync_frequency=3, strategy="average", process_group=False, callbacks=Leaves()
+    )
+    train(ours, optim.SGD(lr=0.1), epochs=2)
+    ours.strategy = "local"
+    train(ours, None, epochs=1)
+    assert not any("have no effect" in line for line in caplog.messages)
+
+
 # ------------------------------------------------------------------------------------------ what is told
 
 
