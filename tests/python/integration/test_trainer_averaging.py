@@ -242,7 +242,11 @@ def changing_alone(rank, address):
 def test_one_that_changes_its_strategy_alone_at_a_server_is_told_and_trains_on(server):
     (steps, told), (other_steps, _) = together(changing_alone, 2, server.address)
     assert steps == other_steps == 18
-    (said,) = [text for text in told if text.startswith("of 2 members 1 ended while this one waited")]
+    (said,) = [
+        text
+        for text in told
+        if text.startswith("of 2 members 1 are not there any more, now that this one has waited")
+    ]
     assert "goes on with strategy DiLoCo" in said
     assert "set strategy in all of them, after the same batch of theirs" in said
 

@@ -232,21 +232,23 @@ def test_zeros_and_gradients_of_before_the_worker_keep_no_model_from_being_the_n
         assert late.version == 1
 
 
-def test_so_it_does_where_a_metric_evaluates_in_train(serve, join):
+def test_a_metric_that_evaluates_in_train_measures_the_newest_model(serve, join):
     server = serve(net())
     worker, other = (join(server, net(), optimizer=SPEC) for _ in range(2))
 
     def metric(outputs, targets):
         backward(other)
         other.step()
-        return worker.evaluate(dataset())
+        worker.evaluate(dataset())
+        return float(worker.version == server.status()["version"])
 
     x, y = dataset().tensors
-    worker.train(
+    history = worker.train(
         dataloader=[(x, y)] * 3, loss_fn=nn.CrossEntropyLoss(), metrics=["loss", metric], progress=False
     )
+    assert history.records[-1].metrics["metric"] == 1.0
     mine = {of["id"]: of["mean_staleness"] for of in server.status()["workers"]}
-    assert mine[worker.id] == 1
+    assert mine[worker.id] == 0
 
 
 @pytest.mark.parametrize("live", [False, True])
