@@ -41,7 +41,7 @@ class Live:
 
 _lock = threading.Lock()
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
-_ends_by: BaseException | None = None
+_ends_by: SystemExit | None = None
 _at_end: list[Callable[[BaseException | None], None]] = []
 _hooked = False
 _hooked_into_multiprocessing = False
@@ -71,8 +71,8 @@ def at_end(call: Callable[[BaseException | None], None]) -> None:
     _hook_multiprocessing()
 
 
-def end_by(failure: BaseException | None) -> None:
-    """Know, as the process ends, what is raised now: Python has forgotten a `SystemExit` by then.
+def end_by(failure: SystemExit | None) -> None:
+    """Know, as the process ends, of a `SystemExit` that is raised now, which Python has forgotten by then.
 
     Args:
         failure: None: the one before was caught, and what it has ended is done after all.

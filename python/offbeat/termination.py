@@ -23,8 +23,8 @@ SET_BY_LAUNCH = ("OFFBEAT_SERVER", "LOCAL_RANK")
 """Variables that are set, both, in workers of `offbeat launch`."""
 
 CTRL_C_NOTED = (
-    "offbeat: Ctrl-C: training ends after the step under way, and is saved; Ctrl-C once more ends it at "
-    "once, unsaved\n"
+    "offbeat: Ctrl-C: training ends after the step under way, and is saved; Ctrl-C once more ends it without "
+    "that, when a checkpoint that is being written is\n"
 )
 """Who pressed it, and sees that nothing ends for a while, is told at once."""
 
@@ -89,7 +89,7 @@ class Terminated:
 
     Attributes:
         has_come: So.
-        is_ctrl_c: The newest is Ctrl-C, which ends no process that catches `KeyboardInterrupt`.
+        is_ctrl_c: The first was Ctrl-C, which ends no process that catches `KeyboardInterrupt`.
     """
 
     def __init__(self) -> None:
@@ -136,9 +136,9 @@ def noting_signals() -> Iterator[Terminated]:
             signal.signal(number, usual[number])
             os.kill(os.getpid(), number)
             return
-        if not noted.has_come:
+        if not noted.has_come:  # what comes first says how it ends: a group may be sent both
             of_children = _let_workers_go()
-        noted.has_come, noted.is_ctrl_c = True, number == signal.SIGINT and not is_launched
+            noted.has_come, noted.is_ctrl_c = True, number == signal.SIGINT and not is_launched
         if noted.is_ctrl_c:
             with suppress(OSError):  # by no stream: the signal may have come while one was being written to
                 os.write(2, CTRL_C_NOTED.encode())

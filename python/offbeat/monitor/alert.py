@@ -15,7 +15,7 @@ class Alert:
     Attributes:
         step: When: the caller's number, where `observe` is called; else that of the optimizer's step, counted
             while the monitor is there (and before, where it goes on from a state): 1 is the first, as in log
-            lines, `history` and `on_step`.
+            lines, `history` and `on_step`; of batches, where several make one.
         metric: Which.
         value: What it was. Of "non_finite" the number of elements that are not finite.
         expected: The range, its lower and its upper edge; infinite as long as there is none. In the warm-up

@@ -163,7 +163,7 @@ class Course:
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
-        self._num_dropped_in_a_row = in_a_row
+        self._num_dropped_in_a_row, self._is_lost = in_a_row, False
         self._resume()
 
     def _resume(self) -> None:

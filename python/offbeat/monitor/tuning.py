@@ -184,8 +184,8 @@ class ReduceLr(Remedy):
             return f"{', '.join(rates[:MOST_TOLD])}{more} now"
 
         def undo() -> str:
-            kept = undo_all([*served, *factors])
             self._taken_by.remove(factor)
+            kept = undo_all([*served, *factors])
             return "; ".join([f"learning rates are divided by {factor:g} again: {told()}", *kept])
 
         self._taken_by.append(factor)

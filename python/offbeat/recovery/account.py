@@ -98,6 +98,8 @@ class Account:
         """Look at how the run is doing. Waits for the device."""
         recent = self._read_recent()
         is_within, self._band = judged(recent, self._band)
+        if not recent and self.history.skipped:
+            is_within = False  # of all batches so far nothing came
         if self._monitor is not None and self._new_samples:
             self._monitored, self._monitored_samples = self._monitor.read(), self._new_samples
             self._new_samples = 0

@@ -89,9 +89,9 @@ class Local(Trainee):
         has_stepped = self._make_step()
         if not has_stepped:
             trained_by.skipped(self._module)
-        if self._scheduler is not None and self._per_step and has_stepped:
-            self._scheduler.step()
         is_skipped = not has_stepped or trained_by.has_dropped(self._module)
+        if self._scheduler is not None and self._per_step and not is_skipped:
+            self._scheduler.step()
         return Stepped(outputs, targets, shown, samples, int(has_stepped), is_skipped)
 
     def heard(self, loss: torch.Tensor) -> None:

@@ -242,7 +242,8 @@ class Run:
             self._saver.wait()
         log.announce(f"ended after step {self._account.history.steps:,}; to go on, {self._saver.to_go_on}")
         leaving = self._terminated.end()
-        process.end_by(leaving)
+        if isinstance(leaving, SystemExit):
+            process.end_by(leaving)
         raise leaving
 
     def _save(self) -> None:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as concurrent_wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,44 +90,44 @@ def words_of_delay(every: Every, *, due_s: float, took_s: float) -> str:
     )
 
 
-def words_of_failure(error: object, *, num: int, newest: Path | None) -> str:
+def words_of_failure(error: object, *, num: int, to_go_on: str) -> str:
     """Say that a save in mid-run has failed, and when the next one is tried.
 
     Args:
         error: Which file, and why.
         num: How many have failed, one after the other.
-        newest: The checkpoint that there is; None without.
+        to_go_on: What to do after a crash.
     """
     what = "a checkpoint" if num == 1 else f"the {num} newest checkpoints"
-    then = "begin anew" if newest is None else f"go on from {newest}"
     return (
-        f"{what} could not be written: {error}; training goes on, and would, after a crash, {then}; the next "
-        f"save that is due, {RETRY_S:g} s from now at the earliest, is the next try"
+        f"{what} could not be written: {error}; training goes on, and the next save that is due, "
+        f"{RETRY_S:g} s from now at the earliest, is the next try; after a crash until then, {to_go_on}"
     )
 
 
-def words_of_last_failure(error: object, *, newest: Path | None, again: str) -> str:
+def words_of_last_failure(error: object, *, to_go_on: str) -> str:
     """Say that the save at the end has failed, and what to do.
 
     Args:
         error: Which file, and why.
-        newest: The checkpoint that there is; None without.
-        again: What to run then, as "the same command".
+        to_go_on: What to do then.
     """
     return (
         f"the last checkpoint could not be written: {error}; free space on the disk, or mend what else it "
-        f"is, and {words_to_go_on(newest, again)}"
+        f"is, and {to_go_on}"
     )
 
 
-def words_to_go_on(newest: Path | None, again: str) -> str:
+def words_to_go_on(newest: Path | None, again: str, *, needs_good: bool) -> str:
     """Say what to run, and what that goes on from.
 
     Args:
         newest: The checkpoint that there is; None without.
         again: What to run, as "the same command".
+        needs_good: It goes on from one that is good, which the newest need not be.
     """
-    then = "begins anew, since there is no checkpoint" if newest is None else f"goes on from {newest}"
+    found = "the newest checkpoint that is good" if needs_good else newest
+    then = "begins anew, since there is no checkpoint" if newest is None else f"goes on from {found}"
     return f"run {again}, which {then}"
 
 
@@ -136,10 +137,10 @@ class Failures:
     def __init__(self) -> None:
         self.num = 0
 
-    def tell(self, error: CheckpointError, newest: Path | None) -> None:
+    def tell(self, error: CheckpointError, to_go_on: str) -> None:
         """Take one more down."""
         self.num += 1
-        words = words_of_failure(error, num=self.num, newest=newest)
+        words = words_of_failure(error, num=self.num, to_go_on=to_go_on)
         if self.num & (self.num - 1) == 0:
             log.warn(f"{words}; this is said again when as many more have failed")
         else:
@@ -179,7 +180,8 @@ class Saver:
         every: What is between two.
         step: Of the run as it starts.
         newest: The checkpoint that the run goes on from; None where it begins.
-        again: What a user is to run where the last save fails.
+        again: What a user is to run to go on.
+        needs_good: That goes on from a checkpoint that is good.
         chosen: Which checkpoints stay, from the manifests, newest first.
         delays: Is told of saves that are put off.
         clock: Seconds that only grow.
@@ -193,6 +195,7 @@ class Saver:
         step: int,
         newest: Path | None,
         again: str,
+        needs_good: bool,
         chosen: Callable[[Sequence[Manifest]], set[int]],
         delays: Delays,
         clock: Callable[[], float] = time.monotonic,
@@ -211,14 +214,14 @@ class Saver:
         self._delays = delays
         self._has_told = False  # of what could not be removed
         self._newest = newest
-        self._again = again
+        self._again, self._needs_good = again, needs_good
         self._failures = Failures()
         self._failed_s: float | None = None  # when it was known that the newest save has failed
 
     @property
     def to_go_on(self) -> str:
         """What to run after this life, in words."""
-        return words_to_go_on(self._newest, self._again)
+        return words_to_go_on(self._newest, self._again, needs_good=self._needs_good)
 
     def is_wanted(self, step: int) -> bool:
         """Whether to save after this step."""
@@ -262,23 +265,23 @@ class Saver:
         try:
             self._end()
         except CheckpointError as error:
-            raise CheckpointError(
-                words_of_last_failure(error, newest=self._newest, again=self._again)
-            ) from error
+            raise CheckpointError(words_of_last_failure(error, to_go_on=self.to_go_on)) from error
 
     def _settle(self) -> None:
         """Wait until nothing is being written, and tell if it has failed: the run has more saves to come."""
         try:
             self._end()
         except CheckpointError as error:
-            self._failures.tell(error, self._newest)
+            self._failures.tell(error, self.to_go_on)
             self._failed_s = self._clock()
 
     def _end(self) -> None:
+        if self._writing is None:
+            self._due_s = None
+            return
+        concurrent_wait([self._writing])  # what breaks this off leaves it to be waited for
         writing, self._writing = self._writing, None
         due_s, self._due_s = self._due_s, None
-        if writing is None:
-            return
         self._newest = writing.result()
         self._failures.end(self._newest)
         self._failed_s = None
@@ -290,7 +293,7 @@ class Saver:
         """End the thread, after what it is writing; if that fails, nobody else will be told."""
         self._thread.shutdown()
         if self._writing is not None and (error := self._writing.exception()) is not None:
-            log.warn(words_of_last_failure(error, newest=self._newest, again=self._again))
+            log.warn(words_of_last_failure(error, to_go_on=self.to_go_on))
 
     def _write(self, parts: Parts, manifest: Manifest, parameters: Iterable[str]) -> Path:
         is_good = manifest.is_good and all(are_finite(parts.model.tensors[name]) for name in parameters)

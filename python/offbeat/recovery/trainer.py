@@ -426,6 +426,7 @@ class FaultTolerantTrainer:
             step=account.history.steps,
             newest=self.resumed_from,
             again=AGAIN_WITH_LATEST if self._request == "none" else "the same command",
+            needs_good=self._request == "last_good",
             chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
             delays=self._delays,
         )

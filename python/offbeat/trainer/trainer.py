@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from offbeat import log, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.averaging.settings import Backend
-from offbeat.checks import Faults, check_keys, of_seed, of_worker_id, refuse, strings
+from offbeat.checks import Faults, at_least_one, check_keys, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
 from offbeat.history import History, Record
 from offbeat.launchers import find
@@ -225,7 +225,7 @@ class AsyncTrainer:
         self.model = model.to(where)
         trained_by.register(model, self)
         self.device = where
-        self.local_batch_size = local_batch_size
+        self._local_batch_size = local_batch_size
         self._amp = amp
         self._places = places
         self._seed = seed
@@ -363,6 +363,16 @@ class AsyncTrainer:
     def history(self) -> History:
         """What the last `train` did, also if it was interrupted or failed; ``history.plot()`` draws it."""
         return self._history
+
+    @property
+    def local_batch_size(self) -> int:
+        """Batch size of `train(dataset=...)`, from the next one on; may be set."""
+        return self._local_batch_size
+
+    @local_batch_size.setter
+    def local_batch_size(self, given: int) -> None:
+        refuse(at_least_one(local_batch_size=given))
+        self._local_batch_size = given
 
     @property
     def strategy(self) -> str | Method:

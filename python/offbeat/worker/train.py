@@ -162,28 +162,31 @@ class _Loop:
         shown = loss.detach() if plan.reduction == "mean" else loss.detach() / samples
         trained_by.tell(self._link.binding.module, loss=shown)
         self._history.samples += samples
+        before = self._steps.num_left_out
 
-        def step() -> list[Receipt]:
-            before = self._steps.num_left_out
-            receipts = self._steps.step(samples)
-            if is_left_out := self._steps.num_left_out > before:
+        def measure() -> None:
+            if self._steps.num_left_out > before:
                 self._history.skipped += 1
-            for meter in () if is_left_out else plan.meters:
+                return
+            for meter in plan.meters:
                 meter.update(outputs, targets, shown, samples)
-            return receipts
 
-        self._count(step)
+        self._count(lambda: self._steps.step(samples), measure)
         self._progress.advance()
 
-    def _count(self, act: Callable[[], list[Receipt]]) -> None:
-        """Do what may push, and count a step if one was made: a push, or a step of a live optimizer."""
+    def _count(self, act: Callable[[], list[Receipt]], measure: Callable[[], None] = lambda: None) -> None:
+        """Do what may push, count a step if one was made, a push or one of a live optimizer, and measure.
+
+        In this order: a metric that raises takes back nothing that the server has.
+        """
         history = self._history
         pushed, added = self._steps.num_pushed, self._steps.num_added
         receipts = act()
         is_live = self._steps.kind == "delta"
         history.steps += self._steps.num_added - added if is_live else self._steps.num_pushed - pushed
-        self._note_kept()  # a metric may have called `evaluate`
         self._account.note(receipts)
+        measure()
+        self._note_kept()  # a metric may have called `evaluate`
         if self._lines.is_due:
             self._log()
 

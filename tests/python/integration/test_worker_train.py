@@ -202,6 +202,18 @@ def test_a_second_train_goes_on_with_new_orders(serve, join):
     assert worker.model.seen[0] != worker.model.seen[1]
 
 
+def test_a_metric_that_raises_takes_back_no_push_that_was_made(serve, join):
+    server = serve(net())
+    worker = join(server, net())
+
+    def metric(outputs, targets):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        worker.train(dataset=dataset(), loss_fn=LOSS, optimizer=SPEC, metrics=[metric], progress=False)
+    assert server.status()["version"] == worker.history.steps == worker.history.receipts["applied"] == 1
+
+
 def test_training_on_a_dataset_draws_no_global_random_numbers(serve, join):
     worker = join(serve(net()), net())
     before = torch.get_rng_state()

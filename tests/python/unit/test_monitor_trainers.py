@@ -61,6 +61,21 @@ def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+def test_a_run_of_which_all_batches_were_dropped_is_not_good_and_moves_no_scheduler(tmp_path):
+    def loss_fn(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets) * float("nan")
+
+    live = torch.optim.SGD((model := net()).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(live, step_size=1, gamma=0.5)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5):
+        history = offbeat.FaultTolerantTrainer(model, tmp_path).train(
+            dataloader=BATCHES, loss_fn=loss_fn, optimizer=live, scheduler=scheduler, scheduler_step="step"
+        )
+    assert history.skipped == history.steps == len(BATCHES)
+    assert live.param_groups[0]["lr"] == 0.1
+    assert not entries(tmp_path)[0].manifest.is_good
+
+
 @pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant", "around an averager", "around it"])
 def test_a_batch_whose_gradients_a_remedy_dropped_is_skipped_and_counts_in_no_mean(kind, tmp_path):
     model, steps = net(), []

@@ -895,7 +895,8 @@ def test_a_save_that_fails_in_mid_run_is_warned_of_and_saving_goes_on(tmp_path, 
     first, *_ = [r for r in caplog.records if "could not be written" in r.getMessage()]
     assert first.levelno == logging.WARNING
     assert f"{tmp_path / 'save-000001-step-3'} cannot be written: No space left on device" in first.message
-    assert "training goes on, and would, after a crash, begin anew" in first.message
+    assert "training goes on, and the next save that is due, 0 s from now at the earliest" in first.message
+    assert "after a crash until then, run the same command, which begins anew" in first.message
     assert caplog.text.count("saving goes on again, after ") == 1
     assert names(tmp_path)[0].endswith("-step-40")
     assert Directory(tmp_path).others() == sorted(names(tmp_path))  # nothing is left of what failed
@@ -920,6 +921,7 @@ def test_saves_that_fail_are_tried_when_due_after_ten_seconds_and_told_of_at_dou
         step=4,
         newest=before,
         again="the same command",
+        needs_good=False,
         chosen=lambda found: {m.number for m in found},
         delays=Delays(),
         clock=lambda: now[0],
@@ -937,7 +939,7 @@ def test_saves_that_fail_are_tried_when_due_after_ten_seconds_and_told_of_at_dou
     assert [n for n, r in enumerate(told, 1) if r.levelno == logging.WARNING] == [1, 2, 4, 8]
     assert len(told) == 8
     assert "the 8 newest checkpoints could not be written: " in told[-1].message
-    assert f"would, after a crash, go on from {before}; the next save that is due, 10 s" in told[-1].message
+    assert f"after a crash until then, run the same command, which goes on from {before}" in told[-1].message
     disk.is_full = False
     assert saver.is_wanted(90)
     saver.save(draft(90))
@@ -949,7 +951,7 @@ def test_saves_that_fail_are_tried_when_due_after_ten_seconds_and_told_of_at_dou
 
 
 @pytest.mark.parametrize("ends_by", ["itself", "SIGTERM"])
-@pytest.mark.parametrize("strategy", ["latest", "none"])
+@pytest.mark.parametrize("strategy", ["latest", "none", "last_good"])
 def test_a_last_save_that_fails_is_raised_with_what_to_do(ends_by, strategy, tmp_path, monkeypatch):
     disk, steps = FullDisk(monkeypatch), []
     disk.is_full = False
@@ -965,13 +967,14 @@ def test_a_last_save_that_fails_is_raised_with_what_to_do(ends_by, strategy, tmp
 
     saved = tmp_path / "save-000001-step-3"
     again = "it again with recovery_strategy='latest'" if strategy == "none" else "the same command"
+    found = "the newest checkpoint that is good" if strategy == "last_good" else saved
     with pytest.raises(CheckpointError) as caught:
         run(made(tmp_path, recovery_strategy=strategy), loss_fn=loss_fn, epochs=1)
     step = 4 if ends_by == "SIGTERM" else 5
     assert str(caught.value) == (
         f"the last checkpoint could not be written: {tmp_path / f'save-000002-step-{step}'} cannot be "
         f"written: No space left on device; free space on the disk, or mend what else it is, and run "
-        f"{again}, which goes on from {saved}"
+        f"{again}, which goes on from {found}"
     )
     disk.is_full = False
     trainer = made(tmp_path)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ConfigError, StateError, UnknownAttributeError
+from offbeat.errors import ConfigError, StateError
 from offbeat.trainer.settings import Sync, Syncs
 from offbeat.trainer.trainer import KEYS
 
@@ -600,11 +600,15 @@ def test_callbacks_none_are_none():
     train(offbeat.AsyncTrainer(model(), callbacks=None), optim.SGD(lr=0.1))
 
 
-def test_the_size_of_batches_is_given_when_a_trainer_is_made():
+def test_the_size_of_batches_can_be_set_between_two_trains():
     trainer = offbeat.AsyncTrainer(model(), local_batch_size=4)
-    with pytest.raises(UnknownAttributeError, match=r"local_batch_size is given .*strategy$"):
-        trainer.local_batch_size = 8
-    trainer.strategy = "average"
+    data = torch.utils.data.TensorDataset(torch.randn(16, 6), torch.arange(16) % 5)
+    given = {"dataset": data, "optimizer": optim.SGD(lr=0.1), "loss_fn": LOSS, "progress": False}
+    assert trainer.train(**given).steps == 4
+    with pytest.raises(ConfigError, match="local_batch_size is 0"):
+        trainer.local_batch_size = 0
+    trainer.local_batch_size = 8
+    assert trainer.train(**given | {"optimizer": None}).steps == 2
 
 
 def test_one_of_several_processes_is_not_alone_unless_it_says_so(monkeypatch):
