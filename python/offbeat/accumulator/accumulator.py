@@ -227,7 +227,6 @@ class AsyncGradientAccumulator:
             are_means=are_means,
             is_divided=is_divided,
             is_measured=adaptive_accumulation,
-            places=self._members.places,
         )
         self._overlaps = overlap and self._members.size > 1
         self._meter: Meter | None = None

@@ -9,9 +9,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import distributed, nn
 
-from offbeat.accumulator.window import Places, Sum
+from offbeat.accumulator.parcel import Parcel
+from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
-from offbeat.local.flat import Flat, Room, fill, slices, wide
+from offbeat.local.flat import wide
 from offbeat.local.group import (
     begin_alike,
     check_alike,
@@ -71,9 +72,6 @@ class Members(Protocol):
     def unit(self) -> float | None:
         """What a window's gradients are to be over; None: whatever it likes."""
 
-    def places(self) -> Places:
-        """Give where the next window's sums are to be, so that they need not be copied."""
-
     def begin(
         self,
         own: Sum | None,
@@ -127,10 +125,6 @@ class Alone:
         self._own: Sum | None = None
         self._told: Sequence[float] = ()
 
-    def places(self) -> Places:
-        """Sums stay where they are."""
-        return []
-
     def begin(
         self,
         own: Sum | None,
@@ -181,7 +175,7 @@ class Alone:
 
 
 class Group:
-    """A process group: the gradients of all in one all-reduce per dtype, on the group's own threads."""
+    """A process group: the gradients of all are reduced on its own threads; see `Parcel`."""
 
     def __init__(
         self,
@@ -212,10 +206,7 @@ class Group:
         self._is_divided = is_divided
         self._device = named[0][1].device
         self._is_half = any(parameter.dtype == torch.float16 for _, parameter in named)
-        self._sent: list[nn.Parameter] = []
-        self._flat: Flat = {}
-        self._room = Room(2)  # what is under way, and the next
-        self._next: tuple[list[nn.Parameter], Flat] | None = None
+        self._parcel: Parcel | None = None
         self._unit: float | None = None  # of the next sum
         self._counts = 0.0  # of the newest one
         self._sent_in = 1.0
@@ -242,17 +233,6 @@ class Group:
         """
         return None if self._is_half else self._unit
 
-    def places(self) -> Places:
-        """Give parts of the flat memory that is reduced next."""
-        if self._device.type != "cpu":
-            return []  # there a second flat is dearer than a copy
-        sent = self._trained_by_all()
-        if self._next is None or not _are_same(self._next[0], sent):
-            self._next = sent, self._room.empty(sent) if sent else {}
-        parts = dict(zip(map(id, sent), slices(*self._next), strict=True))
-        every = [(parameter, parts.get(id(parameter))) for _, parameter in self._named]
-        return [part if part is not None and part.dtype == p.dtype else None for p, part in every]
-
     def begin(
         self,
         own: Sum | None,
@@ -261,7 +241,7 @@ class Group:
         *,
         rates: object = None,
     ) -> None:
-        """Copy the sums into flat memory and start their reduction.
+        """Start the reduction of the sums, which are nobody's until `finish`.
 
         Raises:
             ConfigError: If a gradient is sparse.
@@ -273,19 +253,15 @@ class Group:
             facts = [own.counts or 0.0, float(own.samples), 1.0]
         self._check_dense(gradients)
         self._sent_in, self._unit = self.unit or 1.0, self._counts or None
-        self._sent, kept, self._next = self._trained_by_all(), self._next, None
-        if kept is None or not _are_same(kept[0], self._sent):
-            kept = self._sent, self._room.empty(self._sent) if self._sent else {}
-        self._flat = kept[1]
         there = [gradient for gradient, is_one in zip(gradients, self._is_sent, strict=True) if is_one]
-        fill(self._flat, self._sent, there, scale=unit / self._sent_in)
+        self._parcel = Parcel(self._trained_by_all(), there, scale=unit / self._sent_in)
         self._wanted = self._are_trained()
         self._settings = settings if rates is None else {**settings, "learning rate": rates}
         marks = _marks([settings, self._wanted]) + _marks(rates)
         presence = [0.0 if gradient is None else 1.0 for gradient in gradients]
         numbers = [*facts, *marks, *presence, *told]
         self._facts = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        self._sums.begin([self._facts, *self._flat.values()])
+        self._sums.begin([self._facts, *self._parcel.sums])
 
     def finish(self) -> Total:
         """Wait for all members, divide, and give each parameter its part.
@@ -301,11 +277,12 @@ class Group:
         if num_at_work and (is_other(*settings) or is_other(*rates)):
             self._raise_unlike()
         self._is_sent = self._wanted
+        parcel, self._parcel = self._parcel, None
+        assert parcel is not None  # noqa: S101  it was begun
         if self._is_divided and counts:
-            _divide(list(self._flat.values()), counts / self._sent_in)
+            parcel.divide(counts / self._sent_in)
             self._counts = self._sent_in = counts
-        parts = dict(zip(map(id, self._sent), _parts(self._sent, self._flat), strict=True))
-        self._flat = {}
+        parts = dict(zip(map(id, parcel.like), parcel.open(), strict=True))
         there = zip(self._named, presence, strict=True)
         gradients = [parts.get(id(parameter)) if is_there else None for (_, parameter), is_there in there]
         return Total(gradients, round(samples), round(num_at_work), told)
@@ -403,24 +380,9 @@ def _marks(value: object) -> list[float]:
     return [mark, mark**2, 1.0]
 
 
-def _parts(sent: Sequence[nn.Parameter], flat: Flat) -> list[torch.Tensor]:
-    """Take the flat memory apart into gradients, each laid out as its parameter."""
-    parts = []
-    for parameter, part in zip(sent, slices(sent, flat), strict=True):
-        if part.dtype == parameter.dtype and parameter.is_contiguous():
-            parts.append(part)
-        else:
-            parts.append(torch.empty_like(parameter, requires_grad=False).copy_(part))
-    return parts
-
-
 def _bits(tensor: torch.Tensor) -> str:
     numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(numbers.data).hexdigest()
-
-
-def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
-    return list(map(id, some)) == list(map(id, others))
 
 
 def _divide(tensors: list[torch.Tensor], by: float) -> None:

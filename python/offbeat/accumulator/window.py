@@ -1,8 +1,7 @@
 """A window: the gradients of several micro-batches, added up where autograd adds them."""
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,7 @@ from torch import nn
 
 from offbeat.local.norm import square_norm
 
-__all__ = ["Places", "Sum", "Window", "brought"]
-
-Places = Sequence[torch.Tensor | None]
-"""By parameter: memory for its gradient, None where it may be anywhere; or nothing at all."""
+__all__ = ["Sum", "Window", "brought"]
 
 NOTHING = (0, 0.0, 0.0)
 """Measured of no micro-batch."""
@@ -66,7 +62,6 @@ class Window:
         are_means: bool,
         is_divided: bool,
         is_measured: bool,
-        places: Callable[[], Places] = list,
     ) -> None:
         """Begin with nothing.
 
@@ -75,11 +70,7 @@ class Window:
             are_means: Each loss is one over its counts.
             is_divided: Their sum is to be one over all.
             is_measured: Micro-batches' gradients are; for that they are added up here, not by autograd.
-            places: Where sums are to be in the end, asked for in each window once there is something to add
-                to: nothing if anywhere. What is added there need not be copied there.
         """
-        self._places = places
-        self._at: Places = []  # in this window
         self._is_measured = is_measured
         self._measured = NOTHING
         self._parameters = parameters
@@ -104,8 +95,6 @@ class Window:
             own = counts if self._are_means else 1.0
             unit = self._unit or unit or own
             factor = own / unit
-            if not self._at and any(gradient is not None for gradient in self._gradients):
-                self._at = self._places()
             try:
                 gradients = self._with_those_of(loss if factor == 1.0 else loss * factor)
             except BaseException:
@@ -115,8 +104,7 @@ class Window:
                 num, seen, squares = self._measured
                 square = square_norm(gradients) * unit**2 / counts
                 self._measured = num + 1, seen + counts, squares + square
-                at = self._at or [None] * len(gradients)
-                gradients = list(map(_sum, self._gradients, gradients, at))
+                gradients = list(map(_sum, self._gradients, gradients))
             self._gradients = gradients
             self._unit = unit
         self.batches += 1
@@ -125,23 +113,13 @@ class Window:
 
     def _with_those_of(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
         """Let autograd add a loss's gradients to the window's, or give them alone if they are measured."""
-        nothing: Places = [None] * len(self._parameters)
-        before = nothing if self._is_measured else self._gradients
-        hooks = []
+        before = [None] * len(self._parameters) if self._is_measured else self._gradients
         try:
-            for parameter, gradient, place in zip(self._parameters, before, self._at or nothing, strict=True):
+            for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
-                if gradient is None or place is None or gradient is place or not parameter.requires_grad:
-                    continue
-                parameter.grad = None  # so that autograd hands over what is new, of one parameter at a time
-                move = functools.partial(_move, gradient, place)
-                hooks.append(parameter.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
             loss.backward()  # type: ignore[no-untyped-call]
-            every = zip(self._parameters, before, strict=True)
-            return [gradient if parameter.grad is None else parameter.grad for parameter, gradient in every]
+            return [parameter.grad for parameter in self._parameters]
         finally:
-            for hook in hooks:
-                hook.remove()
             for parameter in self._parameters:
                 parameter.grad = None
 
@@ -162,7 +140,6 @@ class Window:
         """Begin anew."""
         self.batches = self._samples = 0
         self._gradients = [None] * len(self._parameters)
-        self._at = []
         self._counts = self._unit = 0.0
         self._measured = NOTHING
         self._is_finite = True
@@ -186,7 +163,6 @@ class Window:
         num, seen, squares = state["measured"]
         self._measured = num, seen, squares
         self._is_finite = state["is_finite"]
-        self._at = []
         self._gradients = brought(state["gradients"], self._parameters)
 
 
@@ -198,19 +174,11 @@ def brought(
     return [None if g is None else g.detach().to(p.device, copy=True) for g, p in pairs]
 
 
-def _move(before: torch.Tensor, place: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Bring a parameter's gradient to its place, with what was there before this backward."""
-    if parameter.grad is not None and parameter.grad is not place:  # autograd adds to what is there already
-        parameter.grad = _sum(before, parameter.grad, place)
-
-
-def _sum(
-    one: torch.Tensor | None, two: torch.Tensor | None, place: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Add two gradients, if dense in `place`, or in the first one's memory where there is none."""
+def _sum(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor | None:
+    """Add two gradients, if dense in the first one's memory."""
     if one is None or two is None:
         return two if one is None else one
     if not one.layout is two.layout is torch.strided:
         return one + two
     with torch.no_grad():
-        return torch.add(one, two, out=one if place is None else place)
+        return one.add_(two)

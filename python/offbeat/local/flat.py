@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["PIECE", "Flat", "Room", "add_way", "empty", "fill", "pack", "slices", "wide"]
+__all__ = ["PIECE", "Flat", "Room", "add_way", "empty", "pack", "slices", "wide"]
 
 PIECE = 1 << 16
 """Numbers that several operations are done to before the next: a core's own memory holds three times as many.
@@ -62,6 +62,7 @@ def pack(
     values: Iterable[torch.Tensor | None],
     *,
     room: "Room | None" = None,
+    scale: float = 1.0,
 ) -> Flat:
     """Copy values into flat memory of their own.
 
@@ -69,36 +70,17 @@ def pack(
         like: What says shapes and dtypes.
         values: As many; None is zeros.
         room: Where the memory is from; None: the system.
+        scale: What they are multiplied by; 1 keeps the bits.
     """
     flat = empty(like) if room is None else room.empty(like)
-    fill(flat, like, values)
-    return flat
-
-
-def fill(
-    flat: Flat, like: Sequence[torch.Tensor], values: Iterable[torch.Tensor | None], *, scale: float = 1.0
-) -> None:
-    """Copy values into flat memory, times `scale`; such as are in their places already stay there.
-
-    Args:
-        flat: Of tensors like these.
-        like: What says shapes and dtypes.
-        values: As many; None is zeros.
-        scale: 1 keeps the bits.
-    """
     for part, value in zip(slices(like, flat), values, strict=True):
-        is_same = value is not None and (value.dtype, value.device) == (part.dtype, part.device)
         if value is None:
             part.zero_()
-        elif is_same and value.data_ptr() == part.data_ptr():
-            if scale != 1.0:
-                part.mul_(scale)
         elif scale == 1.0:
             part.copy_(value.detach())
-        elif is_same:
-            torch.mul(value.detach(), scale, out=part)  # once through memory, with the same bits
         else:
             part.copy_(value.detach()).mul_(scale)
+    return flat
 
 
 def add_way(to: torch.Tensor, begin: torch.Tensor, end: torch.Tensor) -> None:

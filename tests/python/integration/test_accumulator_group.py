@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
+from offbeat.accumulator import parcel
 from offbeat.cli.failures import MAX_WORDS
 from offbeat.errors import (
     ClosedError,
@@ -44,6 +46,10 @@ LOSS = nn.CrossEntropyLoss()
 SPEC = optim.SGD(lr=0.1, momentum=0.9)
 
 
+ALL_LARGE, AS_IT_IS = 1, parcel.LARGE
+"""Bytes from which gradients are reduced where they are."""
+
+
 def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
@@ -56,7 +62,12 @@ def micro_batch(rank, window, number):
     return torch.randn(size, 6, generator=random), torch.randint(5, (size,), generator=random)
 
 
-def member(rank, windows, num_micro, overlap):
+def member(rank, windows, num_micro, overlap, large):
+    with mock.patch.object(parcel, "LARGE", large):
+        return trained_by_member(rank, windows, num_micro, overlap)
+
+
+def trained_by_member(rank, windows, num_micro, overlap):
     trained = model(seed=rank)  # all start from the first one's
     ours = offbeat.AsyncGradientAccumulator(trained, num_micro, overlap=overlap)
     updates, samples = [], []
@@ -102,8 +113,9 @@ def apply(live, trained, gradients):
 
 @pytest.mark.parametrize("windows", [(4, 4), (5, 2), (3, 0)])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_members_make_the_updates_of_one_process_with_all_samples(windows, overlap):
-    first, second = together(member, 2, windows, 3, overlap)
+@pytest.mark.parametrize("large", [AS_IT_IS, ALL_LARGE])
+def test_members_make_the_updates_of_one_process_with_all_samples(windows, overlap, large):
+    first, second = together(member, 2, windows, 3, overlap, large)
     assert all(map(np.array_equal, first[0], second[0])), "they stay equal"
     assert first[2] == second[2] == max(windows), "an update for each window that anybody had"
     last_of_a_window = [number == 2 for _ in range(windows[0]) for number in range(3)]
@@ -160,7 +172,12 @@ class Everything(nn.Module):
         return self.last(x.bfloat16()).float()
 
 
-def one_of_everything(rank, reduction, counts_ignored):
+def one_of_everything(rank, reduction, counts_ignored, large):
+    with mock.patch.object(parcel, "LARGE", large):
+        return trained_on_everything(rank, reduction, counts_ignored)
+
+
+def trained_on_everything(rank, reduction, counts_ignored):
     torch.manual_seed(rank)
     trained = Everything()
     ours = offbeat.AsyncGradientAccumulator(
@@ -193,8 +210,9 @@ def for_everything(counts_ignored):
 
 
 @pytest.mark.parametrize(("reduction", "counts_ignored"), [("mean", False), ("mean", True), ("sum", False)])
-def test_members_train_whatever_a_model_has(reduction, counts_ignored):
-    first, second = together(one_of_everything, 2, reduction, counts_ignored)
+@pytest.mark.parametrize("large", [AS_IT_IS, ALL_LARGE])
+def test_members_train_whatever_a_model_has(reduction, counts_ignored, large):
+    first, second = together(one_of_everything, 2, reduction, counts_ignored, large)
     assert all(np.array_equal(first[name], second[name]) for name in first)
     torch.manual_seed(0)
     alone = Everything()
@@ -236,7 +254,12 @@ def odd_parameters(trained):
     return {name: p.detach().float().numpy() for name, p in trained.named_parameters()}
 
 
-def odd(rank, reduction, has_normalizer, num_frozen):
+def odd(rank, reduction, has_normalizer, num_frozen, large):
+    with mock.patch.object(parcel, "LARGE", large):
+        return odd_member(rank, reduction, has_normalizer, num_frozen)
+
+
+def odd_member(rank, reduction, has_normalizer, num_frozen):
     trained = Odd(is_narrow=has_normalizer)
     ours = offbeat.AsyncGradientAccumulator(
         trained,
@@ -281,8 +304,11 @@ def odd_alone(reduction, has_normalizer, num_frozen):
     ("reduction", "has_normalizer"), [("mean", False), ("mean", True), ("sum", False), ("sum", True)]
 )
 @pytest.mark.parametrize("num_frozen", [99, 4])
-def test_windows_of_whatever_a_model_does_are_one_sum_of_all_members(reduction, has_normalizer, num_frozen):
-    first, second = together(odd, 2, reduction, has_normalizer, num_frozen)
+@pytest.mark.parametrize("large", [AS_IT_IS, ALL_LARGE])
+def test_windows_of_whatever_a_model_does_are_one_sum_of_all_members(
+    reduction, has_normalizer, num_frozen, large
+):
+    first, second = together(odd, 2, reduction, has_normalizer, num_frozen, large)
     assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
     assert first[1] == 4
     for name, theirs in odd_alone(reduction, has_normalizer, num_frozen).items():
@@ -310,29 +336,29 @@ class Passes(TorchDispatchMode):
 
 def passes(rank, adaptive):
     torch.manual_seed(0)
-    trained = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+    trained = nn.Sequential(nn.Linear(640, 480), nn.Tanh(), nn.Linear(480, 640))
     ours = offbeat.AsyncGradientAccumulator(trained, 4, adaptive_accumulation=adaptive)
     num = sum(p.numel() for p in trained.parameters())
     found = []
     for _ in range(5):
-        with Passes(at_least=1000) as counted:
+        with Passes(at_least=100_000) as counted:
             for _ in range(4):
-                inputs, targets = torch.randn(2, 64), torch.randint(64, (2,))
+                inputs, targets = torch.randn(2, 640), torch.randint(640, (2,))
                 ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
         found.append(counted.num / num)
-    alone = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+    alone = nn.Sequential(nn.Linear(640, 480), nn.Tanh(), nn.Linear(480, 640))
     live = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
-        with Passes(at_least=1000) as counted:
+        with Passes(at_least=100_000) as counted:
             for _ in range(4):
-                (LOSS(alone(torch.randn(2, 64)), torch.randint(64, (2,))) / 4).backward()
+                (LOSS(alone(torch.randn(2, 640)), torch.randint(640, (2,))) / 4).backward()
             live.step()
             live.zero_grad()
     ours.flush()
     return found, counted.num / num
 
 
-def test_a_window_makes_one_pass_over_memory_more_than_a_loop_of_torchs():
+def test_a_window_of_large_parameters_makes_one_pass_over_memory_more_than_a_loop_of_torchs():
     for found, alone in together(passes, 2, False):
         assert alone > 10, "something was counted"
         assert [round(num - alone, 1) for num in found[3:]] == pytest.approx([1.0, 1.0], abs=0.2), (

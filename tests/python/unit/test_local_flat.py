@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.local.flat import LARGE, Room, empty, fill, pack, slices
+from offbeat.local.flat import LARGE, Room, pack, slices
 
 LIKE = [
     torch.arange(12.0).view(3, 4),
@@ -63,8 +63,7 @@ def test_what_is_more_than_is_kept_comes_from_the_system_and_what_is_larger_repl
 
 def test_values_are_scaled_in_the_wide_dtype_whatever_their_strides():
     values = [LIKE[0].t().contiguous().t(), LIKE[1], LIKE[2], None]
-    flat = empty([*LIKE, LIKE[0]])
-    fill(flat, [*LIKE, LIKE[0]], values, scale=0.1)
+    flat = pack([*LIKE, LIKE[0]], values, scale=0.1)
     wanted = [0.1 * LIKE[0], 0.1 * LIKE[1], LIKE[2].float() * 0.1, torch.zeros(3, 4)]
     assert all(
         torch.equal(part, one) for part, one in zip(slices([*LIKE, LIKE[0]], flat), wanted, strict=True)
