@@ -3,13 +3,13 @@
 The workers are not a gang: one that fails does not end the others, and its exit code is told at the end.
 """
 
-import contextlib
 import os
 import secrets
 import socket
 import sys
 from argparse import REMAINDER, Namespace
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from offbeat import ParameterServer
@@ -24,7 +24,7 @@ from offbeat.cli.processes import Processes
 from offbeat.cli.say import forget, say
 from offbeat.cli.serving import (
     add_run_options,
-    log_to,
+    logged_to,
     make_server,
     not_saved,
     run_options_given,
@@ -79,11 +79,16 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Run the workers until all have ended; the first failure is the exit code."""
     _check(arguments)
+    with ExitStack() as stack:
+        return _run(arguments, stack)
+
+
+def _run(arguments: Namespace, stack: ExitStack) -> int:
     signals = Signals()
     background = Background(Output.to(sys.stderr, 2))
     try:
         with signals.raised():
-            server, joining = _server(arguments, background)
+            server, joining = _server(arguments, background, stack)
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")
         not_saved(arguments.save, "a signal came before there was a server", background)
@@ -140,7 +145,7 @@ def _check(arguments: Namespace) -> None:
         raise ConfigError(f"--server: {arguments.server!r} is not an address; give HOST:PORT")
     if not arguments.script.is_file():
         raise ConfigError(f"there is no script {arguments.script}")
-    with contextlib.suppress(OSError):  # there may be none; what is wrong with it is told later
+    with suppress(OSError):  # there may be none; what is wrong with it is told later
         if arguments.save is not None and arguments.save.path().samefile(arguments.script):
             raise ConfigError(f"--save: the model would replace the script, {arguments.script}")
 
@@ -177,7 +182,9 @@ def exit_code(of_worker: int) -> int:
     return of_worker if of_worker >= 0 else SIGNALLED - of_worker
 
 
-def _server(arguments: Namespace, background: Background) -> tuple[ParameterServer | None, dict[str, str]]:
+def _server(
+    arguments: Namespace, background: Background, stack: ExitStack
+) -> tuple[ParameterServer | None, dict[str, str]]:
     """Start a server for the workers, if none is named; give the variables, too, by which they find it."""
     if arguments.server is not None:
         return None, {"OFFBEAT_SERVER": arguments.server}
@@ -188,7 +195,7 @@ def _server(arguments: Namespace, background: Background) -> tuple[ParameterServ
     ours = not given and not os.environ.get("OFFBEAT_HOST")
     host = {"OFFBEAT_HOST": "127.0.0.1"} if ours else {}
     server = make_server(arguments, host="127.0.0.1", port=0, token=token)
-    log_to(background, "[server] ")
+    stack.enter_context(logged_to(background, "[server] "))
     with as_typed():
         server.start()
     return server, {"OFFBEAT_SERVER": server.address, "OFFBEAT_TOKEN": token} | host

@@ -5,7 +5,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from offbeat import ParameterServer, log
 from offbeat.address import THIS_MACHINE, is_local
@@ -19,7 +19,7 @@ from offbeat.cli.parser import Parser, count, positive_int, seconds, secret
 from offbeat.cli.serving import (
     add_run_options,
     join_lines,
-    log_to,
+    logged_to,
     make_server,
     not_saved,
     stop,
@@ -107,7 +107,8 @@ def run(arguments: Namespace) -> int:
         )
     background = Background(Output.to(sys.stderr, 2))
     try:
-        return _serve(arguments, token, made_up, to_keep_in, background)
+        with ExitStack() as stack:
+            return _serve(arguments, background, stack, token=token, made_up=made_up, to_keep_in=to_keep_in)
     finally:
         background.flush()
 
@@ -128,10 +129,12 @@ def _made_up(arguments: Namespace) -> tuple[str | None, str]:
 
 def _serve(
     arguments: Namespace,
+    background: Background,
+    stack: ExitStack,
+    *,
     token: str | None,
     made_up: str | None,
     to_keep_in: str | None,
-    background: Background,
 ) -> ExitCode:
     signals = Signals()
     is_new = not _has_checkpoints(arguments) or arguments.resume == "never"
@@ -151,7 +154,7 @@ def _serve(
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")
         return not_saved(arguments.save, "a signal came before there was a server", background)
-    log_to(background)
+    stack.enter_context(logged_to(background))
     with as_typed():
         server.start()
     if made_up is not None and to_keep_in is not None:

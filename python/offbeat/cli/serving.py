@@ -4,8 +4,8 @@ import logging
 import os
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from offbeat import ParameterServer, log, optim, schedule, staleness
@@ -22,7 +22,7 @@ from offbeat.extras import lacks
 __all__ = [
     "add_run_options",
     "join_lines",
-    "log_to",
+    "logged_to",
     "make_server",
     "not_saved",
     "run_options_given",
@@ -342,8 +342,15 @@ def join_lines(address: str, *, token: str | None, has_token: bool, in_environme
     return f"A worker joins from a shell with\n    {shell}\nor in Python with\n    {python})"
 
 
-def log_to(background: Background, prefix: str = "") -> None:
+@contextmanager
+def logged_to(background: Background, prefix: str = "") -> Iterator[None]:
     """Show what the server has to log."""
-    log.LOGGER.addHandler(LogHandler(background, prefix))
-    if log.LOGGER.level == logging.NOTSET:
+    handler, level = LogHandler(background, prefix), log.LOGGER.level
+    log.LOGGER.addHandler(handler)
+    if level == logging.NOTSET:
         log.LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.LOGGER.removeHandler(handler)
+        log.LOGGER.setLevel(level)
