@@ -19,7 +19,7 @@ from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat import log
 
-__all__ = ["Live", "at_end", "cause_of", "end_by", "failure_in", "register", "release"]
+__all__ = ["Live", "at_end", "cause_of", "failure_in", "note_exit", "register", "release"]
 
 MAX_CAUSE_CHARS = 1000
 
@@ -71,14 +71,14 @@ def at_end(call: Callable[[BaseException | None], None]) -> None:
     _hook_multiprocessing()
 
 
-def end_by(failure: SystemExit | None) -> None:
+def note_exit(leaving: SystemExit | None) -> None:
     """Know, as the process ends, of a `SystemExit` that is raised now, which Python has forgotten by then.
 
     Args:
-        failure: None: the one before was caught, and what it has ended is done after all.
+        leaving: None: the one before was caught, and what it has ended is done after all.
     """
     global _ends_by  # noqa: PLW0603  there is one process
-    _ends_by = failure
+    _ends_by = leaving
 
 
 def _hook() -> None:

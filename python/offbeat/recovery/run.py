@@ -140,7 +140,6 @@ class Run:
             SystemExit: With code 143 after SIGTERM, when that is saved.
             KeyboardInterrupt: After Ctrl-C, likewise.
         """
-        process.end_by(None)
         if self._resumed is None:  # else it is in the modes that it was saved in
             wake(self._trainee.module)
         try:
@@ -243,7 +242,7 @@ class Run:
         log.announce(f"ended after step {self._account.history.steps:,}; to go on, {self._saver.to_go_on}")
         leaving = self._terminated.end()
         if isinstance(leaving, SystemExit):
-            process.end_by(leaving)
+            process.note_exit(leaving)
         raise leaving
 
     def _save(self) -> None:

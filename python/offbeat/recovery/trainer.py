@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import log, trained_by
+from offbeat import log, process, trained_by
 from offbeat.checkpoints import directory_of
 from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
 from offbeat.frequency import Every, frequency
@@ -262,6 +262,7 @@ class FaultTolerantTrainer:
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
             terminated = stack.enter_context(noting_signals())
+            process.note_exit(None)  # of a `train` before
             found = self._found(
                 trainee,
                 is_done=lambda m: m.epoch >= epochs or (max_steps is not None and m.step >= max_steps),

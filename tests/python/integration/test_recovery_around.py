@@ -95,10 +95,12 @@ def test_one_that_sigterm_has_stopped_has_left_and_not_finished(serve, tmp_path)
     assert (worker["state"], worker["cause"]) == ("left", "left before its work was done: SystemExit: 143")
 
 
-def test_one_whose_sigterm_was_caught_and_that_trains_to_its_end_has_finished(serve, tmp_path):
+@pytest.mark.parametrize("steps_made", [3, 19], ids=["in mid-run", "in the last step"])
+def test_one_whose_sigterm_was_caught_and_that_trains_to_its_end_has_finished(steps_made, serve, tmp_path):
     torch.manual_seed(0)
     server = serve(nn.Linear(6, 5))
-    caught = SIGTERM_IN_MID_RUN.replace("trainer.train(", "train = lambda: trainer.train(") + (
+    script = SIGTERM_IN_MID_RUN.replace("steps_made == 3", f"steps_made == {steps_made}")
+    caught = script.replace("trainer.train(", "train = lambda: trainer.train(") + (
         "try:\n    train()\nexcept SystemExit:\n    print(train().stopped)\n"
     )
     ended = subprocess.run(
