@@ -44,6 +44,7 @@ pub(super) async fn tick(shared: Arc<Shared>) {
         let untold = shared.strangers().untold(now);
         untold.tell();
         let mut members = shared.members();
+        shared.note_who_waits(&mut members, now);
         let Ticked { lost, stalled, forgotten } = members.tick(config.lease, config.rejoin_grace, now);
         let have_gone = !lost.is_empty() || !forgotten.is_empty();
         if let Some(model) = shared.model.get() {

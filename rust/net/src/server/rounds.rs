@@ -283,6 +283,11 @@ impl Rounds {
         !self.roster.is_empty()
     }
 
+    /// Whether it has entered the round that is open, and waits for the others.
+    pub(super) fn is_waiting(&self, incarnation: u32) -> bool {
+        self.open.contains_key(&incarnation)
+    }
+
     pub(super) fn status(&self) -> RoundsStatus {
         RoundsStatus {
             closed: self.num_closed,

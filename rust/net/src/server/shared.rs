@@ -224,6 +224,12 @@ impl Shared {
         members.looked().filter(|looked| clock::has_stood_still(&self.config, *looked, now)).unwrap_or(now)
     }
 
+    /// Who waits in a round does not stall.
+    pub(super) fn note_who_waits(&self, members: &mut Members, now: Instant) {
+        let rounds = lock(&self.rounds);
+        members.wait(|incarnation| rounds.is_waiting(incarnation), now);
+    }
+
     /// The server stood still for so long, which counts for nobody.
     pub(super) fn excuse(&self, standstill: Duration, now: Instant) {
         let mut members = self.members();

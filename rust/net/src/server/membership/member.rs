@@ -18,6 +18,9 @@ pub(super) const GRACE_OF_ANOTHER_LIFE: u32 = 5;
 /// The span over which samples per second are measured.
 const RATE_WINDOW: Duration = Duration::from_secs(10);
 
+/// Who has not got on for so many times as long as its newest step took stands still, if that is longer than a lease.
+const STRIDES: u32 = 3;
+
 /// What ended a process whose name a newer one has taken.
 pub(super) const REPLACED: &str = "replaced by a newer process with the same worker_id";
 
@@ -83,6 +86,8 @@ pub(crate) struct Member {
     pub(super) heard: Instant,
     pub(super) progress: u64,
     pub(super) moved: Instant,
+    /// From the step before to the newest, as far as heartbeats tell.
+    pub(super) stride: Duration,
     pub(crate) traffic: Arc<Traffic>,
     /// (when, samples) over the last window, oldest first.
     history: VecDeque<(Instant, u64)>,
@@ -122,6 +127,7 @@ impl Member {
             heard: now,
             progress: 0,
             moved: now,
+            stride: Duration::ZERO,
             traffic,
             history: VecDeque::new(),
             connection: Arc::downgrade(connection),
@@ -155,6 +161,7 @@ impl Member {
             heard: now,
             progress: 0,
             moved: now,
+            stride: Duration::ZERO,
             traffic: Arc::default(),
             history: VecDeque::new(),
             connection: Weak::new(),
@@ -269,6 +276,19 @@ impl Member {
             State::Lost => self.forgotten,
             State::Left | State::Finished => true,
         }
+    }
+
+    /// It has got on, or waits for others: no stall.
+    pub(super) fn get_on(&mut self, now: Instant) {
+        self.moved = now;
+        if self.state == State::Stalled {
+            self.enter(State::Joined, None, now);
+        }
+    }
+
+    /// Whether it has not got on for so long, and for much longer than it takes from step to step.
+    pub(super) fn stands_still(&self, least: Duration, now: Instant) -> bool {
+        now.duration_since(self.moved) >= least.max(self.stride.saturating_mul(STRIDES))
     }
 
     /// Takes a standstill of the server out of what is judged; what was heard since then is not of the future.

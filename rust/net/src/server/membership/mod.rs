@@ -294,13 +294,14 @@ impl Members {
             return None;
         }
         member.heard = now;
-        if progress != member.progress {
-            (member.progress, member.moved) = (progress, now);
-        }
         let back = member.state == State::Lost;
-        if back || member.state == State::Stalled && member.moved == now {
+        if back {
             member.enter(State::Joined, None, now);
             member.moved = now;
+        }
+        if progress != member.progress {
+            (member.progress, member.stride) = (progress, now.duration_since(member.moved));
+            member.get_on(now);
         }
         back.then_some(id)
     }
@@ -396,6 +397,15 @@ impl Members {
         self.last_withdrawn = self.last_withdrawn.map(|at| (at + standstill).min(now));
     }
 
+    /// Those that wait for others do not stall.
+    pub(super) fn wait(&mut self, is_waiting: impl Fn(u32) -> bool, now: Instant) {
+        for member in self.by_id.values_mut() {
+            if member.state.is_present() && is_waiting(member.incarnation) {
+                member.get_on(now);
+            }
+        }
+    }
+
     /// A look at the clock: who has been silent for the lease, who makes no progress, whose grace has ended (its
     /// slot in the store may be given away).
     pub(super) fn tick(&mut self, lease: Duration, rejoin_grace: Duration, now: Instant) -> Ticked {
@@ -412,7 +422,7 @@ impl Members {
                     member.enter(State::Lost, Some(cause.clone()), now);
                     ticked.lost.push((id.clone(), member.incarnation, member.key, cause));
                 }
-                State::Joined if now.duration_since(member.moved) >= lease => {
+                State::Joined if member.stands_still(lease, now) => {
                     (member.state, member.since) = (State::Stalled, now);
                     ticked.stalled.push(id.clone());
                 }

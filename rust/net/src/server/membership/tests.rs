@@ -133,6 +133,35 @@ async fn heartbeats_without_progress_show_a_stall() {
 }
 
 #[tokio::test]
+async fn who_waits_for_others_does_not_stall() {
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
+    let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
+    members.lost(b, "killed", start);
+    for s in 1..=30 {
+        members.heard(a, 0, start + seconds(s));
+        members.wait(|_| s >= 12, start + seconds(s));
+        let stalled = members.tick(LEASE, seconds(60), start + seconds(s)).stalled;
+        assert_eq!(stalled, if s == 10 { vec!["a"] } else { vec![] }, "after {s} s");
+    }
+    assert_eq!((state(&members, "a"), state(&members, "b")), (State::Joined, State::Lost));
+}
+
+#[tokio::test]
+async fn who_takes_long_from_step_to_step_stalls_after_three_times_as_long() {
+    let (mut members, start) = (Members::new(FIRST), Instant::now());
+    let a = join(&mut members, "a", start);
+    let mut stalled = Vec::new();
+    for s in 1..=300 {
+        let steps = if s < 100 { s / 20 } else { 5 };
+        members.heard(a, steps, start + seconds(s));
+        if !members.tick(LEASE, seconds(60), start + seconds(s)).stalled.is_empty() {
+            stalled.push(s);
+        }
+    }
+    assert_eq!(stalled, [10, 160], "before its first step was known, and three steps after the last");
+}
+
+#[tokio::test]
 async fn the_servers_own_standstill_is_nobodys_silence_stall_or_grace() {
     let (mut members, start) = (Members::new(FIRST), Instant::now());
     let (a, b) = (join(&mut members, "a", start), join(&mut members, "b", start));
