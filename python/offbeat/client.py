@@ -398,8 +398,8 @@ class Client(process.Live):
     def set_progress(self, steps: int) -> None:
         """Tell the server, with the next heartbeat, that this worker gets on; nothing is sent here.
 
-        A worker that neither says so nor makes a call for 10 s, and for three times as long as between the two
-        before, is shown as stalled, and the server warns of it; but not while it waits for others in a round.
+        A worker that neither says so nor makes a call for 10 s, and for three times as long as between the
+        two before, is shown as stalled, and the server warns of it; not while it waits for others in a round.
         Calls tell it by themselves; this is for whoever works long between two of them.
 
         Args:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["History", "Record", "Stopped"]
 
 #: Why training ended. "epochs" and "max_steps": all that was asked for is done. "budget": the run's
-#: `max_samples` are used up. "interrupted": Ctrl-C. "failed": an exception. "running": it has not ended, or
-#: not begun.
-Stopped = Literal["running", "epochs", "max_steps", "budget", "interrupted", "failed"]
+#: `max_samples` are used up. "stop": `stop()` was called. "interrupted": Ctrl-C. "failed": an exception.
+#: "running": it has not ended, or not begun.
+Stopped = Literal["running", "epochs", "max_steps", "budget", "stop", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class History:
         receipts: How many pushes met which fate: "applied", or the reason of a rejection. Pushes from before
             `train` whose receipts nobody had seen are among them.
         stopped: Why it ended.
+        stop_reason: What was given to `stop()`, where that has ended it; None without.
         optimizer: Which optimizer ran, and on which side.
         skipped: Batches of which nothing was made, and which count in no mean: their scaled gradients were
             not finite (`AsyncTrainer(amp="fp16")`, and a `FaultTolerantTrainer`'s `grad_scaler`), a monitor's
@@ -80,6 +81,7 @@ class History:
     optimizer: str = ""
     skipped: int = 0
     first_non_finite: int | None = None
+    stop_reason: str | None = None
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draw each metric over this worker's steps, and the staleness of its pushes where some were applied.

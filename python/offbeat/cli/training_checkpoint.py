@@ -131,6 +131,12 @@ def _json(kind: str, told: dict[str, Any]) -> str:
     return plain_json.dumps({"kind": f"training {kind}"} | told, indent=2)
 
 
+def _end(manifest: Manifest) -> str:
+    if manifest.is_stopped:
+        return ", stopped" + ("" if manifest.stop_reason is None else f" ({manifest.stop_reason})")
+    return ", finished" if manifest.is_finished else ""
+
+
 def _one(path: Path, manifest: Manifest) -> str:
     files = ", ".join(f"{file.name} {_size(file.bytes)}" for file in manifest.files)
     band = "not known yet" if manifest.band is None else f"at most {manifest.band:.6g}"
@@ -138,7 +144,7 @@ def _one(path: Path, manifest: Manifest) -> str:
         "checkpoint": f"{path.name}, of {_when(manifest)}, by Offbeat {manifest.offbeat} "
         f"and torch {manifest.torch}",
         "training": f"step {manifest.step:,}, {manifest.samples:,} samples, {duration(manifest.seconds)}"
-        + (", finished" if manifest.is_finished else ""),
+        + _end(manifest),
         "next": f"batch {manifest.batch + 1:,} of epoch {manifest.epoch + 1:,}",
         "optimizer": manifest.optimizer,
         "parameters": f"{manifest.num_parameters:,}",

@@ -72,7 +72,7 @@ class Manifest:
         samples: Trained on.
         seconds: Wall time of training, over all lives.
         written_unix_s: When.
-        is_finished: Whether all was done that `train` had been asked for.
+        is_finished: Whether all was done that `train` had been asked for, or it was stopped.
         is_good: Whether the parameters are finite and the loss is within the band.
         loss: Mean of the newest steps; NaN before the first.
         band: What the loss may be at most; None while it is not known.
@@ -82,6 +82,10 @@ class Manifest:
         request: As which `recovery_strategy` the run was asked for, in words; None likewise.
         gone_back_to: Number of the checkpoint to which the life that wrote this went back, past newer ones
             that were not good; None where it did not, and where older ones do not tell.
+        epochs: Passes that `train` was asked for, in all; None where older ones do not tell.
+        max_steps: Steps, likewise; None for no limit.
+        is_stopped: Whether `stop()` was called before that.
+        stop_reason: What was given to it.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -110,6 +114,10 @@ class Manifest:
     monitored_samples: int | None = None
     request: str | None = None
     gone_back_to: int | None = None
+    epochs: int | None = None
+    max_steps: int | None = None
+    is_stopped: bool = False
+    stop_reason: str | None = None
 
     def to_bytes(self) -> bytes:
         """Write it."""

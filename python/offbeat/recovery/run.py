@@ -14,9 +14,11 @@ from offbeat.history import History
 from offbeat.local.finite import Finiteness
 from offbeat.local.log_lines import tracked
 from offbeat.local.loss import wake
+from offbeat.local.stopping import Stop
 from offbeat.recovery import rng
 from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts
+from offbeat.recovery.goal import Goal
 from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
@@ -47,8 +49,7 @@ class Plan:
     """What `train` was asked for.
 
     Attributes:
-        epochs: Passes over the data, in all lives of the run.
-        max_steps: Steps after which to stop, likewise; None for no limit.
+        goal: Where the run is to end.
         log_frequency: Steps between log lines.
         seed: Of the order of a dataset.
         is_seed_given: Whether a user gave that as the run began.
@@ -62,8 +63,7 @@ class Plan:
         gone_back_to: Number of the checkpoint that this life goes on from, where it went back past others.
     """
 
-    epochs: int
-    max_steps: int | None
+    goal: Goal
     log_frequency: int
     seed: int
     is_seed_given: bool
@@ -83,14 +83,12 @@ class Plan:
 
     def is_done(self, account: Account) -> bool:
         """Whether all of it was done."""
-        history = account.history
-        has_all_steps = self.max_steps is not None and history.steps >= self.max_steps
-        return history.epochs >= self.epochs or has_all_steps
+        return self.goal.is_reached(epochs=account.history.epochs, steps=account.history.steps)
 
     def end(self, account: Account) -> History:
         """Write down that all of it was done, and give the history."""
         history = account.history
-        history.stopped = "epochs" if history.epochs >= self.epochs else "max_steps"
+        history.stopped = "epochs" if history.epochs >= self.goal.epochs else "max_steps"
         return history
 
 
@@ -104,6 +102,7 @@ class Run:
         account: Where the run is.
         saver: Makes checkpoints.
         terminated: Whether to end at the next step.
+        stop: Whether somebody wants an end.
         resumed: The rest of the checkpoint's state; None for a run that begins.
     """
 
@@ -116,6 +115,7 @@ class Run:
         account: Account,
         saver: Saver,
         terminated: Terminated,
+        stop: Stop,
         resumed: dict[str, Any] | None,
     ) -> None:
         self._plan = plan
@@ -124,6 +124,7 @@ class Run:
         self._account = account
         self._saver = saver
         self._terminated = terminated
+        self._stop = stop
         self._resumed = resumed
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
@@ -154,7 +155,7 @@ class Run:
     def _train(self) -> None:
         trainee, account, history = self._trainee, self._account, self._account.history
         self._hear()
-        while not (self._plan.is_done(account) or self._pushes.is_out_of_budget):
+        while not (self._plan.is_done(account) or self._pushes.is_out_of_budget or self._is_stopped()):
             self._check_terminated()
             if self._pass():
                 steps = trainee.end_epoch(account.place.epoch)
@@ -165,12 +166,21 @@ class Run:
         if history.steps > account.logged_step:
             self._log()
         self._finiteness.end()
-        self._plan.end(account)
+        if history.stopped != "stop":
+            self._plan.end(account)
         if self._pushes.is_out_of_budget:
             history.stopped = "budget"
         self._save()
         self._saver.wait()
         trainee.finished(history)
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody wants an end, which is written down. No checkpoint of before says so."""
+        history = self._account.history
+        if self._stop.is_wanted and history.stopped != "stop":
+            history.stopped, history.stop_reason = "stop", self._stop.reason
+            log.info("training ends at step %s: %s", history.steps, self._stop.reason or "stop() was called")
+        return history.stopped == "stop"
 
     def _hear(self) -> None:
         """Take down what a server has answered."""
@@ -193,9 +203,9 @@ class Run:
             if self._saver.is_wanted(history.steps) and self._trainee.is_settled:
                 self._save()
             self._check_terminated()
-            if self._plan.max_steps is not None and history.steps >= self._plan.max_steps:
+            if self._pushes.is_out_of_budget or self._is_stopped():
                 return False
-            if self._pushes.is_out_of_budget:
+            if self._plan.goal.max_steps is not None and history.steps >= self._plan.goal.max_steps:
                 return False
         if not self._account.place.batch:
             raise ConfigError(
@@ -262,7 +272,7 @@ class Run:
             samples=history.samples,
             seconds=history.seconds,
             written_unix_s=0.0,
-            is_finished=plan.is_done(account) or self._pushes.is_out_of_budget,
+            is_finished=plan.is_done(account) or self._pushes.is_out_of_budget or history.stopped == "stop",
             is_good=judgement.is_within,
             loss=judgement.loss,
             band=judgement.band,
@@ -271,6 +281,10 @@ class Run:
             monitored_samples=judgement.monitored_samples,
             request=plan.request,
             gone_back_to=plan.gone_back_to,
+            epochs=plan.goal.epochs,
+            max_steps=plan.goal.max_steps,
+            is_stopped=history.stopped == "stop",
+            stop_reason=history.stop_reason,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),
             optimizer=self._trainee.optimizer_name,
             offbeat=_version(),
@@ -307,9 +321,9 @@ class Run:
         rate = (record.samples - samples) / max(now - since, 1e-9)
         self._logged = now, record.samples
         measured = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
-        epoch = min(self._account.history.epochs + 1, self._plan.epochs)
+        epoch = min(self._account.history.epochs + 1, self._plan.goal.epochs)
         aside = f"; {told}" if told else ""
-        where = f"epoch {epoch}/{self._plan.epochs}, step {record.step}"
+        where = f"epoch {epoch}/{self._plan.goal.epochs}, step {record.step}"
         log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()
         self._trainee.logged(record, tracked(record, rate))

@@ -14,6 +14,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.local.optimizer import are_equal
+from offbeat.local.stopping import Stop
 from offbeat.recovery import settings
 from offbeat.recovery.averaged import Averaged
 from offbeat.recovery.driven import Trained
@@ -40,6 +41,7 @@ class Asked:
         scheduler: As given.
         scheduler_step: When it steps.
         scaler: As given.
+        stop: Whether somebody wants an end.
     """
 
     epochs: int
@@ -48,6 +50,7 @@ class Asked:
     scheduler: object
     scheduler_step: SchedulerStep
     scaler: "torch.amp.GradScaler | None"
+    stop: Stop
 
 
 class Subject(ABC):
@@ -234,6 +237,7 @@ class _Trainer(_Ordered):
             loss_fn=asked.loss_fn,
             scheduler=cast(Any, asked.scheduler),
             scheduler_interval=cast(Any, asked.scheduler_step),
+            stop=asked.stop,
         )
         return Trained(self._trainer, driven, asked.loss_fn)
 

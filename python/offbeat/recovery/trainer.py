@@ -18,6 +18,7 @@ from offbeat.frequency import Every, frequency
 from offbeat.history import History
 from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
+from offbeat.local.stopping import Stop
 from offbeat.metrics import Metric
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.recovery import rng, settings
@@ -25,6 +26,7 @@ from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, kept
 from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
+from offbeat.recovery.goal import Goal
 from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
@@ -170,6 +172,7 @@ class FaultTolerantTrainer:
         self._left: Modes | None = None  # of the model, as the last `train` has left it
         self._loss_fn: LossFunction | None = None
         self._delays = Delays()
+        self._stop = Stop()
 
     @known_keywords
     def train(
@@ -246,6 +249,7 @@ class FaultTolerantTrainer:
             scheduler=scheduler,
             scheduler_step=scheduler_step,
             scaler=grad_scaler,
+            stop=self._stop,
         )
         faults.catch(lambda: subject.check(asked))
         refuse(faults)
@@ -263,14 +267,11 @@ class FaultTolerantTrainer:
             stack.enter_context(self._directory.locked())
             terminated = stack.enter_context(noting_signals())
             process.note_exit(None)  # of a `train` before
-            found = self._found(
-                trainee,
-                is_done=lambda m: m.epoch >= epochs or (max_steps is not None and m.step >= max_steps),
-            )
+            goal = Goal(epochs, max_steps)
+            found = self._found(trainee, is_done=goal.is_done)
             rest = None if found is None else found.rest
             plan = Plan(
-                epochs=epochs,
-                max_steps=max_steps,
+                goal=goal,
                 log_frequency=log_frequency,
                 seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
                 is_seed_given=rest.get("is_seed_given", True) if rest else seed is not None,
@@ -311,18 +312,14 @@ class FaultTolerantTrainer:
                 )
             self._note(found, account)
             stack.callback(self._note_modes)
-            is_done = plan.is_done(account)
-            # Others who are not done are to be met once more, at their end.
-            if trainee.agree(is_done) and is_done:
-                assert rest is not None  # noqa: S101  a run that begins has something to do
-                rng.restore(rest["rng"], self.device)  # for what comes after
-                log.info("all is done already, in %s", self.resumed_from)
-                return plan.end(account)
+            if self._is_done_already(plan, trainee, account, found):
+                return account.history
             if self._is_deterministic:
                 stack.enter_context(same_bits(num_threads=plan.num_threads))
             saver = self._saver(account)
             stack.callback(saver.close)
             stack.enter_context(_end_noted(account.history))
+            stack.enter_context(self._stop.training())
             Run(
                 plan,
                 trainee=trainee,
@@ -330,9 +327,27 @@ class FaultTolerantTrainer:
                 account=account,
                 saver=saver,
                 terminated=terminated,
+                stop=self._stop,
                 resumed=rest,
             ).run()
         return self.history
+
+    def stop(self, reason: str | None = None) -> None:
+        """End `train` after the batch under way, well; to be called while it runs, as in another thread.
+
+        In the callback of an `AsyncTrainer` that this trains its own `stop` does the same. What there is then
+        is saved, and the same command trains no more: it tells that the run was stopped, and when. With more
+        `epochs`, or a higher `max_steps`, it goes on from there. A process that is killed before that is
+        saved goes on from the checkpoint before.
+
+        Args:
+            reason: For people: in the log, and `history.stop_reason`.
+
+        Raises:
+            StateError: Outside of `train`.
+            ConfigError: If the reason is no text.
+        """
+        self._stop.ask(reason)
 
     @overload
     def evaluate(
@@ -395,6 +410,24 @@ class FaultTolerantTrainer:
             )
         return None
 
+    def _is_done_already(self, plan: Plan, trainee: Trainee, account: Account, found: Found | None) -> bool:
+        """Tell whether nobody has anything to do, with the history of that in the account."""
+        history = account.history
+        if found is not None and plan.goal.was_stopped(found.manifest):
+            history.stopped, history.stop_reason = "stop", found.manifest.stop_reason
+        is_done = plan.is_done(account) or history.stopped == "stop"
+        # Others who are not done are to be met once more, at their end.
+        if not (trainee.agree(is_done) and is_done):
+            return False
+        assert found is not None  # noqa: S101  a run that begins has something to do
+        rng.restore(found.rest["rng"], self.device)  # for what comes after
+        if history.stopped == "stop":
+            log.announce(_stopped_before(history, found.path))
+        else:
+            plan.end(account)
+            log.info("all is done already, in %s", found.path)
+        return True
+
     def _data(
         self,
         dataset: Dataset[Any] | None,
@@ -443,6 +476,15 @@ class FaultTolerantTrainer:
         self._left = modes_of(self.model)
 
 
+def _stopped_before(history: History, where: Path) -> str:
+    """Say why nothing is trained."""
+    why = "" if history.stop_reason is None else f" ({history.stop_reason})"
+    return (
+        f"stop() has ended this run after step {history.steps:,}{why}, and nothing is trained: {where} is "
+        f"its end; more epochs=, or a higher max_steps=, go on from there"
+    )
+
+
 AGAIN_WITH_LATEST = "it again with recovery_strategy='latest'"
 """What to do where the same command would begin anew."""
 
@@ -456,6 +498,6 @@ def _end_noted(history: History) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if history.stopped == "running":
+        if history.stopped in {"running", "stop"}:
             history.stopped = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         raise

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
+from offbeat import log
 from offbeat.history import History
 from offbeat.local.batches import Epochs, Given
 from offbeat.local.finite import Finiteness
 from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import wake
 from offbeat.local.progress import Progress
+from offbeat.local.stopping import Stop
 from offbeat.metrics import Meter
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer.callbacks import Callbacks, Step
@@ -44,6 +46,7 @@ class TrainPlan:
         trackers: Who is handed the log lines' numbers.
         scheduling: Of the learning rate.
         callbacks: Who is told.
+        stop: Whether it is to end before.
     """
 
     source: Epochs | Given
@@ -55,6 +58,7 @@ class TrainPlan:
     trackers: Fanout
     scheduling: Scheduling
     callbacks: Callbacks
+    stop: Stop
 
     def num_batches(self) -> int | None:
         """Count the batches that there will be at most, if anyone knows."""
@@ -132,7 +136,7 @@ class Loop:
                 self.is_within_a_pass = True
                 strategy = self._stage.at(epoch)  # a callback may have chosen another
                 self._batch(strategy, batch, epoch)
-                if self._account.is_out_of_budget:
+                if self._account.is_out_of_budget or self._is_stopped():
                     return
                 if plan.max_steps is not None and history.steps >= plan.max_steps:
                     history.stopped = "max_steps"
@@ -143,9 +147,17 @@ class Loop:
             self.is_within_a_pass = False
             plan.scheduling.end_epoch()
             plan.callbacks.tell("on_epoch_end", epoch)
-            if self._account.is_out_of_budget:
+            if self._account.is_out_of_budget or self._is_stopped():
                 return
         history.stopped = "epochs"
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody wants an end, which is written down."""
+        stop, history = self._plan.stop, self._history
+        if stop.is_wanted:
+            history.stopped, history.stop_reason = "stop", stop.reason
+            log.info("training ends at step %s: %s", history.steps, stop.reason or "stop() was called")
+        return stop.is_wanted
 
     def _batch(self, strategy: Strategy, given: object, epoch: int) -> None:
         plan, workshop, history = self._plan, self._workshop, self._history

@@ -28,6 +28,7 @@ from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
 from offbeat.local.saved import bring_back_told, faults_of_kind, faults_of_state
+from offbeat.local.stopping import Stop
 from offbeat.metrics import Metric, meters
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.tracking import alerts
@@ -241,6 +242,7 @@ class AsyncTrainer:
         self._history = History()
         self._scheduled: tuple[object, LRScheduler] | None = None
         self._has_warned = self._is_training = False
+        self._stop = Stop()
 
     # ------------------------------------------------------------------ training
 
@@ -288,8 +290,8 @@ class AsyncTrainer:
 
         Returns:
             What happened. A record's `version` counts rounds of averaging or updates, or is the server's;
-            `skipped` the batches of which nothing was made. `history.stopped` is "epochs", "max_steps", or
-            "budget" where the run's `max_samples` were used up.
+            `skipped` the batches of which nothing was made. `history.stopped` is "epochs", "max_steps",
+            "budget" where the run's `max_samples` were used up, or "stop", with `history.stop_reason`.
 
         Raises:
             ConfigError: Naming all arguments that cannot be used; or for a batch or a loss.
@@ -332,12 +334,14 @@ class AsyncTrainer:
             trackers=Fanout([*self._trackers, *tracking], "the trainer", also=alerts.scalars),
             scheduling=scheduling,
             callbacks=self._callbacks,
+            stop=self._stop,
         )
         self._workshop.loss_fn = loss_fn
         self._history = history = History(optimizer=self._words())
         shown = progress_for(asked=progress, total=plan.num_batches(), name="train", source="trainer")
         with stop_noted(history), ExitStack() as stack:
             stack.enter_context(self._in_train())
+            stack.enter_context(self._stop.training())
             stack.enter_context(recomputed(self._twice))
             stack.enter_context(scheduling.steps(live))
             if live is not None:
@@ -356,6 +360,22 @@ class AsyncTrainer:
         return history
 
     fit = train
+
+    def stop(self, reason: str | None = None) -> None:
+        """End `train` after the batch under way, well: what is called from a callback, or another thread.
+
+        It ends as after `max_steps`: of members that train together each may stop by itself, and is to the
+        others as one whose data has ended. `on_train_end` is called, and the history says ``"stop"``. In a
+        `FaultTolerantTrainer` see its `stop`.
+
+        Args:
+            reason: For people: in the log, and `history.stop_reason`.
+
+        Raises:
+            StateError: Outside of `train`.
+            ConfigError: If the reason is no text.
+        """
+        self._stop.ask(reason)
 
     # ------------------------------------------------------------------ what is known
 
@@ -577,8 +597,11 @@ class AsyncTrainer:
         loss_fn: LossFunction,
         scheduler: GivenScheduler = None,
         scheduler_interval: Interval = "epoch",
+        stop: Stop,
     ) -> Driven:
         """Get ready for `FaultTolerantTrainer`'s loop, which hands over batches and keeps the account.
+
+        That loop is the one that ends where an end is wanted: `stop` is its wish, and `self.stop` makes it.
 
         Raises:
             ConfigError: If these cannot be used, as in `train`.
@@ -590,6 +613,7 @@ class AsyncTrainer:
             (scheduler, scheduler_interval, None),
             measures=False,  # the account is the other's, and so is any metric
         )
+        self._stop = stop
         self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
         self._workshop.loss_fn = loss_fn
         return Driven(

@@ -125,6 +125,36 @@ class Holds:
         self.num.append(num_groups())
 
 
+class StopsOne:
+    """Ends the first member's training early."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def on_step(self, trainer, step):
+        if self._rank == 0 and step.step == 3:
+            trainer.stop()
+
+
+def stopped_in_one(rank, strategy):
+    ours = model(seed=rank)
+    with offbeat.AsyncTrainer(
+        ours, 0, 1, 2, strategy=strategy, callbacks=[StopsOne(rank)], local_batch_size=2
+    ) as trainer:
+        history = trainer.train(
+            dataloader=data_of(rank, 9), epochs=2, optimizer=SPEC, loss_fn=LOSS, progress=False
+        )
+    return [p.detach().numpy().copy() for p in ours.parameters()], history.stopped, history.samples
+
+
+@pytest.mark.parametrize("strategy", ["average", "diloco", "gossip", "slowmo", "accumulate"])
+def test_where_one_member_stops_the_others_train_on_and_all_end_alike(strategy):
+    (first, how, samples), (second, theirs, their_samples) = together(stopped_in_one, 2, strategy)
+    assert (how, theirs) == ("stop", "epochs")
+    assert their_samples > 2 * samples > 0
+    assert all(map(np.array_equal, first, second))
+
+
 def num_groups():
     return len(distributed.distributed_c10d._world.pg_map)
 

@@ -34,6 +34,7 @@ def test_to_json_holds_everything():
         "optimizer": "SGD",
         "skipped": 0,
         "first_non_finite": None,
+        "stop_reason": None,
     }
 
 

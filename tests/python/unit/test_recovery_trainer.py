@@ -1098,3 +1098,75 @@ def test_the_log_tells_what_it_goes_on_from(tmp_path, caplog):
 
 def test_it_is_public():
     assert offbeat.FaultTolerantTrainer is FaultTolerantTrainer
+
+
+# ---------------------------------------------------------------------------------------- stop
+
+
+class StopsAt:
+    """A loss that wants an end in the third batch of the second pass."""
+
+    def __init__(self, num):
+        self.trainer, self.num = None, num
+
+    def __call__(self, outputs, targets):
+        self.num -= 1
+        if self.num == 0:
+            self.trainer.stop("good enough")
+        return LOSS(outputs, targets)
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run of 5 batches a pass, stopped at step 8 of 15."""
+    loss_fn = StopsAt(8)
+    loss_fn.trainer = made(tmp_path)
+    history = run(loss_fn.trainer, loss_fn=loss_fn, epochs=3)
+    assert (history.stopped, history.stop_reason, history.steps) == ("stop", "good enough", 8)
+    return loss_fn.trainer
+
+
+def test_a_run_that_was_stopped_is_saved_and_the_same_command_trains_no_more(stopped, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    manifest = entries(tmp_path)[0].manifest
+    assert (manifest.step, manifest.is_finished, manifest.is_stopped) == (8, True, True)
+    again = made(tmp_path)
+    history = run(again, epochs=3)
+    assert (history.stopped, history.stop_reason, history.steps) == ("stop", "good enough", 8)
+    assert equal(values(again.model), values(stopped.model))
+    assert "stop() has ended this run after step 8 (good enough), and nothing is" in caplog.text
+    assert run(made(tmp_path), epochs=2, max_steps=99).steps == 8, "it is asked for no more than it was"
+    assert run(stopped, epochs=3).steps == 8, "in the same process, too"
+
+
+@pytest.mark.parametrize("more", [{"epochs": 4}, {"epochs": 4, "max_steps": 17}])
+def test_with_more_epochs_it_goes_on_where_it_was_stopped_with_the_same_bits(stopped, more, tmp_path):
+    whole = made(tmp_path / "whole")
+    run(whole, **more)
+    again = made(tmp_path)
+    history = run(again, **more)
+    assert history.stopped == ("max_steps" if "max_steps" in more else "epochs")
+    assert history.stop_reason is None
+    assert history.steps == whole.history.steps > 8
+    assert equal(values(again.model), values(whole.model))
+    manifest = entries(tmp_path)[0].manifest
+    assert (manifest.is_finished, manifest.is_stopped) == (True, False)
+
+
+def test_a_trainer_s_own_stop_ends_the_run_around_it(tmp_path):
+    class Stops:
+        def on_epoch_end(self, trainer, epoch):
+            if epoch == 1:
+                trainer.stop("flat")
+
+    def around():
+        inner = offbeat.AsyncTrainer(net(), callbacks=[Stops()], local_batch_size=8, seed=0)
+        return FaultTolerantTrainer(inner, tmp_path, checkpoint_frequency=3)
+
+    keywords = {"dataset": data(), "optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS, "epochs": 5}
+    trainer = around()
+    history = trainer.train(**keywords)
+    assert (history.stopped, history.stop_reason, history.epochs, history.steps) == ("stop", "flat", 2, 10)
+    assert around().train(**keywords).steps == 10
+    with pytest.raises(StateError, match="outside of train"):
+        trainer.stop()

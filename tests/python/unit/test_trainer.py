@@ -5,6 +5,7 @@ import functools
 import logging
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -509,6 +510,80 @@ def test_callbacks_are_told_in_order_and_their_errors_are_raised():
         train(trainer, optim.SGD(lr=0.1))
     assert (trainer.history.stopped, trainer.history.epochs) == ("failed", 1)
     assert train(offbeat.AsyncTrainer(model()), optim.SGD(lr=0.1), max_steps=5).stopped == "max_steps"
+
+
+class Stops:
+    """Wants an end at a step, or after an epoch."""
+
+    def __init__(self, *, step=None, epoch=None):
+        self.step, self.epoch, self.ends = step, epoch, []
+
+    def on_step(self, trainer, step):
+        if step.step == self.step:
+            trainer.stop("enough")
+            trainer.stop("more than enough")
+
+    def on_epoch_end(self, trainer, epoch):
+        if epoch == self.epoch:
+            trainer.stop()
+
+    def on_train_end(self, trainer, history):
+        self.ends.append(history.stopped)
+
+
+@pytest.mark.parametrize("strategy", ["local", "average", "diloco", "accumulate"])
+def test_a_stop_ends_a_train_as_so_many_steps_do_and_the_next_one_goes_on(strategy, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    callback = Stops(step=4)
+    stopped, limited = (
+        offbeat.AsyncTrainer(model(), 0, 1, 1, strategy=strategy, callbacks=callbacks)
+        for callbacks in ([callback], [])
+    )
+    history = train(stopped, optim.SGD(lr=0.1))
+    assert (history.stopped, history.stop_reason, history.steps) == ("stop", "enough", 4)
+    assert callback.ends == ["stop"]
+    assert "training ends at step 4: enough" in caplog.text
+    wanted = train(limited, optim.SGD(lr=0.1), max_steps=4)
+    assert history.records[-1].metrics == wanted.records[-1].metrics
+    assert all(map(torch.equal, stopped.model.parameters(), limited.model.parameters()))
+    callback.step = None
+    assert train(stopped, None, epochs=1).stopped == "epochs"
+    assert stopped.history.stop_reason is None
+
+
+def test_a_stop_after_an_epoch_ends_with_it_and_one_out_of_train_is_refused():
+    trainer = offbeat.AsyncTrainer(model(), callbacks=[Stops(epoch=1)])
+    with pytest.raises(StateError, match=r"stop\(\) was called outside of train\(\)"):
+        trainer.stop()
+    history = train(trainer, optim.SGD(lr=0.1), epochs=5)
+    assert (history.stopped, history.stop_reason, history.epochs) == ("stop", None, 2)
+    assert history.steps == 2 * len(DATA)
+    with pytest.raises(StateError, match="call it in a callback"):
+        trainer.stop()
+
+
+def test_a_reason_that_is_no_text_is_refused_and_training_goes_on():
+    class Fails:
+        def on_step(self, trainer, step):
+            with pytest.raises(ConfigError, match="reason is 3: give text, or nothing"):
+                trainer.stop(3)
+
+    assert train(offbeat.AsyncTrainer(model(), callbacks=[Fails()]), optim.SGD(lr=0.1)).stopped == "epochs"
+
+
+def test_another_thread_may_stop_a_train():
+    going = threading.Event()
+
+    class Tells:
+        def on_step(self, trainer, step):
+            going.set()
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=[Tells()])
+    thread = threading.Thread(target=lambda: going.wait(50) and trainer.stop("by hand"))
+    thread.start()
+    history = train(trainer, optim.SGD(lr=0.1), epochs=1_000_000)
+    thread.join()
+    assert (history.stopped, history.stop_reason) == ("stop", "by hand")
 
 
 def test_ctrl_c_keeps_the_history_and_the_next_train_goes_on():
