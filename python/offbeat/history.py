@@ -1,8 +1,9 @@
 """What one call of `train` did, as plain data."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from offbeat import plain_json
 from offbeat.errors import StateError
@@ -11,7 +12,7 @@ from offbeat.plots import draw_metrics, picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["History", "Record", "Stopped"]
+__all__ = ["History", "Record", "Stopped", "Validated"]
 
 #: Why training ended. "epochs" and "max_steps": all that was asked for is done. "budget": the run's
 #: `max_samples` are used up. "stop": `stop()` was called. "interrupted": Ctrl-C. "failed": an exception.
@@ -42,6 +43,21 @@ class Record:
     staleness: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """What an `AsyncTrainer` measured after an epoch, on the data that was given for that.
+
+    Attributes:
+        epoch: Counted over the trainer's life, from 0.
+        step: As a record's.
+        metrics: Means over all samples, by name; "loss" is always among them.
+    """
+
+    epoch: int
+    step: int
+    metrics: dict[str, float]
+
+
 @dataclass(slots=True)
 class History:
     """What one call of `train` did.
@@ -51,6 +67,7 @@ class History:
 
     Attributes:
         records: The log lines, one per `log_frequency` steps and one for the rest.
+        validation: What was measured after each epoch, of a trainer that was given `validation=`.
         epochs: Passes over this worker's data that were finished.
         steps: Steps of this worker: pushes, or steps of a live optimizer. Not calls of `worker.step()`, each
             of which takes a batch.
@@ -82,9 +99,18 @@ class History:
     skipped: int = 0
     first_non_finite: int | None = None
     stop_reason: str | None = None
+    validation: list[Validated] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> Self:
+        """Make it of what `dataclasses.asdict` made of one; older ones have fewer entries."""
+        given = dict(kept)
+        given["records"] = [Record(**record) for record in kept["records"]]
+        given["validation"] = [Validated(**one) for one in kept.get("validation", ())]
+        return cls(**given)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
-        """Draw each metric over this worker's steps, and the staleness of its pushes where some were applied.
+        """Draw each metric over this worker's steps, also in validation, and the staleness of its pushes.
 
         Args:
             path: Where to write the picture, in the format that its name says, in a folder that is made where
@@ -98,7 +124,8 @@ class History:
             ConfigError: If matplotlib is not installed, or has no such format.
             OSError: If the picture cannot be written.
         """
-        names = [*dict.fromkeys(name for record in self.records for name in record.metrics)]
+        told = [record.metrics for record in self.records] + [one.metrics for one in self.validation]
+        names = [*dict.fromkeys(name for metrics in told for name in metrics)]
         is_late_told = any(record.staleness is not None for record in self.records)
         if not names and not is_late_told:
             raise StateError("this history has nothing to draw: train() fills it, with a record per log line")

@@ -15,7 +15,7 @@ from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
 
-__all__ = ["Mean", "Meter", "Metric", "MetricObject", "accuracy", "is_collection", "meters"]
+__all__ = ["Mean", "Meter", "Metric", "MetricObject", "accuracy", "is_collection", "listed", "meters"]
 
 
 @runtime_checkable
@@ -62,9 +62,7 @@ def meters(metrics: Metric | Iterable[Metric], *, name: str = "metrics") -> list
     Raises:
         ConfigError: For an unknown name (with the nearest), for what is no metric, for a name given twice.
     """
-    one = isinstance(metrics, str | MetricObject) or callable(metrics) or not isinstance(metrics, Iterable)
-    asked = [cast(Metric, metrics)] if one else list(cast(Iterable[Metric], metrics))
-    made: list[Meter] = [meter for metric in asked for meter in _meters(metric, name)]
+    made: list[Meter] = [meter for metric in listed(metrics) for meter in _meters(metric, name)]
     names = [meter.name for meter in made]
     if twice := sorted({one for one in names if names.count(one) > 1}):
         raise ConfigError(
@@ -72,6 +70,13 @@ def meters(metrics: Metric | Iterable[Metric], *, name: str = "metrics") -> list
             f"objects names in a torchmetrics.MetricCollection({{name: object, …}}), functions by def"
         )
     return made
+
+
+def listed(metrics: Metric | Iterable[Metric]) -> list[Metric]:
+    """Give one metric, or several, as a list of them."""
+    if isinstance(metrics, str | MetricObject) or callable(metrics) or not isinstance(metrics, Iterable):
+        return [metrics]
+    return list(metrics)
 
 
 def is_collection(metrics: object) -> bool:

@@ -112,13 +112,20 @@ def save(figure: "Figure", path: str | os.PathLike[str], *, dpi: float | None = 
 
 
 def draw_metrics(panels: "Sequence[Axes]", history: "History", names: Sequence[str]) -> None:
-    """Draw metrics, each in a panel, over the steps of one `train`; then staleness, where it was told."""
+    """Draw metrics, each in a panel, over the steps of one `train`; then staleness, where it was told.
+
+    What was measured after epochs is drawn beside that of training.
+    """
     steps = [record.step for record in history.records]
     for axes, name in zip(panels, names, strict=False):
         values = [
             record.metrics.get(name, math.nan) for record in history.records
         ]  # of lives that measured it
-        axes.plot(steps, values, linewidth=1.2)
+        axes.plot(steps, values, linewidth=1.2, label="training")
+        measured = [(one.step, one.metrics[name]) for one in history.validation if name in one.metrics]
+        if measured:
+            axes.plot(*zip(*measured, strict=True), linewidth=1.2, marker=".", label="validation")
+            axes.legend(fontsize="small")
         axes.set(ylabel=_as_it_is(name), xlabel="steps of this worker")
     late = [(record.step, record.staleness) for record in history.records if record.staleness is not None]
     if late:

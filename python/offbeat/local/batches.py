@@ -21,6 +21,7 @@ __all__ = [
     "batches_of",
     "check_any",
     "count",
+    "gives_once",
     "is_map_style",
     "loaded",
     "moved",
@@ -154,7 +155,7 @@ def batches_of(
             f"dataloader is {a_class(dataloader)}, a dataset: give it as dataset=; or, where its "
             f"items are whole batches, dataloader=DataLoader(it, batch_size=None)"
         )
-    if epochs > 1 and _gives_once(dataloader):
+    if epochs > 1 and gives_once(dataloader):
         raise ConfigError(
             f"the dataloader is {a_class(dataloader)}, which gives its batches once, and epochs is "
             f"{epochs}: give what begins anew at each pass, such as a DataLoader or a list, or epochs=1"
@@ -162,24 +163,24 @@ def batches_of(
     return Given(dataloader)
 
 
-def _gives_once(batches: Iterable[Any]) -> bool:
+def gives_once(batches: Iterable[Any]) -> bool:
     """Whether this is a generator or one of Python's own iterators; a loader's own may begin anew."""
     once = isinstance(batches, GeneratorType) or type(batches).__module__ in ("builtins", "itertools")
     return once and isinstance(batches, Iterator)
 
 
-def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int) -> Iterable[Any]:
-    """Give batches of what gives batches, or of a dataset, in its order.
+def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int, *, name: str = "loader") -> Iterable[Any]:
+    """Give batches of what gives batches, or of a dataset, in its order; `name` is the keyword of it.
 
     Raises:
         ConfigError: If it is neither, or a tensor, whose rows would be taken for batches.
     """
     if isinstance(data, torch.Tensor):
         raise ConfigError(
-            f"loader is a tensor of shape {list(data.shape)}, whose rows would be taken for batches: "
+            f"{name} is a tensor of shape {list(data.shape)}, whose rows would be taken for batches: "
             f"give a list of batches, as [inputs], or a TensorDataset of it"
         )
-    _refuse_what_gives_nothing("loader", data)
+    _refuse_what_gives_nothing(name, data)
     return DataLoader(data, batch_size=batch_size) if is_map_style(data) else cast(Iterable[Any], data)
 
 

@@ -16,7 +16,7 @@ from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, is_collection, meters
 from offbeat.naming import a_class
 
-__all__ = ["evaluate", "without_a_trace"]
+__all__ = ["evaluate", "measure", "without_a_trace"]
 
 
 def evaluate(
@@ -54,7 +54,7 @@ def evaluate(
     if first is not None:
         first()
     loss_fn = loss_fn if any(meter.name == "loss" for meter in measured) else None
-    if not _run(module, batches, measured, device=device, loss_fn=loss_fn, reduction=reduction):
+    if not measure(module, batches, measured, device=device, loss_fn=loss_fn, reduction=reduction):
         raise ConfigError(
             f"loader is {a_class(data)} that gave no sample, and of none there is no mean: give data "
             f"that has some; what gives its batches once, as a generator does, has to be made anew each time"
@@ -64,7 +64,7 @@ def evaluate(
     return found if several else found[measured[0].name]
 
 
-def _run(
+def measure(
     module: nn.Module,
     batches: Iterable[Any],
     measured: Sequence[Meter],
@@ -73,7 +73,7 @@ def _run(
     loss_fn: LossFunction | None,
     reduction: LossReduction,
 ) -> int:
-    """Let meters see all batches; give how many samples there were."""
+    """Let meters see all batches, in eval mode and without a trace; give how many samples there were."""
     seen = 0
     with without_a_trace(module, device), torch.no_grad():
         for batch in batches:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from offbeat.history import History, Record
+from offbeat.history import History, Record, Validated
 from offbeat.local.progress import Progress
 from offbeat.metrics import Meter
 
@@ -95,6 +95,21 @@ class LogLines:
         self._progress.log(f"{told}: {measured} ({rate:,.0f} samples/s{aside})", record, fates)
         self._track(tracked(record, rate), self._first_step + record.step)
         return record
+
+    def validated(self, epoch: int, metrics: dict[str, float], took_s: float) -> None:
+        """Write down what was measured after an epoch; the time that this took is of no log line's rate."""
+        history = self._history
+        history.validation.append(Validated(epoch, history.steps, metrics))
+        when, samples = self._last
+        self._last = when + took_s, samples
+        measured = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self._progress.tell(
+            f"epoch {min(history.epochs, self._epochs)}/{self._epochs}, step {history.steps}, validation: "
+            f"{measured}",
+            f"validation: {measured}",
+        )
+        named = {f"validation/{name}": value for name, value in metrics.items()}
+        self._track(named, self._first_step + history.steps)
 
     def note_time(self) -> None:
         """Write down how long it took until now."""

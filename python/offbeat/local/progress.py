@@ -26,6 +26,9 @@ class Progress(Protocol):
     def log(self, text: str, record: Record, fates: str) -> None:
         """Show a log line; `fates` says what became of the pushes since the last, if any was rejected."""
 
+    def tell(self, text: str, shown: str) -> None:
+        """Show what is no log line, such as a validation; `shown` says it in few words."""
+
 
 def progress_for(*, asked: bool | None, total: int | None, name: str, source: str | None = None) -> Progress:
     """Choose: a bar on a terminal that has none yet, lines without a terminal, nothing where not asked for.
@@ -63,6 +66,9 @@ class _Silent:
     def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
         log.info("%s", text)
 
+    def tell(self, text: str, shown: str) -> None:  # noqa: ARG002  of Progress
+        log.info("%s", text)
+
 
 class _Lines(_Silent):
     """For a file or a pipe. Goes to the log where one is configured, else to stderr."""
@@ -71,6 +77,9 @@ class _Lines(_Silent):
         self._source = source
 
     def log(self, text: str, record: Record, fates: str) -> None:  # noqa: ARG002  of Progress
+        log.announce(f"{self._source}: {text}")
+
+    def tell(self, text: str, shown: str) -> None:  # noqa: ARG002  of Progress
         log.announce(f"{self._source}: {text}")
 
 
@@ -102,6 +111,10 @@ class _Bar(_Silent):
         shown["version"] = str(record.version)
         listed = [f"{name}={value}" for name, value in shown.items()]
         self._bar.set_postfix_str(", ".join([*listed, fates] if fates else listed), refresh=False)
+        log.info("%s", text)
+
+    def tell(self, text: str, shown: str) -> None:
+        self._bar.set_postfix_str(shown)
         log.info("%s", text)
 
 

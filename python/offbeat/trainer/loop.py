@@ -1,5 +1,6 @@
 """The trainer's loop: batches in, history out."""
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from offbeat.trainer.next import ENDS
 from offbeat.trainer.scheduling import Scheduling
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
+from offbeat.trainer.validation import Validation
 from offbeat.worker.account import Account
 
 __all__ = ["Loop", "TrainPlan"]
@@ -44,6 +46,7 @@ class TrainPlan:
         meters: What to measure.
         log_frequency: Steps between log lines.
         trackers: Who is handed the log lines' numbers.
+        validation: What to measure after each epoch; None for nothing.
         scheduling: Of the learning rate.
         callbacks: Who is told.
         stop: Whether it is to end before.
@@ -56,6 +59,7 @@ class TrainPlan:
     meters: list[Meter]
     log_frequency: int
     trackers: Fanout
+    validation: Validation | None
     scheduling: Scheduling
     callbacks: Callbacks
     stop: Stop
@@ -145,6 +149,8 @@ class Loop:
             self._note()
             history.epochs += 1
             self.is_within_a_pass = False
+            if plan.validation is not None:
+                self._validate(plan.validation, epoch)
             plan.scheduling.end_epoch()
             plan.callbacks.tell("on_epoch_end", epoch)
             if self._account.is_out_of_budget or self._is_stopped():
@@ -183,10 +189,23 @@ class Loop:
         loss = made.loss if self._workshop.reduction == "mean" else made.loss / batch.samples
         if made.is_skipped:
             return loss
-        meter = self._plan.scheduling.meter
+        meter = None if self._plan.validation is not None else self._plan.scheduling.meter
         for one in (*self._plan.meters, *(() if meter is None else (meter,))):
             one.update(made.outputs, batch.targets, loss, batch.samples)
         return loss
+
+    def _validate(self, validation: Validation, epoch: int) -> None:
+        """Measure the model; a scheduler that goes by a metric goes by this."""
+        began_s, workshop = time.monotonic(), self._workshop
+        assert workshop.loss_fn is not None  # noqa: S101  `train` was given one
+        metrics = validation.measure(
+            workshop.model,
+            workshop.device,
+            workshop.loss_fn,
+            workshop.reduction,
+            beside=self._plan.scheduling.meter,
+        )
+        self._lines.validated(epoch, metrics, time.monotonic() - began_s)
 
     def _note(self) -> None:
         tally = self._workshop.tally

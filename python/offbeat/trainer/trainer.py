@@ -16,7 +16,7 @@ from offbeat.averaging.methods import Method
 from offbeat.averaging.settings import Backend
 from offbeat.checks import Faults, at_least_one, check_keys, of_seed, of_worker_id, refuse, strings
 from offbeat.errors import ConfigError
-from offbeat.history import History, Record
+from offbeat.history import History
 from offbeat.launchers import find
 from offbeat.local import LocalOptimizer
 from offbeat.local.arguments import faults_of_train
@@ -29,7 +29,7 @@ from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
 from offbeat.local.saved import bring_back_told, faults_of_kind, faults_of_state
 from offbeat.local.stopping import Stop
-from offbeat.metrics import Metric, meters
+from offbeat.metrics import Metric, listed, meters
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
@@ -55,6 +55,7 @@ from offbeat.trainer.scheduling import (
 from offbeat.trainer.settings import Amp, Kind, Sync, Syncs
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Tally, Workshop
+from offbeat.trainer.validation import Validation
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -257,6 +258,7 @@ class AsyncTrainer:
         loss_fn: LossFunction,
         metrics: Metric | Iterable[Metric] = ("loss",),
         log_frequency: int = 100,
+        validation: Iterable[Any] | Dataset[Any] | None = None,
         scheduler: GivenScheduler = None,
         scheduler_interval: Interval = "epoch",
         scheduler_metric: Metric | None = None,
@@ -277,12 +279,18 @@ class AsyncTrainer:
             loss_fn: From (outputs, targets) to a scalar.
             metrics: "loss", "accuracy", callables of (outputs, targets), torchmetrics objects or collections.
             log_frequency: Steps between two log lines. A step is one of a live optimizer, or a push.
+            validation: Data on which the model is measured after each whole epoch, in eval mode, by the loss
+                and `metrics`; as `evaluate` takes it, and without a trace, so that training has the same bits
+                with and without it. In `history.validation`, a log line, and for trackers as
+                "validation/loss". Each member measures its own model; with ``"parameter_server"`` it is the
+                one last pulled.
             scheduler: One of torch.optim.lr_scheduler, or a function, not a class, that makes one of the
                 optimizer: ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives
                 the same, or its equal.
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
-            scheduler_metric: What ReduceLROnPlateau goes by: its mean over the epoch's batches, in training.
+            scheduler_metric: What ReduceLROnPlateau goes by: its mean over `validation`; without, over the
+                epoch's batches, in training.
             max_steps: Stop after that many steps.
             progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
                 one line per `log_frequency` to stderr where logging is not configured.
@@ -305,18 +313,25 @@ class AsyncTrainer:
             epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
+        metrics = listed(metrics)
         measured = faults.catch(lambda: meters(metrics)) or []
         faults += idle_faults(scheduler, scheduler_interval, scheduler_metric)
+        passes = epochs if type(epochs) is int else 1
         source = faults.catch(
             lambda: batches_of(
                 dataset,
                 dataloader,
-                epochs=epochs if type(epochs) is int else 1,
+                epochs=passes,
                 batch_size=self.local_batch_size,
                 order=self.order,
                 pin_memory=self.device.type == "cuda",
             )
         )
+        validated = None
+        if validation is not None and measured:
+            validated = faults.catch(
+                lambda: Validation(validation, metrics, batch_size=self.local_batch_size, epochs=passes)
+            )
         live, scheduling = self._chosen(
             faults, optimizer, epochs, (scheduler, scheduler_interval, scheduler_metric)
         )
@@ -332,6 +347,7 @@ class AsyncTrainer:
             meters=measured,
             log_frequency=log_frequency,
             trackers=Fanout([*self._trackers, *tracking], "the trainer", also=alerts.scalars),
+            validation=validated,
             scheduling=scheduling,
             callbacks=self._callbacks,
             stop=self._stop,
@@ -570,9 +586,7 @@ class AsyncTrainer:
             workshop.numerics.scaler.load_state_dict(state["scaler"])
         workshop.tally.steps, workshop.tally.skipped = state["steps"], state["skipped"]
         self._epochs_begun = state["epochs"]
-        kept = dict(state["history"])
-        kept["records"] = [Record(**record) for record in kept["records"]]
-        self._history = History(**kept)
+        self._history = History.of(state["history"])
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """Word why a state does not fit this trainer; nothing if it does. For `FaultTolerantTrainer`.

@@ -152,5 +152,5 @@ def test_every_error_is_explained_with_what_it_also_is():
 def test_the_guide_names_each_way_in_which_train_stops():
     (listed,) = re.findall(r"`stopped` is\n(.*?)\n\n", GUIDE, re.DOTALL)
     ways = get_args(history.Stopped)
-    assert len(ways) == 6
+    assert len(ways) == 7
     assert sorted(re.findall(r'`"(\w+)"`', listed)) == sorted(ways)

@@ -35,6 +35,7 @@ def test_to_json_holds_everything():
         "skipped": 0,
         "first_non_finite": None,
         "stop_reason": None,
+        "validation": [],
     }
 
 

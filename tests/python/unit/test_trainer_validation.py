@@ -1,0 +1,239 @@
+"""`train(validation=)`: measured after each epoch on other data, without a trace in training."""
+
+import functools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat import optim
+from offbeat.errors import ConfigError
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
+
+
+def data(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(length, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(5, (length,), generator=generator))
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+TRAINED, OTHER = data(60, 1), data(37, 2)
+
+
+def train(trainer, *, epochs=3, **keywords):
+    torch.manual_seed(7)
+    keywords = {"dataloader": DataLoader(TRAINED, batch_size=8, shuffle=True)} | keywords
+    return trainer.train(
+        epochs=epochs, **{"optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS, "progress": False} | keywords
+    )
+
+
+class Measures:
+    """Evaluates after each epoch, as a user would by hand."""
+
+    def __init__(self):
+        self.found, self.told, self.modes = [], [], []
+
+    def on_epoch_end(self, trainer, epoch):
+        self.modes.append(trainer.model.training)
+        self.found.append(trainer.evaluate(OTHER, ["loss", "accuracy"]))
+        self.told.append(trainer.history.validation[-1].epoch)
+
+
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
+@pytest.mark.parametrize("given", [OTHER, DataLoader(OTHER, batch_size=5, shuffle=True)])
+def test_it_is_what_evaluate_gives_after_each_epoch_and_moves_no_bit_of_training(strategy, given):
+    by_hand = Measures()
+    ours, plain = (
+        offbeat.AsyncTrainer(model(), 0, 1, 2, strategy=strategy, callbacks=callbacks)
+        for callbacks in ([by_hand], [])
+    )
+    history = train(ours, validation=given, metrics=["accuracy"])
+    assert [one.epoch for one in history.validation] == by_hand.told == [0, 1, 2]
+    assert [one.step for one in history.validation][-1] == history.steps
+    for one, found in zip(history.validation, by_hand.found, strict=True):
+        assert one.metrics == pytest.approx(found, rel=1e-6)
+    assert all(by_hand.modes), "it goes on in training mode"
+    assert set(history.records[-1].metrics) == {"accuracy"}
+    drawn = torch.rand(3), np.random.rand()  # noqa: NPY002  the global one is what is asked about
+    np.random.seed(0)  # noqa: NPY002
+    train(plain, metrics=["accuracy"])
+    assert all(map(torch.equal, ours.model.state_dict().values(), plain.model.state_dict().values()))
+    assert torch.equal(drawn[0], torch.rand(3))
+
+
+def test_a_plateau_is_one_of_the_validation_where_there_is_one():
+    batches = list(DataLoader(TRAINED, batch_size=8))
+    scheduler = functools.partial(ReduceLROnPlateau, patience=0, factor=0.5)
+    trainer = offbeat.AsyncTrainer(plain())
+    train(
+        trainer,
+        dataloader=batches,
+        epochs=8,
+        optimizer=optim.SGD(lr=0.5),
+        scheduler=scheduler,
+        scheduler_metric="loss",
+        validation=[OTHER[:]],
+    )
+    theirs = plain()
+    live = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    plateau = scheduler(live)
+    for _ in range(8):
+        for inputs, targets in batches:
+            live.zero_grad()
+            LOSS(theirs(inputs), targets).backward()
+            live.step()
+        with torch.no_grad():
+            plateau.step(LOSS(theirs(OTHER[:][0]), OTHER[:][1]).item())
+    assert trainer.optimizer.param_groups[0]["lr"] == live.param_groups[0]["lr"] < 0.5
+    assert all(map(torch.equal, trainer.model.parameters(), theirs.parameters()))
+
+
+def test_a_state_has_it():
+    ours = offbeat.AsyncTrainer(model())
+    history = train(ours, validation=OTHER)
+    again = offbeat.AsyncTrainer(model())
+    again.load_state_dict(ours.state_dict(), optimizer=optim.Adam(lr=0.01))
+    assert again.history == history
+    assert again.history.validation[2].epoch == 2
+
+
+class Sum:
+    """A metric in torchmetrics' manner: samples seen since the last reset."""
+
+    def __init__(self):
+        self.total = 0
+
+    def update(self, outputs, targets):
+        self.total += len(targets)
+
+    def compute(self):
+        return self.total
+
+    def reset(self):
+        self.total = 0
+
+
+def test_an_object_that_keeps_its_own_account_has_one_for_validation():
+    history = train(offbeat.AsyncTrainer(model()), validation=OTHER, metrics=Sum(), log_frequency=5, epochs=2)
+    assert [one.metrics["Sum"] for one in history.validation] == [37, 37]
+    # Passes of 8 batches, the last of 4 samples.
+    assert [record.metrics["Sum"] for record in history.records] == [40, 8 * 2 + 4 + 8 * 2, 40, 4]
+
+
+class Keeps:
+    def __init__(self):
+        self.told = []
+
+    def log(self, metrics, step):
+        self.told.append((step, dict(metrics)))
+
+    def finish(self):
+        pass
+
+
+def test_it_is_told_to_log_and_trackers_and_drawn_beside_training(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "offbeat")
+    tracker = Keeps()
+    trainer = offbeat.AsyncTrainer(model(), trackers=tracker)
+    train(trainer, validation=OTHER, epochs=1)
+    history = train(trainer, validation=OTHER, epochs=2)
+    losses = [one.metrics["loss"] for one in history.validation]
+    assert [one.epoch for one in history.validation] == [1, 2]
+    assert f"epoch 2/2, step 16, validation: loss {losses[1]:.4g}" in caplog.text
+    told = [(step, told["validation/loss"]) for step, told in tracker.told if "validation/loss" in told]
+    assert told[1:] == [(16, losses[0]), (24, losses[1])], "steps are counted over the trainer's life"
+    (axes,) = history.plot(tmp_path / "loss.png").axes
+    assert [line.get_label() for line in axes.lines] == ["training", "validation"]
+    assert axes.lines[1].get_ydata().tolist() == losses
+
+
+def test_the_time_that_it_takes_is_of_no_log_line(monkeypatch, caplog):
+    """A clock that goes on by a second a look, and by an hour where the model is measured."""
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1.0
+        return now
+
+    class Slow(TensorDataset):
+        def __getitem__(self, index):
+            nonlocal now
+            now += 3600 / len(OTHER)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr("time.monotonic", clock)
+    caplog.set_level(logging.INFO, "offbeat")
+    train(offbeat.AsyncTrainer(model()), validation=Slow(*OTHER.tensors), epochs=2, log_frequency=6)
+    rates = [
+        float(line.rpartition("(")[2].partition(" samples/s")[0])
+        for line in caplog.messages
+        if "samples/s" in line
+    ]
+    assert len(rates) == 3
+    assert min(rates) > 0.9, rates
+
+
+def test_early_stopping_is_a_callback():
+    class Patience:
+        def __init__(self, epochs):
+            self.epochs, self.best, self.since = epochs, float("inf"), 0
+
+        def on_epoch_end(self, trainer, epoch):
+            loss = trainer.history.validation[-1].metrics["loss"]
+            self.since = 0 if loss < self.best else self.since + 1
+            self.best = min(loss, self.best)
+            if self.since == self.epochs:
+                trainer.stop(f"no better for {self.since} epochs")
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Patience(3))
+    history = train(trainer, validation=OTHER, epochs=500)  # labels are random: it gets worse soon
+    assert history.stopped == "stop"
+    assert history.epochs < 500
+    losses = [one.metrics["loss"] for one in history.validation]
+    assert min(losses) == losses[-4]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            (batch for batch in [OTHER[:]]),
+            "validation is a generator, which gives its batches once, and epochs is 3",
+        ),
+        (torch.ones(3, 6), "validation is a tensor of shape"),
+        (5, "validation is 5, which gives no batches"),
+        (TensorDataset, "validation is the class TensorDataset"),
+    ],
+)
+def test_data_that_cannot_be_used_is_told_with_all_else_before_training(given, words):
+    trained = model()
+    trainer = offbeat.AsyncTrainer(trained)
+    before = [p.clone() for p in trained.parameters()]
+    with pytest.raises(ConfigError) as raised:
+        train(trainer, validation=given, max_steps=0)
+    assert words in str(raised.value)
+    assert "max_steps is 0" in str(raised.value)
+    assert all(map(torch.equal, before, trained.parameters()))
+
+
+def test_data_without_a_sample_is_an_error_that_says_so():
+    with pytest.raises(ConfigError, match="validation gave no sample, and of none there is no mean"):
+        train(offbeat.AsyncTrainer(model()), validation=[])
