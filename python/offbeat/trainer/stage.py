@@ -58,19 +58,13 @@ class Stage:
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-            before = self._values() if is_change and self._is_served(kind) else None
+            before = self._values() if is_change and kind != "local" else None
             strategy = self.strategy = self._made(kind, sync)
             self._kind = kind
             self.used.append(shown_kind(kind))
             strategy.begin()
             if before is not None and not all(map(torch.equal, before, self._values())):
-                named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
-                log.warn(
-                    f"epoch {epoch}: {named} goes on from the model that the server has, in which "
-                    f"what was trained here without it is not: that is lost, unless others have it; let "
-                    f"it come before other strategies, or start a server without a model, which takes this "
-                    f"one"
-                )
+                log.warn(self._lost_here(kind, epoch))
         elif sync != strategy.sync:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
@@ -85,6 +79,19 @@ class Stage:
     def _is_served(self, kind: Kind) -> bool:
         is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
         return kind == "parameter_server" or is_averaged
+
+    def _lost_here(self, kind: Kind, epoch: int) -> str:
+        """Word that members begin with one model, which is not this one's."""
+        named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
+        if self._is_served(kind):
+            whose, instead = "the server has", ", or start a server without a model, which takes this one"
+        else:
+            whose, instead = "the first member has", ""
+        return (
+            f"epoch {epoch}: {named} goes on from the model that {whose}, in which what was trained here "
+            f"without it is not: that is lost, unless others have it; let it come before other strategies"
+            f"{instead}"
+        )
 
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]

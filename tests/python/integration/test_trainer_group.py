@@ -13,6 +13,7 @@ from torch import distributed, nn
 import offbeat
 from offbeat import averaging, optim
 from offbeat.errors import ConnectionLostError, NonFiniteError, StateError
+from support.averaging import warned
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -123,6 +124,26 @@ class Holds:
         if not self.held or strategy is not self.held[-1]:
             self.held.append(strategy)
         self.num.append(num_groups())
+
+
+def changed(rank, before, after):
+    trainer = offbeat.AsyncTrainer(model(seed=rank), 0, 1, 2, strategy={0: before, 1: after})
+    with trainer, warned() as told:
+        trainer.train(dataloader=data_of(rank, 4), epochs=2, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    return [line for line in told if "the first member has" in line]
+
+
+@pytest.mark.parametrize("after", ["average", "accumulate"])
+def test_who_trained_apart_is_told_that_all_go_on_from_the_first_members_model(after):
+    first, (told,) = together(changed, 2, "local", after)
+    assert not first, "nothing of its own is lost"
+    assert "goes on from the model that the first member has, in which what was trained here without" in told
+    assert told.startswith("epoch 1: ")
+
+
+@pytest.mark.parametrize("before", ["average", "gossip", "easgd", "accumulate"])
+def test_who_trained_with_the_others_loses_nothing_by_a_change_and_is_told_nothing(before):
+    assert together(changed, 2, before, "diloco") == [[], []]
 
 
 class StopsOne:
