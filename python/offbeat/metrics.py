@@ -45,6 +45,10 @@ class Meter(Protocol):
     def name(self) -> str:
         """What it is called in records and results."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no batch since the last reading, which would give NaN."""
+
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
         """Take one batch."""
 
@@ -133,6 +137,11 @@ class Mean:
         self._samples: list[int] = []
         self._folded, self._folded_samples = 0.0, 0  # the sum of values that are kept no more, and of what
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to read."""
+        return not (self._samples or self._folded_samples)
+
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:
         """Take one batch."""
         value = loss if self._of is None else self._of(outputs, targets)
@@ -186,21 +195,21 @@ class _Object:
     def __init__(self, metric: MetricObject, name: str | None = None) -> None:
         self.name = name or type(metric).__name__
         self._metric = metric
-        self._is_empty = True
+        self.is_empty = True
         metric.reset()
 
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:  # noqa: ARG002  of Meter
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach()
         self._metric.update(outputs, targets)
-        self._is_empty = False
+        self.is_empty = False
 
     def read(self) -> float:
-        if self._is_empty:  # nothing came of any batch since, and of none there is no value
+        if self.is_empty:  # nothing came of any batch since, and of none there is no value
             return float("nan")
         value = float(_number(self.name, self._metric.compute(), "over all batches"))
         self._metric.reset()
-        self._is_empty = True
+        self.is_empty = True
         return value
 
 

@@ -28,7 +28,9 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     if name not in known and ours in known:
         return ours
     folded = {k.lower().replace("-", "_"): k for k in known}
-    hits = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    wanted = name.lower().replace("-", "_")
+    begun = [one for one in folded if one.startswith(f"{wanted}_") and wanted.strip("_")]
+    hits = begun if len(begun) == 1 else difflib.get_close_matches(wanted, folded, n=1, cutoff=0.6)
     return folded[hits[0]] if hits else None
 
 

@@ -73,6 +73,7 @@ def add_arguments(parser: Parser) -> None:
     add_run_options(parser)
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the Python script each worker runs")
     rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="ARGUMENT", help="what the script gets")
+    parser.on_unknown = "; what the script is to get stands behind its name"
     rest.required = False  # where SCRIPT is missing, argparse would ask for this, too
 
 

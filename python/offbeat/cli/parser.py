@@ -20,11 +20,13 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         actions: The parsers of the command's actions by their names, if it has some.
+        on_unknown: What to say besides of an option that is none.
     """
 
     def __init__(self, prog: str, description: str, *, is_action: bool = False) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
         self.actions: Mapping[str, Parser] = {}
+        self.on_unknown = ""
         self.add_argument(
             "--debug",
             action="store_true",
@@ -80,7 +82,7 @@ class Parser(argparse.ArgumentParser):
             if given.startswith("-"):
                 known = asked._option_string_actions  # noqa: SLF001  another of this class
                 options = sorted(option for option in known if option.startswith("--"))
-                raise ConfigError(unknown("option", given, options))
+                raise ConfigError(unknown("option", given, options) + self.on_unknown)
             asked.error(f"{given!r} is one argument too many")
         return parsed
 

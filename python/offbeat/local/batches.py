@@ -28,7 +28,10 @@ __all__ = [
     "split",
 ]
 
-MAKE_PAIRS = "make it such (a DataLoader with `collate_fn=`), of several tensors as ((one, other), targets)"
+MAKE_PAIRS = (
+    "make it such (a DataLoader with `collate_fn=`), of several tensors as ((one, other), targets), whose "
+    "pair forward gets as its one argument"
+)
 """What to do where a batch is none."""
 
 _FIRST_DIMENSION = "give inputs or targets whose first dimension is the batch's"

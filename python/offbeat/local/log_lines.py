@@ -1,14 +1,14 @@
 """The log lines of a `train`: when one is due, and what is in it; and why training ended."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from offbeat.history import History, Record, Validated
 from offbeat.local.progress import Progress
 from offbeat.metrics import Meter
 
-__all__ = ["LogLines", "stop_noted", "tracked"]
+__all__ = ["LogLines", "stop_noted", "tracked", "words_of"]
 
 
 class LogLines:
@@ -75,6 +75,7 @@ class LogLines:
         """
         history = self._history
         now = time.monotonic()
+        empty = {meter.name for meter in self._meters if meter.is_empty}
         metrics = {meter.name: meter.read() for meter in self._meters}
         record = Record(
             step=history.steps,
@@ -89,11 +90,11 @@ class LogLines:
         rate = (history.samples - samples) / max(now - since, 1e-9)
         self._last = now, history.samples
         self._step = history.steps
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        measured = words_of(metrics, without=empty)
         epoch = f"epoch {min(history.epochs + 1, self._epochs)}/{self._epochs}"
         told = ", ".join(part for part in (epoch, f"step {record.step}", where) if part)
         self._progress.log(f"{told}: {measured} ({rate:,.0f} samples/s{aside})", record, fates)
-        self._track(tracked(record, rate), self._first_step + record.step)
+        self._track(tracked(record, rate, without=empty), self._first_step + record.step)
         return record
 
     def validated(self, epoch: int, metrics: dict[str, float], took_s: float) -> None:
@@ -129,8 +130,14 @@ def stop_noted(history: History) -> Iterator[None]:
         raise
 
 
-def tracked(record: Record, samples_per_s: float) -> dict[str, float]:
-    """Give a log line's numbers by the names under which trackers keep them."""
+def words_of(metrics: Mapping[str, float], *, without: Container[str]) -> str:
+    """Word what a log line measured; of what no batch since the last one counts in there is no value."""
+    told = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in without]
+    return ", ".join(told) if told or not metrics else "all batches since the last line were skipped"
+
+
+def tracked(record: Record, samples_per_s: float, *, without: Container[str]) -> dict[str, float]:
+    """Give a log line's numbers by the names under which trackers keep them, without those that have none."""
     ours: dict[str, float] = {
         "version": record.version,
         "samples": record.samples,
@@ -139,4 +146,5 @@ def tracked(record: Record, samples_per_s: float) -> dict[str, float]:
     }
     if record.staleness is not None:
         ours["staleness"] = record.staleness
-    return record.metrics | {f"offbeat/{name}": value for name, value in ours.items()}
+    measured = {name: value for name, value in record.metrics.items() if name not in without}
+    return measured | {f"offbeat/{name}": value for name, value in ours.items()}

@@ -35,7 +35,8 @@ def until_when(timeout_s: float | None) -> str:
 _MAKERS: dict[str, Callable[[Find, Numbers], Remedy]] = {
     "alert": lambda *_: OnGradients("told", "nothing was done", drops=False),
     "clip": lambda *_: OnGradients(
-        "gradients above their range are scaled down to it", "gradients are left as they are"
+        "gradients above their range are scaled down to it, and dropped where not finite",
+        "gradients are left as they are",
     ),
     "reject": lambda *_: OnGradients("gradients out of range are dropped", "gradients are used again"),
     "increase_sync_frequency": lambda find, _: SyncOften(find),

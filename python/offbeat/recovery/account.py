@@ -80,6 +80,11 @@ class Account:
         self.history.epochs += 1
         self.place = Place(self.place.epoch + 1, 0)
 
+    @property
+    def unmeasured(self) -> set[str]:
+        """The names of meters that no batch counts in since the last log line."""
+        return {meter.name for meter in self._meters if meter.is_empty}
+
     def log(self, seconds: float, *, version: int, staleness: float | None) -> Record:
         """Make a log line."""
         metrics = {meter.name: meter.read() for meter in self._meters}

@@ -12,7 +12,7 @@ from offbeat import log, process
 from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
-from offbeat.local.log_lines import tracked
+from offbeat.local.log_lines import tracked, words_of
 from offbeat.local.loss import wake
 from offbeat.local.stopping import Stop
 from offbeat.recovery import rng
@@ -314,19 +314,19 @@ class Run:
         self._note_time()
         fates = self._pushes.fates
         staleness, told = fates.mean_staleness, fates.read()
-        version = self._trainee.version(self._account.history.steps)
+        version, empty = self._trainee.version(self._account.history.steps), self._account.unmeasured
         record = self._account.log(self._account.history.seconds, version=version, staleness=staleness)
         now = time.monotonic()
         since, samples = self._logged
         rate = (record.samples - samples) / max(now - since, 1e-9)
         self._logged = now, record.samples
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
+        measured = words_of(record.metrics, without=empty)
         epoch = min(self._account.history.epochs + 1, self._plan.goal.epochs)
         aside = f"; {told}" if told else ""
         where = f"epoch {epoch}/{self._plan.goal.epochs}, step {record.step}"
         log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()
-        self._trainee.logged(record, tracked(record, rate))
+        self._trainee.logged(record, tracked(record, rate, without=empty))
 
 
 def taken_apart(trainee: Trainee, rest: Callable[[], dict[str, Any]]) -> Parts:

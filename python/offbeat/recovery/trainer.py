@@ -425,7 +425,7 @@ class FaultTolerantTrainer:
             log.announce(_stopped_before(history, found.path))
         else:
             plan.end(account)
-            log.info("all is done already, in %s", found.path)
+            log.announce(f"all is done already, in {found.path}: nothing is trained")
         return True
 
     def _data(

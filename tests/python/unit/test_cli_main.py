@@ -26,6 +26,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
+        (["launch", "--workers", "2", "--lr", "0.1", "train.py"], "'--lr-schedule'"),
         (["sever"], "'server'"),
         (["lunch", "--workers", "2"], "'launch'"),
         (["--versoin"], "'--version'"),

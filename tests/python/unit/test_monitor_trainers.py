@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import statistics
 import types
@@ -176,6 +177,36 @@ def test_an_alert_counts_steps_as_histories_log_lines_and_callbacks_do(kind, rem
         assert steps == ([] if kind == "fault_tolerant" else [10])
     elif kind in ("local", "average"):
         assert steps == [10]
+
+
+class Keeps:
+    """A tracker that keeps what it is told, by step."""
+
+    def __init__(self):
+        self.told = {}
+
+    def log(self, values, step):
+        self.told.setdefault(step, {}).update(values)
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fault_tolerant"])
+def test_a_log_line_of_dropped_batches_alone_says_so_and_gives_trackers_no_value(kind, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    model, tracker = net(), Keeps()
+    trainer = offbeat.AsyncTrainer(model, trackers=tracker)
+    run = {"loss_fn": Loss(), "optimizer": optim.SGD(lr=0.1), "log_frequency": 1, "dataloader": BATCHES}
+    with AsyncTrainingMonitor(model, remediation_strategy="reject"):
+        if kind == "trainer":
+            trainer.train(**run, progress=False)
+        else:
+            offbeat.FaultTolerantTrainer(trainer, tmp_path).train(**run)
+    (line,) = [line for line in caplog.messages if "step 10" in line and "samples/s" in line]
+    assert "step 10: all batches since the last line were skipped (" in line
+    assert not any("loss nan" in line for line in caplog.messages)
+    assert [step for step, told in tracker.told.items() if "loss" not in told] == [10]
 
 
 def test_a_monitor_that_is_told_of_numbers_has_those():
