@@ -13,11 +13,12 @@ from offbeat.checks import Faults, objects
 from offbeat.errors import ConfigError
 from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
-from offbeat.recovery.choice import STRATEGIES
+from offbeat.recovery.choice import STRATEGIES, Mode
 from offbeat.recovery.values import is_overlapping
 
 __all__ = [
     "means_of",
+    "mode_of",
     "monitor_of",
     "of_choices",
     "of_dataset_alone",
@@ -98,7 +99,7 @@ def means_of(given: Metric | Iterable[Metric], *, name: str) -> list[Mean]:
 
 def of_choices(mode: object, reduction: object, **flags: object) -> list[str]:
     """Tell which of these are none of what there is to choose from; `flags` are True or False."""
-    faults = [] if mode in ("min", "max") else [f'mode is {mode!r}: give "min" or "max"']
+    faults = [] if mode in (None, "min", "max") else [f'mode is {mode!r}: give "min" or "max"']
     if reduction not in ("mean", "sum"):
         faults.append(f'loss_reduction is {reduction!r}: give "mean" or "sum"')
     faults += [
@@ -107,6 +108,11 @@ def of_choices(mode: object, reduction: object, **flags: object) -> list[str]:
         if not isinstance(value, bool)
     ]
     return faults
+
+
+def mode_of(monitor: str | None) -> Mode:
+    """Tell whether less or more of a metric is better, where nobody says: of losses less is."""
+    return "max" if monitor == "accuracy" else "min"
 
 
 def of_scaler(scaler: object) -> list[str]:

@@ -89,7 +89,7 @@ class FaultTolerantTrainer:
         device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
             fewer than half as many samples as others' is not taken for the best.
-        mode: Whether its best is the "min" or the "max".
+        mode: Whether its best is the "min" or the "max". None: "max" of "accuracy", "min" of all else.
         overwrite: Let "none" remove the checkpoints that are there.
         deterministic: Inside `train`, let torch compute the same bits each time, on as many threads: a run
             that was killed ends with the bits of one that was not. An operation that cannot is refused.
@@ -125,7 +125,7 @@ class FaultTolerantTrainer:
         device: str | torch.device = "cpu",
         *,
         monitor: Metric | None = None,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         overwrite: bool = False,
         deterministic: bool = False,
         loss_reduction: LossReduction = "mean",
@@ -166,7 +166,8 @@ class FaultTolerantTrainer:
         self._directory = Directory(Path(place))
         self._every: Every = every
         self._monitor = monitored
-        self._strategy = Strategy(*strategy, None if monitored is None else monitored.name, mode, overwrite)
+        name = None if monitored is None else monitored.name
+        self._strategy = Strategy(*strategy, name, mode or settings.mode_of(name), overwrite)
         self._is_deterministic = deterministic
         self._request = self._strategy.request
         self._left: Modes | None = None  # of the model, as the last `train` has left it

@@ -412,6 +412,23 @@ def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypa
     assert trainer.resumed_from.name.endswith("step-6")
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "step"),
+    [("accuracy", None, 6), ("accuracy", "min", 3), ("level", None, 3), ("level", "max", 6)],
+)
+def test_more_accuracy_is_better_and_less_of_all_else_unless_it_is_said(
+    name, mode, step, tmp_path, monkeypatch
+):
+    levels = iter([0.5] * 3 + [0.9] * 3 + [0.7] * 99)
+    keywords = {"monitor": lambda *_: next(levels)} | ({} if mode is None else {"mode": mode})
+    keywords["monitor"].__name__ = name
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))
+    run(made(tmp_path, **keywords), max_steps=9, epochs=9)
+    trainer = made(tmp_path, **keywords, recovery_strategy="best")
+    run(trainer, max_steps=12, epochs=9)
+    assert trainer.resumed_from.name.endswith(f"step-{step}")
+
+
 def test_what_a_train_had_measured_that_broke_off_before_it_saved_is_in_no_mean(tmp_path):
     levels = iter([9.0] * 2 + [2.0] * 3)
 
