@@ -36,23 +36,15 @@ from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
 from offbeat.trainer.callbacks import Callbacks, callbacks_of
-from offbeat.trainer.driven import Driven
+from offbeat.trainer.driveable import Driveable
 from offbeat.trainer.loop import Loop, TrainPlan
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.places import Places, ProcessGroup
 from offbeat.trainer.predict import predict
 from offbeat.trainer.recompute import parts_of, recomputed
 from offbeat.trainer.scheduling import Given as GivenScheduler
-from offbeat.trainer.scheduling import (
-    Interval,
-    Scheduling,
-    as_it_was_if_refused,
-    faults_of_scheduler,
-    idle_faults,
-    scheduler_for,
-    scheduling_of,
-)
-from offbeat.trainer.settings import Amp, Kind, Sync, Syncs
+from offbeat.trainer.scheduling import Interval, as_it_was_if_refused, idle_faults, scheduler_for
+from offbeat.trainer.settings import Amp, Sync, Syncs
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Tally, Workshop
 from offbeat.trainer.validation import Validation
@@ -68,7 +60,7 @@ KEYS = ("epochs", "steps", "skipped", "stage", "optimizer", "scheduler", "scaler
 
 
 @known_attributes
-class AsyncTrainer:
+class AsyncTrainer(Driveable):
     """Trains a model with one call, alone or with others, in whichever way `strategy` says.
 
     With ``"local"`` it is a plain torch loop, bit for bit. With a method of averaging it is that loop, and an
@@ -436,21 +428,6 @@ class AsyncTrainer:
         stage.schedule = schedule
 
     @property
-    def averages_models(self) -> bool:
-        """Whether a strategy of its averages models: its averager is made when its turn comes."""
-        return any(isinstance(kind, Method) for kind in self._stage.schedule.values())
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The live optimizer; None before the first `train`, or where it runs on a server."""
-        return self._optimizer.live
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scale, with ``amp="fp16"``; torch's own, whose `state_dict` may be kept."""
-        return self._workshop.numerics.scaler
-
-    @property
     def skipped_steps(self) -> int:
         """Batches of which nothing was made, in all calls of `train`; see `History.skipped`."""
         return self._workshop.tally.skipped
@@ -604,78 +581,6 @@ class AsyncTrainer:
             )
         return found
 
-    def driven(
-        self,
-        *,
-        epochs: int,
-        optimizer: object,
-        loss_fn: LossFunction,
-        scheduler: GivenScheduler = None,
-        scheduler_interval: Interval = "epoch",
-        stop: Stop,
-    ) -> Driven:
-        """Get ready for `FaultTolerantTrainer`'s loop, which hands over batches and keeps the account.
-
-        That loop is the one that ends where an end is wanted: `stop` is its wish, and `self.stop` makes it.
-
-        Raises:
-            ConfigError: If these cannot be used, as in `train`.
-        """
-        _, scheduling = self._chosen(
-            Faults(),
-            optimizer,
-            epochs,
-            (scheduler, scheduler_interval, None),
-            measures=False,  # the account is the other's, and so is any metric
-        )
-        self._stop = stop
-        self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
-        self._workshop.loss_fn = loss_fn
-        return Driven(
-            self._workshop,
-            self._stage,
-            scheduling=scheduling,
-            callbacks=self._callbacks,
-            trackers=Fanout(self._trackers, "the trainer"),
-            twice=self._twice,
-            follow=self._follow,
-        )
-
-    def _follow(self, epochs: int) -> None:
-        self._epochs_begun = epochs
-
-    @property
-    def loss_reduction(self) -> LossReduction:
-        """Whether losses are means over their batch, or sums."""
-        return self._workshop.reduction
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The members, as given."""
-        return self._places.group
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether a strategy's members are a process group of torch's. For `FaultTolerantTrainer`."""
-        return self._places.need_group(self._stage.schedule.values())
-
-    @property
-    def averages_at_a_server(self) -> bool:
-        """Whether those that average meet at a server."""
-        return self.averages_models and self._places.are_served
-
-    @property
-    def strategies(self) -> dict[int, Kind]:
-        """Strategies by the epochs that they begin with."""
-        return dict(self._stage.schedule)
-
-    @property
-    def classes(self) -> dict[str, str | None]:
-        """The classes of what goes with the model, by name. For `FaultTolerantTrainer`'s checkpoints."""
-        made = None if self._scheduled is None else self._scheduled[1]
-        parts = {"optimizer": self.optimizer, "scheduler": made, "grad_scaler": self.scaler}
-        return {name: None if part is None else type(part).__name__ for name, part in parts.items()}
-
     # ------------------------------------------------------------------ an end
 
     def close(self) -> None:
@@ -720,41 +625,6 @@ class AsyncTrainer:
             return f"seed {self._seed}"
         place = find(os.environ)
         return f"member {place.rank} of {place.world_size}"
-
-    def _chosen(
-        self,
-        faults: Faults,
-        optimizer: object,
-        epochs: int,
-        asked: tuple[GivenScheduler, Interval, Metric | None],
-        *,
-        measures: bool = True,
-    ) -> tuple[torch.optim.Optimizer | None, Scheduling]:
-        """Give the optimizer that is here, if one is needed, and the scheduler; keep both if all is right.
-
-        Raises:
-            ConfigError: Naming all that is wrong with them beside the other faults; nothing is changed then.
-        """
-        workshop, kept, num_others = self._workshop, self._optimizer, len(faults)
-        span = epochs if type(epochs) is int else 1
-        kinds = settings.kinds_in(self._stage.schedule, self._epochs_begun, span)
-        given = workshop.given if optimizer is None else optimizer
-        is_here = "parameter_server" not in kinds or isinstance(given, torch.optim.Optimizer)
-        is_needed = is_here or any(kind != "parameter_server" for kind in kinds)
-        chosen = kept.trial()
-        live = faults.catch(lambda: chosen.use(optimizer)) if is_needed else None
-        faults += faults_of_scheduler(*asked)
-        scheduling = None
-        with as_it_was_if_refused(live):
-            if len(faults) == num_others:
-                own = live if is_here else None
-                scheduling = faults.catch(
-                    lambda: scheduling_of(*asked, own, self._scheduled, measures=measures)
-                )
-            refuse(faults)
-        assert scheduling is not None  # noqa: S101  else there is a fault
-        self._optimizer, workshop.live, workshop.given = chosen, live, given
-        return live, scheduling
 
     def _words(self) -> str:
         live = self._workshop.live
