@@ -82,6 +82,9 @@ class Manifest:
         request: As which `recovery_strategy` the run was asked for, in words; None likewise.
         gone_back_to: Number of the checkpoint to which the life that wrote this went back, past newer ones
             that were not good; None where it did not, and where older ones do not tell.
+        again_number: Number of the checkpoint that a rollback has gone back to as this was written, whose
+            values this has once more, and its judgement; None where it is of no rollback.
+        again_step: The step that those values are of; None likewise.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -110,6 +113,13 @@ class Manifest:
     monitored_samples: int | None = None
     request: str | None = None
     gone_back_to: int | None = None
+    again_number: int | None = None
+    again_step: int | None = None
+
+    @property
+    def values_step(self) -> int:
+        """The step that the model's values are of."""
+        return self.step if self.again_step is None else self.again_step
 
     def to_bytes(self) -> bytes:
         """Write it."""
