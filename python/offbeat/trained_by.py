@@ -28,6 +28,7 @@ __all__ = [
     "unwatch",
     "was_set",
     "watch",
+    "went_back",
 ]
 
 
@@ -65,6 +66,9 @@ class Watcher(Protocol):
 
     def skipped(self) -> None:
         """Hear that nothing comes of what was computed since the last step: its gradients are dropped."""
+
+    def went_back(self) -> None:
+        """Hear that the module's values are those of a checkpoint now, and none of a step that was made."""
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that an attribute of what trains the module is not as the watcher may have set it any more."""
@@ -145,6 +149,12 @@ def skipped(module: "nn.Module") -> None:
     """Tell a module's watchers that a loss scale skips the step under way, about which nobody asks them."""
     for watcher in _watchers.of(module):
         watcher.skipped()
+
+
+def went_back(module: "nn.Module") -> None:
+    """Tell a module's watchers that it has the values of a checkpoint, between two steps."""
+    for watcher in _watchers.of(module):
+        watcher.went_back()
 
 
 def was_set(module: "nn.Module", thing: object, name: str) -> None:

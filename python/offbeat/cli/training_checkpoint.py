@@ -13,7 +13,8 @@ from offbeat.cli.reading import Reading
 from offbeat.cli.say import flush_output, output, say
 from offbeat.cli.wording import columns, duration, plain
 from offbeat.errors import CheckpointError, ConfigError
-from offbeat.recovery.directory import DAMAGED, Entry, entries, names
+from offbeat.recovery.choice import left_behind
+from offbeat.recovery.directory import DAMAGED, Entry, entries, name_of, names
 from offbeat.recovery.folder import read_manifest, verify
 from offbeat.recovery.manifest import MANIFEST, MODEL, DamagedError, Manifest
 
@@ -61,6 +62,8 @@ def verify_all(path: Path) -> None:
 def export(path: Path, to: Path, settle: Callable[[], object]) -> str:
     """Write the model of the newest checkpoint that is good to a file; newer ones are warned of.
 
+    What a rollback has left behind comes after all else.
+
     Args:
         path: Of one, or of several.
         to: The file.
@@ -74,7 +77,7 @@ def export(path: Path, to: Path, settle: Callable[[], object]) -> str:
         ConfigError: If the file would be among a trainer's.
         OSError: If it cannot be written.
     """
-    for folder in _folders(path):
+    for folder in sorted(_folders(path), key=_left_behind(path).__contains__):
         try:
             with Reading(folder.name) as tell:
                 manifest = verify(folder, tell)
@@ -107,6 +110,15 @@ def _is_one(path: Path) -> bool:
 
 def _folders(path: Path) -> list[Path]:
     return [path] if _is_one(path) else [path / name for name in names(path)]
+
+
+def _left_behind(path: Path) -> set[Path]:
+    """Give the folders of what a rollback has gone back from."""
+    if _is_one(path):
+        return set()
+    told = [entry.manifest for entry in entries(path) if entry.manifest is not None]
+    behind = left_behind(told)
+    return {path / name_of(m.number, m.step) for m in told if m.number in behind}
 
 
 def _verdicts(path: Path) -> Iterator[tuple[str, bool | None]]:
@@ -143,7 +155,7 @@ def _one(path: Path, manifest: Manifest) -> str:
     lines = {
         "checkpoint": f"{path.name}, of {_when(manifest)}, by Offbeat {manifest.offbeat} "
         f"and torch {manifest.torch}",
-        "training": f"step {manifest.step:,}, {manifest.samples:,} samples, {duration(manifest.seconds)}"
+        "training": f"step {_step(manifest)}, {manifest.samples:,} samples, {duration(manifest.seconds)}"
         + _end(manifest),
         "next": f"batch {manifest.batch + 1:,} of epoch {manifest.epoch + 1:,}",
         "optimizer": manifest.optimizer,
@@ -178,12 +190,18 @@ def _row(entry: Entry) -> list[str]:
         entry.name,
         _when(told),
         "yes" if told.is_good else "no",
-        f"{told.step:,}",
+        _step(told),
         f"{told.epoch + bool(told.batch):,}",  # the one under way, or just ended, as log lines count
         f"{told.loss:.4g}",
         "-" if told.monitored is None else f"{told.monitored:.4g}",
         _size(_bytes(told)),
     ]
+
+
+def _step(manifest: Manifest) -> str:
+    """Give the step; and of which one the values are, where a rollback went back to that."""
+    again = "" if manifest.again_step is None else f" ({manifest.again_step:,} again)"
+    return f"{manifest.step:,}{again}"
 
 
 def _bytes(manifest: Manifest) -> int:

@@ -62,6 +62,16 @@ class Finiteness:
         if found:
             self._find(*found[0])
 
+    def begin_anew(self) -> None:
+        """Take down what was not finite, and tell of none of it: all is as it was before, and news again."""
+        values = torch.stack(self._losses).double().tolist() if self._losses else []
+        for step, value in zip(self._steps, values, strict=True):
+            if not math.isfinite(value) and self._history.first_non_finite is None:
+                self._history.first_non_finite = step
+        self._losses.clear()
+        self._steps.clear()
+        self._has_told = self._is_lost = False
+
     def end(self) -> None:
         """Look, and at the parameters as well: the last step's may have been the first."""
         self.look()

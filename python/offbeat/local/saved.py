@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bring_back",
+    "bring_back_memory",
     "bring_back_told",
     "faults_of_kind",
     "faults_of_state",
@@ -94,6 +95,13 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             now = held.get(name)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
                 held[name] = value.to(now.device)
+
+
+def bring_back_memory(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load what an optimizer remembered, as its moments; what its groups are set to now stays."""
+    now = _groups_in(optimizer.state_dict())
+    own = {} if now is None or _groups_in(saved) is None else {"param_groups": now}
+    bring_back(optimizer, saved | own)
 
 
 def of_settings(

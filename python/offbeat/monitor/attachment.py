@@ -127,6 +127,13 @@ class Attachment:
         if (forget := self._forget()) is not None:
             forget()
 
+    def went_back(self) -> None:
+        """Hear that the model has the values of a checkpoint: what was kept of it is of others."""
+        self.skipped()
+        self.gradients.resume(None)
+        if self._may_drop:
+            self.gradients.keep_buffers()
+
     def was_set(self, thing: object, name: str) -> None:
         """Hear that a trainer has set an attribute of a thing's."""
         if (was_set := self._was_set()) is not None:

@@ -142,6 +142,7 @@ class Course:
         return {
             "judge": self._judge.state(),
             "in_effect": [effect.state() for effect in self._in_effect],
+            "noted": self._noted(),
             "num_alerts": dict(self._num_alerts),
             "num_taken": dict(self.num_taken),
             "num_dropped": self.num_dropped,
@@ -159,12 +160,20 @@ class Course:
         num_alerts, num_taken = Counter(state["num_alerts"]), Counter(state["num_taken"])
         num_dropped, num_clipped, step = state["num_dropped"], state["num_clipped"], state["step"]
         in_a_row = state.get("num_dropped_in_a_row", 0)  # which states had not, once
+        noted = state.get("noted", {})  # likewise
         self.let_go()
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
         self._num_dropped_in_a_row, self._is_lost = in_a_row, False
+        for name, what in noted.items():
+            remedies[name].recall(what)
         self._resume()
+
+    def _noted(self) -> dict[str, Any]:
+        """Give what remedies have noted, by name: a later one goes by how it was before the first alert."""
+        pairs = zip(self._settings.names, self._settings.remedies, strict=True)
+        return {name: noted for name, remedy in pairs if (noted := remedy.noted()) is not None}
 
     def _resume(self) -> None:
         """Have in effect what was, as far as there is what it acts on: an optimizer may come with `train`."""
@@ -237,7 +246,10 @@ class Course:
             effect = self._in_effect[-1] if ours is None else ours
             action, result = effect.name, effect.told
         else:
+            num_went_back = self.num_went_back
             action, result = self._act(rung, worker)
+            if self.num_went_back > num_went_back:  # to what is finite, as far as is known
+                self._is_lost, told = False, ""
         if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
             result += "; the step's gradient is dropped"
         result += told

@@ -86,7 +86,8 @@ class AsyncTrainingMonitor:
             where parameters are not finite already. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
-            the newest checkpoint before the alert, and when taken again to the one before, never forward; the
+            the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
+            trains the model, and when taken again to the one before, never forward; the
             step's gradient, which is of what was gone back from, is dropped. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.

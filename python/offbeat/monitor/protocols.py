@@ -1,12 +1,16 @@
 """What can be asked of whoever trains: each remedy acts on whatever has one of these, and on nothing else."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from offbeat.history import History
 
 __all__ = [
     "AveragesOften",
     "BoundsStaleness",
     "HoldsOptimizer",
+    "KeepsSteps",
     "Quarantines",
     "RollsBack",
     "ServesLearningRate",
@@ -64,10 +68,26 @@ class ServesLearningRate(Protocol):
 
 @runtime_checkable
 class RollsBack(Protocol):
-    """Can go back to what it has kept, as a `ParameterServer` with checkpoints can."""
+    """Can go back to what it has kept, as a `ParameterServer` with checkpoints can.
 
-    def rollback(self, version: int | None = None) -> object:
+    One that has `keeps_checkpoints`, or `is_training`, can only where these are true.
+    """
+
+    def rollback(self, version: int | None = None, /) -> object:
         """Go back; None: to the newest."""
+
+
+@runtime_checkable
+class KeepsSteps(Protocol):
+    """Can go back while it trains, and tells to which of its steps, as a `FaultTolerantTrainer` does."""
+
+    history: "History"
+
+    def checkpoint_steps(self) -> list[int]:
+        """List them, those written last first."""
+
+    def rollback(self, step: int | None = None, /) -> int:
+        """Go back to one."""
 
 
 @runtime_checkable

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from offbeat.monitor.leaving_out import Quarantine, Rollback
+from offbeat.monitor.going_back import Rollback
+from offbeat.monitor.leaving_out import Quarantine
 from offbeat.monitor.remedy import MOST_REPEATS, Find, OnGradients, Remedy
 from offbeat.monitor.tuning import ReduceLr, SyncOften, TightenStaleness
 
@@ -67,7 +68,9 @@ NEEDS = {
     "whose process the learning rate of an optimizer of offbeat.optim is",
     "quarantine": "the AsyncWorker of this model, or something with quarantine(worker_id) and "
     "release(worker_id); a ParameterServer cannot leave out a worker of another process",
-    "rollback": "a ParameterServer with checkpoint_dir=, or something with rollback()",
+    "rollback": "a ParameterServer with checkpoint_dir= (an AsyncWorker's model is its server's), a "
+    "FaultTolerantTrainer whose model is its own (a module, or an AsyncTrainer with strategy='local'; those "
+    "who train together go back to none in mid-run), or something with rollback()",
 }
 """What would do, for those that need something."""
 

@@ -84,6 +84,13 @@ class Remedy(ABC):
             OffbeatError: If what it acts on is not there, or not yet.
         """
 
+    def noted(self) -> Any:  # noqa: ANN401  each remedy's own
+        """Give what `begin`, and what was done since, have noted, as plain data; None: few note something."""
+        return None
+
+    def recall(self, noted: Any) -> None:  # noqa: ANN401, B027  as `noted` gave it
+        """Go on from what another process has noted."""
+
     @abstractmethod
     def acts_on(self, thing: object) -> bool:
         """Tell whether it can act on an object."""

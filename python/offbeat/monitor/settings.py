@@ -8,7 +8,7 @@ from offbeat.checks import Faults, at_least_one, is_number, objects, refuse, sec
 from offbeat.errors import ConfigError
 from offbeat.monitor.alert import Alert
 from offbeat.monitor.detector import METRICS, Metric
-from offbeat.monitor.leaving_out import Rollback
+from offbeat.monitor.going_back import Rollback
 from offbeat.monitor.remedies import NEEDS, REMEDIES, Numbers, make
 from offbeat.monitor.remedy import Find, Remedy
 from offbeat.naming import unknown

@@ -162,6 +162,21 @@ class Account:
         self._recent.extend(state["recent"])
         self._band = None if state["band"] is None else Band(*state["band"])
 
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Judge the model by what it was judged by in a checkpoint that is gone back to; counts go on.
+
+        Args:
+            state: As `state_dict` gave it then.
+        """
+        self._recent = deque(state["recent"], maxlen=NUM_RECENT)
+        self._band = None if state["band"] is None else Band(*state["band"])
+        if self._monitor is not None:
+            self._monitor.read()  # of what is gone back from
+            is_same = state["monitor"] is not None and state["monitor"][0] == self._monitor.name
+            self._new_samples = 0
+            self._monitored = state["monitored"] if is_same else None
+            self._monitored_samples = state.get("monitored_samples") if is_same else None
+
     def _read_recent(self) -> list[float]:
         """Give the newest losses as numbers, with one wait for all that are not."""
         waiting = [loss.float() for loss in self._recent if isinstance(loss, torch.Tensor)]

@@ -1,14 +1,28 @@
-"""Which checkpoint a start goes on from, and which are kept: pure decisions over manifests."""
+"""Which checkpoint a start goes on from, or a rollback goes back to, and which are kept: pure decisions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Literal
 
 from offbeat.errors import CheckpointError
+from offbeat.frequency import Every
 from offbeat.recovery.manifest import Manifest
 
-__all__ = ["KEPT", "STRATEGIES", "Mode", "best", "ends_again", "kept", "made_under", "ranked"]
+__all__ = [
+    "KEPT",
+    "STRATEGIES",
+    "Mode",
+    "best",
+    "ends_again",
+    "kept",
+    "left_behind",
+    "made_under",
+    "planned",
+    "preferred",
+    "ranked",
+    "to_go_back_to",
+]
 
 KEPT = 3
 """So many of the newest are kept, and what a strategy may want besides."""
@@ -20,6 +34,60 @@ STRATEGIES = ("latest", "best", "last_good", "none")
 
 Mode = Literal["min", "max"]
 """Whether less or more is better."""
+
+
+def left_behind(found: Sequence[Manifest]) -> set[int]:
+    """Tell what rollbacks have gone back from: what was written since that to which they went.
+
+    A rollback that was itself gone back from, or undone, says nothing any more.
+
+    Args:
+        found: Newest first.
+
+    Returns:
+        Their numbers.
+    """
+    behind: set[int] = set()
+    for again in found:
+        if again.again_number is not None and again.number not in behind:
+            behind |= {m.number for m in found if again.again_number < m.number < again.number}
+    return behind
+
+
+def preferred(found: Sequence[Manifest]) -> list[Manifest]:
+    """Put what was left behind after all else; else a damaged newest one would undo a rollback.
+
+    Args:
+        found: Newest first.
+    """
+    behind = left_behind(found)
+    return sorted(found, key=lambda m: m.number in behind)
+
+
+def planned(every: Every, *, is_deterministic: bool) -> Callable[[Manifest], bool]:
+    """Give what tells which checkpoints a rollback may choose, and which count among those that are kept.
+
+    Of a deterministic run these are the ones that a run has which nobody breaks off: what SIGTERM, or the end
+    of a `train`, has saved between two of them would else change where it goes back to, and so its bits.
+    """
+    count = every.count
+    if count is None or not is_deterministic:
+        return lambda _: True
+    return lambda m: m.again_number is not None or m.step % count == 0
+
+
+def to_go_back_to(
+    found: Sequence[Manifest], *, stay: set[int], is_planned: Callable[[Manifest], bool]
+) -> list[Manifest]:
+    """Choose what a rollback may go back to: what is good and was not left behind, newest first.
+
+    Args:
+        found: Newest first.
+        stay: Numbers of those that are to be kept: after a crash another one may still be there.
+        is_planned: Tells which may be chosen.
+    """
+    behind = left_behind(found)
+    return [m for m in found if m.is_good and m.number in stay and m.number not in behind and is_planned(m)]
 
 
 def ranked(
@@ -36,11 +104,17 @@ def ranked(
     Raises:
         CheckpointError: If there are some, and none that the strategy wants.
     """
+    found = preferred(found)
+    behind = left_behind(found)
     match strategy:
         case "best":
             wanted = sorted(
                 _comparable(found, monitor),
-                key=lambda m: (m.monitored if mode == "min" else -m.monitored, -m.number),  # type: ignore[operator]
+                key=lambda m: (
+                    m.number in behind,
+                    m.monitored if mode == "min" else -m.monitored,  # type: ignore[operator]
+                    -m.number,
+                ),
             )
             lacking = f"a finite {monitor!r}, which recovery_strategy 'best' goes by"
         case "last_good":
@@ -75,35 +149,53 @@ def made_under(request: str, found: Sequence[Manifest]) -> list[Manifest]:
 def ends_again(end: Manifest, good: Manifest) -> bool:
     """Tell whether a run that ended and is not good would be trained again to the same end.
 
-    It went back to the newest good checkpoint already, and nothing that is good has come of that.
+    It went back to the newest good checkpoint already, or to that which a rollback has written once more, and
+    nothing that is good has come of that.
 
     Args:
         end: The newest checkpoint, with all that is asked for; not good.
         good: The newest that is good.
     """
-    return end.gone_back_to == good.number
+    return end.gone_back_to is not None and end.gone_back_to in (good.number, good.again_number)
 
 
-def kept(found: Sequence[Manifest], *, monitor: str | None, mode: Mode) -> set[int]:
+def kept(
+    found: Sequence[Manifest],
+    *,
+    monitor: str | None,
+    mode: Mode,
+    is_planned: Callable[[Manifest], bool] = lambda _: True,
+) -> set[int]:
     """Choose what is kept: the newest three, the newest good one, and the best where something is monitored.
 
     Of several of one step in a row the newest counts among the three: the save at the end, where one was due
-    in mid-run, takes its place, and no older one's.
+    in mid-run, takes its place, and no older one's. What a rollback has written, which is once more what
+    there is already, is none of the three, and stays as long as it is the newest, or what it left behind is
+    there. That is the first to go.
 
     Args:
         found: Newest first.
         monitor: What "best" goes by; None without.
         mode: Likewise.
+        is_planned: Tells which count among the three.
 
     Returns:
         Their numbers.
     """
-    stay = [m for newer, m in zip((None, *found), found, strict=False) if not newer or newer.step != m.step]
+    there = {m.number for m in found}
+    own = [m for m in preferred(found) if is_planned(m) and m.again_number not in there]
+    stay = [m for newer, m in zip((None, *own), own, strict=False) if not newer or newer.step != m.step]
     del stay[KEPT:]
-    stay += [m for m in found if m.is_good][:1]
+    stay += found[:1]
+    stay += [m for m in preferred(found) if m.is_good][:1]
     if monitor is not None and (winner := best(found, monitor, mode)) is not None:
         stay.append(winner)
-    return {m.number for m in stay}
+    numbers = {m.number for m in stay}
+    return numbers | {
+        m.number
+        for m in found
+        if m.again_number is not None and any(m.again_number < number < m.number for number in numbers)
+    }
 
 
 def _comparable(found: Sequence[Manifest], monitor: str | None) -> list[Manifest]:

@@ -9,7 +9,7 @@ from offbeat import trained_by
 from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
 from offbeat.local.loss import LossFunction
-from offbeat.local.saved import of_classes, of_groups, of_settings, settings_of
+from offbeat.local.saved import bring_back_memory, of_classes, of_groups, of_settings, settings_of
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.averaged import Patience
@@ -140,15 +140,27 @@ class Trained(Trainee):
         """Word which settings given here are not the run's."""
         return of_settings(self._settings, state["settings"], state["trainer"]["optimizer"])
 
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Take back what was learnt, where it trains as a plain loop; all else of the trainer's goes on."""
+        self._load_model(state)
+        live, scaler = self._trainer.optimizer, self._trainer.scaler
+        if live is not None:
+            bring_back_memory(live, state["trainer"]["optimizer"])
+        if scaler is not None:
+            scaler.load_state_dict(state["trainer"]["scaler"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back a state that fits."""
+        self._load_model(state)
+        self._trainer.load_state_dict(state["trainer"])
+        self._settings = state["settings"]  # what the run began with, whatever was given here
+
+    def _load_model(self, state: dict[str, Any]) -> None:
         module = unwrap(self.module)
         module.load_state_dict(WithMetadata.of(state["model"], state["metadata"]))
         fill(module, state["beside"])
         if isinstance(self._loss_fn, nn.Module):
             fill(self._loss_fn, state["loss"])
-        self._trainer.load_state_dict(state["trainer"])
-        self._settings = state["settings"]  # what the run began with, whatever was given here
 
     def _classes(self) -> dict[str, str | None]:
         return {"wrapper": type(self._trainer).__name__} | self._trainer.classes

@@ -9,7 +9,14 @@ from offbeat import trained_by
 from offbeat.errors import StateError
 from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
-from offbeat.local.saved import bring_back, of_classes, of_groups, of_settings, settings_of
+from offbeat.local.saved import (
+    bring_back,
+    bring_back_memory,
+    of_classes,
+    of_groups,
+    of_settings,
+    settings_of,
+)
 from offbeat.module.table import unwrap
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
@@ -162,21 +169,32 @@ class Local(Trainee):
         self.load_model(state)
         self.load_rest(state)
 
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Take back what was learnt; settings of the optimizer, and the scheduler, go on."""
+        self.load_model(state)
+        self._fill_beside(state)
+        bring_back_memory(self.optimizer, state["optimizer"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
     def load_model(self, state: dict[str, Any]) -> None:
         """Take back the model's values."""
         unwrap(self._module).load_state_dict(WithMetadata.of(state["model"], state["metadata"]))
 
     def load_rest(self, state: dict[str, Any]) -> None:
         """Take back all else."""
-        fill(unwrap(self._module), state["beside"])
-        if isinstance(self._loss_fn, nn.Module):
-            fill(self._loss_fn, state["loss"])
+        self._fill_beside(state)
         bring_back(self.optimizer, state["optimizer"])
         self._settings = state["settings"]  # what the run began with, whatever was given here
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def _fill_beside(self, state: dict[str, Any]) -> None:
+        fill(unwrap(self._module), state["beside"])
+        if isinstance(self._loss_fn, nn.Module):
+            fill(self._loss_fn, state["loss"])
 
     def _classes(self) -> dict[str, str | None]:
         """Name the classes that have to be the same."""

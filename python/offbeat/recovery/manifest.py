@@ -86,6 +86,9 @@ class Manifest:
         max_steps: Steps, likewise; None for no limit.
         is_stopped: Whether `stop()` was called before that.
         stop_reason: What was given to it.
+        again_number: Number of the checkpoint that a rollback has gone back to as this was written, whose
+            values this has once more, and its judgement; None where it is of no rollback.
+        again_step: The step that those values are of; None likewise.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -118,6 +121,13 @@ class Manifest:
     max_steps: int | None = None
     is_stopped: bool = False
     stop_reason: str | None = None
+    again_number: int | None = None
+    again_step: int | None = None
+
+    @property
+    def values_step(self) -> int:
+        """The step that the model's values are of."""
+        return self.step if self.again_step is None else self.again_step
 
     def to_bytes(self) -> bytes:
         """Write it."""

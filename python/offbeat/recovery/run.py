@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offbeat import log, process
+from offbeat import log, process, trained_by
 from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
@@ -24,8 +24,9 @@ from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
+from offbeat.recovery.rollback import WayBack
 from offbeat.recovery.saver import Draft, Saver, parameters_of
-from offbeat.recovery.trainee import Trainee
+from offbeat.recovery.trainee import GoesBack, Trainee
 from offbeat.termination import Terminated
 from offbeat.worker.account import Account as Pushes
 
@@ -101,6 +102,7 @@ class Run:
         data: To train on.
         account: Where the run is.
         saver: Makes checkpoints.
+        way_back: Has what somebody has asked to go back to; None where nobody can.
         terminated: Whether to end at the next step.
         stop: Whether somebody wants an end.
         resumed: The rest of the checkpoint's state; None for a run that begins.
@@ -114,6 +116,7 @@ class Run:
         data: Data,
         account: Account,
         saver: Saver,
+        way_back: WayBack | None,
         terminated: Terminated,
         stop: Stop,
         resumed: dict[str, Any] | None,
@@ -123,6 +126,7 @@ class Run:
         self._data = data
         self._account = account
         self._saver = saver
+        self._way_back = way_back
         self._terminated = terminated
         self._stop = stop
         self._resumed = resumed
@@ -161,10 +165,12 @@ class Run:
                 steps = trainee.end_epoch(account.place.epoch)
                 account.end_epoch(steps)
                 self._hear()
+                self._go_back_if_asked()
         history.steps += trainee.end()
         self._hear()
         if history.steps > account.logged_step:
             self._log()
+        self._go_back_if_asked()
         self._finiteness.end()
         if history.stopped != "stop":
             self._plan.end(account)
@@ -172,6 +178,8 @@ class Run:
             history.stopped = "budget"
         self._save()
         self._saver.wait()
+        if self._way_back is not None:
+            self._way_back.close()
         trainee.finished(history)
 
     def _is_stopped(self) -> bool:
@@ -200,6 +208,7 @@ class Run:
                 self._finiteness.add(done.loss, history.steps)
             if history.steps - self._account.logged_step >= self._plan.log_frequency:
                 self._log()
+            self._go_back_if_asked()
             if self._saver.is_wanted(history.steps) and self._trainee.is_settled:
                 self._save()
             self._check_terminated()
@@ -213,6 +222,29 @@ class Run:
                 f"to train on: look at its length, at drop_last, and whether it can be gone through again"
             )
         return True
+
+    def _go_back_if_asked(self) -> None:
+        """Put the values of a checkpoint in place, where somebody has asked for that, and save them at once.
+
+        The data, all counts, the random states and what watches the run go on from here. Until the new
+        checkpoint is on the disk the next step waits: a process that is killed after that goes on from it.
+        """
+        back = None if self._way_back is None else self._way_back.take()
+        if back is None:
+            return
+        trainee, step = self._trainee, self._account.history.steps
+        assert isinstance(trainee, GoesBack)  # noqa: S101  else there is no way back
+        trainee.abandon()
+        trainee.go_back(back.state)
+        self._account.go_back(back.account)
+        self._finiteness.begin_anew()
+        trained_by.went_back(trainee.module)
+        log.announce(
+            f"after step {step:,} the model goes back to what it was at step "
+            f"{back.manifest.values_step:,}, as {back.path} has it; the data goes on"
+        )
+        self._save(back.manifest)
+        self._saver.settle()
 
     def _batches(self) -> Iterator[Any]:
         place, resumed = self._account.place, self._resumed
@@ -255,11 +287,12 @@ class Run:
             process.note_exit(leaving)
         raise leaving
 
-    def _save(self) -> None:
+    def _save(self, again: Manifest | None = None) -> None:
+        """Save; `again` is of the checkpoint whose values were put in place just now."""
         self._note_time()
-        self._saver.save(self._draft())
+        self._saver.save(self._draft(again))
 
-    def _draft(self) -> Draft:
+    def _draft(self, again: Manifest | None) -> Draft:
         plan, account = self._plan, self._account
         judgement = account.judge()
         parts = taken_apart(self._trainee, self._rest(account))
@@ -285,6 +318,8 @@ class Run:
             max_steps=plan.goal.max_steps,
             is_stopped=history.stopped == "stop",
             stop_reason=history.stop_reason,
+            again_number=None if again is None else again.number,
+            again_step=None if again is None else again.values_step,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),
             optimizer=self._trainee.optimizer_name,
             offbeat=_version(),

@@ -184,6 +184,7 @@ class Saver:
         needs_good: That goes on from a checkpoint that is good.
         chosen: Which checkpoints stay, from the manifests, newest first.
         delays: Is told of saves that are put off.
+        waits: A save that is due is not put off: the one before is waited for.
         clock: Seconds that only grow.
     """
 
@@ -198,8 +199,10 @@ class Saver:
         needs_good: bool,
         chosen: Callable[[Sequence[Manifest]], set[int]],
         delays: Delays,
+        waits: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._waits = waits
         self._directory = directory
         self._every = every
         self._chosen = chosen
@@ -226,7 +229,7 @@ class Saver:
     def is_wanted(self, step: int) -> bool:
         """Whether to save after this step."""
         if self._writing is not None and self._writing.done():
-            self._settle()
+            self.settle()
         step_before, time_s = self._saved
         now = self._clock()
         failed_s = None if self._failed_s is None else now - self._failed_s
@@ -234,6 +237,9 @@ class Saver:
             self._every, step=step, saved_step=step_before, since_s=now - time_s, failed_s=failed_s
         ):
             return False
+        if self._waits and self._writing is not None:
+            self.settle()
+            return self._failed_s is None  # one that has failed just now is tried again later
         if self._writing is None:
             return True
         if self._due_s is None:
@@ -242,7 +248,7 @@ class Saver:
 
     def save(self, draft: Draft) -> None:
         """Take a snapshot, and write it behind what comes next; waits for the one before."""
-        self._settle()
+        self.settle()
         model, rest = draft.parts.model, draft.parts.rest
         both = {f"model/{k}": t for k, t in model.tensors.items()}
         both |= {f"rest/{k}": t for k, t in rest.tensors.items()}
@@ -267,7 +273,7 @@ class Saver:
         except CheckpointError as error:
             raise CheckpointError(words_of_last_failure(error, to_go_on=self.to_go_on)) from error
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until nothing is being written, and tell if it has failed: the run has more saves to come."""
         try:
             self._end()

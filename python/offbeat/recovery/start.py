@@ -13,7 +13,7 @@ from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
 from offbeat.local.loss import wake
 from offbeat.module.table import unwrap
 from offbeat.recovery.account import Account
-from offbeat.recovery.choice import Mode, ends_again, made_under, ranked
+from offbeat.recovery.choice import Mode, ends_again, made_under, preferred, ranked
 from offbeat.recovery.directory import Directory, entries, name_of
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
@@ -115,7 +115,8 @@ def find(
     became NaN is no end; but where it was gone back from already, and nothing good has come of that, training
     once more would end there again, at each start.
 
-    What is damaged is warned of, and the next that the strategy wants is taken. Nothing is renamed.
+    What a rollback in mid-run has left behind comes after all else. What is damaged is warned of, and the
+    next that the strategy wants is taken. Nothing is renamed.
 
     Args:
         directory: Where they are.
@@ -133,7 +134,7 @@ def find(
         return None
     found = entries(directory.path)
     faults = {entry.name: entry.damage for entry in found if entry.damage is not None}
-    manifests = [entry.manifest for entry in found if entry.manifest is not None]
+    manifests = preferred([entry.manifest for entry in found if entry.manifest is not None])
     for damage in faults.values():
         _warn(damage)
     if (taken := _first_whole(directory, _ours(strategy, manifests), faults)) is not None:

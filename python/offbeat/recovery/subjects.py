@@ -26,6 +26,14 @@ from offbeat.worker import AsyncWorker
 
 __all__ = ["Asked", "Subject", "subject_of"]
 
+AT_THE_SERVER = "which goes on from where it is: call server.rollback() there"
+TOGETHER = (
+    "of whom none goes back alone: end all, move the checkpoints that are newer than the wanted one out of "
+    "each one's checkpoint_dir, and start them again; one that is alone does so by a new start with "
+    "recovery_strategy='last_good'"
+)
+"""What to do where no rollback in mid-run can be."""
+
 BATCH_SIZE = 32
 """Samples, where nobody says."""
 
@@ -104,6 +112,11 @@ class Subject(ABC):
         del strategy
         return []
 
+    @property
+    def why_it_stays(self) -> str | None:
+        """Why it cannot go back to a checkpoint in mid-run, and what to do; None where it can."""
+        return None
+
 
 class _Module(Subject):
     def __init__(self, module: nn.Module, device: torch.device, reduction: LossReduction) -> None:
@@ -151,6 +164,10 @@ class _Averager(_Module):
 
     def faults_of(self, *, strategy: str) -> list[str]:
         return [] if self._averager.is_alone else _of_several(strategy)
+
+    @property
+    def why_it_stays(self) -> str | None:
+        return f"an AsyncModelAverager's model is its members', {TOGETHER}"
 
 
 class _Ordered(Subject):
@@ -218,6 +235,10 @@ class _Worker(_Ordered):
     def faults_of(self, *, strategy: str) -> list[str]:
         return _of_the_server(strategy)
 
+    @property
+    def why_it_stays(self) -> str | None:
+        return f"an AsyncWorker's model is the server's, {AT_THE_SERVER}"
+
 
 class _Trainer(_Ordered):
     on_scaler = 'an AsyncTrainer has its own: make it with amp="fp16" instead'
@@ -253,6 +274,17 @@ class _Trainer(_Ordered):
                 "which are saved at different ones: give strategy='average', or process_group=False"
             )
         return faults or _of_several(strategy)
+
+    @property
+    def why_it_stays(self) -> str | None:
+        kinds = list(self._trainer.strategies.values())
+        if "parameter_server" in kinds:
+            return f"the AsyncTrainer's model is a server's, {AT_THE_SERVER}"
+        if others := [kind for kind in kinds if kind != "local"]:
+            return (
+                f"the AsyncTrainer has strategy {others[0]!r}, and what it makes is its members', {TOGETHER}"
+            )
+        return None
 
 
 class _Scheduler:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from offbeat import trained_by
 from offbeat.history import History, Record
 from offbeat.receipt import Receipt
 
-__all__ = ["Scheduler", "SchedulerStep", "Stepped", "Trainee"]
+__all__ = ["GoesBack", "Scheduler", "SchedulerStep", "Stepped", "Trainee"]
 
 SchedulerStep = str
 """When a scheduler steps: after each "epoch" or each "step"."""
@@ -29,6 +29,18 @@ class Scheduler(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back there."""
+
+
+@runtime_checkable
+class GoesBack(Protocol):
+    """Can take back, between two steps, what was learnt alone: where the run is stays."""
+
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Take back the model, what the optimizer remembers and the loss scale, of a state that fits.
+
+        What an optimizer's groups are set to stays, and so does a scheduler: it counts the steps of the run,
+        which go on. A learning rate that a scheduler has lowered since would else stay high: many multiply.
+        """
 
 
 @dataclass(frozen=True, slots=True)

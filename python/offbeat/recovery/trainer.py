@@ -1,7 +1,7 @@
 """`FaultTolerantTrainer`."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from offbeat import log, process, trained_by
 from offbeat.checkpoints import directory_of
-from offbeat.checks import Faults, at_least_one, functions, of_seed, refuse
+from offbeat.checks import Faults, at_least_one, functions, is_count, of_seed, refuse
+from offbeat.errors import ConfigError, StateError
 from offbeat.frequency import Every, frequency
 from offbeat.history import History
 from offbeat.local.evaluate import evaluate
@@ -23,7 +24,7 @@ from offbeat.metrics import Metric
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
-from offbeat.recovery.choice import Mode, kept
+from offbeat.recovery.choice import Mode, kept, planned
 from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
 from offbeat.recovery.goal import Goal
@@ -31,11 +32,12 @@ from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.place import Data, data_of
+from offbeat.recovery.rollback import WayBack
 from offbeat.recovery.run import Plan, Run, taken_apart
 from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
-from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
+from offbeat.recovery.trainee import GoesBack, Scheduler, SchedulerStep, Trainee
 from offbeat.termination import noting_signals
 
 if TYPE_CHECKING:
@@ -157,8 +159,8 @@ class FaultTolerantTrainer:
         assert place is not None  # noqa: S101
         assert every is not None  # noqa: S101
         assert strategy is not None  # noqa: S101
-        if isinstance(model, nn.Module):  # else what trains it has told so itself
-            trained_by.register(model, self)
+        if isinstance(model, nn.Module) or subject.why_it_stays is None:  # else who trains it has told so
+            trained_by.register(subject.module, self)
         self.history = History()
         self.resumed_from: Path | None = None
         self.passed_over: tuple[str, ...] = ()
@@ -174,6 +176,7 @@ class FaultTolerantTrainer:
         self._loss_fn: LossFunction | None = None
         self._delays = Delays()
         self._stop = Stop()
+        self._way_back: WayBack | None = None  # inside `train`, where there is one
 
     @known_keywords
     def train(
@@ -321,12 +324,14 @@ class FaultTolerantTrainer:
             stack.callback(saver.close)
             stack.enter_context(_end_noted(account.history))
             stack.enter_context(self._stop.training())
+            stack.enter_context(self._going_back(trainee, saver))
             Run(
                 plan,
                 trainee=trainee,
                 data=data,
                 account=account,
                 saver=saver,
+                way_back=self._way_back,
                 terminated=terminated,
                 stop=self._stop,
                 resumed=rest,
@@ -349,6 +354,67 @@ class FaultTolerantTrainer:
             ConfigError: If the reason is no text.
         """
         self._stop.ask(reason)
+
+    def rollback(self, step: int | None = None) -> int:
+        """Go back to a checkpoint in the middle of `train`, as after a learning rate that was too high.
+
+        To be called on the thread that trains: from a callback or a loss function, or by the remedy
+        "rollback" of an `AsyncTrainingMonitor` of the model. The checkpoint is read at once, and in place
+        when the step under way, of which nothing stays, has ended; of several calls in one step the last
+        counts. By then it is saved once more, as the newest, so that a process that is killed goes on from
+        there.
+
+        What goes back: the model, parameters and buffers, what the optimizer remembers (as its moments), the
+        GradScaler, a loss function's parameters and buffers, and by what the next checkpoints are judged.
+        What goes on: the data, so that the batches that led there are not trained on again, as the authors of
+        PaLM did (Chowdhery et al., 2022, section 5.1: back by some 100 steps, 200 to 500 batches skipped);
+        steps, samples and log lines of the history; random states; monitors; and the scheduler, which counts
+        the steps of the run, with the learning rate and all else that the optimizer's groups are set to.
+
+        What was gone back from is looked at last by a later start, but for one by its path, and is the first
+        to make room.
+
+        Args:
+            step: Whose values are wanted, as one of `checkpoint_steps()`; None: those of the newest
+                checkpoint that is listed there. What a rollback has written counts as one of the step to
+                which it went back.
+
+        Returns:
+            The step whose values are in place after the step under way.
+
+        Raises:
+            ConfigError: If `step` is none.
+            CheckpointError: If there is no such checkpoint, or none yet; or if it is damaged, and is set
+                aside.
+            ModelMismatchError: If the model has become another since.
+            StateError: Outside of `train`, on another thread, or where the model is not this trainer's alone.
+        """
+        if step is not None and not is_count(step):
+            raise ConfigError(f"step is {step!r}: give a checkpoint's, a whole number, 0 or more, or None")
+        return self._on_the_way_back().ask(step)
+
+    def checkpoint_steps(self) -> list[int]:
+        """List to which steps `rollback` may go back by itself, those that were written last first.
+
+        These are checkpoints with finite parameters and a loss within its band that no rollback has gone back
+        from; with `deterministic` and a `checkpoint_frequency` in steps only those at multiples of it, which
+        there are in each run.
+
+        Raises:
+            CheckpointError: If one cannot be read.
+            StateError: As `rollback`.
+        """
+        return self._on_the_way_back().steps()
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether `rollback` may go back to them in `train`: the model is this trainer's alone."""
+        return self._subject.why_it_stays is None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether `train` is at work, and `rollback` can be called."""
+        return self._way_back is not None and self._way_back.is_open
 
     @overload
     def evaluate(
@@ -453,8 +519,49 @@ class FaultTolerantTrainer:
             is_ended=is_ended,
         )
 
-    def _saver(self, account: Account) -> Saver:
+    @contextmanager
+    def _going_back(self, trainee: Trainee, saver: Saver) -> Iterator[None]:
+        """Let `rollback` be called in here, where it can be."""
+        if self._subject.why_it_stays is None and isinstance(trainee, GoesBack):
+            self._way_back = WayBack(
+                self._directory,
+                trainee=trainee,
+                saver=saver,
+                every=self._every,
+                stay=self._stay,
+                is_planned=self._is_planned,
+            )
+        try:
+            yield
+        finally:
+            self._way_back = None
+
+    def _on_the_way_back(self) -> WayBack:
+        """Give it.
+
+        Raises:
+            StateError: If there is none.
+        """
+        if (why := self._subject.why_it_stays) is not None:
+            raise StateError(f"this FaultTolerantTrainer goes back to no checkpoint in mid-run: {why}")
+        if self._way_back is None or not self._way_back.is_open:
+            raise StateError(
+                "rollback() and checkpoint_steps() are for the middle of train(), which is not at work, or "
+                "has saved its end: to begin with an older checkpoint, make a FaultTolerantTrainer with "
+                "recovery_strategy='last_good', or with its path"
+            )
+        return self._way_back
+
+    @property
+    def _is_planned(self) -> Callable[[Manifest], bool]:
+        return planned(self._every, is_deterministic=self._is_deterministic)
+
+    def _stay(self, found: Sequence[Manifest]) -> set[int]:
         strategy = self._strategy
+        return kept(found, monitor=strategy.monitor, mode=strategy.mode, is_planned=self._is_planned)
+
+    def _saver(self, account: Account) -> Saver:
+        can_go_back = self._subject.why_it_stays is None
         return Saver(
             self._directory,
             self._every,
@@ -462,8 +569,10 @@ class FaultTolerantTrainer:
             newest=self.resumed_from,
             again=AGAIN_WITH_LATEST if self._request == "none" else "the same command",
             needs_good=self._request == "last_good",
-            chosen=lambda found: kept(found, monitor=strategy.monitor, mode=strategy.mode),
+            chosen=self._stay,
             delays=self._delays,
+            # Which checkpoints there are is where a rollback may lead.
+            waits=self._is_deterministic and self._every.count is not None and can_go_back,
         )
 
     def _note(self, found: Found | None, account: Account) -> None:

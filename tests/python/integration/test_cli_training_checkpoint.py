@@ -71,6 +71,39 @@ def test_inspect_counts_epochs_as_the_log_lines_do(tmp_path, monkeypatch, caplog
     assert shown == [(step, epochs[step]) for step, _ in shown]
 
 
+def test_inspect_says_of_which_step_a_rollback_s_checkpoint_is_and_export_takes_nothing_left_behind(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Saver, "save", fault_tolerant.waited(Saver.save))
+    folder, model = tmp_path / "kept", fault_tolerant.model()
+    trainer = FaultTolerantTrainer(model, folder, 5)
+
+    def loss_fn(outputs, targets):
+        if trainer.history.steps == 12 and not is_back:
+            is_back.append(trainer.rollback(5))
+        return fault_tolerant.loss_of(outputs, targets)
+
+    is_back = []
+    trainer.train(
+        dataset=fault_tolerant.Noisy(),
+        batch_size=fault_tolerant.BATCH_SIZE,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=loss_fn,
+        epochs=2,
+        max_steps=14,
+    )
+    steps = [name.rpartition("-")[2] for name in names(folder)]
+    assert steps == ["14", "13", "10", "5"]
+    _, out, _ = offbeat(capsys, "inspect", folder)
+    assert "13 (5 again)" in out
+    _, out, _ = offbeat(capsys, "inspect", folder / names(folder)[1])
+    assert "step 13 (5 again), " in out
+    for name in names(folder)[:2]:
+        damage(folder / name)
+    code, out, _ = offbeat(capsys, "export", folder, tmp_path / "model.safetensors")
+    assert (code, "step 5, is in" in out) == (0, True)
+
+
 def test_inspect_gives_json_to_programs_also_of_what_is_damaged(kept, capsys):
     folder, _ = kept
     newest, before, *_ = names(folder)

@@ -62,10 +62,13 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     busy = ("stood still", "saves are put off until the disk is done")  # as a busy machine is
     ours = [line.split(" from=")[0] for line in warned if not any(word in line for word in busy)]
     assert ours[0] == "the model is back where it was"
+    assert re.fullmatch(r"step 26: loss is nan, .*rollback: went back to step 20", ours[1])
+    assert ours[2].startswith("step 31: loss is ")
+    assert "in its range again" in ours[2]
     assert re.fullmatch(
-        r"step 48: loss is 1e\+06, .*; reduce_lr: learning rates are multiplied by 0.5: 0.025 now", ours[1]
+        r"step 48: loss is 1e\+06, .*; reduce_lr: learning rates are multiplied by 0.5: 0.025 now", ours[3]
     )
-    assert len(ours) == 2
+    assert len(ours) == 4
     assert (tmp_path / "monitor.png").exists()
     assert (tmp_path / "model.pt").exists()
     printed = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)

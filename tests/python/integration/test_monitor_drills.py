@@ -11,9 +11,9 @@ import threading
 import pytest
 import torch
 
-from offbeat import AsyncTrainingMonitor
+from offbeat import AsyncTrainer, AsyncTrainingMonitor
 from offbeat.demo import data as fashion_mnist
-from support.drills import NUM_STEPS, POINT, Fleet, LateGradients, LocalSgd, Run, flipped
+from support.drills import NUM_STEPS, POINT, Fleet, Kept, LateGradients, LocalSgd, Run, flipped
 
 TWO_POINTS = 2 * POINT
 
@@ -236,6 +236,43 @@ def test_a_run_whose_parameters_are_lost_goes_back_to_a_checkpoint(stack, tmp_pa
     assert monitor.report().alerts[0].action == "rollback"
     assert fleet.server.status()["term"] > 1
     assert_mended(guarded, unguarded=unguarded, without_fault=clean(Fleet, 0))
+
+
+# ------------------------------------------------------------------------------------------- with checkpoints
+
+
+def a_rate_that_blows_up(run, step):
+    """From step 250 on, for five steps, it is far too high: the model is lost, finite or not."""
+    run.lr_fault = 300.0 if 250 <= step < 255 else 1.0
+
+
+def parameters_that_become_nan(run, step):
+    if step == 300:
+        with torch.no_grad():
+            run.model[0].weight[0, 0] = float("nan")
+
+
+def both(run, step):
+    a_rate_that_blows_up(run, step)
+    parameters_that_become_nan(run, step)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, AsyncTrainer], ids=["module", "trainer"])
+@pytest.mark.parametrize("ladder", ["rollback", ["reject", "rollback"]], ids=str)
+@pytest.mark.parametrize("fault", [a_rate_that_blows_up, parameters_that_become_nan, both])
+def test_a_trainer_whose_parameters_are_lost_goes_back_to_a_checkpoint_of_its_own(
+    fault, ladder, wrap, tmp_path
+):
+    without_fault = Kept(0, tmp_path / "clean").train()
+    unguarded = Kept(0, tmp_path / "unguarded").train(fault)
+    run = Kept(0, tmp_path / "guarded", wrap=wrap)
+    with AsyncTrainingMonitor(run.model, remediation_strategy=ladder) as monitor:
+        guarded = run.train(fault)
+        report = monitor.report()
+    went = [alert.result for alert in report.alerts if alert.action == "rollback" and alert.is_taken]
+    assert all(text.startswith("went back to step") for text in went)
+    assert went
+    assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
 
 
 # ------------------------------------------------------------------------------------------- without a fault

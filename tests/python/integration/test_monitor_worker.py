@@ -11,7 +11,7 @@ import offbeat
 from offbeat import AsyncTrainingMonitor, FaultTolerantTrainer, optim
 from offbeat.errors import ConfigError
 from offbeat.local.lr_scale import factor_of
-from offbeat.monitor.leaving_out import Rollback
+from offbeat.monitor.going_back import Rollback
 from support.small_net import backward, net, normed, same, values
 from support.waiting import wait_for
 
@@ -278,7 +278,7 @@ def test_a_rollback_is_never_forward(monkeypatch):
             went.append(version)
             return version
 
-    monkeypatch.setattr("offbeat.monitor.leaving_out._kept_by", lambda server: list(kept))
+    monkeypatch.setattr("offbeat.monitor.going_back._kept_by", lambda server: list(kept))
     server = Server()
     remedy = Rollback(lambda: [server])
     remedy.begin()

@@ -90,6 +90,77 @@ def test_a_time_for_a_frequency_changes_nothing_but_where_it_goes_on(uninterrupt
     assert finished(tmp_path / "kept", tmp_path / "result.json") == uninterrupted
 
 
+# ---------------------------------------------------------------------------------------- a rollback
+
+WENT = {
+    "NaN": ["went back to step 50"],
+    "NaN twice": ["went back to step 50", "went back to step 25"],
+    "late": ["went back to step 50"],
+}
+"""Where each guard leads, whoever kills it."""
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """Give what came of a run that goes back and was not killed, by its guard."""
+    place, known = tmp_path_factory.mktemp("guarded"), {}
+
+    def whole(guard):
+        if guard not in known:
+            out = place / f"{guard}.json"
+            known[guard] = finished(place / guard, out, guard=guard)
+            told = json.loads((place / f"{guard}.json-went").read_text("utf-8"))
+            assert [text for text in told if "went back" in text] == WENT[guard]
+        return known[guard]
+
+    return whole
+
+
+BACK_KILLS = [
+    ("NaN", ("step", 30)),
+    ("NaN", ("step", 60)),
+    ("NaN", ("step", 61)),  # the step of which the alert is
+    ("NaN", ("step", 62)),  # right after the rollback: its checkpoint is there
+    ("NaN", ("step", 70)),
+    ("NaN", ("step", 150)),
+    ("NaN twice", ("step", 63)),
+    ("NaN twice", ("step", 67)),
+    ("NaN twice", ("step", 90)),
+    ("late", ("step", 70)),  # between the alert and the rollback
+    ("late", ("step", 79)),  # and a checkpoint was saved meanwhile
+    ("late", ("step", 90)),
+    *(("NaN", ("save", number)) for number in range(19, 40)),  # of the checkpoint that the rollback writes
+]
+
+
+def test_a_run_that_goes_back_ends_elsewhere_than_one_without_a_fault(guarded, uninterrupted):
+    whole = guarded("NaN")
+    assert whole["model"] != uninterrupted["model"]
+    assert whole["counts"] == uninterrupted["counts"]
+    orders = [[row[3] for row in told["records"]] for told in (whole, uninterrupted)]
+    assert [a for a, b in zip(*orders, strict=True) if a != b] == ["nan"]  # the data has gone on
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(("guard", "kill"), BACK_KILLS, ids=str)
+def test_a_run_that_goes_back_and_is_killed_anywhere_ends_with_the_same_bits(guard, kill, guarded, tmp_path):
+    killed(tmp_path / "kept", kill, guard=guard)
+    assert finished(tmp_path / "kept", tmp_path / "result.json", guard=guard) == guarded(guard)
+
+
+def test_a_run_that_is_killed_right_after_a_rollback_has_gone_back(tmp_path):
+    killed(tmp_path / "kept", ("step", 62), guard="NaN")
+    newest = directory.entries(tmp_path / "kept")[0].manifest
+    assert (newest.step, newest.again_step, newest.is_good) == (61, 50, True)
+
+
+@pytest.mark.parametrize("step", [58, 80])
+def test_sigterm_before_or_after_a_rollback_changes_nothing_of_it(step, guarded, tmp_path):
+    folder = tmp_path / "kept"
+    assert in_process(fault_tolerant.train, folder, kill=("term", step), guard="NaN") == 143
+    assert finished(folder, tmp_path / "result.json", guard="NaN") == guarded("NaN")
+
+
 # ---------------------------------------------------------------------------------------- damage
 
 

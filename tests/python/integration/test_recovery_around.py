@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
-from offbeat import optim
-from offbeat.errors import ConfigError, ModelMismatchError
+from offbeat import AsyncTrainingMonitor, optim
+from offbeat.errors import ConfigError, ModelMismatchError, StateError
 from offbeat.recovery import directory
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
@@ -241,6 +241,26 @@ def test_what_does_not_go_with_a_worker_is_refused(made, asked, said, serve, tmp
             **asked,
         )
     assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("around", ["worker", "trainer"])
+def test_where_the_model_is_a_server_s_no_trainer_goes_back_and_the_server_s_rollback_is_named(
+    around, serve, tmp_path
+):
+    server, module = serve(model(), optimizer=optim.SGD(lr=0.1)), model()
+    at = {"server_address": server.address}
+    with (
+        offbeat.AsyncWorker(model=module, **at)
+        if around == "worker"
+        else offbeat.AsyncTrainer(module, strategy="parameter_server", **at)
+    ) as trains:
+        trainer = FaultTolerantTrainer(trains, tmp_path)
+        with pytest.raises(StateError, match=r"is (the|a) server's, .*call server\.rollback\(\) there"):
+            trainer.rollback()
+        with pytest.raises(
+            ConfigError, match=r"'rollback', which has nothing to act on.*ParameterServer with"
+        ):
+            AsyncTrainingMonitor(module, remediation_strategy="rollback")
 
 
 def test_a_trainer_at_a_server_goes_on_with_the_server_s_model(serve, tmp_path):

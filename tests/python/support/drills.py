@@ -94,6 +94,35 @@ class Run:
         return accuracy(self.model)
 
 
+class Kept:
+    """The same run by a `FaultTolerantTrainer`, which keeps a checkpoint every so many steps."""
+
+    def __init__(self, seed, folder, *, checkpoint_frequency=40, wrap=lambda model: model):
+        self.seed, self.lr_fault = seed, 1.0
+        self.model = network(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
+        self.trainer = offbeat.FaultTolerantTrainer(
+            wrap(self.model), folder, checkpoint_frequency, deterministic=True
+        )
+
+    def train(self, fault=None):
+        """Give the accuracy at the end; `fault` takes (run, step) after each step of the optimizer."""
+
+        def after(*_):
+            fault(self, self.trainer.history.steps + 1)
+
+        if fault is not None:
+            self.optimizer.register_step_post_hook(after)
+        self.trainer.train(
+            dataloader=list(batches(self.seed)),
+            optimizer=self.optimizer,
+            loss_fn=functional.cross_entropy,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: cosine(n) * self.lr_fault),
+            scheduler_step="step",
+        )
+        return accuracy(self.model)
+
+
 class LocalSgd:
     """Replicas that train on shards of their own and average every so many steps, in one process."""
 

@@ -270,11 +270,12 @@ def train(
     max_steps=NUM_STEPS,
     wrap=lambda module: module,
     waits=False,
+    guard=None,
     **keywords,
 ):
     """Train a run to its end, or to where it is killed; write what came of it.
 
-    `wrap` gives what trains; `waits`: let training wait for each save.
+    `wrap` gives what trains; `waits`: let training wait for each save; `guard`: a name in `GUARDS`.
     """
     # Else loaders would start their workers by another server, and torch's watch for a parent that was killed
     # would watch that.
@@ -309,18 +310,49 @@ def train(
     trainer = FaultTolerantTrainer(
         wrap(module), folder, **{"checkpoint_frequency": 25, "deterministic": True} | keywords
     )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    monitor = None if guard is None else guarded(trainer, optimizer, **GUARDS[guard])
     history = trainer.train(
         **data,
         epochs=100,
         max_steps=max_steps,
-        optimizer=torch.optim.AdamW(module.parameters(), lr=0.01),
+        optimizer=optimizer,
         scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
         loss_fn=loss_fn,
         metrics=["loss", order],
         log_frequency=1,
     )
     if out is not None:
-        Path(out).write_text(json.dumps(result(trainer, history)), "utf-8")
+        told = result(trainer, history)
+        if monitor is not None:
+            went = [alert.result for alert in monitor.report().alerts]
+            told |= {"monitor": str(monitor.state_dict())}
+            Path(f"{out}-went").write_text(json.dumps(went), "utf-8")
+        Path(out).write_text(json.dumps(told), "utf-8")
+
+
+GUARDS = {
+    "NaN": {"bad": {60: math.nan}, "patience": 5, "ladder": ["rollback"]},
+    "NaN twice": {"bad": {60: math.nan, 64: math.nan}, "patience": 1, "ladder": ["rollback"]},
+    "late": {"bad": {52: 1000.0}, "patience": 28, "ladder": ["alert", "rollback"]},
+}
+"""After which steps the parameters are spoilt, by which factor, and who watches that."""
+
+
+def guarded(trainer, optimizer, *, bad, ladder, patience):
+    """Spoil parameters after some steps of a run, whichever life makes them; give the monitor."""
+
+    @torch.no_grad()
+    def spoil(*_):
+        factor = bad.get(trainer.history.steps + 1)
+        if factor is not None:
+            for parameter in trainer.model.parameters():
+                parameter.mul_(factor)
+
+    optimizer.register_step_post_hook(spoil)
+    return offbeat.AsyncTrainingMonitor(
+        trainer.model, ["loss"], remediation_strategy=ladder, patience=patience
+    )
 
 
 def trained(folder, *, max_steps, **keywords):

@@ -1,0 +1,194 @@
+"""The remedy "rollback" of a `FaultTolerantTrainer`'s run: where it leads, and what is said of it."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import AsyncTrainingMonitor
+from offbeat.errors import ConfigError
+from offbeat.recovery.directory import entries, names
+from offbeat.recovery.files import read
+from offbeat.recovery.saver import Saver
+from offbeat.recovery.trainer import FaultTolerantTrainer
+from support.fault_tolerant import waited
+
+LOSS = nn.CrossEntropyLoss()
+STEPS = 30
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(steps=STEPS):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _waited(monkeypatch):
+    """Which checkpoints there are is then the same each time."""
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))
+
+
+def blown(at, factor=math.nan):
+    """Give an optimizer whose steps with these numbers spoil the parameters."""
+
+    def made(parameters):
+        optimizer = torch.optim.Adam(parameters, lr=0.01)
+        count = iter(range(1, 10_000))
+
+        def spoil(*_):
+            if next(count) in at:
+                with torch.no_grad():
+                    for group in optimizer.param_groups:
+                        for parameter in group["params"]:
+                            parameter.mul_(factor)
+
+        optimizer.register_step_post_hook(spoil)
+        return optimizer
+
+    return made
+
+
+def watched(
+    folder,
+    *,
+    ladder="rollback",
+    at=(13,),
+    wrap=lambda module: module,
+    metrics=("loss",),
+    factor=math.nan,
+    **keywords,
+):
+    model = net()
+    trainer = FaultTolerantTrainer(wrap(model), folder, checkpoint_frequency=5)
+    how = {"patience": 1, "warm_up": 8} | {k: keywords.pop(k) for k in ("patience",) if k in keywords}
+    monitor = AsyncTrainingMonitor(model, list(metrics), remediation_strategy=ladder, **how)
+    given = {"dataloader": batches(), "optimizer": blown(at, factor)(model.parameters()), "loss_fn": LOSS}
+    trainer.train(**given | keywords)
+    return trainer, monitor
+
+
+def results(monitor):
+    return [(alert.step, alert.action, alert.result) for alert in monitor.report().alerts]
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, offbeat.AsyncTrainer], ids=["module", "trainer"])
+def test_a_monitor_finds_the_trainer_and_goes_back_to_before_the_alert(wrap, tmp_path):
+    trainer, monitor = watched(tmp_path, wrap=wrap)
+    assert results(monitor) == [(14, "rollback", "went back to step 10")]
+    assert (trainer.history.steps, trainer.history.skipped) == (STEPS, 1)
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+    assert trainer.history.first_non_finite is None  # that batch is in no mean
+    assert all(e.manifest.is_good for e in entries(tmp_path))
+
+
+def test_a_step_that_a_loss_scale_skips_is_gone_back_from_as_well(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer, monitor = watched(tmp_path, grad_scaler=scaler)
+    assert [result for _, _, result in results(monitor)] == ["went back to step 10"]
+    assert (trainer.history.steps, trainer.history.skipped) == (STEPS - 1, 1)
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+    assert scaler.get_scale() == 8.0
+
+
+def test_it_goes_further_back_when_taken_again_and_never_to_the_step_of_the_alert(tmp_path):
+    # The checkpoint of step 15 has the very values that the alert is about.
+    trainer, monitor = watched(tmp_path, at=(15, 17, 19))
+    found = [(step, result) for step, action, result in results(monitor)]
+    assert found[:2] == [(16, "went back to step 10"), (18, "went back to step 5")]
+    assert found[2] == (20, "went back to step 5")  # where none is older, once more to the same
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+
+
+def test_where_nothing_is_kept_yet_that_is_told_and_the_gradient_is_dropped(tmp_path):
+    _, monitor = watched(tmp_path, at=(3,), max_steps=4)
+    (alert,) = monitor.report().alerts
+    assert "could not be done" in alert.result
+    assert "has no checkpoint yet to go back to: the first one is written after 5 steps" in alert.result
+
+
+def test_where_nothing_trains_that_is_told(tmp_path):
+    model = net()
+    trainer = FaultTolerantTrainer(model, tmp_path)
+    with AsyncTrainingMonitor(model, remediation_strategy="rollback") as monitor:
+        (alert,) = monitor.observe(1, loss=math.nan)
+    assert "the FaultTolerantTrainer goes back while it trains, which it does not now" in alert.result
+    assert not trainer.is_training
+
+
+@pytest.mark.parametrize(
+    "wrap", [offbeat.AsyncModelAverager, functools.partial(offbeat.AsyncTrainer, strategy="bmuf")]
+)
+def test_a_trainer_whose_model_is_others_as_well_is_not_found(wrap, tmp_path):
+    model = net()
+    trainer = FaultTolerantTrainer(wrap(model), tmp_path)
+    with pytest.raises(ConfigError, match=r"'rollback', which has nothing to act on.*whose model is its own"):
+        AsyncTrainingMonitor(model, remediation_strategy="rollback")
+    with pytest.raises(ConfigError, match="FaultTolerantTrainer will not do"):
+        AsyncTrainingMonitor(model, remediation_strategy="rollback", acts_on=trainer)
+
+
+def test_of_two_trainers_of_a_model_that_goes_back_which_trains(tmp_path):
+    model = net()
+    before = FaultTolerantTrainer(model, tmp_path / "before")
+    trainer = FaultTolerantTrainer(model, tmp_path / "now", checkpoint_frequency=5)
+    monitor = AsyncTrainingMonitor(model, remediation_strategy="rollback")
+    optimizer = blown((13,))(model.parameters())
+    trainer.train(dataloader=batches(), optimizer=optimizer, loss_fn=LOSS, max_steps=20)
+    assert results(monitor) == [(14, "rollback", "went back to step 10")]
+    assert before.history.steps == 0
+
+
+def test_a_batch_that_is_dropped_after_it_leaves_the_buffers_that_were_gone_back_to(tmp_path):
+    data = batches()
+    data[14][0][0] = math.nan  # the first batch after it
+    _, monitor = watched(tmp_path, dataloader=data, max_steps=15, ladder=["rollback", "reject"])
+    assert results(monitor)[0] == (14, "rollback", "went back to step 10")
+    (folder,) = tmp_path.glob("save-*-step-10")
+    trainer, _ = read(folder)
+    now, _ = read(tmp_path / names(tmp_path)[0])
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.equal(now[name], trainer[name]), name
+
+
+def test_the_way_back_is_no_update_whose_size_raises_an_alert(tmp_path):
+    _, monitor = watched(tmp_path, metrics=("loss", "update_ratio"), at=(13,))
+    assert [step for step, *_ in results(monitor) if step > 15] == []
+
+
+def test_what_was_before_the_first_alert_is_known_to_the_next_life(tmp_path):
+    def go(folder, cuts):
+        for max_steps in (*cuts, STEPS):
+            # The numbers of its steps begin anew in each life.
+            done = entries(folder)[0].manifest.step if folder.is_dir() and entries(folder) else 0
+            _, monitor = watched(
+                folder,
+                ladder=["alert", "rollback"],
+                at=() if done >= 13 else (13 - done,),
+                factor=1000.0,
+                patience=6,
+                max_steps=max_steps,
+            )
+        went = [result for _, _, result in results(monitor) if "went back" in result]
+        return went, str(monitor.state_dict())  # in which NaN is NaN
+
+    whole = go(tmp_path / "whole", ())
+    assert whole[0] == ["went back to step 10"]
+    assert go(tmp_path / "cut", (18,)) == whole
+
+
+def test_where_parameters_are_lost_the_advice_is_to_put_it_on_the_ladder(tmp_path):
+    _, monitor = watched(tmp_path, ladder="reduce_lr", at=(13,))
+    said = [result for _, _, result in results(monitor) if "not finite" in result]
+    assert said
+    assert 'put "rollback" on the ladder' in said[0]
