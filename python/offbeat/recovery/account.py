@@ -11,10 +11,15 @@ import torch
 from offbeat.history import History, Record
 from offbeat.metrics import Mean
 from offbeat.recovery.band import NUM_RECENT, Band, judged
+from offbeat.recovery.choice import is_short
 from offbeat.recovery.place import Place
 from offbeat.recovery.trainee import Stepped
 
 __all__ = ["Account", "Judgement"]
+
+NUM_LENGTHS = 5
+"""Means before one, by which it is short or not: where saves are more frequent from some start on, three of
+them later these are the usual ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Judgement:
         band: What it may be at most; None while nobody knows.
         monitored: Mean of what is monitored since the save before; None without.
         monitored_samples: Of how many samples that is.
+        is_short: Whether these are too few for it to be the best.
     """
 
     loss: float
@@ -34,6 +40,7 @@ class Judgement:
     band: float | None
     monitored: float | None
     monitored_samples: int | None
+    is_short: bool
 
 
 class Account:
@@ -54,6 +61,8 @@ class Account:
         self._new_samples = 0
         self._monitored: float | None = None
         self._monitored_samples: int | None = None
+        self._is_short = False
+        self._lengths: deque[int] = deque(maxlen=NUM_LENGTHS)  # of the newest means, in samples
         self._recent: deque[torch.Tensor | float] = deque(maxlen=NUM_RECENT)
         self._band: Band | None = None
 
@@ -107,6 +116,8 @@ class Account:
             is_within = False  # of all batches so far nothing came
         if self._monitor is not None and self._new_samples:
             self._monitored, self._monitored_samples = self._monitor.read(), self._new_samples
+            self._is_short = is_short(self._new_samples, self._lengths)
+            self._lengths.append(self._new_samples)
             self._new_samples = 0
         return Judgement(
             loss=sum(recent) / len(recent) if recent else float("nan"),
@@ -114,6 +125,7 @@ class Account:
             band=None if self._band is None else self._band.upper,
             monitored=self._monitored,
             monitored_samples=self._monitored_samples,
+            is_short=self._is_short,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,6 +147,8 @@ class Account:
             "new_samples": self._new_samples,
             "monitored": self._monitored,
             "monitored_samples": self._monitored_samples,
+            "is_short": self._is_short,
+            "lengths": list(self._lengths),
             "recent": self._read_recent(),
             "band": None if band is None else (band.mean, band.deviation),
         }
@@ -155,10 +169,9 @@ class Account:
             name, taken = state["monitor"]
             if name == self._monitor.name:
                 self._monitor.load_state_dict(taken)
-                self._monitored = state["monitored"]
-                # Older checkpoints have neither, and were taken where nothing was new.
-                self._new_samples = state.get("new_samples", 0)
-                self._monitored_samples = state.get("monitored_samples")
+                self._new_samples = state.get("new_samples", 0)  # older checkpoints: where nothing was new
+                self._lengths.extend(state.get("lengths", ()))
+                self._go_on_by(state)
         self._recent.extend(state["recent"])
         self._band = None if state["band"] is None else Band(*state["band"])
 
@@ -174,8 +187,12 @@ class Account:
             self._monitor.read()  # of what is gone back from
             is_same = state["monitor"] is not None and state["monitor"][0] == self._monitor.name
             self._new_samples = 0
-            self._monitored = state["monitored"] if is_same else None
-            self._monitored_samples = state.get("monitored_samples") if is_same else None
+            self._go_on_by(state if is_same else {})
+
+    def _go_on_by(self, state: dict[str, Any]) -> None:
+        """Take the mean of a checkpoint for the newest; older ones do not tell all of it."""
+        self._monitored, self._monitored_samples = state.get("monitored"), state.get("monitored_samples")
+        self._is_short = state.get("is_short", False)
 
     def _read_recent(self) -> list[float]:
         """Give the newest losses as numbers, with one wait for all that are not."""

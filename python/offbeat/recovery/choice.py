@@ -15,6 +15,7 @@ __all__ = [
     "Mode",
     "best",
     "ends_again",
+    "is_short",
     "kept",
     "left_behind",
     "made_under",
@@ -199,15 +200,25 @@ def kept(
 
 
 def _comparable(found: Sequence[Manifest], monitor: str | None) -> list[Manifest]:
-    """Give those with a mean of about as many samples as is usual among them.
+    """Give those with a mean that was not short when it was written.
 
-    The usual one is the median, so that a single long one, as after a slow save, shuts nobody out; what was
-    saved a few batches after another, as at SIGTERM or at the end, is compared with nobody.
+    That stays as it is, so that what was kept as the best is gone on from as that, also where means are over
+    more samples by then, as with a higher `checkpoint_frequency`.
     """
-    have = [m for m in found if _has_value(m, monitor)]
-    lengths = sorted(m.monitored_samples for m in have if m.monitored_samples is not None)
-    usual = lengths[len(lengths) // 2] if lengths else 0
-    return [m for m in have if m.monitored_samples is None or m.monitored_samples * SHORT >= usual]
+    return [m for m in found if _has_value(m, monitor) and not m.is_short]
+
+
+def is_short(samples: int, before: Sequence[int]) -> bool:
+    """Tell whether a mean is over so few samples that it is left to chance too much to be best.
+
+    As where one was saved a few batches after another, at SIGTERM or at the end. A single long one before it,
+    as after a slow save, makes none short: what is usual is the median.
+
+    Args:
+        samples: Of it.
+        before: Of those before it.
+    """
+    return bool(before) and samples * SHORT < sorted(before)[len(before) // 2]
 
 
 def _has_value(manifest: Manifest, monitor: str | None) -> bool:

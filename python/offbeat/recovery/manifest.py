@@ -79,6 +79,7 @@ class Manifest:
         monitored: Of what `monitor` names, the mean since the checkpoint before; None without.
         monitor: That name; None without.
         monitored_samples: Of how many samples that mean is; None where older ones do not tell.
+        is_short: Whether these are too few for it to be the best.
         request: As which `recovery_strategy` the run was asked for, in words; None likewise.
         gone_back_to: Number of the checkpoint to which the life that wrote this went back, past newer ones
             that were not good; None where it did not, and where older ones do not tell.
@@ -115,6 +116,7 @@ class Manifest:
     torch: str
     files: tuple[FileEntry, ...]
     monitored_samples: int | None = None
+    is_short: bool = False
     request: str | None = None
     gone_back_to: int | None = None
     epochs: int | None = None

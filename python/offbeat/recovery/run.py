@@ -312,6 +312,7 @@ class Run:
             monitored=judgement.monitored,
             monitor=plan.monitor,
             monitored_samples=judgement.monitored_samples,
+            is_short=judgement.is_short,
             request=plan.request,
             gone_back_to=plan.gone_back_to,
             epochs=plan.goal.epochs,

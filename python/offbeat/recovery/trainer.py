@@ -90,7 +90,7 @@ class FaultTolerantTrainer:
             goes back once, and again only if a newer good one has come of that; else it raises.
         device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
-            fewer than half as many samples as others' is not taken for the best.
+            fewer than half as many samples as was usual before it is not taken for the best.
         mode: Whether its best is the "min" or the "max". None: "max" of "accuracy", "min" of all else.
         overwrite: Let "none" remove the checkpoints that are there.
         deterministic: Inside `train`, let torch compute the same bits each time, on as many threads: a run

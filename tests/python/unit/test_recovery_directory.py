@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery.band import NUM_RECENT, Band, judged
-from offbeat.recovery.choice import best, kept, ranked
+from offbeat.recovery.choice import best, is_short, kept, ranked
 from offbeat.recovery.directory import Directory, entries, is_trainers, names
 from offbeat.recovery.folder import entry_of, verify, write_synced
 from offbeat.recovery.manifest import FILES, MANIFEST, DamagedError, Manifest
@@ -252,24 +252,27 @@ def test_best_goes_by_the_value_then_by_age_and_passes_over_what_is_not_finite()
     assert best(found, "other", "min") is None
 
 
-def test_best_passes_over_means_of_much_fewer_samples_than_the_usual_one():
-    def told(*samples):
+def test_a_mean_of_much_fewer_samples_than_the_usual_one_before_it_is_short():
+    assert not is_short(8, [])  # there is no other to go by
+    assert is_short(8, [800])
+    assert not is_short(400, [800, 800])
+    assert is_short(399, [800, 800])
+    assert not is_short(800, [800, 800, 5000])  # a long one, as after a slow save, makes none short
+    assert [is_short(10, before) for before in ([60] * 5, [60, 60, 60, 10, 10], [60, 60, 10, 10, 10])] == [
+        True, True, False
+    ]  # fmt: skip
+
+
+def test_best_passes_over_means_that_are_short_whatever_comes_after_them():
+    def told(*shorts):
         return [
-            manifest(number, monitor="loss", monitored=float(number), monitored_samples=one)
-            for number, one in enumerate(samples, 1)
+            manifest(number, monitor="loss", monitored=float(number), is_short=one)
+            for number, one in enumerate(shorts, 1)
         ][::-1]
 
-    def ranks(*samples):
-        return [m.number for m in ranked("best", told(*samples), monitor="loss")]
-
-    assert ranks(8, 800, 800) == [2, 3]  # the first is better, of a single batch
-    assert ranks(400, 800, 800) == [1, 2, 3]
-    assert ranks(800, 8) == [1]
-    assert ranks(8) == [1]  # there is no other to go by
-    assert ranks(800, 800, 5000) == [1, 2, 3]  # a long one, as after a slow save, shuts nobody out
-    assert ranks(None, 800, None) == [1, 2, 3]  # as of older checkpoints
-    assert kept(told(800, 800, 800, 800, 800, 8), monitor="loss", mode="max") == {6, 5, 4}
-    assert best(told(800, 800, 8), "loss", "max").number == 2
+    assert [m.number for m in ranked("best", told(True, False, False), monitor="loss")] == [2, 3]
+    assert kept(told(False, False, False, False, False, True), monitor="loss", mode="max") == {6, 5, 4}
+    assert best(told(False, False, True), "loss", "max").number == 2
 
 
 def test_a_strategy_that_wants_none_of_those_there_are_says_so():

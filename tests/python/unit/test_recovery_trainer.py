@@ -412,6 +412,22 @@ def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypa
     assert trainer.resumed_from.name.endswith("step-6")
 
 
+def test_the_best_stays_it_where_checkpoints_are_of_more_steps_from_then_on(tmp_path, monkeypatch):
+    """As a warning of slow saves advises: it was shut out as a mean of few samples then, and removed."""
+    levels = iter([2.0, 2.0, 1.0, 1.0, 2.0, 2.0] + [3.0] * 999)
+
+    def level(outputs, targets):
+        del outputs, targets
+        return next(levels)
+
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))
+    run(made(tmp_path, monitor=level, checkpoint_frequency=2), max_steps=6, epochs=99)
+    run(made(tmp_path, monitor=level, checkpoint_frequency=12), max_steps=60, epochs=99)
+    trainer = made(tmp_path, monitor=level, checkpoint_frequency=12, recovery_strategy="best")
+    run(trainer, max_steps=61, epochs=99)
+    assert trainer.resumed_from.name.endswith("step-4")
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "step"),
     [("accuracy", None, 6), ("accuracy", "min", 3), ("level", None, 3), ("level", "max", 6)],
