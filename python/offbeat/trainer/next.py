@@ -32,5 +32,5 @@ def check_next(then: str, *, are_alike: bool) -> None:
     if not are_alike:
         raise StateError(
             f"this member {then}, and not all others do: give all of them the same epochs, max_steps "
-            f"and frequencies, and set strategy in all of them, after the same batch of theirs"
+            f"and frequencies, and call stop, or set strategy in all of them, after the same batch of theirs"
         )
