@@ -118,7 +118,7 @@ class Window:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
             loss.backward()  # type: ignore[no-untyped-call]
-            return [parameter.grad for parameter in self._parameters]
+            return _apart([parameter.grad for parameter in self._parameters], before)
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -172,6 +172,26 @@ def brought(
     """Copy gradients to where their parameters are; strides stay, as they are what sums are made in."""
     pairs = zip(gradients, parameters, strict=True)
     return [None if g is None else g.detach().to(p.device, copy=True) for g, p in pairs]
+
+
+def _apart(
+    gradients: list[torch.Tensor | None], before: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Give each gradient memory of its own.
+
+    What two parameters go into in the same way, as a sum of both, hands one tensor's memory to both as their
+    gradients: to add to each of them, or to divide it, would do so twice. Later micro-batches add to what is
+    there.
+    """
+    memories = set()
+    for place, (gradient, was_there) in enumerate(zip(gradients, before, strict=True)):
+        if gradient is None or was_there is not None or gradient.layout is not torch.strided:
+            continue
+        memory = gradient.untyped_storage().data_ptr()
+        if memory in memories:
+            gradients[place] = gradient.clone()
+        memories.add(memory)
+    return gradients
 
 
 def _sum(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor | None:

@@ -568,7 +568,12 @@ class AsyncModelAverager:
             device=self.device,
             loss_fn=self._loss_fn if loss_fn is None else loss_fn,
             reduction="mean",
+            each=self.note_measured,
         )
+
+    def note_measured(self, batches: int) -> None:
+        """Tell a server that this member gets on while it measures the model, which may take long."""
+        self._turns.members.note_progress(self._turns.course.iterations + batches)
 
     # ------------------------------------------------------------------ state
 

@@ -219,12 +219,13 @@ class _Permutation(Sampler[int]):
         return self._length
 
 
-def split(batch: object, *, instead: str = MAKE_PAIRS) -> tuple[Any, Any]:
+def split(batch: object, *, instead: str = MAKE_PAIRS, whose: str = "the loader") -> tuple[Any, Any]:
     """Take a batch apart into (inputs, targets).
 
     Args:
         batch: As the loader gave it.
         instead: What to do where it is none.
+        whose: Who gave it.
 
     Raises:
         ConfigError: If it is anything but a pair.
@@ -232,7 +233,7 @@ def split(batch: object, *, instead: str = MAKE_PAIRS) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:  # noqa: PLR2004  inputs and targets
         return batch[0], batch[1]
     what = a_class(batch) + (f" of {len(batch)}" if isinstance(batch, Sized) else "")
-    raise ConfigError(f"a batch is a pair (inputs, targets), and the loader gave {what}; {instead}")
+    raise ConfigError(f"a batch is a pair (inputs, targets), and {whose} gave {what}; {instead}")
 
 
 def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it was, moved

@@ -3,8 +3,8 @@
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,7 +16,10 @@ from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, is_collection, meters
 from offbeat.naming import a_class
 
-__all__ = ["evaluate", "measure", "without_a_trace"]
+__all__ = ["Each", "evaluate", "measure", "without_a_trace"]
+
+Each: TypeAlias = Callable[[int], None]
+"""Is told how many batches were measured so far."""
 
 
 def evaluate(
@@ -29,6 +32,7 @@ def evaluate(
     loss_fn: LossFunction | None,
     reduction: LossReduction,
     first: Callable[[], object] | None = None,
+    each: Each | None = None,
 ) -> float | dict[str, float]:
     """Run a model over all batches in eval mode; means are weighted by samples.
 
@@ -41,6 +45,7 @@ def evaluate(
         loss_fn: For the metric "loss"; None if there is none.
         reduction: Whether it gives a mean or a sum over the batch.
         first: Is called once what was given is known to be usable, and before the first batch.
+        each: As in `measure`.
 
     Returns:
         The mean over all samples; for a list or a collection, a dict by name.
@@ -54,7 +59,7 @@ def evaluate(
     if first is not None:
         first()
     loss_fn = loss_fn if any(meter.name == "loss" for meter in measured) else None
-    if not measure(module, batches, measured, device=device, loss_fn=loss_fn, reduction=reduction):
+    if not measure(module, batches, measured, device=device, loss_fn=loss_fn, reduction=reduction, each=each):
         raise ConfigError(
             f"loader is {a_class(data)} that gave no sample, and of none there is no mean: give data "
             f"that has some; what gives its batches once, as a generator does, has to be made anew each time"
@@ -72,12 +77,33 @@ def measure(
     device: torch.device,
     loss_fn: LossFunction | None,
     reduction: LossReduction,
+    each: Each | None = None,
+    whose: str = "the loader",
 ) -> int:
-    """Let meters see all batches, in eval mode and without a trace; give how many samples there were."""
+    """Let meters see all batches, in eval mode and without a trace.
+
+    Args:
+        module: The model.
+        batches: Of (inputs, targets).
+        measured: What measures.
+        device: Where the model is.
+        loss_fn: As well without a trace, where it is a module; None where nobody asks for the loss.
+        reduction: Whether it gives a mean or a sum over the batch.
+        each: Is told how many batches were measured, after each: this may take long, and others may wait.
+        whose: Who gives the batches, for people.
+
+    Returns:
+        How many samples there were.
+    """
     seen = 0
-    with without_a_trace(module, device), torch.no_grad():
-        for batch in batches:
-            inputs, targets = split(batch)
+    with ExitStack() as stack:
+        stack.enter_context(without_a_trace(module, device))
+        if isinstance(loss_fn, nn.Module):
+            stack.enter_context(_same_modes(loss_fn))
+            stack.enter_context(_same_buffers(loss_fn))
+        stack.enter_context(torch.no_grad())
+        for number, batch in enumerate(batches, 1):
+            inputs, targets = split(batch, whose=whose)
             samples = count(inputs, targets)
             if not samples:
                 continue  # its mean is NaN, and it would be that of all
@@ -90,6 +116,8 @@ def measure(
                 loss = loss / samples if reduction == "sum" else loss
             for meter in measured:
                 meter.update(outputs, targets, loss, samples)
+            if each is not None:
+                each(number)
     return seen
 
 
@@ -114,6 +142,18 @@ def _same_modes(module: nn.Module) -> Iterator[None]:
                 part.train(training)
         for part, training in modes:  # `train` speaks for children, too, and an override may say otherwise
             part.training = training
+
+
+@contextmanager
+def _same_buffers(module: nn.Module) -> Iterator[None]:
+    """Give buffers the values back that they had, as a running scale's, which eval mode may not keep."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
 
 
 @contextmanager

@@ -32,6 +32,10 @@ class Stop:
         finally:
             self._is_training = False
 
+    def end(self) -> None:
+        """Hear no more wishes: nothing is left to stop."""
+        self._is_training = False
+
     def ask(self, reason: str | None) -> None:
         """Want it; of several the first one's reason counts.
 
@@ -43,8 +47,8 @@ class Stop:
             refuse([f"reason is {reason!r:.100}: give text, or nothing"])
         if not self._is_training:
             raise StateError(
-                "stop() was called outside of train(), so there is nothing to stop: call it in a callback, "
-                "or in another thread while train() runs"
+                "stop() was called outside of train(), or at its end, and there is nothing to stop: call it "
+                "in a callback, or in another thread while train() runs"
             )
         if not self.is_wanted:
             self.reason = reason

@@ -129,6 +129,7 @@ class Run:
         self._way_back = way_back
         self._terminated = terminated
         self._stop = stop
+        self._was_stopped = account.history.stopped == "stop"  # in a life before
         self._resumed = resumed
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
@@ -159,7 +160,7 @@ class Run:
     def _train(self) -> None:
         trainee, account, history = self._trainee, self._account, self._account.history
         self._hear()
-        while not (self._plan.is_done(account) or self._pushes.is_out_of_budget or self._is_stopped()):
+        while not (self._is_stopped() or self._plan.is_done(account) or self._pushes.is_out_of_budget):
             self._check_terminated()
             if self._pass():
                 steps = trainee.end_epoch(account.place.epoch)
@@ -172,7 +173,7 @@ class Run:
             self._log()
         self._go_back_if_asked()
         self._finiteness.end()
-        if history.stopped != "stop":
+        if not self._was_stopped:
             self._plan.end(account)
         if self._pushes.is_out_of_budget:
             history.stopped = "budget"
@@ -180,15 +181,17 @@ class Run:
         self._saver.wait()
         if self._way_back is not None:
             self._way_back.close()
+        self._stop.end()
         trainee.finished(history)
 
     def _is_stopped(self) -> bool:
         """Whether somebody wants an end, which is written down. No checkpoint of before says so."""
         history = self._account.history
-        if self._stop.is_wanted and history.stopped != "stop":
+        if self._stop.is_wanted and not self._was_stopped:
+            self._was_stopped = True
             history.stopped, history.stop_reason = "stop", self._stop.reason
             log.info("training ends at step %s: %s", history.steps, self._stop.reason or "stop() was called")
-        return history.stopped == "stop"
+        return self._was_stopped
 
     def _hear(self) -> None:
         """Take down what a server has answered."""
@@ -275,6 +278,7 @@ class Run:
 
     def _leave(self) -> NoReturn:
         """Save what is new, say from where it goes on, and end."""
+        self._is_stopped()  # else the same command would train on
         self._account.history.stopped = "interrupted"
         if not self._has_nothing_new:
             self._account.history.steps += self._trainee.settle()
@@ -305,7 +309,7 @@ class Run:
             samples=history.samples,
             seconds=history.seconds,
             written_unix_s=0.0,
-            is_finished=plan.is_done(account) or self._pushes.is_out_of_budget or history.stopped == "stop",
+            is_finished=plan.is_done(account) or self._pushes.is_out_of_budget or self._was_stopped,
             is_good=judgement.is_within,
             loss=judgement.loss,
             band=judgement.band,
@@ -317,7 +321,7 @@ class Run:
             gone_back_to=plan.gone_back_to,
             epochs=plan.goal.epochs,
             max_steps=plan.goal.max_steps,
-            is_stopped=history.stopped == "stop",
+            is_stopped=self._was_stopped,
             stop_reason=history.stop_reason,
             again_number=None if again is None else again.number,
             again_step=None if again is None else again.values_step,

@@ -489,7 +489,7 @@ class FaultTolerantTrainer:
         assert found is not None  # noqa: S101  a run that begins has something to do
         rng.restore(found.rest["rng"], self.device)  # for what comes after
         if history.stopped == "stop":
-            log.announce(_stopped_before(history, found.path))
+            log.announce(_stopped_before(history, found.path, Goal.of(found.manifest) or plan.goal))
         else:
             plan.end(account)
             log.announce(f"all is done already, in {found.path}: nothing is trained")
@@ -586,12 +586,13 @@ class FaultTolerantTrainer:
         self._left = modes_of(self.model)
 
 
-def _stopped_before(history: History, where: Path) -> str:
-    """Say why nothing is trained."""
+def _stopped_before(history: History, where: Path, goal: Goal) -> str:
+    """Say why nothing is trained, and by what it would go on."""
     why = "" if history.stop_reason is None else f" ({history.stop_reason})"
+    more = "more epochs=" if goal.max_steps is None else "more epochs=, or a higher max_steps=,"
     return (
         f"stop() has ended this run after step {history.steps:,}{why}, and nothing is trained: {where} is "
-        f"its end; more epochs=, or a higher max_steps=, go on from there"
+        f"its end; {more} would go on from there"
     )
 
 

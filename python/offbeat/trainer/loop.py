@@ -130,6 +130,7 @@ class Loop:
         self._finiteness.end()
         if self._account.is_out_of_budget:
             self._history.stopped = "budget"
+        self._plan.stop.end()
         self._plan.callbacks.tell("on_train_end", self._history)
 
     def _train(self) -> None:
@@ -149,9 +150,12 @@ class Loop:
             self._note()
             history.epochs += 1
             self.is_within_a_pass = False
+            if not plan.scheduling.is_measured:
+                plan.scheduling.end_epoch()  # first: measuring may fail, and training go on after that
             if plan.validation is not None:
                 self._validate(plan.validation, epoch)
-            plan.scheduling.end_epoch()
+            if plan.scheduling.is_measured:
+                plan.scheduling.end_epoch()
             plan.callbacks.tell("on_epoch_end", epoch)
             if self._account.is_out_of_budget or self._is_stopped():
                 return
@@ -204,6 +208,7 @@ class Loop:
             workshop.loss_fn,
             workshop.reduction,
             beside=self._plan.scheduling.meter,
+            each=self._stage.note_measured,
         )
         self._lines.validated(epoch, metrics, time.monotonic() - began_s)
 

@@ -1,7 +1,7 @@
 """A learning rate that a scheduler of torch's moves: after each step of the optimizer, or each epoch."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +12,7 @@ from offbeat import process
 from offbeat.checks import Faults
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
-from offbeat.metrics import Meter, Metric, meters
+from offbeat.metrics import Meter, Metric, MetricObject, meters
 from offbeat.naming import a_class, unknown
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "idle_faults",
     "scheduler_for",
     "scheduling_of",
+    "shared_faults",
 ]
 
 Given: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
@@ -45,6 +46,11 @@ class Scheduling:
         self.scheduler = scheduler
         self.meter = meter
         self._interval = interval
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the scheduler goes by a metric."""
+        return self.meter is not None
 
     @contextmanager
     def steps(self, live: torch.optim.Optimizer | None) -> Iterator[None]:
@@ -100,6 +106,13 @@ def idle_faults(given: object, interval: object, metric: object) -> list[str]:
     if metric is not None:
         faults.append("scheduler_metric is given, and no scheduler, which would go by it: leave it out")
     return faults
+
+
+def shared_faults(metric: object, others: Sequence[object]) -> list[str]:
+    """Tell whether a scheduler's metric is one of those that log lines read and reset."""
+    if isinstance(metric, MetricObject) and any(metric is other for other in others):
+        return ["scheduler_metric is one of metrics, and keeps one account for both: give two objects"]
+    return []
 
 
 @contextmanager

@@ -119,6 +119,11 @@ class Served(Strategy):
         """Whether batches are gathered."""
         return self._gathered > 0
 
+    def note_measured(self, batches: int) -> None:
+        """Tell the server."""
+        if self.worker is not None:
+            self.worker.note_measured(batches)
+
     def part(self) -> None:
         """Push what is gathered."""
         self.end_epoch()

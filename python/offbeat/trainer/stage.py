@@ -43,6 +43,11 @@ class Stage:
             self.used.append(shown_kind(self._kind))
             self.strategy.begin()
 
+    def note_measured(self, batches: int) -> None:
+        """Tell whoever may wonder that this member gets on while it measures the model."""
+        if self.strategy is not None:
+            self.strategy.note_measured(batches)
+
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
         kind, sync = kind_at(self.schedule, epoch), self.syncs.at(epoch)

@@ -159,6 +159,9 @@ class Strategy(ABC):
     def end_epoch(self) -> None:  # noqa: B027
         """Do what belongs at the end of a pass."""
 
+    def note_measured(self, batches: int) -> None:  # noqa: B027
+        """Tell whoever may wonder that this member gets on while it measures the model."""
+
     def settle(self, then: str) -> None:  # noqa: B027
         """End together with the others: what is under way, or gathered, is done; all have the same model.
 
@@ -293,6 +296,10 @@ class Averaged(Local):
     def close(self, failure: BaseException | None = None) -> None:
         """Give back the members' group; at a server, say by what this ends."""
         self.averager.end_by(failure)
+
+    def note_measured(self, batches: int) -> None:
+        """Tell the members' server."""
+        self.averager.note_measured(batches)
 
     @property
     def has_joined_others(self) -> bool:

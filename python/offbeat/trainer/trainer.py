@@ -43,7 +43,13 @@ from offbeat.trainer.places import Places, ProcessGroup
 from offbeat.trainer.predict import predict
 from offbeat.trainer.recompute import parts_of, recomputed
 from offbeat.trainer.scheduling import Given as GivenScheduler
-from offbeat.trainer.scheduling import Interval, as_it_was_if_refused, idle_faults, scheduler_for
+from offbeat.trainer.scheduling import (
+    Interval,
+    as_it_was_if_refused,
+    idle_faults,
+    scheduler_for,
+    shared_faults,
+)
 from offbeat.trainer.settings import Amp, Sync, Syncs
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Tally, Workshop
@@ -307,8 +313,9 @@ class AsyncTrainer(Driveable):
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         metrics = listed(metrics)
-        measured = faults.catch(lambda: meters(metrics)) or []
+        measured = faults.catch(lambda: meters(metrics))
         faults += idle_faults(scheduler, scheduler_interval, scheduler_metric)
+        faults += shared_faults(scheduler_metric, metrics)
         passes = epochs if type(epochs) is int else 1
         source = faults.catch(
             lambda: batches_of(
@@ -321,9 +328,15 @@ class AsyncTrainer(Driveable):
             )
         )
         validated = None
-        if validation is not None and measured:
+        if validation is not None and measured is not None:
             validated = faults.catch(
-                lambda: Validation(validation, metrics, batch_size=self.local_batch_size, epochs=passes)
+                lambda: Validation(
+                    validation,
+                    metrics,
+                    batch_size=self.local_batch_size,
+                    epochs=passes,
+                    keeps=[self, self.model],
+                )
             )
         live, scheduling = self._chosen(
             faults, optimizer, epochs, (scheduler, scheduler_interval, scheduler_metric)
@@ -337,7 +350,7 @@ class AsyncTrainer(Driveable):
             epochs=epochs,
             first_epoch=self._epochs_begun,
             max_steps=max_steps,
-            meters=measured,
+            meters=measured or [],
             log_frequency=log_frequency,
             trackers=Fanout([*self._trackers, *tracking], "the trainer", also=alerts.scalars),
             validation=validated,
@@ -374,14 +387,15 @@ class AsyncTrainer(Driveable):
         """End `train` after the batch under way, well: what is called from a callback, or another thread.
 
         It ends as after `max_steps`: of members that train together each may stop by itself, and is to the
-        others as one whose data has ended. `on_train_end` is called, and the history says ``"stop"``. In a
-        `FaultTolerantTrainer` see its `stop`.
+        others as one whose data has ended; but where a change of strategy, or the end of the warm-up, is
+        still to come for them, all have to stop after the same batch. `on_train_end` is called, and the
+        history says ``"stop"``. In a `FaultTolerantTrainer` see its `stop`.
 
         Args:
             reason: For people: in the log, and `history.stop_reason`.
 
         Raises:
-            StateError: Outside of `train`.
+            StateError: Outside of `train`, or in `on_train_end`.
             ConfigError: If the reason is no text.
         """
         self._stop.ask(reason)
@@ -466,6 +480,7 @@ class AsyncTrainer(Driveable):
             device=self.device,
             loss_fn=self._workshop.loss_fn,
             reduction=self._workshop.reduction,
+            each=self._stage.note_measured,
         )
 
     def predict(self, loader: Iterable[Any] | Dataset[Any]) -> Any:  # noqa: ANN401  what the model gives

@@ -1,21 +1,45 @@
 """Data that a model is not trained on, by which it is measured after each epoch."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from offbeat import process
 from offbeat.errors import ConfigError
 from offbeat.local.batches import gives_once, loaded
-from offbeat.local.evaluate import measure
+from offbeat.local.evaluate import Each, measure
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, MetricObject, listed, meters
 from offbeat.naming import a_class
 
 __all__ = ["Validation"]
+
+
+def _own(metric: Metric, keeps: Sequence[object]) -> Metric:
+    """Give a metric that keeps its own account one for validation.
+
+    Raises:
+        ConfigError: If it cannot be copied.
+    """
+    if not isinstance(metric, MetricObject):
+        return metric
+    parts = [part for one in keeps if isinstance(one, nn.Module) for part in _parts(one)]
+    memo = {id(one): one for one in (*keeps, *parts)}
+    try:
+        return copy.deepcopy(metric, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"metrics has {a_class(metric)} that cannot be copied ({process.cause_of(error)}), and keeps one "
+            f"account, where validation needs its own: give a function, or do without validation="
+        ) from error
+
+
+def _parts(module: nn.Module) -> list[object]:
+    return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
 class Validation:
@@ -28,17 +52,20 @@ class Validation:
         *,
         batch_size: int,
         epochs: int,
+        keeps: Sequence[object] = (),
     ) -> None:
         """Take data that gives batches (inputs, targets), or a dataset.
 
         Args:
             data: As given.
             metrics: What training measures. An object that keeps its own account is copied.
+            keeps: What such an object may have hold of, and that is not to be copied with it.
             batch_size: Samples at a time, of a dataset.
             epochs: How often it will be measured.
 
         Raises:
-            ConfigError: If the data gives no batches, or gives them only once where there are several epochs.
+            ConfigError: If the data gives no batches, or gives them only once where there are several epochs;
+                or if a metric cannot be copied.
         """
         self._batches = loaded(data, batch_size, name="validation")
         if epochs > 1 and gives_once(self._batches):
@@ -46,8 +73,9 @@ class Validation:
                 f"validation is {a_class(data)}, which gives its batches once, and epochs is {epochs}: give "
                 f"what begins anew at each pass, such as a DataLoader or a list"
             )
-        asked = [copy.deepcopy(one) if isinstance(one, MetricObject) else one for one in listed(metrics)]
-        self._meters = meters(asked if "loss" in asked else ["loss", *asked])
+        found = meters([_own(one, keeps) for one in listed(metrics)])
+        has_loss = any(meter.name == "loss" for meter in found)
+        self._meters = found if has_loss else [*meters("loss"), *found]
 
     def measure(
         self,
@@ -57,6 +85,7 @@ class Validation:
         reduction: LossReduction,
         *,
         beside: Meter | None,
+        each: Each,
     ) -> dict[str, float]:
         """Measure a model in eval mode, without a trace.
 
@@ -66,6 +95,7 @@ class Validation:
             loss_fn: From (outputs, targets) to a scalar.
             reduction: Whether that is a mean or a sum over the batch.
             beside: Sees the batches, too, and is read by whoever gave it.
+            each: Is told how many batches were measured.
 
         Returns:
             Means over all samples, by name.
@@ -74,7 +104,16 @@ class Validation:
             ConfigError: If there is no sample.
         """
         every = self._meters if beside is None else [*self._meters, beside]
-        if not measure(module, self._batches, every, device=device, loss_fn=loss_fn, reduction=reduction):
+        if not measure(
+            module,
+            self._batches,
+            every,
+            device=device,
+            loss_fn=loss_fn,
+            reduction=reduction,
+            each=each,
+            whose="validation",
+        ):
             raise ConfigError(
                 "validation gave no sample, and of none there is no mean: give data that has some, and gives "
                 "them at each pass"

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -499,7 +500,13 @@ class AsyncWorker(process.Live):
             loss_fn=self._loss_fn,
             reduction=self._config.loss_reduction,
             first=self._pull_newest,
+            each=self.note_measured,
         )
+
+    def note_measured(self, batches: int) -> None:
+        """Tell the server that this worker gets on while it measures the model, which may take long."""
+        with suppress(ClosedError):  # or lost: the model is measured all the same
+            self._link.session.set_progress(self._steps_made + batches)
 
     # ------------------------------------------------------------------ an end
 

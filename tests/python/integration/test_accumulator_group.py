@@ -316,6 +316,62 @@ def test_windows_of_whatever_a_model_does_are_one_sum_of_all_members(
         assert np.abs(first[0][name] - theirs).max() <= within * np.abs(theirs).max(), name
 
 
+class Doubled(nn.Module):
+    """Two parameters of one use, which autograd gives one memory for their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Parameter(torch.randn(4, 4))
+        self.other = nn.Parameter(torch.randn(16))
+
+    def forward(self, inputs):
+        return ((self.one.unsqueeze(0) + self.other.view(1, 4, 4)) * inputs.view(-1, 4, 4)).sum((1, 2))
+
+
+def for_doubled(rank, number):
+    random = torch.Generator().manual_seed(10 * rank + number)
+    return torch.randn(2 + 3 * rank + number, 16, generator=random)
+
+
+def square(outputs, targets):
+    del targets
+    return outputs.square().mean()
+
+
+def doubled(rank, num_micro, large, group):
+    trained = Doubled()
+    (outputs := trained(for_doubled(0, 0)).sum()).backward()
+    is_one_memory = trained.one.grad.data_ptr() == trained.other.grad.data_ptr()
+    trained.zero_grad()
+    del outputs
+    with mock.patch.object(parcel, "LARGE", large):
+        ours = offbeat.AsyncGradientAccumulator(trained, num_micro, overlap=False, process_group=group)
+        for number in range(num_micro):
+            inputs = for_doubled(rank, number)
+            ours.train_step(inputs=inputs, targets=torch.zeros(len(inputs)), optimizer=SPEC, loss_fn=square)
+    return [p.detach().numpy() for p in trained.parameters()], is_one_memory
+
+
+@pytest.mark.parametrize("num_micro", [1, 3])
+@pytest.mark.parametrize("large", [AS_IT_IS, ALL_LARGE])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_whose_gradients_share_their_memory_are_trained_as_any(num_micro, large, size):
+    found = together(doubled, size, num_micro, large, None if size == 2 else False)
+    assert all(is_one_memory for _, is_one_memory in found), "else this tests nothing"
+    alone = Doubled()
+    live = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    batches = torch.cat([for_doubled(rank, number) for rank in range(size) for number in range(num_micro)])
+    for parameter, gradient in zip(
+        alone.parameters(), torch.autograd.grad(square(alone(batches), None), alone.parameters()), strict=True
+    ):
+        parameter.grad = gradient.clone()
+    live.step()
+    for ours, _ in found:
+        for own, theirs in zip(ours, alone.parameters(), strict=True):
+            assert np.abs(own - theirs.detach().numpy()).max() <= 1e-5 * theirs.abs().max().item()
+
+
 class Passes(TorchDispatchMode):
     """Counts numbers that are read and written, of tensors that are there and not of views of them."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 import types
 
@@ -270,3 +271,37 @@ def test_an_address_may_come_from_the_environment(monkeypatch, serve):
     monkeypatch.setenv("OFFBEAT_SERVER", serve(model()).address)
     with offbeat.AsyncTrainer(model(), strategy="parameter_server", regular_sync_frequency=4) as trainer:
         assert fit(trainer, optim.SGD(lr=0.1)).steps == 2
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "average"])
+def test_a_server_hears_that_who_measures_its_model_gets_on(strategy, monkeypatch):
+    """Else one that measures for longer than a lease would be taken for stalled."""
+    told, measured = [], []
+    owner, name = {
+        "parameter_server": (offbeat.AsyncWorker, "note_measured"),
+        "average": (offbeat.Client, "set_progress"),
+    }[strategy]
+    says = getattr(owner, name)
+
+    def hear(who, steps):
+        told.append((steps, len(measured)))
+        says(who, steps)
+
+    def seen(outputs, targets):
+        del outputs, targets
+        measured.append(1)
+        return 0.0
+
+    monkeypatch.setattr(owner, name, hear)
+    transaction = "model" if strategy == "average" else "fragment"
+    with (
+        offbeat.ParameterServer(transaction=transaction) as server,
+        offbeat.AsyncTrainer(model(), server_address=server.address, strategy=strategy) as trainer,
+    ):
+        fit(trainer, optim.SGD(lr=0.1), validation=DATA[:4], epochs=1)
+        told.clear(), measured.clear()
+        trainer.evaluate(DATA[:4], seen)
+        trainer.evaluate(DATA[:2], seen)
+    by_batch = [steps for steps, number in told if number]
+    assert [number for _, number in told if number] == [1, 2, 3, 4, 5, 6]
+    assert all(one != other for one, other in itertools.pairwise(by_batch))

@@ -7,6 +7,7 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
+from offbeat.errors import StateError
 from support.averaging import arrays, model
 from support.group import together
 
@@ -66,6 +67,21 @@ def test_a_member_that_stops_early_is_to_the_others_as_one_whose_data_has_ended(
     assert (counts, less) == (c, d)
     assert all(map(np.array_equal, one, theirs))
     assert all(map(np.array_equal, other, others))
+
+
+def warming_up(rank):
+    trained = model(seed=rank)
+    trainer = offbeat.AsyncTrainer(trained, warm_up_epochs=1, callbacks=[Stops(2)] if rank == 1 else [])
+    trainer.strategy = "average"
+    with trainer, pytest.raises(StateError) as raised:
+        trainer.train(dataloader=data_of(rank), epochs=3, optimizer=SPEC, loss_fn=LOSS, progress=False)
+    return str(raised.value)
+
+
+def test_one_that_stops_while_a_change_is_still_to_come_is_an_error_in_all_that_says_so():
+    first, second = together(warming_up, 2)
+    for told in (first, second):
+        assert "call stop, or set strategy in all of them, after the same batch of theirs" in told
 
 
 def test_at_a_server_that_averages_it_waits_for_the_others_and_all_end_with_the_same_model():

@@ -1,5 +1,8 @@
 """`AsyncTrainer.stop` within a `FaultTolerantTrainer`: an end that is saved, and goes on if more is asked."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.cli import main
+from offbeat.errors import StateError
 from offbeat.recovery.directory import entries
 from offbeat.recovery.saver import Saver
 from support.averaging import arrays
@@ -161,3 +165,54 @@ def test_members_of_which_one_stops_end_together_and_go_on_together(tmp_path):
     assert [rest for _, *rest in more] == [[15, "epochs"], [15, "epochs"]]
     for members in (found, again, more):
         assert all(map(np.array_equal, members[0][0], members[1][0]))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_stop_at_the_end_of_the_last_pass_is_one_as_well(is_last, tmp_path):
+    class AtEnd:
+        def on_epoch_end(self, trainer, epoch):
+            if epoch == 1:
+                trainer.stop("flat")
+
+        def on_train_end(self, trainer, history):
+            with pytest.raises(StateError, match="at its end"):
+                trainer.stop()
+
+    inner = offbeat.AsyncTrainer(nn.Linear(4, 3), local_batch_size=8, callbacks=[AtEnd()])
+    run = {"dataset": data(), "optimizer": optim.SGD(lr=0.1), "loss_fn": LOSS}
+    history = offbeat.FaultTolerantTrainer(inner, tmp_path).train(**run, epochs=2 if is_last else 5)
+    assert (history.epochs, history.stopped, history.stop_reason) == (2, "stop", "flat")
+    assert entries(tmp_path)[0].manifest.stop_reason == "flat"
+
+
+def test_a_stop_that_sigterm_follows_in_the_same_batch_is_kept(tmp_path):
+    """Who stops at a deadline, before the machine is taken away."""
+
+    class Leaves(Stops):
+        def on_step(self, trainer, step):
+            super().on_step(trainer, step)
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def around():
+        inner = offbeat.AsyncTrainer(nn.Linear(4, 3), local_batch_size=8, callbacks=[Leaves(4)])
+        return offbeat.FaultTolerantTrainer(inner, tmp_path)
+
+    run = {"dataset": data(), "optimizer": optim.SGD(lr=0.1), "loss_fn": LOSS, "epochs": 3}
+    trainer = around()
+    with pytest.raises(SystemExit):
+        trainer.train(**run)
+    assert (trainer.history.stopped, trainer.history.stop_reason) == ("interrupted", "no better")
+    assert entries(tmp_path)[0].manifest.is_stopped
+    history = around().train(**run)
+    assert (history.stopped, history.stop_reason, history.steps) == ("stop", "no better", 4)
+
+
+def test_what_would_go_on_from_a_stop_is_said_by_what_was_asked_for(tmp_path, caplog):
+    caplog.set_level("INFO", "offbeat")
+    for folder, asked in (("one", {"epochs": 2}), ("other", {"epochs": 2, "max_steps": 9})):
+        life(tmp_path / folder, after=2, **asked)
+        life(tmp_path / folder, **asked)
+    one, other = (text for text in caplog.messages if "nothing is trained" in text)
+    assert one.endswith("is its end; more epochs= would go on from there")
+    assert other.endswith("is its end; more epochs=, or a higher max_steps=, would go on from there")

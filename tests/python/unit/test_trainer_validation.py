@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -42,6 +44,22 @@ def train(trainer, *, epochs=3, **keywords):
     return trainer.train(
         epochs=epochs, **{"optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS, "progress": False} | keywords
     )
+
+
+class Sum:
+    """A metric in torchmetrics' manner: samples seen since the last reset."""
+
+    def __init__(self):
+        self.total = 0
+
+    def update(self, outputs, targets):
+        self.total += len(targets)
+
+    def compute(self):
+        return self.total
+
+    def reset(self):
+        self.total = 0
 
 
 class Measures:
@@ -105,6 +123,114 @@ def test_a_plateau_is_one_of_the_validation_where_there_is_one():
     assert all(map(torch.equal, trainer.model.parameters(), theirs.parameters()))
 
 
+def test_without_metrics_it_is_measured_by_the_loss_and_one_named_loss_is_measured_as_it_is():
+    history = train(offbeat.AsyncTrainer(model()), validation=OTHER, metrics=[], epochs=1)
+    assert list(history.validation[0].metrics) == ["loss"]
+
+    def loss(outputs, targets):
+        del outputs, targets
+        return 3.0
+
+    history = train(offbeat.AsyncTrainer(model()), validation=OTHER, metrics=loss, epochs=1)
+    assert history.validation[0].metrics == {"loss": 3.0}
+
+
+class Scaled(nn.Module):
+    """A loss over a running scale, which each call moves, in eval mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.modes = []
+
+    def forward(self, outputs, targets):
+        self.modes.append(self.training)
+        loss = LOSS(outputs, targets)
+        self.scale.mul_(0.9).add_(0.1 * loss.detach())
+        return loss / self.scale
+
+
+def test_a_loss_that_keeps_something_is_left_as_it_was():
+    ours, plain = (offbeat.AsyncTrainer(model()) for _ in range(2))
+    one, other = Scaled(), Scaled()
+    train(ours, validation=OTHER, loss_fn=one)
+    train(plain, loss_fn=other)
+    assert torch.equal(one.scale, other.scale)
+    assert all(map(torch.equal, ours.model.state_dict().values(), plain.model.state_dict().values()))
+    assert set(one.modes) == {True, False}
+    assert one.training
+
+
+class Holds(Sum):
+    """A metric that has hold of the trainer, looks at its model and may stop it."""
+
+    seen: ClassVar[list] = []  # of no copy's own
+
+    def __init__(self):
+        super().__init__()
+        self.trainer, self.lock = None, None
+
+    def update(self, outputs, targets):
+        super().update(outputs, targets)
+        self.seen.append(self.trainer.model)
+        if not self.trainer.model.training:
+            self.trainer.stop("seen in validation")
+
+
+def test_a_metric_s_copy_for_validation_has_the_trainer_and_the_model_themselves():
+    metric, trainer = Holds(), offbeat.AsyncTrainer(model())
+    metric.trainer = trainer
+    metric.lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"metrics has a Holds that cannot be copied.*give a function"):
+        train(trainer, validation=OTHER, metrics=metric)
+    metric.lock = None
+    history = train(trainer, validation=OTHER, metrics=metric)
+    assert (history.stopped, history.stop_reason, history.epochs) == ("stop", "seen in validation", 1)
+    assert {id(one) for one in Holds.seen} == {id(trainer.model)}
+
+
+def test_an_object_is_not_both_a_metric_and_the_schedulers():
+    metric = Sum()
+    with pytest.raises(ConfigError, match="scheduler_metric is one of metrics, and keeps one account"):
+        train(
+            offbeat.AsyncTrainer(model()),
+            metrics=["loss", metric],
+            scheduler=functools.partial(ReduceLROnPlateau),
+            scheduler_metric=metric,
+        )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_fails_in_it_costs_no_step_of_a_scheduler_and_the_next_train_goes_on(error):
+    class Broken(TensorDataset):
+        is_whole = False
+
+        def __getitem__(self, index):
+            if not self.is_whole:
+                raise error("the disk is gone")
+            return super().__getitem__(index)
+
+    other = Broken(*OTHER.tensors)
+    trainer = offbeat.AsyncTrainer(model())
+    keywords = {
+        "validation": other,
+        "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+    }
+    with pytest.raises(error):
+        train(trainer, epochs=1, **keywords)
+    assert trainer.model.training
+    assert trainer.history.epochs == 1
+    other.is_whole = True
+    history = train(trainer, epochs=2, **keywords)
+    assert [one.epoch for one in history.validation] == [1, 2]
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 8)
+
+
+def test_a_batch_that_is_none_is_told_to_be_of_the_validation():
+    with pytest.raises(ConfigError, match=r"a batch is a pair .*, and validation gave a Tensor"):
+        train(offbeat.AsyncTrainer(model()), validation=list(OTHER.tensors))
+
+
 def test_a_state_has_it():
     ours = offbeat.AsyncTrainer(model())
     history = train(ours, validation=OTHER)
@@ -112,22 +238,6 @@ def test_a_state_has_it():
     again.load_state_dict(ours.state_dict(), optimizer=optim.Adam(lr=0.01))
     assert again.history == history
     assert again.history.validation[2].epoch == 2
-
-
-class Sum:
-    """A metric in torchmetrics' manner: samples seen since the last reset."""
-
-    def __init__(self):
-        self.total = 0
-
-    def update(self, outputs, targets):
-        self.total += len(targets)
-
-    def compute(self):
-        return self.total
-
-    def reset(self):
-        self.total = 0
 
 
 def test_an_object_that_keeps_its_own_account_has_one_for_validation():
