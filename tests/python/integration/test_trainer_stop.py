@@ -1,5 +1,8 @@
 """`AsyncTrainer.stop` in one of several: for the others it is as if that one's data had ended there."""
 
+import os
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -46,9 +49,13 @@ def member(rank, is_stopped, keywords):
         callbacks = [Stops(STOP_AT)] if is_stopped else []
         data = data if is_stopped else data[:STOP_AT]
     trained = model(seed=rank)
-    with offbeat.AsyncTrainer(
-        trained, overlap=False, regular_sync_frequency=3, callbacks=callbacks, **keywords
-    ) as trainer:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2"}  # at a server members that begin together wait by these
+    with (
+        mock.patch.dict(os.environ, place),
+        offbeat.AsyncTrainer(
+            trained, overlap=False, regular_sync_frequency=3, callbacks=callbacks, **keywords
+        ) as trainer,
+    ):
         history = trainer.train(dataloader=data, epochs=1, optimizer=SPEC, loss_fn=LOSS, progress=False)
     return arrays(trained), history.steps, history.samples, history.stopped, history.stop_reason
 
