@@ -331,18 +331,22 @@ class Rounds:
                         parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what is kept from round to round; of no round under way."""
+        """Give what is kept from round to round, as if the one under way had not begun; it goes on."""
+        round_, samples, are_apart = self._under_way, list(self._samples), list(self._are_apart)
+        if round_ is not None:
+            samples[round_.fragment] = round_.samples_before
+            are_apart[round_.fragment] = round_.was_apart
         return {
-            "number": self.number,
+            "number": self.number - (round_ is not None),
             "rate": self._rate,
-            "samples": list(self._samples),
-            "iterations": self._iterations,
+            "samples": samples,
+            "iterations": self._iterations if round_ is None else round_.iterations_before,
             "method": shown(self.method),
             "are_trained": list(self._plan.are_trained),
             "drifts": list(self._drifts),
             "memories": [memory.state_dict() for memory in self._memories],
             "kept_of": [self._places(memory.parameters) for memory in self._memories],
-            "are_apart": list(self._are_apart),
+            "are_apart": are_apart,
             "heard": self._members.state(),
         }
 
@@ -387,7 +391,8 @@ class Rounds:
         """
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart, setting]):
+        numbers = [int(state["number"]), len(state["heard"])]
+        if not self._members.is_alike([plan.shown(), *numbers, are_apart, setting]):
             if strict:
                 raise StateError(
                     f"members load states of different rounds, this one of round {state['number']}: each "

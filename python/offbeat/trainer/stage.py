@@ -46,7 +46,7 @@ class Stage:
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
         kind, sync = kind_at(self.schedule, epoch), self.syncs.at(epoch)
-        strategy, self._epoch = self.strategy, epoch
+        strategy = self.strategy
         if kind != self._kind and self._became(kind):
             log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             self._kind = kind
@@ -75,6 +75,7 @@ class Stage:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
+        self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
         return strategy
 
     def _became(self, kind: Kind) -> bool:
@@ -89,11 +90,17 @@ class Stage:
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Give what is at work; None before the first batch."""
-        if self.strategy is None or self._kind is None:
+    def state_dict(self, *, is_of_now: bool = False) -> dict[str, Any] | None:
+        """Give what is at work; None before the first batch.
+
+        Args:
+            is_of_now: Wait for nobody, as if a round that is under way had not begun.
+        """
+        strategy = self.strategy
+        if strategy is None or self._kind is None:
             return None
-        return {"kind": shown_kind(self._kind), "epoch": self._epoch, "work": self.strategy.state_dict()}
+        work = strategy.state_of_now() if is_of_now else strategy.state_dict()
+        return {"kind": shown_kind(self._kind), "epoch": self._epoch, "work": work}
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""

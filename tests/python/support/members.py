@@ -3,20 +3,24 @@
 So what a round has made of what each has brought can be told to the bit.
 """
 
+import json
 import os
 import signal
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
+from offbeat.averaging.rounds import Rounds
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
+from support.averaging import warned
 from support.fault_tolerant import waited
 
 BATCH, EVERY = 8, 5
-"""Samples of a batch, of which a pass has ten; iterations from average to average, and from save to save."""
+"""Samples of a batch; iterations from average to average, and from save to save."""
 
 
 def one_number():
@@ -27,13 +31,13 @@ def one_number():
 
 def averager_of(module, method, **settings):
     return offbeat.AsyncModelAverager(
-        module, averaging_frequency=EVERY, method=method, overlap=False, **settings
+        module, averaging_frequency=EVERY, method=method, **{"overlap": False} | settings
     )
 
 
 def trainer_of(module, strategy, **settings):
     return offbeat.AsyncTrainer(
-        module, strategy=strategy, regular_sync_frequency=EVERY, overlap=False, **settings
+        module, strategy=strategy, regular_sync_frequency=EVERY, **{"overlap": False} | settings
     )
 
 
@@ -66,13 +70,98 @@ def count(folder, address, by, *, kind, method, max_steps, killed_in=0, barrier=
             os.kill(os.getpid(), signal.SIGKILL)
         return -by * outputs.mean() + 0.0 * targets.mean()
 
-    data = TensorDataset(torch.ones(10 * BATCH, 1), torch.zeros(10 * BATCH, 1))
     with MADE[kind](one_number(), method, server_address=address, **settings) as member:
-        FaultTolerantTrainer(member, folder, checkpoint_frequency=EVERY).train(
-            dataset=data,
-            batch_size=BATCH,
-            epochs=100,
-            max_steps=max_steps,
-            optimizer=offbeat.optim.SGD(lr=1.0),
-            loss_fn=loss_fn,
-        )
+        trained(member, folder, loss_fn, epochs=100, max_steps=max_steps)
+
+
+def in_group(
+    rank, port, folder, out, *, kind, method, batches, in_batch, in_round=None, passes=2, **settings
+):
+    """Train a member of a group of two by gloo to its end; write what came of it.
+
+    Args:
+        rank: Of this member.
+        port: Where they meet.
+        folder: Of its checkpoints.
+        out: Where to write.
+        kind: Of what trains; see `MADE`.
+        method: By which members average.
+        batches: Of a pass of this member's.
+        in_batch: Called in each batch, with its number in this life.
+        in_round: Called with a round's number when this member is about to wait for it.
+        passes: In all lives.
+        settings: More of what trains.
+    """
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=60)
+    Saver.save = waited(Saver.save)
+    finish, num, began = Rounds.finish, [0], []
+
+    def watched(rounds, iterations):
+        if in_round is not None:
+            in_round(rounds.number)
+        return finish(rounds, iterations)
+
+    def loss_fn(outputs, targets):
+        num[0] += 1
+        if num[0] == 1:
+            began.append(rounds_of(member).number)
+        in_batch(num[0])
+        return (rank - 0.5) * outputs.mean() + 0.0 * targets.mean()
+
+    Rounds.finish = watched
+    with warned() as told, MADE[kind](one_number(), method, **settings) as member:
+        history = trained(member, folder, loss_fn, batches=batches, epochs=passes)
+        found = {
+            "steps": history.steps,
+            "value": member.model.weight.item(),
+            "round": began,
+            "warned": [text for text in told if "different rounds" in text],
+        }
+    Path(out).write_text(json.dumps(found), "utf-8")
+
+
+def rounds_of(member):
+    averager = member if isinstance(member, offbeat.AsyncModelAverager) else member._stage.strategy.averager
+    return averager._turns.rounds
+
+
+def trained(member, folder, loss_fn, *, batches=10, **until):
+    trainer = FaultTolerantTrainer(member, folder, checkpoint_frequency=EVERY)
+    return trainer.train(
+        dataset=TensorDataset(torch.ones(batches * BATCH, 1), torch.zeros(batches * BATCH, 1)),
+        batch_size=BATCH,
+        optimizer=offbeat.optim.SGD(lr=1.0),
+        loss_fn=loss_fn,
+        **until,
+    )
+
+
+class Holds:
+    """Is called with numbers, and waits for an event at some of them."""
+
+    def __init__(self, until, there=None):
+        """`until`: which event, by number; `there`: set where one is waited for."""
+        self.until, self.there = until, there
+
+    def __call__(self, number):
+        if number in self.until:
+            if self.there is not None:
+                self.there.set()
+            assert self.until[number].wait(30), "what was to come first never did"
+
+
+class Sets:
+    """Is called with numbers, and sets an event at one."""
+
+    def __init__(self, number, event):
+        self.number, self.event = number, event
+
+    def __call__(self, number):
+        if number == self.number:
+            self.event.set()
+
+
+def nothing(number):
+    """Be called with a number."""
