@@ -14,7 +14,7 @@ from torch import distributed
 from offbeat import log
 from offbeat.averaging.methods import worded
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
-from offbeat.errors import ConnectionLostError
+from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.flat import Flat
 from offbeat.local.group import (
     begin_alike,
@@ -34,6 +34,7 @@ __all__ = [
     "Group",
     "Heard",
     "Members",
+    "OtherTermsError",
     "Said",
     "differing_terms",
     "terms_of",
@@ -551,6 +552,10 @@ def worded_terms(terms: str) -> str:
         return terms
     trained = named.pop(TRAINED)
     return f"{', '.join(f'{name}={value}' for name, value in named.items())}, {trained} parameters trained"
+
+
+class OtherTermsError(StateError):
+    """Those at the server average otherwise."""
 
 
 def differing_terms(own: str, theirs: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from offbeat import log
+from offbeat.averaging.members import OtherTermsError
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
 from offbeat.trainer.accumulated import Accumulated
@@ -59,7 +60,7 @@ class Stage:
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             before = self._values() if is_change and self._is_served(kind) else None
-            strategy = self.strategy = self._made(kind, sync)
+            strategy = self.strategy = self._made_for(epoch)
             self._kind = kind
             self.used.append(shown_kind(kind))
             strategy.begin()
@@ -118,8 +119,8 @@ class Stage:
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
         epoch = self._epoch = state["epoch"]
-        kind = self._kind = kind_at(self.schedule, epoch)
-        self.strategy = self._made(kind, self.syncs.at(epoch))  # members of a group begin with the first's
+        self._kind = kind_at(self.schedule, epoch)
+        self.strategy = self._made_for(epoch)  # members of a group begin with the first's
         if not self.strategy.has_joined_others:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
@@ -131,6 +132,34 @@ class Stage:
         strategy, self.strategy, self._kind = self.strategy, None, None
         if strategy is not None:
             strategy.close(failure)
+
+    def _made_for(self, epoch: int) -> Strategy:
+        """Make the strategy of an epoch.
+
+        Raises:
+            StateError: Where those at a server average otherwise: they may be in another epoch.
+        """
+        try:
+            return self._made(kind_at(self.schedule, epoch), self.syncs.at(epoch))
+        except OtherTermsError as error:
+            if (changes := self._changes()) is None:
+                raise
+            raise StateError(
+                f"{error}. With {changes} that may be so although all were given the same: what is averaged "
+                f"by follows from the epoch, and this member is in epoch {epoch} of its own, as where it was "
+                f"killed and the others have gone on since, who do not go back for it. It can come to them "
+                f"with what they average by in all its epochs (strategy= without a dict, warm_up_epochs=0) "
+                f"and, in a FaultTolerantTrainer, another checkpoint_dir: it begins with their mean then"
+            ) from None
+
+    def _changes(self) -> str | None:
+        """Word what lets members average otherwise in other epochs; None: nothing does."""
+        shown = [f"{epoch}: {shown_kind(kind)}" for epoch, kind in sorted(self.schedule.items())]
+        if len({shown_kind(kind) for kind in self.schedule.values() if isinstance(kind, Method)}) > 1:
+            return f"strategy={{{', '.join(shown)}}}"
+        syncs = self.syncs
+        has_two = bool(syncs.warm_up_epochs) and syncs.warm_up != syncs.regular
+        return f"warm_up_epochs={syncs.warm_up_epochs}" if has_two else None
 
     def _made(self, kind: Kind, sync: Sync) -> Strategy:
         if kind != "parameter_server" and self._workshop.live is None:

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 import offbeat
+from offbeat.errors import StateError
 from offbeat.recovery import directory
 from support import members
 from support.averaging import METHODS, held_number
@@ -95,6 +96,39 @@ def test_a_pace_goes_by_no_loss_of_the_model_that_a_member_has_left(serve):
         b.load_state_dict(state, strict=False)
         assert (b.iterations, b.last_averaging_iteration) == (EVERY + 2, 2)
         assert b._turns.course.losses == []
+
+
+def test_a_member_that_comes_back_to_others_in_another_epoch_is_told_so_and_how_it_can(tmp_path):
+    schedule = {0: "average", 1: "slowmo"}
+    barrier = CONTEXT.Barrier(2, timeout=60)
+    with offbeat.ParameterServer(transaction="model") as server:
+        run = {"kind": "trainer", "max_steps": 20}
+        last = in_process(
+            members.count, tmp_path / "a", server.address, BY, killed_in=8, method=schedule, **run
+        )
+        assert last == -signal.SIGKILL
+        other = started(
+            members.count,
+            tmp_path / "b",
+            server.address,
+            BY,
+            method=schedule,
+            waits_in=17,
+            barrier=barrier,
+            **run,
+        )
+        barrier.wait()  # in its second epoch
+        with (
+            members.trainer_of(members.one_number(), schedule, server_address=server.address) as member,
+            pytest.raises(
+                StateError, match=r"method is Average\(\) here and SlowMo.* there.*in epoch 0 of its own"
+            ),
+        ):
+            members.trained(member, tmp_path / "a", lambda outputs, _: outputs.mean(), epochs=2)
+        again = started(members.count, tmp_path / "c", server.address, BY, method="slowmo", **run)
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        barrier.wait()
+        assert [ended(other), ended(again)] == [0, 0]
 
 
 # --------------------------------------------------------------------------- a group that is told to end

@@ -44,7 +44,9 @@ def trainer_of(module, strategy, **settings):
 MADE = {"averager": averager_of, "trainer": trainer_of}
 
 
-def count(folder, address, by, *, kind, method, max_steps, killed_in=0, barrier=None, **settings):
+def count(
+    folder, address, by, *, kind, method, max_steps, killed_in=0, waits_in=EVERY + 1, barrier=None, **settings
+):
     """Train a member at a server to its end, or to the batch in which it kills itself.
 
     Args:
@@ -55,7 +57,8 @@ def count(folder, address, by, *, kind, method, max_steps, killed_in=0, barrier=
         method: By which members average.
         max_steps: In all lives.
         killed_in: Batches of this life; 0 for none.
-        barrier: Passed twice in the first batch after the first round.
+        waits_in: In which batch it passes a barrier twice; the first after the first round.
+        barrier: That one.
         settings: More of what trains.
     """
     torch.set_num_threads(1)
@@ -64,7 +67,7 @@ def count(folder, address, by, *, kind, method, max_steps, killed_in=0, barrier=
 
     def loss_fn(outputs, targets):
         batches[0] += 1
-        for _ in range(2 if barrier is not None and batches[0] == EVERY + 1 else 0):
+        for _ in range(2 if barrier is not None and batches[0] == waits_in else 0):
             barrier.wait()
         if batches[0] == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
