@@ -600,7 +600,14 @@ class AsyncModelAverager:
             NonFiniteError: As `train_step`.
             ConnectionLostError: If a member is lost.
         """
-        return state_of(self._turns, self)
+        return state_of(self._turns, self, ends=True)
+
+    def state_of_now(self) -> dict[str, Any]:
+        """Give the state and wait for nobody: as if a round that is under way had not begun; it goes on.
+
+        For `FaultTolerantTrainer`, whose members are saved each at its own time, and after others have gone.
+        """
+        return state_of(self._turns, self, ends=False)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See that a state fits this averager, before anything is loaded; for `FaultTolerantTrainer`.

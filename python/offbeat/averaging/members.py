@@ -11,8 +11,10 @@ from typing import Protocol
 import torch
 from torch import distributed
 
+from offbeat import log
 from offbeat.averaging.methods import worded
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
+from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.flat import Flat
 from offbeat.local.group import (
     begin_alike,
@@ -32,6 +34,7 @@ __all__ = [
     "Group",
     "Heard",
     "Members",
+    "OtherTermsError",
     "Said",
     "differing_terms",
     "terms_of",
@@ -207,7 +210,7 @@ class Members(Protocol):
         """Give all members the first one's values, in place; where the server is `away`, nobody anything."""
 
     def state(self) -> list[list[float]]:
-        """Give what all have said in rounds before that is not known here yet."""
+        """Give what all said before the round under way and is not known here yet; after a loss, nothing."""
 
     def resume(self, state: Sequence[Sequence[float]]) -> None:
         """Go on from what `state` gave."""
@@ -449,8 +452,15 @@ class Group:
             begin_alike(group, tensors)
 
     def state(self) -> list[list[float]]:
-        """Wait for what is still to be known."""
-        return [] if self._twos is None else self._twos.later.state()
+        """Wait for what is still to be known; where a member is lost nobody comes to know it."""
+        if self._twos is None:
+            return []
+        is_under_way = self._said is not None and self._said.is_pairwise
+        try:
+            return self._twos.later.state(but=int(is_under_way))
+        except ConnectionLostError as error:
+            log.info("what members have said of late is not saved: %s", error)
+            return []
 
     def resume(self, state: Sequence[Sequence[float]]) -> None:
         """Know it when it is time to."""
@@ -542,6 +552,10 @@ def worded_terms(terms: str) -> str:
         return terms
     trained = named.pop(TRAINED)
     return f"{', '.join(f'{name}={value}' for name, value in named.items())}, {trained} parameters trained"
+
+
+class OtherTermsError(StateError):
+    """Those at the server average otherwise."""
 
 
 def differing_terms(own: str, theirs: str) -> str:

@@ -199,16 +199,17 @@ class Later:
         """Begin anew, at a round before which all members do."""
         self._waiting.clear()
 
-    def state(self) -> list[list[float]]:
-        """Give the sums that are still to be taken, waiting for them.
+    def state(self, *, but: int) -> list[list[float]]:
+        """Give the sums that are still to be taken, waiting for them; but for so many of the newest.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
+        kept = list(self._waiting)[: len(self._waiting) - but]
         with self._sums.telling():
-            for works, _, _ in self._waiting:
+            for works, _, _ in kept:
                 self._sums.wait(works)
-        return [tensor.tolist() for _, tensor, _ in self._waiting]
+        return [tensor.tolist() for _, tensor, _ in kept]
 
     def resume(self, state: Sequence[Sequence[float]]) -> None:
         """Go on with sums that `state` gave; what was kept with them is None."""

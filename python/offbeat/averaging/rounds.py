@@ -331,17 +331,22 @@ class Rounds:
                         parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what is kept from round to round; of no round under way."""
+        """Give what is kept from round to round, as if the one under way had not begun; it goes on."""
+        round_, samples, are_apart = self._under_way, list(self._samples), list(self._are_apart)
+        if round_ is not None:
+            samples[round_.fragment] = round_.samples_before
+            are_apart[round_.fragment] = round_.was_apart
         return {
-            "number": self.number,
+            "number": self.number - (round_ is not None),
             "rate": self._rate,
-            "samples": list(self._samples),
+            "samples": samples,
+            "iterations": self._iterations if round_ is None else round_.iterations_before,
             "method": shown(self.method),
             "are_trained": list(self._plan.are_trained),
             "drifts": list(self._drifts),
             "memories": [memory.state_dict() for memory in self._memories],
             "kept_of": [self._places(memory.parameters) for memory in self._memories],
-            "are_apart": list(self._are_apart),
+            "are_apart": are_apart,
             "heard": self._members.state(),
         }
 
@@ -386,7 +391,8 @@ class Rounds:
         """
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        if not self._members.is_alike([plan.shown(), int(state["number"]), are_apart, setting]):
+        numbers = [int(state["number"]), len(state["heard"])]
+        if not self._members.is_alike([plan.shown(), *numbers, are_apart, setting]):
             if strict:
                 raise StateError(
                     f"members load states of different rounds, this one of round {state['number']}: each "
@@ -399,21 +405,35 @@ class Rounds:
                 f"members were saved in different rounds, this one in round {state['number']}: what "
                 f"{self.method!r} has kept begins anew with the mean of the next"
             )
-            self._samples = [int(samples) for samples in state["samples"]]
+            self._take_counts(state)
             self._lay_out(is_begun=False)
             return False
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._are_apart = are_apart
         self._members.resume(state["heard"])
-        self._samples = [int(samples) for samples in state["samples"]]
+        self._take_counts(state)
         self._drifts = list(state["drifts"])
         for memory, places, kept in zip(self._memories, self._kept_of(state), state["memories"], strict=True):
             memory.fit([self._parameters[place] for place in places])
             memory.load_state_dict(kept)
         return True
 
+    def count_from(self, *, samples: int, iterations: int) -> None:
+        """Let rounds have what is trained from here on: the model is what others have made.
+
+        Args:
+            samples: That this member has trained on, since the start; in its lives before, too.
+            iterations: Likewise.
+        """
+        self._samples = [samples] * self.num_fragments
+        self._iterations = iterations
+
     # ------------------------------------------------------------------ inside
+
+    def _take_counts(self, state: Mapping[str, Any]) -> None:
+        self._samples = [int(samples) for samples in state["samples"]]
+        self._iterations = int(state.get("iterations", 0))  # which older states do not have
 
     def _wanted(self) -> _Plan:
         return _Plan(self.wanted_method, [p.requires_grad for p in self._parameters])

@@ -12,7 +12,7 @@ from offbeat import log, process
 from offbeat.averaging import waiting
 from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
-from offbeat.averaging.members import Heard, Said, differing_terms, worded_terms
+from offbeat.averaging.members import Heard, OtherTermsError, Said, differing_terms, worded_terms
 from offbeat.averaging.presence import LOST, Connect, Presence
 from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, telling
 from offbeat.checks import refuse
@@ -22,7 +22,6 @@ from offbeat.errors import (
     NonFiniteError,
     OffbeatError,
     OffbeatTimeoutError,
-    StateError,
     UnsupportedTensorError,
 )
 from offbeat.local.flat import PIECE, Flat, slices
@@ -533,7 +532,7 @@ class Served:
         """
         client = self._presence.met()
         if (theirs := client.status()["rounds"].get("terms", self._terms)) != self._terms:
-            raise StateError(differing_terms(self._terms, theirs))
+            raise OtherTermsError(differing_terms(self._terms, theirs))
         if num_expected <= 1 or self.has_gone_on:
             return
         with self._telling_of_the_others(num_expected):

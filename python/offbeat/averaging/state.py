@@ -20,15 +20,20 @@ KEYS = ("pace", "rounds", "optimizer")
 """What every state has besides the course."""
 
 
-def state_of(turns: Turns, owner: Owner) -> dict[str, Any]:
-    """Give the state, after the end of a round that is under way.
+def state_of(turns: Turns, owner: Owner, *, ends: bool) -> dict[str, Any]:
+    """Give the state.
+
+    Args:
+        turns: Of a member.
+        owner: Whose they are.
+        ends: After the end of a round that is under way; else as if that had not begun, and it goes on.
 
     Raises:
         StateError: As `Turns.finish`.
         NonFiniteError: As `Turns.finish`.
         ConnectionLostError: As `Turns.finish`.
     """
-    if turns.rounds.is_under_way:
+    if ends and turns.rounds.is_under_way:
         turns.finish(owner)
     turns.unshared.leave()  # it is to go on from here
     live = turns.optimizer.live
@@ -100,6 +105,10 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     turns.unshared.end(turns.course.iterations)
     if isinstance(turns.members, Arrivals):
         turns.members.go_out_anew()
+    if isinstance(turns.members, Arrivals) or (not strict and turns.members.has_gone_on):
+        # What was trained before is not in this model: it has no weight, and no loss, in the next round.
+        turns.rounds.count_from(samples=turns.course.samples, iterations=turns.course.iterations)
+        turns.course.losses = []
 
 
 def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:

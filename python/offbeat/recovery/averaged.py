@@ -1,5 +1,6 @@
 """A module that an `AsyncModelAverager` averages with others', batch by batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ __all__ = ["Averaged", "Patience"]
 
 
 class Patience:
-    """How long a save is put off for a round that is under way: until one is not, or the next one is."""
+    """How long a save is put off for a round that is under way: until none is, or the next one is."""
 
     def __init__(self) -> None:
         self._since: int | None = None
@@ -39,8 +40,8 @@ class Patience:
 class Averaged(Local):
     """The loop of a module, and an averager that is told of each step of the optimizer.
 
-    A state is taken where no round is under way, so that saving does not make a round end earlier than it
-    would: else a run that is saved would have other bits than one that is not.
+    A state is taken where no round is under way, or has just begun, and ends none: a run that is saved has
+    the bits of one that is not, and waits for nobody. Of a round under way the next life begins another.
     """
 
     owner: str | None = None
@@ -64,13 +65,16 @@ class Averaged(Local):
         if done.steps:
             needs_loss = self._averager.goes_by_loss
             loss = float(done.loss) if needs_loss else None
-            self._averager.step(done.samples, loss=loss, optimizer=self.optimizer)
+            try:
+                self._averager.step(done.samples, loss=loss, optimizer=self.optimizer)
+            except ConnectionLostError as error:
+                done = replace(done, lost=error)
         self.optimizer.zero_grad()  # which the averager may have measured
         return done
 
     @property
     def is_settled(self) -> bool:
-        """Whether no round is under way; where one always is, the second that was waited for is ended."""
+        """Whether no round is under way; where one always is, the next one has just begun."""
         averager = self._averager
         return self._patience.is_over(is_under_way=averager.is_under_way, number=averager.averaging_round)
 
@@ -79,10 +83,10 @@ class Averaged(Local):
         """Whether a round is under way of this member alone."""
         return self._averager.is_under_way and self._averager.is_alone
 
-    def settle(self) -> int:
-        """Leave the round under way to the others: they may be told to end as well, and never come to it."""
-        self._averager.give_up()
-        return 0
+    @property
+    def stands_alone(self) -> bool:
+        """It does: others' losses are theirs."""
+        return True
 
     def end(self) -> int:
         """Average what is left, together with the others; losing their server costs no model."""
@@ -104,8 +108,8 @@ class Averaged(Local):
         return self._averager.agree(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state of the loop and the averager's, which may move the model and so comes first."""
-        own = self._averager.state_dict() | {"optimizer": None}
+        """Give the state of the loop and the averager's."""
+        own = self._averager.state_of_now() | {"optimizer": None}
         self._patience = Patience()
         return super().state_dict() | {"averager": own}
 

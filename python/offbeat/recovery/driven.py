@@ -48,11 +48,15 @@ class Trained(Trainee):
         """Train in here."""
         return self._driven.training()
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin the strategy of a pass."""
+        self._driven.begin_epoch(epoch)
+
     def step(self, batch: object, epoch: int) -> Stepped:
         """Train on a batch as the trainer's strategy does."""
         given, made, steps = self._driven.batch(batch, epoch)
         mean = made.loss if self._trainer.loss_reduction == "mean" else made.loss / given.samples
-        return Stepped(made.outputs, given.targets, mean, given.samples, steps, made.is_skipped)
+        return Stepped(made.outputs, given.targets, mean, given.samples, steps, made.is_skipped, made.lost)
 
     def end_epoch(self, epoch: int) -> int:
         """Do what belongs after a pass."""
@@ -65,6 +69,11 @@ class Trained(Trainee):
     def settle(self) -> int:
         """Be ready to be saved without the others."""
         return self._driven.part()
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a strategy is at work that averages, or trains alone."""
+        return self._driven.stands_alone
 
     @property
     def is_settled(self) -> bool:
@@ -112,8 +121,8 @@ class Trained(Trainee):
         self._driven.finished(history)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the trainer's state, which may move the model and so comes first, and the model's."""
-        own = self._trainer.state_dict()
+        """Give the trainer's state, and the model's."""
+        own = self._trainer.state_of_now()
         self._patience = Patience()
         module = unwrap(self.module)
         state = module.state_dict()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from offbeat import log, process, trained_by
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, ConnectionLostError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
 from offbeat.local.log_lines import tracked, words_of
@@ -167,7 +168,8 @@ class Run:
                 account.end_epoch(steps)
                 self._hear()
                 self._go_back_if_asked()
-        history.steps += trainee.end()
+        with self._saving_if_lost():
+            history.steps += trainee.end()
         self._hear()
         if history.steps > account.logged_step:
             self._log()
@@ -199,6 +201,8 @@ class Run:
 
     def _pass(self) -> bool:
         """Train on one pass, or on the rest of one; tell whether it came to its end."""
+        with self._saving_if_lost():
+            self._trainee.begin_epoch(self._account.place.epoch)
         for batch in self._until_cut_off():
             if self._has_nothing_new:
                 self._check_terminated()
@@ -209,6 +213,9 @@ class Run:
             history = self._account.history
             if not done.is_skipped:
                 self._finiteness.add(done.loss, history.steps)
+            if done.lost is not None:
+                with self._saving_if_lost():
+                    raise done.lost
             if history.steps - self._account.logged_step >= self._plan.log_frequency:
                 self._log()
             self._go_back_if_asked()
@@ -275,6 +282,25 @@ class Run:
     def _check_terminated(self) -> None:
         if self._terminated.has_come and not self._trainee.is_about_to_settle:
             self._leave()
+
+    @contextmanager
+    def _saving_if_lost(self) -> Iterator[None]:
+        """Save the model as it is where those who average with it are lost: told to end, too, as a rule."""
+        try:
+            yield
+        except ConnectionLostError as error:
+            if not self._trainee.stands_alone:
+                raise
+            log.warn(
+                f"the round under way is given up, and this member's model is saved as it is after step "
+                f"{self._account.history.steps:,}, with what it has trained since the round before: {error}"
+            )
+            if self._terminated.has_come:
+                self._leave()
+            if not self._has_nothing_new:
+                self._save()
+                self._saver.wait()
+            raise
 
     def _leave(self) -> NoReturn:
         """Save what is new, say from where it goes on, and end."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offbeat import trained_by
+from offbeat.errors import ConnectionLostError
 from offbeat.history import History, Record
 from offbeat.receipt import Receipt
 
@@ -54,6 +55,7 @@ class Stepped:
         samples: In the batch.
         steps: That it made: 0 where it was gathered, or nothing was asked of the optimizer.
         is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
+        lost: Others were, when this had been trained on.
     """
 
     outputs: Any
@@ -62,6 +64,7 @@ class Stepped:
     samples: int
     steps: int = 1
     is_skipped: bool = False
+    lost: ConnectionLostError | None = None
 
 
 class Trainee(ABC):
@@ -110,6 +113,14 @@ class Trainee(ABC):
     def training(self) -> AbstractContextManager[object]:
         """Train in here."""
         return nullcontext()
+
+    def begin_epoch(self, epoch: int) -> None:  # noqa: B027
+        """Do what belongs before a pass, or the rest of one: no batch is taken yet."""
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether all that was trained is in the model here, and can be saved, should others be lost."""
+        return False
 
     @property
     def is_settled(self) -> bool:

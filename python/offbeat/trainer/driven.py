@@ -54,6 +54,11 @@ class Driven:
             stage.begin()
             yield
 
+    def begin_epoch(self, epoch: int) -> None:
+        """End together with the others what is over, and begin what an epoch is trained with."""
+        self._follow(epoch)
+        self._stage.at(epoch)
+
     def batch(self, given: object, epoch: int) -> tuple[Batch, Made, int]:
         """Train on a batch of an epoch; gives it, what came of it, and how many steps that were."""
         workshop = self._workshop
@@ -101,6 +106,11 @@ class Driven:
     def is_under_way(self) -> bool:
         """Whether a round is, or batches are gathered."""
         return self._stage.strategy is not None and self._stage.strategy.is_under_way
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the model here has all that was trained, should the others be lost."""
+        return self._stage.strategy is None or self._stage.strategy.stands_alone
 
     @property
     def is_about_to_settle(self) -> bool:

@@ -175,6 +175,8 @@ class Loop:
         samples = batch.samples
         workshop.numerics.norm = None
         made = strategy.batch(batch)
+        if made.lost is not None:
+            raise made.lost
         loss = self._measure(batch, made)
         history.samples += samples
         self._progress.advance()

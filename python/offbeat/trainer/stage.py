@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from offbeat import log
+from offbeat.averaging.members import OtherTermsError
 from offbeat.averaging.methods import Method
 from offbeat.errors import StateError
 from offbeat.trainer.accumulated import Accumulated
@@ -51,7 +52,7 @@ class Stage:
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
         kind, sync = kind_at(self.schedule, epoch), self.syncs.at(epoch)
-        strategy, self._epoch = self.strategy, epoch
+        strategy = self.strategy
         if kind != self._kind and self._became(kind):
             log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             self._kind = kind
@@ -64,7 +65,7 @@ class Stage:
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             before = self._values() if is_change and kind != "local" else None
-            strategy = self.strategy = self._made(kind, sync)
+            strategy = self.strategy = self._made_for(epoch)
             self._kind = kind
             self.used.append(shown_kind(kind))
             strategy.begin()
@@ -74,6 +75,7 @@ class Stage:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
+        self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
         return strategy
 
     def _became(self, kind: Kind) -> bool:
@@ -101,11 +103,17 @@ class Stage:
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Give what is at work; None before the first batch."""
-        if self.strategy is None or self._kind is None:
+    def state_dict(self, *, is_of_now: bool = False) -> dict[str, Any] | None:
+        """Give what is at work; None before the first batch.
+
+        Args:
+            is_of_now: Wait for nobody, as if a round that is under way had not begun.
+        """
+        strategy = self.strategy
+        if strategy is None or self._kind is None:
             return None
-        return {"kind": shown_kind(self._kind), "epoch": self._epoch, "work": self.strategy.state_dict()}
+        work = strategy.state_of_now() if is_of_now else strategy.state_dict()
+        return {"kind": shown_kind(self._kind), "epoch": self._epoch, "work": work}
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""
@@ -123,8 +131,8 @@ class Stage:
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
         epoch = self._epoch = state["epoch"]
-        kind = self._kind = kind_at(self.schedule, epoch)
-        self.strategy = self._made(kind, self.syncs.at(epoch))  # members of a group begin with the first's
+        self._kind = kind_at(self.schedule, epoch)
+        self.strategy = self._made_for(epoch)  # members of a group begin with the first's
         if not self.strategy.has_joined_others:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
@@ -136,6 +144,34 @@ class Stage:
         strategy, self.strategy, self._kind = self.strategy, None, None
         if strategy is not None:
             strategy.close(failure)
+
+    def _made_for(self, epoch: int) -> Strategy:
+        """Make the strategy of an epoch.
+
+        Raises:
+            StateError: Where those at a server average otherwise: they may be in another epoch.
+        """
+        try:
+            return self._made(kind_at(self.schedule, epoch), self.syncs.at(epoch))
+        except OtherTermsError as error:
+            if (changes := self._changes()) is None:
+                raise
+            raise StateError(
+                f"{error}. With {changes} that may be so although all were given the same: what is averaged "
+                f"by follows from the epoch, and this member is in epoch {epoch} of its own, as where it was "
+                f"killed and the others have gone on since, who do not go back for it. It can come to them "
+                f"with what they average by in all its epochs (strategy= without a dict, warm_up_epochs=0) "
+                f"and, in a FaultTolerantTrainer, another checkpoint_dir: it begins with their mean then"
+            ) from None
+
+    def _changes(self) -> str | None:
+        """Word what lets members average otherwise in other epochs; None: nothing does."""
+        shown = [f"{epoch}: {shown_kind(kind)}" for epoch, kind in sorted(self.schedule.items())]
+        if len({shown_kind(kind) for kind in self.schedule.values() if isinstance(kind, Method)}) > 1:
+            return f"strategy={{{', '.join(shown)}}}"
+        syncs = self.syncs
+        has_two = bool(syncs.warm_up_epochs) and syncs.warm_up != syncs.regular
+        return f"warm_up_epochs={syncs.warm_up_epochs}" if has_two else None
 
     def _made(self, kind: Kind, sync: Sync) -> Strategy:
         if kind != "parameter_server" and self._workshop.live is None:

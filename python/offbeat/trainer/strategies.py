@@ -1,7 +1,7 @@
 """The ways to train: what each makes of a batch, and when it meets the others."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,11 +62,13 @@ class Made:
         outputs: The model's.
         loss: As the loss function gave it; detached.
         is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
+        lost: The others were, when this had been trained on: whoever goes on does so without them.
     """
 
     outputs: Any
     loss: torch.Tensor
     is_skipped: bool = False
+    lost: ConnectionLostError | None = None
 
 
 @dataclass(slots=True)
@@ -135,10 +137,12 @@ class Strategy(ABC):
     Attributes:
         version_is: What `version` counts, as a log line says it; empty for nothing.
         meets_others: There is anybody to meet.
+        stands_alone: Where the others are lost, the model here has all that was trained.
     """
 
     version_is = ""
     meets_others = True
+    stands_alone = False
 
     def __init__(self, workshop: Workshop, sync: Sync) -> None:
         self.workshop = workshop
@@ -206,6 +210,10 @@ class Strategy(ABC):
         """Give what it takes to go on, besides model and optimizer."""
         return None
 
+    def state_of_now(self) -> Any:  # noqa: ANN401  a nest
+        """Give it and wait for nobody, as if a round that is under way had not begun."""
+        return self.state_dict()
+
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401, B027  as `state_dict` gave it
         """Go on from there, before the first batch."""
 
@@ -238,6 +246,7 @@ class Averaged(Local):
 
     version_is = "round"
     meets_others = True
+    stands_alone = True
 
     def __init__(self, workshop: Workshop, sync: Sync, method: Method) -> None:
         super().__init__(workshop, sync)
@@ -279,7 +288,10 @@ class Averaged(Local):
         before = self.workshop.tally.steps
         made = super().batch(batch)
         if self.workshop.tally.steps > before:
-            self.averager.step(batch.samples, optimizer=self.workshop.live)
+            try:
+                self.averager.step(batch.samples, optimizer=self.workshop.live)
+            except ConnectionLostError as error:
+                return replace(made, lost=error)
         return made
 
     def settle(self, then: str) -> None:
@@ -340,13 +352,13 @@ class Averaged(Local):
         """Whether a round is under way of this member alone."""
         return self.averager.is_under_way and self.averager.is_alone
 
-    def part(self) -> None:
-        """Leave the round under way to the others."""
-        self.averager.give_up()
-
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
         """Give the averager's, but for how often members meet, which the trainer's own settings say."""
         return self.averager.state_dict() | {"optimizer": None, "timing": None}
+
+    def state_of_now(self) -> Any:  # noqa: ANN401  a nest
+        """Likewise."""
+        return self.averager.state_of_now() | {"optimizer": None, "timing": None}
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
         """Go on from there, also with members that were saved in other rounds."""

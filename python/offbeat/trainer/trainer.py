@@ -515,7 +515,14 @@ class AsyncTrainer(Driveable):
             NonFiniteError: If no member's parameters are finite.
             ConnectionLostError: If a member is lost.
         """
-        stage, live = self._stage.state_dict(), self._optimizer.live
+        return self._state(self._stage.state_dict())
+
+    def state_of_now(self) -> dict[str, Any]:
+        """Give it as if a round that is under way had not begun. For `FaultTolerantTrainer`."""
+        return self._state(self._stage.state_dict(is_of_now=True))
+
+    def _state(self, stage: dict[str, Any] | None) -> dict[str, Any]:
+        live = self._optimizer.live
         scheduled, scaler = self._scheduled, self._workshop.numerics.scaler
         return {
             "epochs": self._num_finished,
