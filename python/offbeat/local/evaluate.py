@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from offbeat.errors import ConfigError
 from offbeat.local.batches import count, loaded, moved, split
+from offbeat.local.generators import Generators
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, is_collection, meters
 from offbeat.naming import a_class
@@ -98,6 +99,7 @@ def measure(
     seen = 0
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(module, device))
+        stack.enter_context(_same_generators(batches))
         if isinstance(loss_fn, nn.Module):
             stack.enter_context(_same_modes(loss_fn))
             stack.enter_context(_same_buffers(loss_fn))
@@ -154,6 +156,17 @@ def _same_buffers(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in before:
                 buffer.copy_(values)
+
+
+@contextmanager
+def _same_generators(batches: Iterable[Any]) -> Iterator[None]:
+    """Give the data's own generators their states back: they may be those of the training data, too."""
+    generators = Generators.of(batches)
+    states = generators.states()
+    try:
+        yield
+    finally:
+        generators.set(states)
 
 
 @contextmanager

@@ -8,7 +8,14 @@ from offbeat.history import History, Record, Validated
 from offbeat.local.progress import Progress
 from offbeat.metrics import Meter
 
-__all__ = ["LogLines", "stop_noted", "tracked", "words_of"]
+__all__ = [
+    "LogLines",
+    "stop_noted",
+    "tracked",
+    "tracked_validation",
+    "words_of",
+    "words_of_validation",
+]
 
 
 class LogLines:
@@ -103,14 +110,10 @@ class LogLines:
         history.validation.append(Validated(epoch, history.steps, metrics))
         when, samples = self._last
         self._last = when + took_s, samples
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self._progress.tell(
-            f"epoch {min(history.epochs, self._epochs)}/{self._epochs}, step {history.steps}, validation: "
-            f"{measured}",
-            f"validation: {measured}",
-        )
-        named = {f"validation/{name}": value for name, value in metrics.items()}
-        self._track(named, self._first_step + history.steps)
+        measured = words_of_validation(metrics)
+        where = f"epoch {min(history.epochs, self._epochs)}/{self._epochs}, step {history.steps}"
+        self._progress.tell(f"{where}, {measured}", measured)
+        self._track(tracked_validation(metrics), self._first_step + history.steps)
 
     def note_time(self) -> None:
         """Write down how long it took until now."""
@@ -134,6 +137,16 @@ def words_of(metrics: Mapping[str, float], *, without: Container[str]) -> str:
     """Word what a log line measured; of what no batch since the last one counts in there is no value."""
     told = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in without]
     return ", ".join(told) if told or not metrics else "all batches since the last line were skipped"
+
+
+def words_of_validation(metrics: Mapping[str, float]) -> str:
+    """Word what was measured after an epoch."""
+    return f"validation: {words_of(metrics, without=())}"
+
+
+def tracked_validation(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Give it by the names under which trackers keep it."""
+    return {f"validation/{name}": value for name, value in metrics.items()}
 
 
 def tracked(record: Record, samples_per_s: float, *, without: Container[str]) -> dict[str, float]:

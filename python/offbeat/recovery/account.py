@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offbeat.history import History, Record
+from offbeat.history import History, Record, Validated
 from offbeat.metrics import Mean
 from offbeat.recovery.band import NUM_RECENT, Band, judged
 from offbeat.recovery.choice import is_short
@@ -108,6 +108,10 @@ class Account:
         self.history.records.append(record)
         return record
 
+    def validated(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Take down what was measured on other data after an epoch."""
+        self.history.validation.append(Validated(epoch, self.history.steps, metrics))
+
     def judge(self) -> Judgement:
         """Look at how the run is doing. Waits for the device."""
         recent = self._read_recent()
@@ -142,6 +146,7 @@ class Account:
             "seconds": history.seconds,
             "place": (self.place.epoch, self.place.batch),
             "records": _columns(history.records),
+            "validation": [(one.epoch, one.step, dict(one.metrics)) for one in history.validation],
             "meters": {meter.name: meter.state_dict() for meter in self._meters},
             "monitor": None if self._monitor is None else (self._monitor.name, self._monitor.state_dict()),
             "new_samples": self._new_samples,
@@ -161,6 +166,7 @@ class Account:
         history.first_non_finite = state.get("first_non_finite")  # which older checkpoints do not tell
         history.receipts = dict(state["receipts"])
         history.records = _records(state["records"])
+        history.validation = [Validated(*one) for one in state.get("validation", ())]  # nor of this
         self.place = Place(*state["place"])
         for meter in self._meters:
             if (taken := state["meters"].get(meter.name)) is not None:

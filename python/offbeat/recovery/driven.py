@@ -59,8 +59,24 @@ class Trained(Trainee):
         return Stepped(made.outputs, given.targets, mean, given.samples, steps, made.is_skipped, made.lost)
 
     def end_epoch(self, epoch: int) -> int:
-        """Do what belongs after a pass."""
+        """End a pass."""
         return self._driven.end_epoch(epoch)
+
+    def after_epoch(self, epoch: int) -> None:
+        """Let the trainer's scheduler and callbacks hear of it."""
+        self._driven.after_epoch(epoch)
+
+    def show(self, history: History) -> None:
+        """Let the trainer give the run's history as its own."""
+        self._trainer.show(history)
+
+    def note_measured(self, batches: int) -> None:
+        """Tell whom the trainer meets."""
+        self._driven.note_measured(batches)
+
+    def validated(self, numbers: dict[str, float], step: int) -> None:
+        """Let the trainer's trackers hear of it."""
+        self._driven.validated(numbers, step)
 
     def end(self) -> int:
         """End together with the others."""

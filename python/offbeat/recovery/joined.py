@@ -92,10 +92,13 @@ class Joined(Trainee):
     def end_epoch(self, epoch: int) -> int:
         """Push what is gathered."""
         del epoch
-        steps = self._flush()
+        return self._flush()
+
+    def after_epoch(self, epoch: int) -> None:
+        """Let a scheduler step that does so after each pass."""
+        del epoch
         if self._scheduler is not None and not self._per_step:
             self._scheduler.step()
-        return steps
 
     def end(self) -> int:
         """Push what is gathered, and wait for what is in flight."""

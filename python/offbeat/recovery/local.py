@@ -126,11 +126,15 @@ class Local(Trainee):
         return any(steps)
 
     def end_epoch(self, epoch: int) -> int:
+        """Leave nothing to do."""
+        del epoch
+        return 0
+
+    def after_epoch(self, epoch: int) -> None:
         """Let a scheduler step that does so after each pass."""
         del epoch
         if self._scheduler is not None and not self._per_step:
             self._scheduler.step()
-        return 0
 
     def abandon(self) -> None:
         """Drop a batch's gradients."""

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from offbeat import log
 from offbeat.errors import ConfigError
 from offbeat.local.batches import Epochs, Given, batches_of
+from offbeat.local.generators import Generators
 from offbeat.recovery import rng
-from offbeat.recovery.generators import Generators
 
 __all__ = ["Data", "Described", "Place", "data_of"]
 

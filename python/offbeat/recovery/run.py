@@ -12,8 +12,9 @@ import torch
 from offbeat import log, process, trained_by
 from offbeat.errors import ConfigError, ConnectionLostError
 from offbeat.history import History
+from offbeat.local.evaluate import Each
 from offbeat.local.finite import Finiteness
-from offbeat.local.log_lines import tracked, words_of
+from offbeat.local.log_lines import tracked, tracked_validation, words_of, words_of_validation
 from offbeat.local.loss import wake
 from offbeat.local.stopping import Stop
 from offbeat.recovery import rng
@@ -53,6 +54,8 @@ class Plan:
     Attributes:
         goal: Where the run is to end.
         log_frequency: Steps between log lines.
+        validate: Measures the model on other data, after each pass, and tells after each batch how many were
+            measured; None: nothing is.
         seed: Of the order of a dataset.
         is_seed_given: Whether a user gave that as the run began.
         member: What else this order follows from, where several train together.
@@ -67,6 +70,7 @@ class Plan:
 
     goal: Goal
     log_frequency: int
+    validate: Callable[[Each], dict[str, float]] | None
     seed: int
     is_seed_given: bool
     member: str
@@ -164,9 +168,11 @@ class Run:
         while not (self._is_stopped() or self._plan.is_done(account) or self._pushes.is_out_of_budget):
             self._check_terminated()
             if self._pass():
-                steps = trainee.end_epoch(account.place.epoch)
-                account.end_epoch(steps)
+                epoch = account.place.epoch
+                account.end_epoch(trainee.end_epoch(epoch))
                 self._hear()
+                self._validate(epoch)
+                trainee.after_epoch(epoch)
                 self._go_back_if_asked()
         with self._saving_if_lost():
             history.steps += trainee.end()
@@ -185,6 +191,19 @@ class Run:
             self._way_back.close()
         self._stop.end()
         trainee.finished(history)
+
+    def _validate(self, epoch: int) -> None:
+        """Measure the model on other data; what that takes is of no log line's rate."""
+        if self._plan.validate is None:
+            return
+        history, began_s = self._account.history, time.monotonic()
+        metrics = self._plan.validate(self._trainee.note_measured)
+        self._account.validated(epoch, metrics)
+        since, samples = self._logged
+        self._logged = since + time.monotonic() - began_s, samples
+        where = f"epoch {history.epochs}/{self._plan.goal.epochs}, step {history.steps}"
+        log.announce(f"{where}, {words_of_validation(metrics)}")
+        self._trainee.validated(tracked_validation(metrics), history.steps)
 
     def _is_stopped(self) -> bool:
         """Whether somebody wants an end, which is written down. No checkpoint of before says so."""

@@ -89,7 +89,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def end_epoch(self, epoch: int) -> int:
-        """Do what belongs after a pass; tell how many steps that were."""
+        """End a pass; tell how many steps that were."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -139,6 +139,18 @@ class Trainee(ABC):
     def end(self) -> int:
         """Do what belongs at the end of all passes; tell how many steps that were."""
         return 0
+
+    def after_epoch(self, epoch: int) -> None:  # noqa: B027
+        """Do what belongs after a pass that is in the account: a scheduler's step, say."""
+
+    def show(self, history: History) -> None:  # noqa: B027
+        """Hear which history is the run's."""
+
+    def note_measured(self, batches: int) -> None:  # noqa: B027
+        """Tell whoever may wonder that this member gets on while its model is measured."""
+
+    def validated(self, numbers: dict[str, float], step: int) -> None:  # noqa: B027
+        """Hear what was measured after a pass, by the names under which trackers keep it."""
 
     def abandon(self) -> None:  # noqa: B027
         """Forget what a batch that broke off has left."""

@@ -17,10 +17,10 @@ from offbeat.checks import Faults, at_least_one, functions, is_count, of_seed, r
 from offbeat.errors import ConfigError, StateError
 from offbeat.frequency import Every, frequency
 from offbeat.history import History
-from offbeat.local.evaluate import evaluate
+from offbeat.local.evaluate import Each, evaluate
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.stopping import Stop
-from offbeat.metrics import Metric
+from offbeat.metrics import Metric, listed
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
@@ -39,6 +39,7 @@ from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
 from offbeat.recovery.trainee import GoesBack, Scheduler, SchedulerStep, Trainee
 from offbeat.termination import noting_signals
+from offbeat.trainer.validation import Validation
 
 if TYPE_CHECKING:
     from offbeat.averaging import AsyncModelAverager
@@ -194,6 +195,7 @@ class FaultTolerantTrainer:
         seed: int | None = None,
         metrics: Metric | Iterable[Metric] = ("loss",),
         log_frequency: int = 100,
+        validation: Iterable[Any] | Dataset[Any] | None = None,
         max_steps: int | None = None,
     ) -> History:
         """Train, from where the directory's checkpoints say, until all is done.
@@ -219,6 +221,9 @@ class FaultTolerantTrainer:
                 `AsyncTrainer` have orders of their own.
             metrics: What the history tells: "loss", "accuracy", callables of (outputs, targets).
             log_frequency: Steps between log lines.
+            validation: Data on which the model is measured after each whole epoch, by the loss and `metrics`,
+                as `AsyncTrainer.train` does it: in ``history.validation``, and a log line. What was measured
+                goes on after a crash.
             max_steps: Steps after which to stop, in all; None does not.
 
         Returns:
@@ -240,14 +245,17 @@ class FaultTolerantTrainer:
         if dataloader is not None:
             faults += settings.of_dataset_alone(seed=seed, batch_size=batch_size)
         faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
-        faults += settings.of_scaler(grad_scaler)
-        faults += settings.of_scheduler(scheduler, scheduler_step)
+        faults += [*settings.of_scaler(grad_scaler), *settings.of_scheduler(scheduler, scheduler_step)]
+        metrics = listed(metrics)
         measured = faults.catch(lambda: settings.means_of(metrics, name="metrics"))
-        is_several = type(epochs) is int and epochs > 1
-        faults.catch(lambda: self._data(dataset, dataloader, epochs=2 if is_several else 1))
+        passes = epochs if type(epochs) is int and epochs > 1 else 1
+        faults.catch(lambda: self._data(dataset, dataloader, epochs=passes))
+        validate = faults.catch(
+            lambda: self._validation(validation, metrics if measured else (), passes, loss_fn)
+        )
         subject = self._subject
         asked = Asked(
-            epochs=epochs if is_several else 1,
+            epochs=passes,
             optimizer=optimizer,
             loss_fn=loss_fn,
             scheduler=scheduler,
@@ -277,6 +285,7 @@ class FaultTolerantTrainer:
             plan = Plan(
                 goal=goal,
                 log_frequency=log_frequency,
+                validate=validate,
                 seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
                 is_seed_given=rest.get("is_seed_given", True) if rest else seed is not None,
                 member=rest["member"] if rest else subject.member if seed is None else "",
@@ -315,6 +324,7 @@ class FaultTolerantTrainer:
                     f"run begins anew, with the model and the optimizer as these have left them"
                 )
             self._note(found, account)
+            trainee.show(account.history)
             stack.callback(self._note_modes)
             if self._is_done_already(plan, trainee, account, found):
                 return account.history
@@ -476,6 +486,23 @@ class FaultTolerantTrainer:
                 f"another member has no checkpoint yet, so all begin anew: {found.path} is not gone on from"
             )
         return None
+
+    def _validation(
+        self,
+        data: Iterable[Any] | Dataset[Any] | None,
+        metrics: Iterable[Metric],
+        epochs: int,
+        loss_fn: LossFunction,
+    ) -> Callable[[Each], dict[str, float]] | None:
+        """Get ready to measure the model on other data, if there is some."""
+        if data is None:
+            return None
+        validation = Validation(
+            data, metrics, batch_size=EVALUATED_TOGETHER, epochs=epochs, keeps=[self.model]
+        )
+        return lambda each: validation.measure(
+            self.model, self.device, loss_fn, self._subject.reduction, beside=None, each=each
+        )
 
     def _is_done_already(self, plan: Plan, trainee: Trainee, account: Account, found: Found | None) -> bool:
         """Tell whether nobody has anything to do, with the history of that in the account."""

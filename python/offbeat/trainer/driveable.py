@@ -6,6 +6,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.averaging.methods import Method
 from offbeat.checks import Faults, refuse
+from offbeat.history import History
 from offbeat.local import LocalOptimizer
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.local.stopping import Stop
@@ -44,6 +45,7 @@ class Driveable:
     _scheduled: tuple[object, LRScheduler] | None
     _epochs_begun: int
     _stop: Stop
+    _shown: History | None  # of another's loop, where the last one was
 
     def driven(
         self,
@@ -81,6 +83,10 @@ class Driveable:
             twice=self._twice,
             follow=self._follow,
         )
+
+    def show(self, history: History) -> None:
+        """Give that as `history`: of a `FaultTolerantTrainer`'s run, in which callbacks look for it."""
+        self._shown = history
 
     def _follow(self, epochs: int) -> None:
         self._epochs_begun = epochs

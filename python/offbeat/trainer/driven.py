@@ -75,13 +75,24 @@ class Driven:
         return batch, made, workshop.tally.steps - before
 
     def end_epoch(self, epoch: int) -> int:
-        """Do what belongs after a pass; gives how many steps that were."""
+        """End a pass; gives how many steps that were."""
         before = self._workshop.tally.steps
         self._stage.at(epoch).end_epoch()
         self._follow(epoch + 1)
+        return self._workshop.tally.steps - before
+
+    def after_epoch(self, epoch: int) -> None:
+        """Let the scheduler and callbacks hear of a pass that has ended, and is in the account."""
         self._scheduling.end_epoch()
         self._callbacks.tell("on_epoch_end", epoch)
-        return self._workshop.tally.steps - before
+
+    def note_measured(self, batches: int) -> None:
+        """Tell whoever may wonder that this member gets on while its model is measured."""
+        self._stage.note_measured(batches)
+
+    def validated(self, numbers: dict[str, float], step: int) -> None:
+        """Tell trackers what was measured after a pass."""
+        self._trackers.log(numbers, step)
 
     def settle(self) -> int:
         """End together with the others; gives how many steps that were."""

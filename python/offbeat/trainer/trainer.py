@@ -243,6 +243,7 @@ class AsyncTrainer(Driveable):
         self._scheduled: tuple[object, LRScheduler] | None = None
         self._has_warned = self._is_training = False
         self._stop = Stop()
+        self._shown: History | None = None
 
     # ------------------------------------------------------------------ training
 
@@ -360,6 +361,7 @@ class AsyncTrainer(Driveable):
         )
         self._workshop.loss_fn = loss_fn
         self._history = history = History(optimizer=self._words())
+        self._shown = None
         shown = progress_for(asked=progress, total=plan.num_batches(), name="train", source="trainer")
         with stop_noted(history), ExitStack() as stack:
             stack.enter_context(self._in_train())
@@ -405,7 +407,7 @@ class AsyncTrainer(Driveable):
     @property
     def history(self) -> History:
         """What the last `train` did, also if it was interrupted or failed; ``history.plot()`` draws it."""
-        return self._history
+        return self._history if self._shown is None else self._shown
 
     @property
     def local_batch_size(self) -> int:
@@ -586,7 +588,7 @@ class AsyncTrainer(Driveable):
             workshop.numerics.scaler.load_state_dict(state["scaler"])
         workshop.tally.steps, workshop.tally.skipped = state["steps"], state["skipped"]
         self._epochs_begun = state["epochs"]
-        self._history = History.of(state["history"])
+        self._history, self._shown = History.of(state["history"]), None
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """Word why a state does not fit this trainer; nothing if it does. For `FaultTolerantTrainer`.

@@ -231,6 +231,19 @@ def test_a_batch_that_is_none_is_told_to_be_of_the_validation():
         train(offbeat.AsyncTrainer(model()), validation=list(OTHER.tensors))
 
 
+def test_a_generator_that_both_loaders_have_is_moved_by_training_alone():
+    def trained(validated):
+        generator = torch.Generator().manual_seed(3)
+        one, other = (
+            DataLoader(each, batch_size=8, shuffle=True, generator=generator) for each in (TRAINED, OTHER)
+        )
+        trainer = offbeat.AsyncTrainer(model())
+        train(trainer, dataloader=one, validation=other if validated else None)
+        return trainer.model.state_dict().values()
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
 def test_a_state_has_it():
     ours = offbeat.AsyncTrainer(model())
     history = train(ours, validation=OTHER)
