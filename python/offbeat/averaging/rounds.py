@@ -336,6 +336,7 @@ class Rounds:
             "number": self.number,
             "rate": self._rate,
             "samples": list(self._samples),
+            "iterations": self._iterations,
             "method": shown(self.method),
             "are_trained": list(self._plan.are_trained),
             "drifts": list(self._drifts),
@@ -399,21 +400,35 @@ class Rounds:
                 f"members were saved in different rounds, this one in round {state['number']}: what "
                 f"{self.method!r} has kept begins anew with the mean of the next"
             )
-            self._samples = [int(samples) for samples in state["samples"]]
+            self._take_counts(state)
             self._lay_out(is_begun=False)
             return False
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._are_apart = are_apart
         self._members.resume(state["heard"])
-        self._samples = [int(samples) for samples in state["samples"]]
+        self._take_counts(state)
         self._drifts = list(state["drifts"])
         for memory, places, kept in zip(self._memories, self._kept_of(state), state["memories"], strict=True):
             memory.fit([self._parameters[place] for place in places])
             memory.load_state_dict(kept)
         return True
 
+    def count_from(self, *, samples: int, iterations: int) -> None:
+        """Let rounds have what is trained from here on: the model is what others have made.
+
+        Args:
+            samples: That this member has trained on, since the start; in its lives before, too.
+            iterations: Likewise.
+        """
+        self._samples = [samples] * self.num_fragments
+        self._iterations = iterations
+
     # ------------------------------------------------------------------ inside
+
+    def _take_counts(self, state: Mapping[str, Any]) -> None:
+        self._samples = [int(samples) for samples in state["samples"]]
+        self._iterations = int(state.get("iterations", 0))  # which older states do not have
 
     def _wanted(self) -> _Plan:
         return _Plan(self.wanted_method, [p.requires_grad for p in self._parameters])

@@ -100,6 +100,10 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     turns.unshared.end(turns.course.iterations)
     if isinstance(turns.members, Arrivals):
         turns.members.go_out_anew()
+    if isinstance(turns.members, Arrivals) or (not strict and turns.members.has_gone_on):
+        # What was trained before is not in this model: it has no weight, and no loss, in the next round.
+        turns.rounds.count_from(samples=turns.course.samples, iterations=turns.course.iterations)
+        turns.course.losses = []
 
 
 def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:

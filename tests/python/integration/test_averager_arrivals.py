@@ -439,9 +439,12 @@ def test_a_state_goes_on_from_the_parameters_of_now(server):
             ours.load_state_dict(state)
             assert all(map(np.array_equal, arrays(first.model), arrays(second.model)))
             assert ours.iterations == EVERY + 1
+            before = np.array(server.state_dict()["samples and iterations"].numpy())
             first.train(ours, EVERY - 1)
             assert ours.averaging_round == 2
             assert ours.receipt.staleness == 0
+            came = server.state_dict()["samples and iterations"].numpy() - before
+            assert came.tolist() == [2 * (EVERY - 1), EVERY - 1]  # and not what the server did not get
 
 
 @pytest.mark.parametrize(

@@ -405,12 +405,18 @@ def parts(state):
         yield repr(state)
 
 
-def in_process(target, *arguments, **keywords):
-    """Run a function in a process of its own and give its exit code."""
+def started(target, *arguments, **keywords):
+    """Start a function in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.fault_tolerant"])
     process = context.Process(target=target, args=arguments, kwargs=keywords)
     process.start()
+    return process
+
+
+def in_process(target, *arguments, **keywords):
+    """Run a function in a process of its own and give its exit code."""
+    process = started(target, *arguments, **keywords)
     process.join(TIMEOUT_S)
     assert process.exitcode is not None, "it has not ended"
     return process.exitcode
