@@ -242,6 +242,7 @@ class AsyncModelAverager:
         live = self._turns.optimizer.use(optimizer)
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         wake(self.model)
+        self._turns.untrained.train()
         live.zero_grad()
         loss = loss_fn(self.model(inputs), targets)
         check_loss(loss, owner=None)
@@ -633,16 +634,19 @@ class AsyncModelAverager:
         `averaging_frequency` and `overlap` are those that were in force then, with a warning where this was
         made with others; at a server they are wished for, and in force once all members wish for them.
 
-        With ``asynchronous=True`` it begins with the server's parameters of now, as one does that joins; what
-        it had not brought there is not in them.
+        At a server at which others have gone on meanwhile the members' mean stays in the model, or is put
+        back into it, with a warning, where other values were loaded: what this member loads is older, and
+        the way to it is nothing that it has learnt. What `method` has kept begins anew then. So it is where a
+        model is loaded without this call, between joining and the first step of its optimizer. With
+        ``asynchronous=True`` it begins with the server's parameters of now in any case, as one does that
+        joins; what it had not brought there is not in them.
 
         Args:
             state: As `state_dict` gave it.
             optimizer: As in `train_step`; needed where the state has an optimizer's, and there is none here.
                 Its settings are the state's then; a warning tells those that were given otherwise.
-            strict: Refuse states of different rounds. False: where members were saved in different rounds, or
-                others at a server have gone on meanwhile, what `method` has kept begins anew, with a warning,
-                and all go on together from here.
+            strict: Refuse states of different rounds. False: where members were saved in different rounds,
+                what `method` has kept begins anew, with a warning, and all go on together from here.
 
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer of its class for it; nothing is

@@ -140,6 +140,19 @@ class Served:
         """How many there are, for people."""
         return f"{self.size} in its newest round" if self._company.is_known else "in no round yet"
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Of the model, each once."""
+        return [self._tensors[name] for name in self._names.values()]
+
+    def take_back(self) -> bool:
+        """Give this model the newest mean heard, where its parameters are others; tell whether so."""
+        values = zip(self.parameters, self._names.values(), strict=True)
+        if all(_holds(tensor, self._mean[name]) for tensor, name in values):
+            return False
+        self._take_over()
+        return True
+
     def partner(self, number: int) -> int | None:
         """Nobody: a server puts together what all have."""
         del number
@@ -603,6 +616,10 @@ def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:
         are_agreed=are_agreed,
         is_brought=False,
     )
+
+
+def _holds(tensor: torch.Tensor, array: Array) -> bool:
+    return torch.equal(tensor.detach(), torch.from_numpy(array).to(tensor.device, tensor.dtype))
 
 
 def array_of(tensor: torch.Tensor) -> Array:

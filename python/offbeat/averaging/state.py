@@ -6,7 +6,9 @@ from typing import Any
 
 from offbeat import log
 from offbeat.averaging.arrivals import Arrivals
+from offbeat.averaging.loaded import keep_to_the_others
 from offbeat.averaging.pace import Adaptive, Pace
+from offbeat.averaging.served import Served
 from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
@@ -96,7 +98,8 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
         turns.optimizer = chosen
         bring_back_told(chosen, state, is_new=is_new)
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
-    if strict or not turns.members.has_gone_on:
+    keeps_rounds = _keeps_rounds(turns, state, strict=strict)
+    if keeps_rounds:
         if turns.rounds.load_state_dict(state["rounds"], strict=strict, setting=state.get("timing")):
             _resume_timing(turns, pace, overlap)
     elif isinstance(pace, Adaptive) and isinstance(turns.timing.pace, Adaptive):
@@ -105,10 +108,25 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     turns.unshared.end(turns.course.iterations)
     if isinstance(turns.members, Arrivals):
         turns.members.go_out_anew()
-    if isinstance(turns.members, Arrivals) or (not strict and turns.members.has_gone_on):
+    if isinstance(turns.members, Arrivals) or not keeps_rounds:
         # What was trained before is not in this model: it has no weight, and no loss, in the next round.
         turns.rounds.count_from(samples=turns.course.samples, iterations=turns.course.iterations)
         turns.course.losses = []
+
+
+def _keeps_rounds(turns: Turns, state: Mapping[str, Any], *, strict: bool) -> bool:
+    """See that a member that has joined others has their model, and tell whether its rounds go on as saved.
+
+    They do where the others have gone no further: the server has what the state was taken of.
+    """
+    members = turns.members
+    if isinstance(members, Arrivals):
+        keep_to_the_others(members)
+        return strict or not members.has_gone_on
+    if not isinstance(members, Served) or not members.has_gone_on:
+        return True
+    is_back = fingerprint(turns.named) == state.get("model")
+    return not keep_to_the_others(members) and strict and is_back
 
 
 def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from offbeat import log
 from offbeat.averaging.arrivals import guided
 from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
+from offbeat.averaging.loaded import Untrained
 from offbeat.averaging.meeting import Joined
 from offbeat.averaging.methods import Method
 from offbeat.averaging.pace import Seconds
@@ -52,6 +53,7 @@ class Turns:
         rounds: What is made of the models.
         course: How far this member is.
         unshared: What the others do not have of it.
+        untrained: Whether it has joined others, and not trained since.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Turns:
         )
         self.course = Course()  # now: its clock counts from when all have met
         self.unshared = Unshared(self._rank)
+        self.untrained = Untrained(self.members)
         self._agreement = Agreement()
 
     @property
@@ -117,6 +120,7 @@ class Turns:
             NonFiniteError: If no member's parameters are finite.
             ConnectionLostError: If a member is lost.
         """
+        self.untrained.end()
         self.course.advance(samples, loss)
         if not self.members.is_alone:
             num_fragments = self.rounds.num_fragments
@@ -142,6 +146,7 @@ class Turns:
             NonFiniteError: As `advance`.
             ConnectionLostError: As `advance`, or if the members' server was not reached.
         """
+        self.untrained.train()
         with self.members.telling():
             try:
                 self._end_together(owner)
