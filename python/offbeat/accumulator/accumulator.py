@@ -12,7 +12,6 @@ from torch import distributed, nn
 from offbeat import log, trained_by
 from offbeat.accumulator import culprits
 from offbeat.accumulator.adaptation import Adaptation
-from offbeat.accumulator.buffers import Statistics
 from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
 from offbeat.accumulator.pushes import PushedUpdates, worker_faults
@@ -201,7 +200,7 @@ class AsyncGradientAccumulator:
         self._normalizer = normalizer
         self._named = each_once(model)
         self._parameters = [parameter for _, parameter in self._named]
-        self._scaler, self._statistics = Scaler(grad_scaler, where), Statistics(model)
+        self._scaler = Scaler(grad_scaler, where)
         self._updates: Updates = (
             LocalUpdates(model, self._parameters, self._scaler)
             if worker is None
@@ -292,7 +291,6 @@ class AsyncGradientAccumulator:
         counts = float(samples) if self._normalizer is None else count_of(self._normalizer(inputs, targets))
         if not self._window.batches:
             check_same(self._named, self.model)
-            self._statistics.keep()
             if self._is_under_way and not self._overlaps:
                 self._update()  # whose wait was broken off
         self._warn_of_reduction(loss_fn)
@@ -595,7 +593,7 @@ class AsyncGradientAccumulator:
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
         self._send(own, scale)
-        del own  # what is sent is nobody's until the sum is there
+        del own  # what is sent is a copy
         if fault is not None:
             raise fault
         if not self._overlaps:
@@ -640,19 +638,14 @@ class AsyncGradientAccumulator:
         if self._meter is not None:
             self._meter.take(total, told, scale)
         if total.num_at_work:
-            self._was_update = False
-            try:
-                self._was_update = self._updates.make(
-                    total.gradients,
-                    number=self.updates + 1,
-                    samples=total.samples,
-                    scale=scale,
-                    gain=self.gain,
-                    whose=culprits.worded(unfinite, self._members.size),
-                )
-            finally:
-                if not self._was_update:
-                    self._statistics.heal()
+            self._was_update = self._updates.make(
+                total.gradients,
+                number=self.updates + 1,
+                samples=total.samples,
+                scale=scale,
+                gain=self.gain,
+                whose=culprits.worded(unfinite, self._members.size),
+            )
             self.updates += self._was_update
             is_any = any(gradient is not None for gradient in total.gradients)
             if is_any and not self._was_update and self._scaler.is_there:

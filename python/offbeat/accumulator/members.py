@@ -317,24 +317,20 @@ class Group:
     def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
         """Give floating buffers that differ their mean over members, by samples; others the first one's.
 
-        One that is not finite in a member is the mean of the others'.
-
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        if not buffers:
-            return
-        weights = [float(samples if _is_sound(buffer) else 0) for buffer in buffers]
-        seen = torch.tensor(weights, dtype=torch.float64, device=self._device)
+        seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
         with self._sums.together() as group, torch.no_grad():
             distributed.all_reduce(seen, group=group)
-            for buffer, weight, total in zip(buffers, weights, seen.tolist(), strict=True):
+            total = seen.item()
+            for buffer in buffers:
                 if is_alike(group, _bits(buffer), self._device):
                     continue  # as a mask or a table is: a mean would round it
                 if buffer.is_floating_point() and total:
                     share = buffer.to(wide(buffer.dtype)).contiguous()
                     # What nobody trained here counts for nothing, also where it is infinite.
-                    share = share * (weight / total) if weight else torch.zeros_like(share)
+                    share = share * (samples / total) if samples else torch.zeros_like(share)
                     distributed.all_reduce(share, group=group)
                 else:
                     share = buffer.contiguous()
@@ -382,10 +378,6 @@ def _marks(value: object) -> list[float]:
         return [0.0, 0.0, 0.0]
     mark = digest(value)
     return [mark, mark**2, 1.0]
-
-
-def _is_sound(buffer: torch.Tensor) -> bool:
-    return not buffer.is_floating_point() or bool(buffer.isfinite().all())
 
 
 def _bits(tensor: torch.Tensor) -> str:
