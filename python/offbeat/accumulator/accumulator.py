@@ -34,7 +34,7 @@ from offbeat.checks import Faults, refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
 from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
-from offbeat.local.batches import count, moved
+from offbeat.local.batches import check_any, count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
@@ -275,8 +275,8 @@ class AsyncGradientAccumulator:
             The loss of this micro-batch, as `loss_fn` gave it.
 
         Raises:
-            ConfigError: If the optimizer, the batch or the loss cannot be used; nothing is added then. What
-                is raised in the backward pass drops the window.
+            ConfigError: If the optimizer, the batch (as one without a sample) or the loss cannot be used;
+                nothing is added then. What is raised in the backward pass drops the window.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
             NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
@@ -287,10 +287,11 @@ class AsyncGradientAccumulator:
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
-        self._updates.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
+        check_any(samples)
+        self._updates.use(optimizer)
         counts = float(samples) if self._normalizer is None else count_of(self._normalizer(inputs, targets))
         if not self._window.batches:
             check_same(self._named, self.model)
@@ -593,9 +594,7 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        # Of empty batches, or where nothing counts, there is nothing to learn.
-        counts = own.samples if own.counts is None else own.counts
-        if counts and own.is_empty:
+        if own.counts != 0 and own.is_empty:  # where nothing counts there is nothing to learn
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
