@@ -1,8 +1,8 @@
 """`AsyncGradientAccumulator`."""
 
+import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,6 +12,7 @@ from torch import distributed, nn
 from offbeat import log, trained_by
 from offbeat.accumulator import culprits
 from offbeat.accumulator.adaptation import Adaptation
+from offbeat.accumulator.kept_buffers import KeptBuffers
 from offbeat.accumulator.members import Alone, Group, Members, Total
 from offbeat.accumulator.meter import Meter
 from offbeat.accumulator.pushes import PushedUpdates, worker_faults
@@ -24,16 +25,16 @@ from offbeat.accumulator.settings import (
     size_faults,
     steps_of,
 )
-from offbeat.accumulator.sizes import Sizes
+from offbeat.accumulator.sizes import Sizes, words_of_other
 from offbeat.accumulator.state import check_model, check_state, tell_of_steps, total_of_state, total_state
 from offbeat.accumulator.unflushed import Unflushed
-from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates
+from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates, kept_in
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
 from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
-from offbeat.local.batches import count, moved
+from offbeat.local.batches import check_any, count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
@@ -64,7 +65,8 @@ class AsyncGradientAccumulator:
     over the batch, and models without batch statistics (BatchNorm sees micro-batches). With a process group
     of torch's (`offbeat.init_distributed("gloo")`) an update is of all members' micro-batches, weighted by
     their counts; all members start from the first one's model, and their parameters stay equal. Buffers,
-    such as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean.
+    such as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean;
+    what a batch that is not finite left there goes back to what was there before its window.
 
     With ``overlap=True`` members reduce a window's sum while they work on the next window: its update is
     made at the end of that, one update late. Late updates bear less momentum and smaller learning rates:
@@ -192,7 +194,7 @@ class AsyncGradientAccumulator:
         size = 1 if group is None else distributed.get_world_size(group)
         self.model = model.to(where)
         self.device = where
-        self.updates = self.skipped_updates = 0
+        self.updates = self.skipped_updates = self._samples = 0
         self._most = steps_of(*sizes, size)
         self._sizes = Sizes(base_batch_size)
         self._target_batch_size = target_batch_size
@@ -245,8 +247,8 @@ class AsyncGradientAccumulator:
         self._unflushed = Unflushed()
         self._flushed: Literal["well", "raised"] | None = None  # and nothing was trained since
         self._is_closed = False
-        self._samples = 0
-        self._samples_since_end = 0
+        keeps_buffers = worker is None or worker.keeps_buffers  # else it puts them back itself
+        self._buffers = KeptBuffers(model if keeps_buffers else None, are_late=self._overlaps)
         trained_by.register(model, self)
         self._tell_made(is_late=self._overlaps or (worker is not None and worker.in_flight > 1))
 
@@ -273,26 +275,29 @@ class AsyncGradientAccumulator:
             The loss of this micro-batch, as `loss_fn` gave it.
 
         Raises:
-            ConfigError: If the optimizer, the batch or the loss cannot be used; nothing is added then. What
-                is raised in the backward pass drops the window.
+            ConfigError: If the optimizer, the batch (as one without a sample) or the loss cannot be used;
+                nothing is added then. What is raised in the backward pass drops the window.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
             NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
-                members; the window it is of is dropped.
+                members; the window it is of is dropped, and buffers are as they were before it. With
+                ``overlap=True`` they have seen the next one by then, and are so if they are not finite.
             ConnectionLostError: If a member is lost.
             ClosedError: After `close()`; nothing is trained.
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
-        self._updates.use(optimizer)
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
+        check_any(samples)
+        self._updates.use(optimizer)
         counts = float(samples) if self._normalizer is None else count_of(self._normalizer(inputs, targets))
         if not self._window.batches:
             check_same(self._named, self.model)
             if self._is_under_way and not self._overlaps:
                 self._update()  # whose wait was broken off
+            self._buffers.begin()
         self._warn_of_reduction(loss_fn)
         began_s = time.perf_counter()
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
@@ -309,15 +314,22 @@ class AsyncGradientAccumulator:
                 self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
             )
             value = float(shown)
+            self._buffers.seen += samples
             if counts:
                 self._window.see(value)
+                if not math.isfinite(value):  # and so, perhaps, what it left in buffers
+                    self._buffers.put_back()
             if self._sizes.see(samples):
-                self._warn_of_size(samples)
-            self._samples_since_end += samples
+                steps, really = self.accumulation_steps, self.effective_batch_size
+                whole = self._target_batch_size, self._members.size
+                log.warn(words_of_other(self._sizes.told, samples, *whole, steps=steps, really=really))
             if self._meter is not None:
                 self._meter.work(began_s)
             if self._window.batches >= self.accumulation_steps:
                 self._end_window()
+        except Exception:
+            self._buffers.put_back()  # of a window that is dropped
+            raise
         finally:
             self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
         return value
@@ -404,12 +416,13 @@ class AsyncGradientAccumulator:
         num_before = self.updates
         faults: list[NonFiniteError] = []
         if self._window.batches:
-            with _kept_in(faults):
+            with kept_in(faults):
                 self._end_window()
         if self._is_under_way:
-            with _kept_in(faults):
+            with kept_in(faults):
                 self._update()
         self._updates.end()
+        self._buffers.forget()  # what is not finite from here on is of others' windows
         if self._members.size > 1:
             try:
                 with self._members.telling():
@@ -487,7 +500,7 @@ class AsyncGradientAccumulator:
             "skipped_updates": self.skipped_updates,
             "was_update": self._was_update,
             "samples": self._samples,
-            "samples_since_end": self._samples_since_end,
+            "samples_since_end": self._buffers.seen,
             "sizes": self._sizes.state_dict(),
             "size": self._members.size,
             "steps": self._most,
@@ -558,7 +571,8 @@ class AsyncGradientAccumulator:
             self._scaler.load_state_dict(state["grad_scaler"])
         self.updates, self.skipped_updates = state["updates"], state["skipped_updates"]
         self._was_update = state["was_update"]
-        self._samples, self._samples_since_end = state["samples"], state["samples_since_end"]
+        self._samples = state["samples"]
+        self._buffers.bring(state["samples_since_end"])
         self._sizes.load_state_dict(state["sizes"])
 
     # ------------------------------------------------------------------ inside
@@ -580,9 +594,7 @@ class AsyncGradientAccumulator:
         batches = self._window.batches
         own, scale = self._window.take(), self._scaler.scale
         self._sizes.end_window(own.samples, batches)
-        # Of empty batches, or where nothing counts, there is nothing to learn.
-        counts = own.samples if own.counts is None else own.counts
-        if counts and own.is_empty:
+        if own.counts != 0 and own.is_empty:  # where nothing counts there is nothing to learn
             raise StateError(
                 "no parameter has a gradient: the loss does not come from this model's parameters"
             )
@@ -638,14 +650,20 @@ class AsyncGradientAccumulator:
         if self._meter is not None:
             self._meter.take(total, told, scale)
         if total.num_at_work:
-            self._was_update = self._updates.make(
-                total.gradients,
-                number=self.updates + 1,
-                samples=total.samples,
-                scale=scale,
-                gain=self.gain,
-                whose=culprits.worded(unfinite, self._members.size),
-            )
+            try:
+                self._was_update = self._updates.make(
+                    total.gradients,
+                    number=self.updates + 1,
+                    samples=total.samples,
+                    scale=scale,
+                    gain=self.gain,
+                    whose=culprits.worded(unfinite, self._members.size),
+                )
+            except NonFiniteError:
+                self._buffers.put_back(is_refused=True)
+                raise
+            if not self._was_update:
+                self._buffers.put_back()
             self.updates += self._was_update
             is_any = any(gradient is not None for gradient in total.gradients)
             if is_any and not self._was_update and self._scaler.is_there:
@@ -677,15 +695,15 @@ class AsyncGradientAccumulator:
         while num_at_work:
             self._send(None, self._scaler.scale)
             num_faults = len(faults)
-            with _kept_in(faults):
+            with kept_in(faults):
                 num_at_work = self._update()
             if faults and not num_faults:  # each of the others is told by its own errors
                 log.warn(
                     f"{str(faults[0]).partition(',')[0]}, of a window that other members alone had: it is "
                     f"dropped in all of them, those raise a NonFiniteError, and nothing is changed"
                 )
-        self._members.end(list(self.model.buffers()), self._samples_since_end)
-        self._samples_since_end = 0
+        self._members.end(dict(self.model.named_buffers()), self._buffers.seen)
+        self._buffers.seen = 0
 
     def _tell_of_nothing_new(self) -> None:
         """Say for what a flush waits that has nothing to add, as one that is called twice."""
@@ -710,25 +728,3 @@ class AsyncGradientAccumulator:
         if warning is not None and not self._has_warned:
             self._has_warned = True
             log.warn(warning)
-
-    def _warn_of_size(self, samples: int) -> None:
-        told, target, num_members = self._sizes.told, self._target_batch_size, self._members.size
-        of_members = f" of {num_members} members" if num_members > 1 else ""
-        remedy = f"load batches of {told}"
-        if target is None or samples <= target:
-            remedy = f"give base_batch_size={samples}, or {remedy}"
-        asked = "" if target is None else f", where target_batch_size is {target}"
-        log.warn(
-            f"base_batch_size is {told}, and micro-batches are of {samples} samples: an update is of "
-            f"{self.accumulation_steps} of them{of_members}, so of {self.effective_batch_size} "
-            f"samples{asked}: {remedy}"
-        )
-
-
-@contextmanager
-def _kept_in(faults: list[NonFiniteError]) -> Iterator[None]:
-    """Keep what is raised of an update that is not finite, and go on behind it."""
-    try:
-        yield
-    except NonFiniteError as error:
-        faults.append(error)

@@ -1,6 +1,5 @@
 """Who adds to a sum of gradients: this process alone, or all of a process group of torch's."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,10 +8,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import distributed, nn
 
+from offbeat import log
+from offbeat.accumulator.mean_buffers import make_alike, words_of
 from offbeat.accumulator.parcel import Parcel
 from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
-from offbeat.local.flat import wide
 from offbeat.local.group import (
     begin_alike,
     check_alike,
@@ -107,8 +107,8 @@ class Members(Protocol):
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value is the same in all; no sum is under way then."""
 
-    def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
-        """Make the buffers of all members alike, of which this one's have seen so many samples."""
+    def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
+        """Make the buffers of all members alike, by name; this one's have seen so many samples."""
 
     def close(self) -> None:
         """Take part no more."""
@@ -167,7 +167,7 @@ class Alone:
         del value
         return True
 
-    def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
+    def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
         """Leave them."""
 
     def close(self) -> None:
@@ -314,28 +314,16 @@ class Group:
         with self._sums.together() as group:
             return is_alike(group, value, self._device)
 
-    def end(self, buffers: Sequence[torch.Tensor], samples: int) -> None:
-        """Give floating buffers that differ their mean over members, by samples; others the first one's.
+    def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
+        """Give buffers that differ their mean over members; see `make_alike`.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        seen = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
-        with self._sums.together() as group, torch.no_grad():
-            distributed.all_reduce(seen, group=group)
-            total = seen.item()
-            for buffer in buffers:
-                if is_alike(group, _bits(buffer), self._device):
-                    continue  # as a mask or a table is: a mean would round it
-                if buffer.is_floating_point() and total:
-                    share = buffer.to(wide(buffer.dtype)).contiguous()
-                    # What nobody trained here counts for nothing, also where it is infinite.
-                    share = share * (samples / total) if samples else torch.zeros_like(share)
-                    distributed.all_reduce(share, group=group)
-                else:
-                    share = buffer.contiguous()
-                    distributed.broadcast(share, group=group, group_src=0)
-                buffer.copy_(share)
+        with self._sums.together() as group:
+            out = make_alike(group, buffers, samples, self._device)
+        if out:
+            log.warn(words_of(out))
 
     def close(self) -> None:
         """Destroy the group of one's own."""
@@ -378,11 +366,6 @@ def _marks(value: object) -> list[float]:
         return [0.0, 0.0, 0.0]
     mark = digest(value)
     return [mark, mark**2, 1.0]
-
-
-def _bits(tensor: torch.Tensor) -> str:
-    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(numbers.data).hexdigest()
 
 
 def _divide(tensors: list[torch.Tensor], by: float) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["Sizes"]
+__all__ = ["Sizes", "words_of_other"]
 
 
 class Sizes:
@@ -47,3 +47,27 @@ class Sizes:
         """Go on from there, but for what was told here; a warning is given in each life."""
         if self.told is not None and state["is_other"]:
             self.usual = state["usual"]
+
+
+def words_of_other(
+    told: int | None, samples: int, target: int | None, num_members: int, *, steps: int, really: int
+) -> str:
+    """Say that micro-batches are of another size than was told, and what to do.
+
+    Args:
+        told: `base_batch_size`.
+        samples: In a micro-batch.
+        target: `target_batch_size`.
+        num_members: That make an update.
+        steps: Micro-batches of each in it.
+        really: Samples in it.
+    """
+    of_members = f" of {num_members} members" if num_members > 1 else ""
+    remedy = f"load batches of {told}"
+    if target is None or samples <= target:
+        remedy = f"give base_batch_size={samples}, or {remedy}"
+    asked = "" if target is None else f", where target_batch_size is {target}"
+    return (
+        f"base_batch_size is {told}, and micro-batches are of {samples} samples: an update is of "
+        f"{steps} of them{of_members}, so of {really} samples{asked}: {remedy}"
+    )

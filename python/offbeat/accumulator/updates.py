@@ -11,7 +11,7 @@ from offbeat import trained_by
 from offbeat.errors import NonFiniteError
 from offbeat.local import LocalOptimizer
 
-__all__ = ["LocalUpdates", "Scaler", "Updates", "on"]
+__all__ = ["LocalUpdates", "Scaler", "Updates", "kept_in", "on"]
 
 
 class Scaler:
@@ -257,3 +257,12 @@ def are_finite(gradients: Sequence[torch.Tensor]) -> bool:
         or bool(nn.utils.get_total_norm(values).isfinite())
         or all(bool(v.isfinite().all()) for v in values)
     )
+
+
+@contextmanager
+def kept_in(faults: list[NonFiniteError]) -> Iterator[None]:
+    """Keep what is raised of an update that is not finite, and go on behind it."""
+    try:
+        yield
+    except NonFiniteError as error:
+        faults.append(error)

@@ -119,6 +119,19 @@ def test_a_window_in_which_nothing_counts_is_not_pushed(serve, join):
     assert (ours.updates, server.status()["version"]) == (2, 2)
 
 
+def test_a_batch_without_a_sample_is_refused_and_no_window_is_pushed(serve, join):
+    server = serve(net())
+    ours = offbeat.AsyncGradientAccumulator(
+        worker=join(server, net(), optimizer=SPEC), accumulation_steps=2, normalizer=counted
+    )
+    train(ours, range(1))
+    with pytest.raises(ConfigError, match="the batch has no sample"):
+        ours.train_step(inputs=torch.empty(0, 4), targets=torch.empty(0).long(), loss_fn=LOSS)
+    assert (ours.updates, server.status()["version"]) == (0, 0)
+    train(ours, range(1, 2))
+    assert (ours.updates, server.status()["version"]) == (1, 1)
+
+
 def test_with_a_scaler_what_is_infinite_is_not_pushed_and_without_one_it_is_an_error(serve, join):
     server = serve(net())
     worker = join(server, net(), optimizer=SPEC)

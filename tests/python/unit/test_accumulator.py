@@ -238,6 +238,10 @@ def test_all_that_is_wrong_is_told_at_once():
             {"inputs": torch.tensor(1.0), "targets": 3},
             "cannot be counted; give inputs or targets whose first",
         ),
+        (
+            {"inputs": torch.empty(0, 6), "targets": torch.empty(0).long()},
+            "the batch has no sample.*drop_last",
+        ),
     ],
 )
 def test_a_step_that_cannot_be_made_adds_nothing(keywords, what):
@@ -259,6 +263,25 @@ def test_a_step_that_cannot_be_made_adds_nothing(keywords, what):
     ours.train_step(**halves[1], **given)
     assert (ours.updates, ours.effective_batch_size) == (1, 4)
     assert close(trained.parameters(), large_batches([(inputs, targets)], nn.CrossEntropyLoss(), momentum))
+
+
+def test_a_batch_without_a_sample_leaves_the_model_and_a_normalizer_alone():
+    asked = []
+    trained = nn.Sequential(nn.BatchNorm1d(6), model())
+    ours = offbeat.AsyncGradientAccumulator(trained, 1, normalizer=lambda *_: asked.append(1) or 0)
+    with pytest.raises(ConfigError, match="the batch has no sample"):
+        ours.train_step(
+            inputs=torch.empty(0, 6),
+            targets=torch.empty(0).long(),
+            optimizer=optim.SGD(lr=0.1),
+            loss_fn=nn.CrossEntropyLoss(),
+        )
+    assert (trained[0].num_batches_tracked.item(), asked, ours.optimizer) == (0, [], None)
+    inputs, targets = data(4, 0)
+    ours.train_step(
+        inputs=inputs, targets=targets, optimizer=optim.SGD(lr=0.1), loss_fn=nn.CrossEntropyLoss()
+    )
+    assert asked == [1], "a batch in which nothing counts is one"
 
 
 @pytest.mark.parametrize(
@@ -355,15 +378,16 @@ def test_a_loss_of_something_else_is_refused():
         in_two(ours, *data(6, 0), loss_fn=lambda *_: other * 2)
 
 
-@pytest.mark.parametrize("normalizer", [None, lambda _, targets: len(targets)])
-def test_a_window_of_empty_batches_is_no_update_and_no_error_of_sums(normalizer):
+def test_a_window_in_which_nothing_counts_is_no_update_and_no_error_of_sums():
     trained = model()
-    ours = offbeat.AsyncGradientAccumulator(trained, 2, loss_reduction="sum", normalizer=normalizer)
+    ours = offbeat.AsyncGradientAccumulator(
+        trained, 2, loss_reduction="sum", normalizer=lambda _, targets: (targets != IGNORED).sum()
+    )
     inputs, targets = data(6, 0)
-    summed = nn.CrossEntropyLoss(reduction="sum")
+    summed = nn.CrossEntropyLoss(reduction="sum", ignore_index=IGNORED)
     in_two(ours, inputs, targets, loss_fn=summed)
     before = [p.detach().clone() for p in trained.parameters()]
-    in_two(ours, inputs[:0], targets[:0], loss_fn=summed)
+    in_two(ours, inputs, torch.full_like(targets, IGNORED), loss_fn=summed)
     assert all(map(torch.equal, before, trained.parameters()))
     in_two(ours, inputs, targets, loss_fn=summed)
     other = nn.Parameter(torch.ones(()))

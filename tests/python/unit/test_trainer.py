@@ -122,6 +122,17 @@ def test_within_a_train_the_strategy_is_that_of_the_next_batch():
     assert trainer.strategy == "local"
 
 
+def test_a_batch_without_a_sample_is_refused_before_it_is_accumulated():
+    trained = plain()
+    trainer = offbeat.AsyncTrainer(trained, strategy="accumulate", regular_sync_frequency=2)
+    live = torch.optim.Adam(trained.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"the batch has no sample.*drop_last"):
+        trainer.train(
+            dataloader=[DATA[0], (torch.empty(0, 6), torch.empty(0).long())], loss_fn=LOSS, optimizer=live
+        )
+    assert not live.state, "it is no micro-batch of a window"
+
+
 @pytest.mark.parametrize("around", ["trainer", "averager"])
 def test_a_batch_without_a_sample_is_refused_before_it_trains_what_is_averaged(around, tmp_path):
     trained = plain()

@@ -1,0 +1,125 @@
+"""What buffers, such as BatchNorm's running statistics, held before a window that may break them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["KeptBuffers", "is_kept", "is_ruined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Copies, taken before a window was begun.
+
+    Attributes:
+        values: By the buffer's name.
+        seen: Samples that the buffers had seen.
+    """
+
+    values: dict[str, torch.Tensor]
+    seen: int
+
+
+class KeptBuffers:
+    """Copies of a model's buffers, each window's in the memory of one before it.
+
+    They are copied for each window, and looked at only where something was not finite: a copy is one pass
+    over little memory, for which nothing waits, and a look would wait for the device. What forwards write to
+    is not known before, for torch's version counters do not count BatchNorm's writes. A window that was begun
+    behind a broken one may have copies that are broken as well, so where updates are late those of two
+    windows are kept.
+
+    Attributes:
+        seen: Samples that the buffers have seen since those of all members were made alike.
+    """
+
+    def __init__(self, model: nn.Module | None, *, are_late: bool) -> None:
+        """Begin with nothing.
+
+        Args:
+            model: Whose buffers; None: somebody else sees to them, and nothing is kept.
+            are_late: An update that is refused is of the window before the newest.
+        """
+        self.seen = 0
+        self._model = model
+        self._are_late = are_late
+        self._kept: list[Kept] = []  # the newest first
+
+    def begin(self) -> None:
+        """Keep what is there before a window's first micro-batch."""
+        is_full = len(self._kept) == 1 + self._are_late
+        memory = self._kept.pop().values if is_full else {}
+        now = self._now()
+        values = {
+            name: memory[name] if _fits(memory.get(name), buffer) else torch.empty_like(buffer)
+            for name, buffer in now.items()
+        }
+        if values:
+            with torch.no_grad():
+                torch._foreach_copy_(list(values.values()), list(now.values()))
+        self._kept.insert(0, Kept(values, self.seen))
+
+    def put_back(self, *, is_refused: bool = False) -> None:
+        """Let no number stay that became NaN or infinite: then all are as before the window that it is of.
+
+        Args:
+            is_refused: The update is an error, which changes nothing: so all go back, whatever they hold.
+                Where updates are late they stay if they are finite, having seen another window by now.
+        """
+        now = self._now() if self._kept else {}
+        for kept in self._kept:
+            if (is_refused and not self._are_late) or is_ruined(now, kept.values):
+                _write(kept.values, now)
+                self.seen = kept.seen
+
+    def forget(self) -> None:
+        """Keep nothing: no window is gathered or under way."""
+        self._kept.clear()
+
+    def bring(self, seen: int) -> None:
+        """Go on where a state was taken, in mid-window perhaps, with the buffers that are there now."""
+        self.seen = seen
+        self.forget()
+        self.begin()
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        if self._model is None:
+            return {}
+        return {name: b.detach() for name, b in self._model.named_buffers() if is_kept(b)}
+
+
+def is_kept(buffer: torch.Tensor) -> bool:
+    """Tell whether a buffer may be a statistic: of floats, or a count.
+
+    Not what quantized weights are stored in, which may be larger than all parameters.
+    """
+    is_statistic = (buffer.is_floating_point() and buffer.itemsize > 1) or buffer.is_complex()
+    return buffer.layout is torch.strided and (is_statistic or buffer.numel() == 1)
+
+
+def is_ruined(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether a number that was finite is so no more; one that was infinite, as in a mask, is well."""
+    return any(
+        bool((value.isfinite() & ~now[name].isfinite()).any())
+        for name, value in before.items()
+        if name in now and now[name].shape == value.shape
+    )
+
+
+def _write(values: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
+    """Write to buffers that have their shapes still, and changed: an expanded one cannot be written to."""
+    with torch.no_grad():
+        for name, value in values.items():
+            buffer = now.get(name)
+            if buffer is not None and buffer.shape == value.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> bool:
+    return memory is not None and (memory.shape, memory.dtype, memory.device) == (
+        buffer.shape,
+        buffer.dtype,
+        buffer.device,
+    )

@@ -1,0 +1,99 @@
+"""The mean of members' buffers, by the samples that each has seen; what is not finite has no part in it."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import distributed
+
+from offbeat.local.flat import wide
+from offbeat.local.group import is_alike
+
+__all__ = ["left_out", "make_alike", "shares", "words_of"]
+
+
+def make_alike(
+    group: distributed.ProcessGroup,
+    buffers: Mapping[str, torch.Tensor],
+    samples: int,
+    device: torch.device,
+) -> dict[str, list[int]]:
+    """Give floating buffers that differ their mean over members, by samples; others the first one's.
+
+    Args:
+        group: Of the members, all of which call this.
+        buffers: By name, the same in all members.
+        samples: That those of this member have seen.
+        device: Of the tensors that the group carries.
+
+    Returns:
+        By the names of buffers: the members whose part was not finite, and was left out; in all members.
+    """
+    out: dict[str, list[int]] = {}
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            if is_alike(group, _bits(buffer), device):
+                continue  # as a mask or a table is: a mean would round it
+            if not buffer.is_floating_point():
+                value = buffer.contiguous()
+                distributed.broadcast(value, group=group, group_src=0)
+            else:
+                value = buffer.to(wide(buffer.dtype)).contiguous()
+                everybody = _told(group, device, samples=samples, is_finite=bool(value.isfinite().all()))
+                if ranks := left_out(*everybody):
+                    out[name] = ranks
+                share = shares(*everybody)[distributed.get_rank(group)]
+                # What counts for nothing may be infinite.
+                value = value * share if share else torch.zeros_like(value)
+                distributed.all_reduce(value, group=group)
+            buffer.copy_(value)
+    return out
+
+
+def shares(samples: Sequence[float], are_finite: Sequence[bool]) -> list[float]:
+    """Give each member's share in a buffer's mean, of what each has seen, and whether its part is finite.
+
+    Those that are not have none, unless nobody's is. Where nobody else has seen anything, the first one's
+    counts that is left.
+    """
+    is_any = any(are_finite)
+    sound = [rank for rank, is_finite in enumerate(are_finite) if is_finite or not is_any]
+    total = sum(samples[rank] for rank in sound)
+    if not total:
+        return [float(rank == sound[0]) for rank in range(len(samples))]
+    return [samples[rank] / total if rank in sound else 0.0 for rank in range(len(samples))]
+
+
+def left_out(samples: Sequence[float], are_finite: Sequence[bool]) -> list[int]:
+    """Give the members that have trained, and have no share because theirs is not finite."""
+    if not any(are_finite):
+        return []
+    return [rank for rank, is_finite in enumerate(are_finite) if samples[rank] and not is_finite]
+
+
+def words_of(out: Mapping[str, Sequence[int]]) -> str:
+    """Say which buffers of which members were left out."""
+    ranks = sorted({rank for its in out.values() for rank in its})
+    whose = f"member {ranks[0]}" if len(ranks) == 1 else f"members {', '.join(map(str, ranks))}"
+    more = f" and {len(out) - 1} more" if len(out) > 1 else ""
+    return (
+        f"in {whose} buffers are NaN or infinite ({next(iter(out))!r}{more}): flush() left these out of the "
+        f"mean over members, and gave the others' mean to all. Look at the data there, and at what else "
+        f"writes to these buffers"
+    )
+
+
+def _told(
+    group: distributed.ProcessGroup, device: torch.device, *, samples: int, is_finite: bool
+) -> tuple[list[float], list[bool]]:
+    """Tell all members what this one has seen, and whether its part is finite, and hear theirs."""
+    facts = torch.zeros(2, distributed.get_world_size(group), dtype=torch.float64, device=device)
+    facts[:, distributed.get_rank(group)] = torch.tensor([samples, is_finite], dtype=torch.float64)
+    distributed.all_reduce(facts, group=group)
+    counts, are_finite = facts.tolist()
+    return counts, [bool(one) for one in are_finite]
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(numbers.data).hexdigest()

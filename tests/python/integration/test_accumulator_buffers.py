@@ -1,0 +1,127 @@
+"""A batch that is not finite leaves nothing in any member's buffers, nor in their mean."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import optim
+from offbeat.errors import NonFiniteError
+from support.averaging import warned
+from support.group import together
+from support.small_net import normed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+LOSS = nn.CrossEntropyLoss()
+SPEC = optim.SGD(lr=0.1)
+NAN = float("nan")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+
+
+def micro_batch(rank, number):
+    random = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(4, 6, generator=random), torch.randint(5, (4,), generator=random)
+
+
+def trained(rank, overlap, has_scaler, broken):
+    """Train on five windows of two, with NaN in some micro-batches of the members'; then flush."""
+    ours = offbeat.AsyncGradientAccumulator(
+        model(),
+        2,
+        overlap=overlap,
+        grad_scaler=torch.amp.GradScaler("cpu", init_scale=4.0) if has_scaler else None,
+    )
+    num_told, norm = 0, ours.model[1]
+    for number in range(10):
+        inputs, targets = micro_batch(rank, number)
+        if (rank, number) in broken:
+            inputs[0, 0] = NAN
+        try:
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+        except NonFiniteError:
+            num_told += 1
+        assert norm.running_mean.isfinite().all(), "at no time is it NaN behind a step"
+    before = norm.running_mean.tolist(), int(norm.num_batches_tracked)
+    with warned() as texts:
+        try:
+            ours.flush()
+        except NonFiniteError:
+            num_told += 1
+    after = {name: value.numpy() for name, value in ours.model.state_dict().items()}
+    return before, after, num_told, ours.updates, texts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("number", [2, 3, 9])
+def test_a_batch_that_is_not_finite_in_one_member_reaches_no_members_statistics(overlap, has_scaler, number):
+    first, second = together(trained, 2, overlap, has_scaler, {(1, number)})
+    for _, after, num_told, updates, texts in (first, second):
+        assert (num_told, updates) == (0 if has_scaler else 1, 4)
+        assert texts == []
+        assert all(np.isfinite(value).all() for value in after.values())
+    assert all(np.array_equal(value, second[1][name]) for name, value in first[1].items())
+    if not overlap and not has_scaler:
+        assert first[0][1] == second[0][1] == 8, "the window that was dropped was never seen"
+        expected = np.mean([first[0][0], second[0][0]], axis=0)
+        assert first[1]["1.running_mean"] == pytest.approx(expected), "as many samples of each"
+
+
+def broken_elsewhere(rank, ruined, num_batches):
+    ours = offbeat.AsyncGradientAccumulator(model(), 1)
+    for number in range(num_batches[rank]):
+        inputs, targets = micro_batch(rank, number)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    if rank in ruined:
+        ours.model[1].running_var[3] = NAN
+        ours.model[1].running_mean[0] = float("inf")
+    before = ours.model[1].running_mean.tolist()
+    with warned() as texts:
+        ours.flush(optimizer=SPEC)
+    return (
+        before,
+        ours.model[1].running_mean.tolist(),
+        ours.model[1].running_var.isfinite().all().item(),
+        texts,
+    )
+
+
+@pytest.mark.parametrize("num_batches", [(3, 2, 1), (3, 2, 0)], ids=str)
+def test_flush_leaves_a_member_whose_buffers_are_not_finite_out_of_the_mean_and_names_both(num_batches):
+    found = together(broken_elsewhere, 3, {1}, num_batches)
+    weights = [num_batches[0], num_batches[2]]
+    expected = np.average([found[0][0], found[2][0]], axis=0, weights=weights)
+    for _, after, is_finite, texts in found:
+        assert after == pytest.approx(expected)
+        assert is_finite
+        assert len(texts) == 1
+        assert texts[0].startswith("in member 1 buffers are NaN or infinite ('1.running_mean' and 1 more): ")
+
+
+def test_where_nobodys_buffers_are_finite_nobody_is_left_out():
+    for _, after, is_finite, texts in together(broken_elsewhere, 2, {0, 1}, (2, 1)):
+        assert (np.isfinite(after).tolist()[0], is_finite, texts) == (False, False, [])
+
+
+def test_buffers_that_are_a_workers_own_go_back_too(serve, join):
+    worker = join(serve(normed()), normed(), optimizer=SPEC, buffers="local")
+    ours = offbeat.AsyncGradientAccumulator(worker=worker, accumulation_steps=2)
+    norm, targets = worker.model[-1], torch.zeros(4, dtype=torch.long)
+
+    def window(second):
+        for inputs in (torch.arange(16.0).view(4, 4), second):
+            ours.train_step(inputs=inputs, targets=targets, loss_fn=LOSS)
+
+    window(torch.eye(4))
+    before = norm.running_mean.clone(), norm.num_batches_tracked.clone()
+    with pytest.raises(NonFiniteError):
+        window(torch.full((4, 4), NAN))
+    assert all(map(torch.equal, before, (norm.running_mean, norm.num_batches_tracked)))
+    window(torch.eye(4))
+    assert norm.num_batches_tracked == 4
