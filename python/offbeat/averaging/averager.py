@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
-from offbeat import log, trained_by
+from offbeat import log, process, trained_by
 from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
@@ -53,6 +53,15 @@ EVALUATION_BATCH = 256
 
 GOODBYE_S = 30.0
 """Longest wait of the member that has started the server for the others, who have all ended."""
+
+_hosts: "set[AsyncModelAverager]" = set()
+"""Those that have started the members' server and are not closed. It is in this process: one that nobody
+holds any more, as after a function that ended with `flush()`, would take it from members who are still ending."""
+
+
+def _close_hosts(failure: BaseException | None) -> None:
+    for host in list(_hosts):
+        host.end_by(failure)
 
 
 @known_attributes
@@ -197,6 +206,9 @@ class AsyncModelAverager:
         gauge = Gauge(adaptation_metric if isinstance(pace, Adaptive) else None)
         joined = meeting.join(self.model, each_once(self.model), how, pace, setting=setting_of(timing, gauge))
         self.rank, self._server = joined.rank, joined.server
+        if self._server is not None:
+            _hosts.add(self)
+            process.at_end(_close_hosts)
         self._turns = Turns(self.model, joined, how, timing, gauge, is_guided=bool(asynchronous))
         self._loss_fn: LossFunction | None = None
         self._is_closed = False
@@ -329,6 +341,7 @@ class AsyncModelAverager:
         self.give_up()
         self._turns.members.end_by(failure)
         server, self._server = self._server, None
+        _hosts.discard(self)
         if server is not None:
             with telling(
                 f"the members' server, in this process, waits up to {GOODBYE_S:g} s before it stops for "
