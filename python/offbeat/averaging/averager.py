@@ -56,7 +56,7 @@ GOODBYE_S = 30.0
 
 _hosts: "set[AsyncModelAverager]" = set()
 """Those that have started the members' server and are not closed. It is in this process: one that nobody
-holds any more, as after a function that ended with `flush()`, would take it from members who are still ending."""
+holds any more, as after a function that ended with `flush()`, would take it from members who still end."""
 
 
 def _close_hosts(failure: BaseException | None) -> None:
