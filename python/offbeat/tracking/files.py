@@ -65,7 +65,7 @@ class _File(ABC):
             raise ConfigError(f"path is {str(path)!r}, which is a folder: give the name of a file in it")
         self._turn = threading.Lock()  # a lock of the file's keeps other trackers out, and not other threads
         self._is_inherited = False
-        self._is_torn = False  # a line may have been left half written, as on a full disk
+        self._torn_at: int | None = None  # where what was left half written begins, as on a full disk
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered and for appending: each call is one write, also where a file system has no locks.
         self._file: BinaryIO | None = self._path.open("ab+", buffering=0)
@@ -87,7 +87,7 @@ class _File(ABC):
         Raises:
             ConfigError: If something is no number; nothing is written then.
             ClosedError: After `finish()`.
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written; nothing of the call stays in it then.
         """
         numbers = checked(values, step)
         with self._turn:
@@ -100,18 +100,20 @@ class _File(ABC):
             if not numbers:
                 return
             text = self._text(numbers, step, time.time())
-            if self._is_torn:
-                self._take_up(self._file)
-            self._is_torn = True
+            self._mend(self._file)
+            self._torn_at = self._file.seek(0, os.SEEK_END)
             _write(self._file, text)
-            self._is_torn = False
+            self._torn_at = None
 
     def finish(self) -> None:
         """Close the file; finishing twice is fine."""
         with self._turn:
             if self._file is not None:
-                self._file.close()
-                self._file = None
+                try:
+                    self._mend(self._file)
+                finally:
+                    self._file.close()
+                    self._file = None
 
     def forget(self) -> None:
         """In a forked child: let go of what is the parent's, which alone writes and has the lock.
@@ -142,6 +144,13 @@ class _File(ABC):
     def _begin(self, file: BinaryIO) -> None:
         """Write what an empty file begins with."""
         del file  # most begin with nothing
+
+    def _mend(self, file: BinaryIO) -> None:
+        """Take off what a call has left half written: who logged was told that it is not there."""
+        if self._torn_at is not None:
+            file.truncate(min(self._torn_at, file.seek(0, os.SEEK_END)))
+            self._take_up(file)
+            self._torn_at = None
 
     def _take_up(self, file: BinaryIO) -> None:
         """Go on with a file of ours: a line that a killed process has left half written is taken off.

@@ -433,26 +433,34 @@ def test_a_tracker_that_raises_is_warned_of_once_and_the_others_hear(caplog):
 
 
 FILL_THE_DISK = """
-import resource, sys
+import json, resource, sys
 from offbeat import tracking
-log = getattr(tracking, sys.argv[1])(sys.argv[2])
+folder, cls = sys.argv[2], getattr(tracking, sys.argv[1])
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # in the middle of a line
-for step in range(100):
-    try: log.log({"loss": step / 4}, step)
-    except OSError: print(step)
-    if step == 50: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+refused = {}
+for limit in range(400, 520):  # the end of a line among them, and all but its last byte
+    refused[limit] = []
+    log = cls(f"{folder}/{limit}")
+    for step in range(20):
+        full = limit if 3 <= step < 15 else hard
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full, hard))
+        try: log.log({"loss": step / 4, "lr": 0.5}, step)
+        except OSError: refused[limit].append(step)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    log.finish()
+print(json.dumps(refused))
 """
 
 
 @pytest.mark.parametrize("cls", FILES)
-def test_a_disk_that_is_full_for_a_while_costs_whole_records(run_python, tmp_path, cls):
-    path = tmp_path / "run"
-    lost = {int(step) for step in run_python(FILL_THE_DISK, cls.__name__, str(path)).split()}
-    assert lost
-    assert lost == set(range(min(lost), 51))
-    read = from_jsonl(path) if cls is JSONL else from_csv(path)
-    assert [row[0] for row in read] == sorted(set(range(100)) - lost)
+def test_of_a_call_that_a_full_disk_refuses_nothing_stays_and_of_others_all(run_python, tmp_path, cls):
+    refused = json.loads(run_python(FILL_THE_DISK, cls.__name__, str(tmp_path)))
+    assert all(refused.values())
+    for limit, steps in refused.items():
+        read = from_jsonl(tmp_path / limit) if cls is JSONL else from_csv(tmp_path / limit)
+        numbers_a_line = 1 if cls is JSONL else 2
+        logged = [step for step in range(20) if step not in steps]
+        assert [row[0] for row in read] == [step for step in logged for _ in range(numbers_a_line)]
 
 
 def test_a_tracker_that_takes_something_out_leaves_it_to_the_others():
