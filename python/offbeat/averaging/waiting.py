@@ -8,6 +8,7 @@ from offbeat import telling as late
 
 __all__ = [
     "BEGIN_S",
+    "ENDED",
     "UNDER_ANOTHER",
     "at_the_server",
     "for_the_others",
