@@ -124,7 +124,8 @@ class AsyncModelAverager:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
-        StateError: If members are set differently, or the process group is another one than is asked for.
+        StateError: If members are set differently, the process group is another one than is asked for, or
+            this process is that member at the server already: one server is for one model.
         ConnectError: If a process group was to be made, and the others did not come.
         ConnectionLostError: If a member is lost while they meet.
 

@@ -142,6 +142,11 @@ class Served:
         return f"{self.size} in its newest round" if self._company.is_known else "in no round yet"
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it takes part no more."""
+        return self._is_closed
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """Of the model, each once."""
         return [self._tensors[name] for name in self._names.values()]

@@ -24,7 +24,11 @@ from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+    pytest.mark.usefixtures("members_in_one_process"),
+]
 
 EVERY = 4
 TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
