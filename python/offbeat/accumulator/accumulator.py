@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import distributed, nn
 
-from offbeat import log, trained_by
+from offbeat import log, process, trained_by
 from offbeat.accumulator import culprits
 from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.members import Alone, Group, Members, Total
@@ -245,8 +245,8 @@ class AsyncGradientAccumulator:
         self._unflushed = Unflushed()
         self._flushed: Literal["well", "raised"] | None = None  # and nothing was trained since
         self._is_closed = False
-        self._samples = 0
-        self._samples_since_end = 0
+        self._origin = process.Origin(type(self).__name__)
+        self._samples = self._samples_since_end = 0
         trained_by.register(model, self)
         self._tell_made(is_late=self._overlaps or (worker is not None and worker.in_flight > 1))
 
@@ -281,6 +281,7 @@ class AsyncGradientAccumulator:
                 members; the window it is of is dropped.
             ConnectionLostError: If a member is lost.
             ClosedError: After `close()`; nothing is trained.
+            ForkedError: In a child that was forked since this was made, where there are others.
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
@@ -375,6 +376,7 @@ class AsyncGradientAccumulator:
         Raises:
             ConnectionLostError: If a member is lost.
         """
+        self._check_here()
         return self._members.is_alike(value)
 
     def flush(self, *, optimizer: object = None) -> None:
@@ -435,7 +437,8 @@ class AsyncGradientAccumulator:
         self._is_closed = True
         trained_by.unregister(self.model, self)
         self._unflushed.end()
-        self._members.close()
+        if self._origin.is_here:  # what a child has of the others is the parent's
+            self._members.close()
         self._is_under_way, self._due = False, None  # its sum is nobody's now
 
     def __enter__(self) -> Self:
@@ -478,6 +481,7 @@ class AsyncGradientAccumulator:
             ConnectionLostError: If a member is lost.
             StateError: As `train_step`.
         """
+        self._check_here()
         if self._is_under_way:
             self._wait()
         self._unflushed.end()  # it is to go on from here
@@ -522,6 +526,7 @@ class AsyncGradientAccumulator:
             StateError: In all members, if the model of one is not that of its state, which changes nothing.
             ConnectionLostError: If a member is lost.
         """
+        self._check_here()
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
         updates, is_new = self._updates, False
         chosen = updates.chosen.trial() if isinstance(updates, LocalUpdates) else None
@@ -563,7 +568,12 @@ class AsyncGradientAccumulator:
 
     # ------------------------------------------------------------------ inside
 
+    def _check_here(self) -> None:
+        if self._members.size > 1:  # else there is nobody to wait for
+            self._origin.check()
+
     def _check_open(self) -> None:
+        self._check_here()
         if self._is_closed:
             raise ClosedError(
                 "this AsyncGradientAccumulator was closed, and takes part no more: make a new one, or go on "

@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
-from offbeat import log, trained_by
+from offbeat import log, process, trained_by
 from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.gauge import Gauge
 from offbeat.averaging.meeting import Meeting
@@ -201,6 +201,7 @@ class AsyncModelAverager:
         self._turns = Turns(self.model, joined, how, timing, gauge, is_guided=bool(asynchronous))
         self._loss_fn: LossFunction | None = None
         self._is_closed = False
+        self._origin = process.Origin(type(self).__name__)
         trained_by.register(model, self)
         log.info("%r", self)
 
@@ -235,6 +236,7 @@ class AsyncModelAverager:
             NonFiniteError: If it was to be averaged, and no member's parameters are finite.
             ConnectionLostError: If a member is lost.
             ClosedError: After `close()`; nothing is trained.
+            ForkedError: In a child that was forked since this was made, where there are others.
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
@@ -328,6 +330,8 @@ class AsyncModelAverager:
         self._is_closed = True
         trained_by.unregister(self.model, self)
         self.give_up()
+        if not self._origin.is_here:  # what a child has of the others is the parent's
+            return
         self._turns.members.end_by(failure)
         server, self._server = self._server, None
         if server is not None:
@@ -411,6 +415,7 @@ class AsyncModelAverager:
         To be called by all members, where no round is under way. At a server nobody is asked: True. For
         `FaultTolerantTrainer`, whose members ask one another whether all have a checkpoint, or are done.
         """
+        self._check_here()
         return self._turns.members.is_alike(value)
 
     def give_up(self) -> None:
@@ -597,6 +602,7 @@ class AsyncModelAverager:
             NonFiniteError: As `train_step`.
             ConnectionLostError: If a member is lost.
         """
+        self._check_here()
         return state_of(self._turns, self)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -643,6 +649,7 @@ class AsyncModelAverager:
             StateError: If a round is under way, a member's model is not that of its state, which changes
                 nothing, or members' states are not of the same round.
         """
+        self._check_here()
         take_up(self._turns, state, optimizer=optimizer, strict=strict)
 
     def __repr__(self) -> str:
@@ -665,7 +672,12 @@ class AsyncModelAverager:
 
     # ------------------------------------------------------------------ inside
 
+    def _check_here(self) -> None:
+        if not self.is_alone:  # else there is nobody to wait for
+            self._origin.check()
+
     def _check_open(self) -> None:
+        self._check_here()
         if self._is_closed:
             raise ClosedError(
                 "this AsyncModelAverager was closed, and takes part no more: make a new one, or go on alone "
