@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from offbeat.errors import ConfigError, UnknownAttributeError
 
-__all__ = ["a_class", "known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
+__all__ = ["a_class", "brief", "known_attributes", "known_keywords", "nearest", "strict_keywords", "unknown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +37,12 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 def a_class(value: object) -> str:
     """Name a value's class with its article, such as ``an OrderedDict``."""
     return _a(type(value))
+
+
+def brief(value: object) -> str:
+    """Show a value in an error: as Python does, or where that is long its class."""
+    shown = repr(value)
+    return shown if len(shown) <= MOST_SHOWN else a_class(value)
 
 
 def unknown(

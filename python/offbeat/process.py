@@ -18,8 +18,9 @@ from contextlib import suppress
 from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat import log
+from offbeat.errors import ForkedError
 
-__all__ = ["Live", "at_end", "cause_of", "failure_in", "note_exit", "register", "release"]
+__all__ = ["Live", "Origin", "at_end", "cause_of", "failure_in", "note_exit", "register", "release"]
 
 MAX_CAUSE_CHARS = 1000
 
@@ -37,6 +38,31 @@ class Live:
     def _at_exit(self, failure: BaseException | None) -> None:
         """Close, as the process ends, by an exception perhaps."""
         raise NotImplementedError
+
+
+class Origin:
+    """The process in which something was made that has threads, or others who count on it: use it there."""
+
+    def __init__(self, what: str) -> None:
+        """Be this one; `what`: was made, for people."""
+        self._what, self._pid = what, os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is it, and no child that was forked since."""
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """See that this is it.
+
+        Raises:
+            ForkedError: If it is a child.
+        """
+        if not self.is_here:
+            raise ForkedError(
+                f"this {self._what} was made before a fork and is used in the child: make it after the fork, "
+                f'or start processes with the "spawn" method'
+            )
 
 
 _lock = threading.Lock()

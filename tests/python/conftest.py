@@ -106,3 +106,11 @@ def run_python() -> RunPython:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def members_in_one_process(monkeypatch):
+    """Let several members, of one rank, be in one process: they are of one model, though nobody says so."""
+    from offbeat.averaging import one_model
+
+    monkeypatch.setattr(one_model, "check_free", lambda *_: None)

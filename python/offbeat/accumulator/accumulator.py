@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import distributed, nn
 
-from offbeat import log, trained_by
+from offbeat import log, process, trained_by
 from offbeat.accumulator import culprits
 from offbeat.accumulator.adaptation import Adaptation
 from offbeat.accumulator.kept_buffers import KeptBuffers
@@ -231,15 +231,7 @@ class AsyncGradientAccumulator:
             is_measured=adaptive_accumulation,
         )
         self._overlaps = overlap and self._members.size > 1
-        self._meter: Meter | None = None
-        if adaptive_accumulation:
-            adaptation = Adaptation(
-                most=self._most,
-                num_members=self._members.size,
-                overlaps=self._overlaps,
-                decided=self._most,
-            )
-            self._meter = Meter(adaptation, self._members)
+        self._meter = self._meter_of() if adaptive_accumulation else None
         self._is_under_way = False
         self._due: Total | None = None  # one that has come, and whose time has not
         self._was_update = False
@@ -247,6 +239,7 @@ class AsyncGradientAccumulator:
         self._unflushed = Unflushed()
         self._flushed: Literal["well", "raised"] | None = None  # and nothing was trained since
         self._is_closed = False
+        self._origin = process.Origin(type(self).__name__)
         keeps_buffers = worker is None or worker.keeps_buffers  # else it puts them back itself
         self._buffers = KeptBuffers(model if keeps_buffers else None, are_late=self._overlaps)
         trained_by.register(model, self)
@@ -284,6 +277,7 @@ class AsyncGradientAccumulator:
                 ``overlap=True`` they have seen the next one by then, and are so if they are not finite.
             ConnectionLostError: If a member is lost.
             ClosedError: After `close()`; nothing is trained.
+            ForkedError: In a child that was forked since this was made, where there are others.
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
@@ -387,6 +381,7 @@ class AsyncGradientAccumulator:
         Raises:
             ConnectionLostError: If a member is lost.
         """
+        self._check_here()
         return self._members.is_alike(value)
 
     def flush(self, *, optimizer: object = None) -> None:
@@ -448,7 +443,8 @@ class AsyncGradientAccumulator:
         self._is_closed = True
         trained_by.unregister(self.model, self)
         self._unflushed.end()
-        self._members.close()
+        if self._origin.is_here:  # what a child has of the others is the parent's
+            self._members.close()
         self._is_under_way, self._due = False, None  # its sum is nobody's now
 
     def __enter__(self) -> Self:
@@ -491,6 +487,7 @@ class AsyncGradientAccumulator:
             ConnectionLostError: If a member is lost.
             StateError: As `train_step`.
         """
+        self._check_here()
         if self._is_under_way:
             self._wait()
         self._unflushed.end()  # it is to go on from here
@@ -535,6 +532,7 @@ class AsyncGradientAccumulator:
             StateError: In all members, if the model of one is not that of its state, which changes nothing.
             ConnectionLostError: If a member is lost.
         """
+        self._check_here()
         faults = check_state(state, self._parameters, size=self._members.size, losses=self._losses_are())
         updates, is_new = self._updates, False
         chosen = updates.chosen.trial() if isinstance(updates, LocalUpdates) else None
@@ -577,7 +575,21 @@ class AsyncGradientAccumulator:
 
     # ------------------------------------------------------------------ inside
 
+    def _meter_of(self) -> Meter:
+        adaptation = Adaptation(
+            most=self._most,
+            num_members=self._members.size,
+            overlaps=self._overlaps,
+            decided=self._most,
+        )
+        return Meter(adaptation, self._members)
+
+    def _check_here(self) -> None:
+        if self._members.size > 1:  # else there is nobody to wait for
+            self._origin.check()
+
     def _check_open(self) -> None:
+        self._check_here()
         if self._is_closed:
             raise ClosedError(
                 "this AsyncGradientAccumulator was closed, and takes part no more: make a new one, or go on "

@@ -1,5 +1,6 @@
 """Members that nobody waits for: each brings its way to a server, which steps, and goes on from there."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +11,7 @@ from torch import nn
 
 from offbeat import log
 from offbeat.averaging import waiting
+from offbeat.averaging.company import lost_of
 from offbeat.averaging.members import Heard, Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
 from offbeat.averaging.presence import LOST, Connect
@@ -102,6 +104,7 @@ class Arrivals(Served):
         self._counted_of_said = np.zeros(2, np.int64)  # which a lost server leaves to be said once more
         self._counts_unsettled = np.zeros(2, np.int64)
         self._share = 1.0 / num_expected
+        self._enrolled_s = 0.0  # when it last became one of those who are waited for
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected, ask=ask)
 
     def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -165,6 +168,7 @@ class Arrivals(Served):
                 entered = client.enter(0.0, at_work=False)
             client.gather(entered.round)
             num_at_work = entered.at_work
+            self._company.tell_who_was_given_up(client, entered)
             self._company.count(entered.members)
         before = int(self._mean[TOTALS][0])
         client.pull(out=self._mean)
@@ -190,17 +194,25 @@ class Arrivals(Served):
             for name, value in own.items()
             if name in self._reference
         }
-        self._tally = _tally(client)
+        status = client.status()
+        self._tally = _tally(status, client)
         self._unsettled = {name: own[name].copy() for name in way}
         self._counts_unsettled = counts
         receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
         while receipt.reason in REREAD:
             client.pull(out=self._mean)
-            self._tally = _tally(client)  # a server that goes on from a checkpoint may hold less
+            self._tally = _tally(client.status(), client)  # a server that goes on from a checkpoint: less
             receipt = client.push(way | self._counted(own, counts), samples=int(counts[0]))
         self._has_arrived()  # what was admitted is the server's now; what was not, is not wanted
-        if self.receipt is not None and receipt.term != self.receipt.term:
+        was_given_up = _was_given_up(status, client, since_s=time.monotonic() - self._enrolled_s)
+        if was_given_up or (self.receipt is not None and receipt.term != self.receipt.term):
             self._enrol(client)
+        if was_given_up:
+            log.warn(
+                "the server had given this member up, as it does whom it does not hear of for a lease "
+                "(10 s): did its process stand still, or the network? Others wait for it in flush() again, "
+                "from here on; who has ended meanwhile has nothing of what it learns from now on"
+            )
         self.receipt = receipt
         if not receipt.applied:
             log.warn(
@@ -247,6 +259,7 @@ class Arrivals(Served):
         client.set_optimizer(self._outer_step(client))
         self._mean = client.pull(out=brought)
         self._settle(client)
+        self._company.note_lost(client.status()["workers"])
         if is_ours or not self._reference:
             self._go_out()
         self._enrol(client)
@@ -266,12 +279,13 @@ class Arrivals(Served):
 
     def _settle(self, client: Client) -> None:
         """Find out what became of a push that was not answered."""
-        if self._unsettled and _tally(client) > self._tally:
+        if self._unsettled and _tally(client.status(), client) > self._tally:
             self._has_arrived()
         self._unsettled = {}
 
     def _enrol(self, client: Client) -> None:
-        """Be one of those who are waited for at the end."""
+        """Be one of those who are waited for at the end, as long as the server does not give it up."""
+        self._enrolled_s = time.monotonic()
         entered = client.enter(0.0, grace_s=0.0)
         client.gather(entered.round)
         self._company.see(entered.members)
@@ -291,10 +305,19 @@ class Arrivals(Served):
         self._company.warn_of_missing(num_expected)
 
 
-def _tally(client: Client) -> int:
-    """Ask how many pushes the server has applied that came under this member's name."""
-    workers = client.status()["workers"]
+def _tally(status: Mapping[str, Any], client: Client) -> int:
+    """Tell how many pushes the server has applied that came under this member's name."""
+    workers = status["workers"]
     return next((int(worker["applied"]) for worker in workers if worker["id"] == client.worker_id), 0)
+
+
+def _was_given_up(status: Mapping[str, Any], client: Client, *, since_s: float) -> bool:
+    """Tell whether the server has taken this member for lost within so many seconds: it is not waited for.
+
+    By its state nobody can tell: it is heard again before it asks.
+    """
+    ages_s = (float(d["age_s"]) for d in lost_of(status) if d["worker"] == client.worker_id)
+    return any(age_s < since_s for age_s in ages_s)
 
 
 def _worth(own: Counts, of_all: Counts) -> np.float32:

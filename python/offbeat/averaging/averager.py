@@ -133,7 +133,8 @@ class AsyncModelAverager:
         ConfigError: Naming all settings that cannot be used; or if this is one of several processes, and
             there is no group of them.
         ModelMismatchError: If members hold different models.
-        StateError: If members are set differently, or the process group is another one than is asked for.
+        StateError: If members are set differently, the process group is another one than is asked for, or
+            this process is that member at the server already: one server is for one model.
         ConnectError: If a process group was to be made, and the others did not come.
         ConnectionLostError: If a member is lost while they meet.
 
@@ -212,6 +213,7 @@ class AsyncModelAverager:
         self._turns = Turns(self.model, joined, how, timing, gauge, is_guided=bool(asynchronous))
         self._loss_fn: LossFunction | None = None
         self._is_closed = False
+        self._origin = process.Origin(type(self).__name__)
         trained_by.register(model, self)
         log.info("%r", self)
 
@@ -246,6 +248,7 @@ class AsyncModelAverager:
             NonFiniteError: If it was to be averaged, and no member's parameters are finite.
             ConnectionLostError: If a member is lost.
             ClosedError: After `close()`; nothing is trained.
+            ForkedError: In a child that was forked since this was made, where there are others.
         """
         self._check_open()
         refuse(of_loss_fn(loss_fn))
@@ -339,6 +342,8 @@ class AsyncModelAverager:
         self._is_closed = True
         trained_by.unregister(self.model, self)
         self.give_up()
+        if not self._origin.is_here:  # what a child has of the others is the parent's
+            return
         self._turns.members.end_by(failure)
         server, self._server = self._server, None
         _hosts.discard(self)
@@ -423,6 +428,7 @@ class AsyncModelAverager:
         To be called by all members, where no round is under way. At a server nobody is asked: True. For
         `FaultTolerantTrainer`, whose members ask one another whether all have a checkpoint, or are done.
         """
+        self._check_here()
         return self._turns.members.is_alike(value)
 
     def give_up(self) -> None:
@@ -614,6 +620,7 @@ class AsyncModelAverager:
             NonFiniteError: As `train_step`.
             ConnectionLostError: If a member is lost.
         """
+        self._check_here()
         return state_of(self._turns, self, ends=True)
 
     def state_of_now(self) -> dict[str, Any]:
@@ -621,6 +628,7 @@ class AsyncModelAverager:
 
         For `FaultTolerantTrainer`, whose members are saved each at its own time, and after others have gone.
         """
+        self._check_here()
         return state_of(self._turns, self, ends=False)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -667,6 +675,7 @@ class AsyncModelAverager:
             StateError: If a round is under way, a member's model is not that of its state, which changes
                 nothing, or members' states are not of the same round.
         """
+        self._check_here()
         take_up(self._turns, state, optimizer=optimizer, strict=strict)
 
     def __repr__(self) -> str:
@@ -689,7 +698,12 @@ class AsyncModelAverager:
 
     # ------------------------------------------------------------------ inside
 
+    def _check_here(self) -> None:
+        if not self.is_alone:  # else there is nobody to wait for
+            self._origin.check()
+
     def _check_open(self) -> None:
+        self._check_here()
         if self._is_closed:
             raise ClosedError(
                 "this AsyncModelAverager was closed, and takes part no more: make a new one, or go on alone "

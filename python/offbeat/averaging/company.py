@@ -6,11 +6,11 @@ from typing import Any
 
 from offbeat import log
 from offbeat.averaging import waiting
-from offbeat.averaging.waiting import UNDER_ANOTHER, missed, missed_of, telling
+from offbeat.averaging.waiting import ENDED, UNDER_ANOTHER, missed, missed_of, telling
 from offbeat.client import Client
 from offbeat.rounds import Entered
 
-__all__ = ["Company"]
+__all__ = ["Company", "lost_of"]
 
 
 class Company:
@@ -96,6 +96,26 @@ class Company:
             )
         self._lost = set(lost)
 
+    def tell_who_was_given_up(self, client: Client, entered: Entered) -> None:
+        """Say, once of each, with whom others do not end that the server has given up, and may train on.
+
+        Args:
+            client: This member's.
+            entered: Into a round in which those are who end together, where nobody waits before.
+        """
+        if entered.members >= self.size:
+            return
+        status = client.status()
+        there = {w["id"] for w in status["workers"] if w["state"] not in ENDED} - {client.worker_id}
+        causes = {d["worker"]: d["cause"] for d in lost_of(status) if d["worker"] in there - self._lost}
+        if causes:
+            names = ", ".join(f"{name} was given up ({cause})" for name, cause in causes.items())
+            log.warn(
+                f"this ends with {entered.members} member(s), and there were {self.size}: {names}; what "
+                f"comes of those from now on is not in this model"
+            )
+        self._lost |= set(causes)
+
     @contextmanager
     def telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
         """Say once of each who they are that a server waits for at the end, and that may never come.
@@ -108,3 +128,8 @@ class Company:
         is_news, self._missed = text != self._missed, text
         with telling(text if is_news else None):
             yield
+
+
+def lost_of(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Give the departures, oldest first, of workers that the server took for lost, if only for a while."""
+    return [departure for departure in status["departures"] if departure["state"] == "lost"]

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 from offbeat._offbeat import fetch_status
+from offbeat.averaging import one_model
 from offbeat.averaging.arrivals import Arrivals
 from offbeat.averaging.members import Alone, Group, Members, terms_of
 from offbeat.averaging.methods import DiLoCo, Method, shown
@@ -171,6 +172,8 @@ class Meeting:
 
     def _at_a_server(self, model: nn.Module, named: Named, method: Method, terms: str) -> Joined:
         place = server_place(self.address, self.rank, self.world_size)
+        if not place.is_told:  # else each averager has a server of its own
+            one_model.check_free(place.address, place.rank)
         server, address = reached(place, self.token)
         # It comes back under the same name, by which the server counts its pushes. One that a server gives
         # out would not do: at another server, which knows nothing of this one's, it can be another member's.
@@ -203,6 +206,7 @@ class Meeting:
             if server is not None:
                 server.stop()
             raise
+        one_model.note(address, place.rank, members)
         return Joined(members, place.rank, server)
 
 

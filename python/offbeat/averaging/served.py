@@ -141,6 +141,11 @@ class Served:
         return f"{self.size} in its newest round" if self._company.is_known else "in no round yet"
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it takes part no more."""
+        return self._is_closed
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """Of the model, each once."""
         return [self._tensors[name] for name in self._names.values()]
@@ -505,12 +510,14 @@ class Served:
         """Connect, and bring this model if the server has none.
 
         Raises:
-            ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
+            ConfigError: If the server weighs pushes by their staleness, rejects late ones, or has an
+                optimizer.
         """
         self._presence.meet(self._agree, tries_s=tries_s)
 
     def _agree(self, client: Client) -> None:
         arrays = self._sound(self._brought())
+        refuse(_optimizer_faults(client.run))
         client.init(arrays)
         refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
@@ -574,6 +581,18 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
+
+
+def _optimizer_faults(run: Mapping[str, Any]) -> list[str]:
+    """Tell of a server that makes steps of what it gets, where members add up differences."""
+    if run["contribution"] != "gradient" or run["optimizer"] is None:
+        return []
+    text = (
+        "the server has an optimizer of its own, which is for workers' gradients, and members that average "
+        "bring differences that it is to add up as they are: start it without optimizer= (`--optimizer` of "
+        "`offbeat server` and `offbeat launch`), or let members meet at another one"
+    )
+    return [text]
 
 
 def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:

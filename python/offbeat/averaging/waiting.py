@@ -8,6 +8,7 @@ from offbeat import telling as late
 
 __all__ = [
     "BEGIN_S",
+    "ENDED",
     "UNDER_ANOTHER",
     "at_the_server",
     "for_the_others",
@@ -77,6 +78,12 @@ def for_the_others(status: Mapping[str, Any], *, num_expected: int) -> str | Non
         return names and (
             f"all {num_expected} members that begin together are there; for a lease (10 s) they wait for "
             f"those who were at the server before it was started again and have not come back: {names}"
+        )
+    if sum(worker["state"] not in (*ENDED, "lost") for worker in status["workers"]) >= num_expected:
+        return (
+            f"all {num_expected} members are at the server, and {num_there} have come to its next round: "
+            f"waiting for those that train already, each of which comes at its next average; after "
+            f"{BEGIN_S:g} s at most this one begins without the others"
         )
     return (
         f"waiting for the members that begin together: {num_there} of {num_expected} are there; after "

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
-from offbeat.naming import a_class
+from offbeat.naming import a_class, brief
 
 __all__ = ["AT_ONCE", "check_back", "check_same", "each_once", "fingerprint", "of_model"]
 
@@ -45,7 +45,10 @@ def check_same(before: Named, model: nn.Module) -> None:
                 f"first, or load values without assign=True"
             )
     if len(before) != len(now):
-        raise StateError("the model has more or fewer parameters than when this was made: change it first")
+        raise StateError(
+            "the model has more or fewer parameters than when this was made: change a model first, and then "
+            "make what trains it; make a new one now"
+        )
 
 
 def fingerprint(named: Named) -> list[list[str | int]]:
@@ -98,7 +101,7 @@ def _first_other(named: Named, kept: Sequence[Sequence[str | int]]) -> str | Non
 def of_model(model: object) -> list[str]:
     """Tell what is wrong with a model that is to be trained here together with others."""
     if not isinstance(model, nn.Module):
-        return [f"model is {model!r}: give an nn.Module"]
+        return [f"model is {brief(model)}: give an nn.Module"]
     modules, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
     found = {
         "is, or holds, a module in DDP, which reduces every batch: give what is inside": any(

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ class Sums:
     def __init__(self, group: distributed.ProcessGroup, *, of: str) -> None:
         """`group`: one's own, which is destroyed at the end; `of`: what is added up, for people."""
         self._group: distributed.ProcessGroup | None = group
+        self._pid = os.getpid()
         _open.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
@@ -84,14 +86,17 @@ class Sums:
         """Add up no more, and destroy the group.
 
         What is under way is taken no notice of here, and others may still come to it: until they do, or the
-        group's time for it is over, the connections to them stay, on a thread.
+        group's time for it is over, the connections to them stay, on a thread. In a child that was forked,
+        which has none of the group's threads, nothing is destroyed.
 
         Args:
             after: What else is to end first, well or not.
         """
         held = [] if self._group is None else [self._group]
-        self._group, self._works = None, []
-        if held:
+        works, self._works, self._group = self._works, [], None
+        if self._pid != os.getpid():
+            _keep(*held, *works)
+        elif held:
             destroy(held[0])
             _let_go(held, after)
 
@@ -240,9 +245,15 @@ def _let_go(held: list[distributed.ProcessGroup], after: "Future[None] | None") 
     try:
         thread.start()
     except RuntimeError:  # Python ends, and starts none: its end is not to wait for the others either
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
+        _keep(held[0])
         return
     thread.join(LEAVING_S)
+
+
+def _keep(*things: object) -> None:
+    """Never let go of things, at Python's end neither: what they would wait for then does not come."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _close_all() -> None:

@@ -3,6 +3,10 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +24,15 @@ from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+    pytest.mark.usefixtures("members_in_one_process"),
+]
 
 EVERY = 4
+TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+"""Where a program of its own finds what several tests share."""
 
 
 @pytest.fixture
@@ -426,6 +436,86 @@ def test_statistics_of_batch_norm_are_averaged_by_samples(server):
             now = np.asarray(server.state_dict()["BatchNorm 0.running_mean"])
             assert np.allclose(now, held + (local - held) / 3, atol=1e-6)
             assert np.array_equal(now, first.model[0].running_mean.numpy())
+
+
+STANDING_STILL = """
+import sys
+import offbeat
+from offbeat.averaging import DiLoCo
+from support.averaging import Counter, warned
+
+one = Counter()
+with warned() as told, offbeat.AsyncModelAverager(
+    one.model, 2, 1, communication_backend="tcp", server_address=sys.argv[1], averaging_frequency=1,
+    overlap=False, asynchronous=True, method=DiLoCo(lr=1.0, momentum=0.0),
+) as ours:
+    print("ready", flush=True)
+    for _ in range(2):
+        sys.stdin.readline()
+        one.train(ours, 1)
+        print("arrived", flush=True)
+    sys.stdin.readline()
+    ours.flush()
+print(one.value)
+print(*told, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("are_others_done", [False, True])
+@pytest.mark.parametrize("others_push", [False, True])
+def test_one_that_stood_still_for_longer_than_the_lease_is_waited_for_again_or_all_say_so(
+    server, others_push, are_others_done
+):
+    """Whether the server takes what it brings next (where nobody has pushed meanwhile), or it comes again."""
+
+    def states():
+        return [worker["state"] for worker in server.status()["workers"]]
+
+    one = Counter()
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", STANDING_STILL, server.address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+        ) as process,
+        ThreadPoolExecutor(1) as thread,
+        warned() as told,
+    ):  # fmt: skip
+
+        def arrive():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "arrived\n"
+
+        try:
+            settings = {"averaging_frequency": 1, "method": DiLoCo(lr=1.0, momentum=0.0)}
+            ours = offbeat.AsyncModelAverager(
+                one.model, 2, 0, server_address=server.address, asynchronous=True, overlap=False, **settings
+            )
+            assert process.stdout.readline() == "ready\n"
+            arrive()
+            process.send_signal(signal.SIGSTOP)
+            if others_push:
+                one.train(ours, 1)
+            wait_for(lambda: "lost" in states(), timeout_s=40)
+            if are_others_done:
+                ours.flush()
+                ours.close()
+            process.send_signal(signal.SIGCONT)
+            arrive()
+            if not are_others_done:
+                flushed = thread.submit(ours.flush)
+                wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)  # where it waits
+            said, _ = process.communicate("\n", timeout=100)
+            if not are_others_done:
+                flushed.result(60)
+                ours.close()
+        finally:
+            process.kill()
+    value, *warnings = said.splitlines()
+    assert [text for text in warnings if "had given this member up" in text]
+    ends = [text for text in told if "this ends with 1 member(s), and there were 2: " in text]
+    assert len(ends) == are_others_done
+    assert (float(value) == one.value) == (not are_others_done)
 
 
 def test_a_state_goes_on_from_the_parameters_of_now(server):

@@ -9,7 +9,7 @@ from torch import nn
 import offbeat
 from support.averaging import METHODS, held_number, warned
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("members_in_one_process")]
 
 EVERY = 3
 SAVED, HELD = 5.0, 8.0

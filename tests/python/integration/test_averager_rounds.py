@@ -16,7 +16,7 @@ from support.averaging import LOSS, Counter, held_number, model, step, warned
 from support.fault_proxy import FaultProxy
 from support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("members_in_one_process")]
 
 AT_ONCE_S = 20.0
 

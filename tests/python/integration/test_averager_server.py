@@ -900,6 +900,14 @@ def test_a_server_that_weighs_by_staleness_is_refused():
         at(weighing.address, model(), 0, 1)
 
 
+def test_a_server_with_an_optimizer_of_its_own_is_refused():
+    with (
+        offbeat.ParameterServer(transaction="model", optimizer=SPEC) as stepping,
+        pytest.raises(ConfigError, match=r"start it without optimizer= \(`--optimizer` of"),
+    ):
+        at(stepping.address, model(), 0, 1)
+
+
 def test_a_server_that_rejects_what_is_late_is_refused():
     """A round's shares come one after the other: of two members one's would be rejected in each round."""
     with (

@@ -15,7 +15,11 @@ from offbeat import forgotten
 from support.averaging import model, step, warned
 from support.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(100),
+    pytest.mark.usefixtures("members_in_one_process"),
+]
 
 
 @pytest.fixture(autouse=True)

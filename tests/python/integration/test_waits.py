@@ -17,7 +17,11 @@ from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+    pytest.mark.usefixtures("members_in_one_process"),
+]
 
 SOON_S = 0.1
 NEVER_S = 1000.0

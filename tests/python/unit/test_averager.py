@@ -809,6 +809,19 @@ def test_models_that_cannot_be_averaged_are_refused(made, told):
         offbeat.AsyncModelAverager(made())
 
 
+def test_what_is_no_model_is_shown_in_short():
+    with pytest.raises(ConfigError) as caught:
+        offbeat.AsyncModelAverager(model().state_dict())
+    assert str(caught.value) == "model is an OrderedDict: give an nn.Module"
+
+
+def test_a_model_that_has_got_more_parameters_needs_a_new_averager():
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=1, method="diloco", overlap=False)
+    ours.model.append(nn.Linear(5, 5))
+    with pytest.raises(StateError, match="make what trains it; make a new one now"):
+        train(ours, 1, optim.SGD(lr=0.1))
+
+
 def test_batch_norm_layers_stay_what_they_were():
     ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, method="diloco", overlap=False)
     train(ours, 2, optim.SGD(lr=0.1))

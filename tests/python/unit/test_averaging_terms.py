@@ -5,6 +5,7 @@ import pytest
 from offbeat.averaging import Average, DiLoCo
 from offbeat.averaging.members import differing_terms, terms_of, worded_terms
 from offbeat.averaging.methods import shown, worded
+from offbeat.averaging.waiting import for_the_others
 
 EVERY_10 = ["iteration", 10]
 SUITS_ALL = "; where machines differ in speed, averaging_policy='time' suits all"
@@ -68,3 +69,20 @@ def test_terms_read_as_a_user_writes_them():
         "method=Average(), averaging_policy='time', averaging_frequency='30s', overlap=True, 2 of 2 "
         "parameters trained"
     )
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (["training"], "waiting for the members that begin together: 1 of 2 are there"),
+        (["training", "training"], "all 2 members are at the server, and 1 have come to its next round"),
+        (["training", "lost"], "waiting for the members that begin together: 1 of 2 are there"),
+        (["training", "finished"], "waiting for the members that begin together: 1 of 2 are there"),
+    ],
+)
+def test_who_comes_where_others_train_already_is_told_that_they_do(states, told):
+    workers = [{"id": str(n), "state": state, "cause": None} for n, state in enumerate(states)]
+    status = {"rounds": {"open_entrants": 1}, "workers": workers}
+    words = for_the_others(status, num_expected=2)
+    assert words.startswith(told)
+    assert "after 60 s at most" in words
