@@ -19,6 +19,7 @@ from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.lr_scale import factor_of
 from offbeat.recovery.directory import entries
 from support.small_net import net
+from support.tracker import Told
 
 BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 10
 
@@ -179,23 +180,10 @@ def test_an_alert_counts_steps_as_histories_log_lines_and_callbacks_do(kind, rem
         assert steps == [10]
 
 
-class Keeps:
-    """A tracker that keeps what it is told, by step."""
-
-    def __init__(self):
-        self.told = {}
-
-    def log(self, values, step):
-        self.told.setdefault(step, {}).update(values)
-
-    def finish(self):
-        pass
-
-
 @pytest.mark.parametrize("kind", ["trainer", "fault_tolerant"])
 def test_a_log_line_of_dropped_batches_alone_says_so_and_gives_trackers_no_value(kind, tmp_path, caplog):
     caplog.set_level(logging.INFO, "offbeat")
-    model, tracker = net(), Keeps()
+    model, tracker = net(), Told()
     trainer = offbeat.AsyncTrainer(model, trackers=tracker)
     run = {"loss_fn": Loss(), "optimizer": optim.SGD(lr=0.1), "log_frequency": 1, "dataloader": BATCHES}
     with AsyncTrainingMonitor(model, remediation_strategy="reject"):
@@ -206,7 +194,7 @@ def test_a_log_line_of_dropped_batches_alone_says_so_and_gives_trackers_no_value
     (line,) = [line for line in caplog.messages if "step 10" in line and "samples/s" in line]
     assert "step 10: all batches since the last line were skipped (" in line
     assert not any("loss nan" in line for line in caplog.messages)
-    assert [step for step, told in tracker.told.items() if "loss" not in told] == [10]
+    assert [step for step, told in tracker.by_step.items() if "loss" not in told] == [10]
 
 
 def test_a_monitor_that_is_told_of_numbers_has_those():

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
+from support.tracker import Told
 
 LOSS = nn.CrossEntropyLoss()
 EPOCHS = 4
@@ -43,19 +44,6 @@ class Notes:
         self.seen.append((epoch, history.epochs, [record.step for record in history.validation]))
         if epoch == self.stop_at:
             trainer.stop()
-
-
-class Kept:
-    """A tracker."""
-
-    def __init__(self):
-        self.told = {}
-
-    def log(self, values, step):
-        self.told.setdefault(step, {}).update(values)
-
-    def finish(self):
-        pass
 
 
 def net():
@@ -106,14 +94,14 @@ def test_a_run_that_crashed_goes_on_with_what_was_measured(tmp_path):
 
 
 def test_callbacks_and_trackers_have_it_and_an_early_end_keeps_it(tmp_path, caplog):
-    notes, kept = Notes(stop_at=1), Kept()
+    notes, kept = Notes(stop_at=1), Told()
     with caplog.at_level("INFO", logger="offbeat"):
         _, history, trainer = life(tmp_path, notes=notes, trackers=kept)
     assert notes.seen == [(0, 1, [5]), (1, 2, [5, 10])]
     assert history.stopped == "stop"
     assert trainer.history is history
     for record in history.validation:
-        assert kept.told[record.step]["validation/loss"] == record.metrics["loss"]
+        assert kept.by_step[record.step]["validation/loss"] == record.metrics["loss"]
         assert f"step {record.step}, validation: loss {record.metrics['loss']:.4g}" in caplog.text
     _, again, trainer = life(tmp_path)
     assert told(again) == told(history)

@@ -20,6 +20,7 @@ from offbeat.errors import ClosedError, ConfigError
 from offbeat.tracking import CSV, JSONL, TensorBoard, Tracker
 from offbeat.tracking.base import checked, trackers_of
 from offbeat.tracking.fanout import Fanout
+from support.tracker import Told
 
 NAMES = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20)
 CALLS = st.lists(
@@ -382,23 +383,8 @@ def test_without_a_writer_of_event_files_it_says_what_to_install(run_python, tmp
 # ------------------------------------------------------------------------------- whoever is given
 
 
-class Kept:
-    """A tracker of a user's."""
-
-    def __init__(self, error=None):
-        self.calls, self.error = [], error
-
-    def log(self, values, step):
-        if self.error is not None:
-            raise self.error
-        self.calls.append((dict(values), step))
-
-    def finish(self):
-        pass
-
-
 def test_any_object_with_the_two_methods_is_a_tracker(tmp_path):
-    one = Kept()
+    one = Told()
     assert isinstance(one, Tracker)
     with JSONL(tmp_path / "a") as log:
         assert isinstance(log, Tracker)
@@ -409,7 +395,7 @@ def test_any_object_with_the_two_methods_is_a_tracker(tmp_path):
 
 def test_what_is_no_tracker_is_refused_all_at_once():
     with pytest.raises(ConfigError) as refused:
-        trackers_of([Kept(), "run.jsonl", JSONL, 3])
+        trackers_of([Told(), "run.jsonl", JSONL, 3])
     assert "trackers has 'run.jsonl'" in str(refused.value)
     assert "trackers is the class JSONL" in str(refused.value)
     assert "trackers has 3" in str(refused.value)
@@ -418,7 +404,7 @@ def test_what_is_no_tracker_is_refused_all_at_once():
 
 
 def test_a_tracker_that_raises_is_warned_of_once_and_the_others_hear(caplog):
-    good, bad = Kept(), Kept(OSError("the disk is full"))
+    good, bad = Told(), Told(OSError("the disk is full"))
     fanout = Fanout([bad, good], "worker amy")
     fanout.log({"loss": 1.0}, 1)
     fanout.log({"loss": 0.5}, 2)
@@ -471,6 +457,6 @@ def test_a_tracker_that_takes_something_out_leaves_it_to_the_others():
         def finish(self):
             """Nothing is left to be done."""
 
-    kept = Kept()
+    kept = Told()
     Fanout([Takes(), kept], "worker amy").log({"loss": 1.0}, 1)
     assert kept.calls == [({"loss": 1.0}, 1)]

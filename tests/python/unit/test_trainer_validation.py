@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
+from support.tracker import Told
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -260,27 +261,16 @@ def test_an_object_that_keeps_its_own_account_has_one_for_validation():
     assert [record.metrics["Sum"] for record in history.records] == [40, 8 * 2 + 4 + 8 * 2, 40, 4]
 
 
-class Keeps:
-    def __init__(self):
-        self.told = []
-
-    def log(self, metrics, step):
-        self.told.append((step, dict(metrics)))
-
-    def finish(self):
-        pass
-
-
 def test_it_is_told_to_log_and_trackers_and_drawn_beside_training(caplog, tmp_path):
     caplog.set_level(logging.INFO, "offbeat")
-    tracker = Keeps()
+    tracker = Told()
     trainer = offbeat.AsyncTrainer(model(), trackers=tracker)
     train(trainer, validation=OTHER, epochs=1)
     history = train(trainer, validation=OTHER, epochs=2)
     losses = [one.metrics["loss"] for one in history.validation]
     assert [one.epoch for one in history.validation] == [1, 2]
     assert f"epoch 2/2, step 16, validation: loss {losses[1]:.4g}" in caplog.text
-    told = [(step, told["validation/loss"]) for step, told in tracker.told if "validation/loss" in told]
+    told = [(step, told["validation/loss"]) for told, step in tracker.calls if "validation/loss" in told]
     assert told[1:] == [(16, losses[0]), (24, losses[1])], "steps are counted over the trainer's life"
     (axes,) = history.plot(tmp_path / "loss.png").axes
     assert [line.get_label() for line in axes.lines] == ["training", "validation"]
