@@ -16,8 +16,9 @@ from offbeat.averaging.members import Heard, Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
 from offbeat.averaging.presence import LOST, Connect
 from offbeat.averaging.served import REREAD, Arrays, Served, array_of
+from offbeat.averaging.unbearable import for_arrivals
+from offbeat.checks import refuse
 from offbeat.client import Client
-from offbeat.errors import ConfigError
 from offbeat.local.flat import slices
 from offbeat.optim import DelayedNesterov
 
@@ -87,8 +88,8 @@ class Arrivals(Served):
             ask: As `Served`.
 
         Raises:
-            ConfigError: If the server takes another outer step, or adds differences up, or its transaction is
-                not "model".
+            ConfigError: If the server takes another outer step, or adds differences up, or is set as these
+                cannot bear; see `unbearable`.
             UnsupportedTensorError: As `Served`; so are the next two.
             ModelMismatchError: If the server has another model.
             ConnectError: If it cannot be reached.
@@ -247,13 +248,7 @@ class Arrivals(Served):
         return brought | {TOTALS: np.zeros(2, np.int64)}
 
     def _agree(self, client: Client) -> None:
-        if (transaction := client.run["transaction"]) != "model":
-            # Of a push that is cut short some fragments would have moved, and all of it would come again.
-            raise ConfigError(
-                f"asynchronous is True and the server's transaction {transaction!r}, under which a push that "
-                f"is cut short counts in part: start the server with transaction='model' (`--transaction "
-                f"model` of `offbeat server` and `offbeat launch`)"
-            )
+        refuse(for_arrivals(client.run))
         brought = self._sound(self._brought())
         is_ours = client.init(brought)
         client.set_optimizer(self._outer_step(client))

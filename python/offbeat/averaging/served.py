@@ -14,6 +14,7 @@ from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
 from offbeat.averaging.members import Heard, OtherTermsError, Said, differing_terms, worded_terms
 from offbeat.averaging.presence import LOST, Connect, Presence
+from offbeat.averaging.unbearable import for_a_mean
 from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, telling
 from offbeat.checks import refuse
 from offbeat.client import Client
@@ -88,7 +89,7 @@ class Served:
             UnsupportedTensorError: If a parameter is wider than float32.
             ModelMismatchError: If the server has another model.
             StateError: If those who are there average by other terms.
-            ConfigError: If the server weighs pushes by their staleness, or rejects late ones.
+            ConfigError: If the server is set as no mean can bear; see `unbearable`.
             ConnectError: If it cannot be reached.
         """
         self._company = Company()
@@ -510,16 +511,14 @@ class Served:
         """Connect, and bring this model if the server has none.
 
         Raises:
-            ConfigError: If the server weighs pushes by their staleness, rejects late ones, or has an
-                optimizer.
+            ConfigError: If the server is set as no mean can bear; see `unbearable`.
         """
         self._presence.meet(self._agree, tries_s=tries_s)
 
     def _agree(self, client: Client) -> None:
         arrays = self._sound(self._brought())
-        refuse(_optimizer_faults(client.run))
+        refuse(for_a_mean(client.run))
         client.init(arrays)
-        refuse(_staleness_faults(client.run["staleness"]))
         status = client.status()
         self._company.note_lost(status["workers"])
         self._version = status["version"]  # or older than what is pulled, never newer
@@ -581,35 +580,6 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
-
-
-def _optimizer_faults(run: Mapping[str, Any]) -> list[str]:
-    """Tell of a server that makes steps of what it gets, where members add up differences."""
-    if run["contribution"] != "gradient" or run["optimizer"] is None:
-        return []
-    text = (
-        "the server has an optimizer of its own, which is for workers' gradients, and members that average "
-        "bring differences that it is to add up as they are: start it without optimizer= (`--optimizer` of "
-        "`offbeat server` and `offbeat launch`), or let members meet at another one"
-    )
-    return [text]
-
-
-def _staleness_faults(staleness: Mapping[str, Any]) -> list[str]:
-    """Tell what a server does to late pushes that shares of a mean cannot bear."""
-    faults = []
-    if any(weight["name"] != "constant" for weight in staleness["weights"]):
-        faults.append(
-            f"the server weighs what comes late by {staleness['weights']}, and shares of a mean are "
-            f"worth the same whenever they come: start it with staleness_policy='constant'"
-        )
-    if (most := staleness["max_staleness"]) is not None:
-        faults.append(
-            f"the server's max_staleness is {most}, and of a round's shares each comes later than the one "
-            f"before: those rejected would be missing in the mean, and in the models at the end; start it "
-            f"without max_staleness (`--max-staleness`)"
-        )
-    return faults
 
 
 def _set_share(to: Array, own: Array, mean: Array, share: float) -> None:

@@ -917,6 +917,16 @@ def test_a_server_that_rejects_what_is_late_is_refused():
         at(rejecting.address, model(), 0, 1)
 
 
+@pytest.mark.parametrize("outer", [{}, {"method": "diloco", "asynchronous": True}])
+def test_a_server_whose_run_ends_by_itself_is_refused(outer):
+    """After that it would take nothing, and members that go on would lose what they learn."""
+    with (
+        offbeat.ParameterServer(transaction="model", max_samples=100) as ending,
+        pytest.raises(ConfigError, match=r"max_samples is 100, .*; start it without max_samples \(`--max-"),
+    ):
+        at(ending.address, model(), 0, 1, **outer)
+
+
 def test_another_model_and_what_a_server_cannot_hold_are_refused(server):
     at(server.address, model(), 0, 1).close()
     with pytest.raises(ModelMismatchError):
