@@ -1,6 +1,5 @@
 """Rounds of `offbeat.Client`: what each has made on its own is put together, by whoever is there."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError, StateError
 from offbeat.rounds import Entered, Gathered
+from support.freezing import freeze, wake
 from support.waiting import AT_ONCE_S, wait_for
 
 MODEL = {"w": np.zeros(70_000, np.float32), "b": np.zeros(3, np.float32)}
@@ -184,9 +184,9 @@ def test_a_standstill_of_the_server_is_taken_out_of_a_rounds_grace(host, server,
     acquaint(threads, clients)
     waits = threads.submit(clients[0].enter, 1, grace_s=GRACE_S)
     until_entered(server, 1)
-    os.kill(host.process.pid, signal.SIGSTOP)
+    freeze(host)
     threading.Event().wait(2 * GRACE_S)  # which is what is tested
-    os.kill(host.process.pid, signal.SIGCONT)
+    wake(host)
     server.status()  # whatever was due by its clock has been done
     assert clients[1].enter(1).members == waits.result(TIMEOUT_S).members == 2
 

@@ -6,9 +6,7 @@ one that is replaced meanwhile. Two workers are awake, so that versions move. Th
 (`support.ledger`). A worker that holds the GIL for as long is not silent.
 """
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from support import ledger
 from support.command import command
 from support.fault_plan import Hold, before, inside, plan
 from support.fault_proxy import FaultProxy
+from support.freezing import freeze, wake
 from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -92,17 +91,6 @@ def process(address, name, code, first, *, number=1, rounds=1):
 def tell(process):
     process.process.stdin.write("\n")
     process.process.stdin.flush()
-
-
-def freeze(*processes):
-    for each in processes:
-        each.signal(signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(each.process.pid, os.WUNTRACED)[1])
-
-
-def wake(*processes):
-    for each in processes:
-        each.signal(signal.SIGCONT)
 
 
 def pushes_of(process):

@@ -20,6 +20,7 @@ from offbeat.errors import ConfigError
 from support.averaging import LOSS, Counter, arrays, close, held_number, model, warned
 from support.fault_plan import CALM, Bytes, Cut, LostReply, plan
 from support.fault_proxy import FaultProxy
+from support.freezing import freeze, wake
 from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
@@ -493,14 +494,14 @@ def test_one_that_stood_still_for_longer_than_the_lease_is_waited_for_again_or_a
             )
             assert process.stdout.readline() == "ready\n"
             arrive()
-            process.send_signal(signal.SIGSTOP)
+            freeze(process)
             if others_push:
                 one.train(ours, 1)
             wait_for(lambda: "lost" in states(), timeout_s=40)
             if are_others_done:
                 ours.flush()
                 ours.close()
-            process.send_signal(signal.SIGCONT)
+            wake(process)
             arrive()
             if not are_others_done:
                 flushed = thread.submit(ours.flush)

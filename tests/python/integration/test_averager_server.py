@@ -43,6 +43,7 @@ from support.averaging import (
     warned,
 )
 from support.command import command
+from support.freezing import freeze, wake
 from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
@@ -656,7 +657,7 @@ def test_one_that_stands_still_while_others_make_rounds_does_not_go_their_way_on
             assert process.stdout.readline() == "ready\n"
             both()
             both()
-            process.send_signal(signal.SIGSTOP)
+            freeze(process)
             with offbeat.Client(server.address, contribution="delta") as other:
                 held = other.pull()  # else what the other has read would be the newest still
                 assert other.push({"weight": np.zeros_like(held["weight"])}).applied
@@ -664,7 +665,7 @@ def test_one_that_stands_still_while_others_make_rounds_does_not_go_their_way_on
                 lambda: "lost" in [worker["state"] for worker in server.status()["workers"]], timeout_s=40
             )
             one.train(ours, 10)
-            process.send_signal(signal.SIGCONT)
+            wake(process)
             both()  # in which what it brings is not taken
             assert server.status()["rejected"] == {"slept": 1}
             assert both() == held_number(server), "the mean, and no step from where it was before"
@@ -710,7 +711,7 @@ def test_one_that_stands_still_for_longer_than_the_lease_loses_nothing(server, i
         try:
             assert process.stdout.readline() == "ready\n"
             (standing,) = states()
-            process.send_signal(signal.SIGSTOP)
+            freeze(process)
             # Else what it has read would be the newest still when it is given up.
             with offbeat.Client(
                 server.address, "other", contribution="gradient" if is_asynchronous else "delta"
@@ -718,7 +719,7 @@ def test_one_that_stands_still_for_longer_than_the_lease_loses_nothing(server, i
                 held = other.pull()
                 assert other.push({"weight": np.zeros_like(held["weight"])}).applied
             wait_for(lambda: states()[standing] == "lost", timeout_s=40)
-            process.send_signal(signal.SIGCONT)
+            wake(process)
             told, _ = process.communicate("\n", timeout=100)
         finally:
             process.kill()
@@ -764,12 +765,12 @@ def test_one_that_was_given_up_while_it_stood_still_and_the_others_say_that_it_w
             others = list(threads.map(joined, range(2)))
             list(threads.map(Counter.train, ones, others))
             assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGSTOP)
+            freeze(process)
             list(threads.map(offbeat.AsyncModelAverager.flush, others))
             (standing,) = [w["id"] for w in server.status()["workers"] if w["state"] == "lost"]
             for averager in others:
                 averager.close()
-            process.send_signal(signal.SIGCONT)
+            wake(process)
             said, _ = process.communicate("\n", timeout=100)
         finally:
             process.kill()

@@ -30,6 +30,7 @@ import offbeat
 from support.command import Command, command, running
 from support.fault_plan import Blackhole, Bytes, Hold, inside, plan
 from support.fault_proxy import FaultProxy
+from support.freezing import freeze
 
 # Each run starts a process with torch, and the server takes ten seconds to give a silent peer up.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -172,11 +173,6 @@ def serving(transaction):
     return offbeat.ParameterServer(model, transaction=transaction, optimizer=offbeat.optim.SGD(lr=1.0))
 
 
-def freeze(process):
-    process.send_signal(signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-
-
 def play(transaction, stack):
     log = stack.enter_context(recorded())
     server = stack.enter_context(serving(transaction))
@@ -201,7 +197,7 @@ def play(transaction, stack):
     for worker, proxy in zip((killed, stopped), proxies, strict=True):
         worker.go()
         proxy.wait_for("holds", timeout_s=DEADLINE_S)
-    freeze(stopped.process)
+    freeze(stopped)
     began = time.monotonic()
     killed.process.kill()
     for proxy in proxies:
@@ -345,7 +341,7 @@ def test_no_survivor_waits_longer_than_two_seconds_where_others_do_not_read_or_c
         proxies["unread"].wait_for("holds", timeout_s=DEADLINE_S)
         proxies["unreachable"].wait_for("blackholes", timeout_s=DEADLINE_S)
         began = time.monotonic()
-        freeze(silent["unread"].process)
+        freeze(silent["unread"])
 
         def pushes():
             workers = {worker["id"]: worker for worker in server.status()["workers"]}

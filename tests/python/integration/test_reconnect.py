@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.errors import ConfigError, ConnectionLostError
 from support.command import command
+from support.freezing import freeze, wake
 from support.small_net import backward, net
 from support.waiting import wait_for
 
@@ -182,13 +183,13 @@ def test_a_server_that_hangs_is_told_of_and_that_it_answers_again(caplog):
         offbeat.AsyncWorker(address_of(server), net()) as worker,
     ):
         assert step(worker).applied
-        server.signal(signal.SIGSTOP)
+        freeze(server)
         try:
             waiting = pool.submit(step, worker)
             wait_for(lambda: said("no answer from 127.0.0.1"), timeout_s=30)
             assert not waiting.done()
         finally:
-            server.signal(signal.SIGCONT)
+            wake(server)
         receipt = waiting.result(30)
         assert receipt.applied or receipt.reason in ("slept", "server_rolled_back")
         (told,) = said("no answer from")

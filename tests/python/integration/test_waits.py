@@ -1,7 +1,6 @@
 """Who waits for other members, or for a server that is silent, says so, and for whom."""
 
 import logging
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import offbeat
 from offbeat import telling
 from support.averaging import LOSS, SPEC, Counter, batch, model, step, warned
 from support.command import command
+from support.freezing import freeze, wake
 from support.group import together
 from support.ports import free_port
 from support.waiting import wait_for
@@ -152,7 +152,7 @@ def test_a_server_that_is_stopped_in_mid_round_is_told_of(monkeypatch):
         ours = at(address, trained)
         live = torch.optim.SGD(trained.parameters(), lr=0.1)
         ours.step(step(trained, live, 0, 0))
-        server.signal(signal.SIGSTOP)
+        freeze(server)
         monkeypatch.setattr(telling, "LONG_S", SOON_S)
         try:
             with warned() as told:
@@ -160,7 +160,7 @@ def test_a_server_that_is_stopped_in_mid_round_is_told_of(monkeypatch):
                 wait_for(lambda: told)
                 assert not waiting.done()
         finally:
-            server.signal(signal.SIGCONT)
+            wake(server)
         waiting.result(30)
         assert "the server does not answer, though it takes connections" in told[0]
         ours.close()
