@@ -30,6 +30,8 @@ class Live:
 
     _instead: ClassVar[str]
     """What to do instead of copying or pickling it."""
+    _exit_turn: ClassVar[int] = 0
+    """When it closes as the process ends: after all with a smaller one, which count on it."""
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
         """Refuse copy, deepcopy and pickle alike."""
@@ -128,18 +130,17 @@ def release(thing: Live) -> None:
 def _say_goodbye() -> None:
     failure = _failure()
     interrupt: BaseException | None = None
-    for call in _at_end:
-        call(failure)
-    for thing in list(_live):
+    live = sorted(_live, key=lambda thing: thing._exit_turn)  # noqa: SLF001  for this module alone
+    for end in [*_at_end, *(thing._at_exit for thing in live)]:  # noqa: SLF001
         # Another thread may be in a call of it, say, or a second Ctrl-C come: the others are to be heard.
         try:
-            thing._at_exit(failure)  # noqa: SLF001  for this module alone
+            end(failure)
         except Exception:  # noqa: BLE001, S112  there is nobody left to tell
             continue
         except BaseException as error:  # noqa: BLE001  raised below
             interrupt = interrupt or error
             with suppress(BaseException):
-                thing._at_exit(failure)  # noqa: SLF001  it may have come before a word was said
+                end(failure)  # it may have come before a word was said
     if interrupt is not None:
         raise interrupt
 

@@ -87,6 +87,7 @@ class ParameterServer(process.Live):
         ...     print(server.address)
     """
 
+    _exit_turn = 2  # after workers of this process
     _instead = "hand server.address to others, and take the parameters with server.state_dict()"
 
     @known_keywords

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrivals", "guided"]
 
+NAMED = "member-"
+"""What the names begin with by which members come: one that comes back has the same."""
 TOTALS = "samples and iterations"
 """Of all members, whose pushes count them up at the server: the one tensor of whole numbers."""
 
@@ -196,6 +198,7 @@ class Arrivals(Served):
             if name in self._reference
         }
         status = client.status()
+        self._company.see_who_is_there(status["workers"], named=NAMED)
         self._tally = _tally(status, client)
         self._unsettled = {name: own[name].copy() for name in way}
         self._counts_unsettled = counts

@@ -30,9 +30,8 @@ from offbeat.averaging.state import faults_of, state_of, take_up
 from offbeat.averaging.statistics import Statistics
 from offbeat.averaging.timing import Timing
 from offbeat.averaging.turns import Turns, setting_of
-from offbeat.averaging.waiting import telling
 from offbeat.checks import Faults, is_count, is_scalar, refuse
-from offbeat.errors import ClosedError, ConfigError, ConnectionLostError
+from offbeat.errors import ClosedError, ConfigError
 from offbeat.forgotten import tell_at_end_of_block
 from offbeat.local.arguments import of_loss_fn
 from offbeat.local.batches import check_any, count, moved
@@ -50,18 +49,6 @@ __all__ = ["AsyncModelAverager"]
 
 EVALUATION_BATCH = 256
 """Samples at a time, of a dataset that is given without a loader."""
-
-GOODBYE_S = 30.0
-"""Longest wait of the member that has started the server for the others, who have all ended."""
-
-_hosts: "set[AsyncModelAverager]" = set()
-"""Those that have started the members' server and are not closed. It is in this process: one that nobody
-holds any more, as after a function that ended with `flush()`, would take it from members who still end."""
-
-
-def _close_hosts(failure: BaseException | None) -> None:
-    for host in list(_hosts):
-        host.end_by(failure)
 
 
 @known_attributes
@@ -207,9 +194,6 @@ class AsyncModelAverager:
         gauge = Gauge(adaptation_metric if isinstance(pace, Adaptive) else None)
         joined = meeting.join(self.model, each_once(self.model), how, pace, setting=setting_of(timing, gauge))
         self.rank, self._server = joined.rank, joined.server
-        if self._server is not None:
-            _hosts.add(self)
-            process.at_end(_close_hosts)
         self._turns = Turns(self.model, joined, how, timing, gauge, is_guided=bool(asynchronous))
         self._loss_fn: LossFunction | None = None
         self._is_closed = False
@@ -346,18 +330,8 @@ class AsyncModelAverager:
             return
         self._turns.members.end_by(failure)
         server, self._server = self._server, None
-        _hosts.discard(self)
         if server is not None:
-            with telling(
-                f"the members' server, in this process, waits up to {GOODBYE_S:g} s before it stops for "
-                f"those that have not said goodbye: they may still be ending, or were killed"
-            ):
-                try:
-                    server.wait_for_workers(timeout_s=GOODBYE_S)
-                except ConnectionLostError:  # nobody has finished: this one ends by a failure, and all others
-                    log.info("all members have left, and none has finished: their server stops")
-                finally:
-                    server.stop()
+            server.stop()
 
     def __enter__(self) -> Self:
         """Use the averager in a `with` block, at whose end it is closed; it is not flushed there."""
@@ -593,7 +567,8 @@ class AsyncModelAverager:
 
     def note_measured(self, batches: int) -> None:
         """Tell a server that this member gets on while it measures the model, which may take long."""
-        self._turns.members.note_progress(self._turns.course.iterations + batches)
+        if self._origin.is_here:  # a child may measure what it has, and is no member
+            self._turns.members.note_progress(self._turns.course.iterations + batches)
 
     # ------------------------------------------------------------------ state
 

@@ -45,6 +45,16 @@ class Company:
         """Take note of how many there are."""
         self.size, self.is_known = max(num_members, 1), True
 
+    def see_who_is_there(self, workers: Sequence[Mapping[str, Any]], *, named: str) -> None:
+        """Take note of how many there are, where no round tells it: also of who is lost, and may train on.
+
+        Args:
+            workers: As a status has them.
+            named: What the names of members begin with; others are of those who look on.
+        """
+        there = (w for w in workers if w["id"].startswith(named) and w["state"] not in ENDED)
+        self.see(sum(w["state"] != "lost" or w["id"] not in self._lost for w in there))
+
     def count(self, num_members: int) -> None:
         """Take note of how many were in a round, and warn of those of before who have not come to the end."""
         self.see(num_members)

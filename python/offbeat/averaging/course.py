@@ -25,6 +25,7 @@ class Course:
         self.losses: list[float] = []
         self.drift: float | None = None
         self._averaged_at = 0
+        self._before_round: tuple[int, list[float]] | None = None  # what the one under way has begun with
         self._begun_s = self._ended_s = time.monotonic()
 
     def advance(self, samples: int, loss: float | None) -> None:
@@ -36,11 +37,13 @@ class Course:
 
     def begin_round(self) -> None:
         """Take note that a round begins."""
+        self._before_round = self.begun_at, self.losses
         self.begun_at, self._begun_s = self.iterations, time.monotonic()
         self.losses = []
 
     def end_round(self) -> None:
         """Take note that it has ended, whatever came of it."""
+        self._before_round = None
         self._ended_s = time.monotonic()
 
     def count_round(self, drift: float | None) -> None:
@@ -74,15 +77,16 @@ class Course:
         return time.monotonic() - self._begun_s
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what it takes to go on; where no round is under way."""
+        """Give what it takes to go on; where a round is under way, as if it had not begun."""
+        begun_at, losses = self._before_round or (self.begun_at, [])
         return {
             "iterations": self.iterations,
             "samples": self.samples,
             "averaging_round": self.rounds,
-            "since_begin": self.since_begin,
+            "since_begin": self.iterations - begun_at,
             "since_average": self.since_average,
             "seconds": self.seconds,
-            "losses": list(self.losses),
+            "losses": [*losses, *self.losses],
             "drift": self.drift,
         }
 
@@ -93,4 +97,5 @@ class Course:
         self.begun_at = self.iterations - state["since_begin"]
         self._averaged_at = self.iterations - state["since_average"]
         self._begun_s = self._ended_s = time.monotonic() - state["seconds"]
+        self._before_round = None
         self.losses, self.drift = list(state["losses"]), state["drift"]

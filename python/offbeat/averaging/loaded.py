@@ -28,6 +28,11 @@ class Untrained:
             _listen()
             _untrained.add(self)
 
+    @property
+    def is_so(self) -> bool:
+        """Whether it is one, and still is."""
+        return self._members is not None
+
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer is of this member's model."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -49,9 +54,9 @@ def keep_to_the_others(members: Served) -> bool:
     if not members.take_back():
         return False
     log.warn(
-        "the parameters that were loaded into this model after it had joined are not used: this member goes "
-        "on from the server's, where others have gone on meanwhile, with its own optimizer and the buffers "
-        "that are not averaged. Where members are to go on from what was loaded, load it before averagers "
+        "what was loaded into this model after it had joined, or trained since its last round, is not used: "
+        "this member goes on from the server's parameters, with its own optimizer and the buffers that are "
+        "not averaged. Where members are to go on from what was loaded, load it before averagers "
         "are made, and make them at a server that has no model yet: a new one, or one that is started "
         "without its checkpoints"
     )

@@ -13,7 +13,8 @@ from torch import distributed, nn
 
 from offbeat._offbeat import fetch_status
 from offbeat.averaging import one_model
-from offbeat.averaging.arrivals import Arrivals
+from offbeat.averaging.arrivals import NAMED, Arrivals
+from offbeat.averaging.hosted import Hosted
 from offbeat.averaging.members import Alone, Group, Members, terms_of
 from offbeat.averaging.methods import DiLoCo, Method, shown
 from offbeat.averaging.pace import Pace, Seconds
@@ -28,7 +29,6 @@ from offbeat.errors import ConfigError, StateError
 from offbeat.launchers import find
 from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.naming import unknown
-from offbeat.server import ParameterServer
 
 __all__ = ["Joined", "Meeting"]
 
@@ -53,7 +53,7 @@ class Joined:
 
     members: Members
     rank: int
-    server: ParameterServer | None = None
+    server: Hosted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Meeting:
         server, address = reached(place, self.token)
         # It comes back under the same name, by which the server counts its pushes. One that a server gives
         # out would not do: at another server, which knows nothing of this one's, it can be another member's.
-        own_name = f"member-{secrets.token_hex(6)}" if self.is_asynchronous else None
+        own_name = f"{NAMED}{secrets.token_hex(6)}" if self.is_asynchronous else None
 
         def connect(tries_s: float, name: str | None) -> Client:
             return Client(
@@ -204,7 +204,7 @@ class Meeting:
                 members = Served(connect, named, buffers, terms=terms, num_expected=num, ask=ask)
         except BaseException:
             if server is not None:
-                server.stop()
+                server.stop_at_once()
             raise
         one_model.note(address, place.rank, members)
         return Joined(members, place.rank, server)

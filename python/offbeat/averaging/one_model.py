@@ -1,5 +1,6 @@
 """One server is for one model: of several averagers in one process no two are the same member there."""
 
+import gc
 import os
 import weakref
 from typing import Protocol
@@ -40,15 +41,21 @@ def check_free(address: str, rank: int) -> None:
     Raises:
         StateError: If an averager that is open is.
     """
-    other = _present.get(_place(address, rank))
-    if other is not None and not other.is_closed:
+    if _is_present(address, rank):
+        gc.collect()  # one that nobody holds, as of a try that has failed, may hold itself
+    if _is_present(address, rank):
         raise StateError(
             f"this process averages at the server {address} already, as member {rank}, and one server is for "
             f"one model: close() the averager that is open before another one is made there, or let this one "
             f"meet elsewhere: at another `offbeat server` (server_address=), or in a process group "
             f"(communication_backend='gloo'). Several members of one model in one process each give their "
-            f"rank="
+            f"rank= and world_size="
         )
+
+
+def _is_present(address: str, rank: int) -> bool:
+    other = _present.get(_place(address, rank))
+    return other is not None and not other.is_closed
 
 
 def note(address: str, rank: int, member: Present) -> None:

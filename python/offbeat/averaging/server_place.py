@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import distributed
 
+from offbeat.averaging.hosted import Hosted
 from offbeat.checks import of_address, refuse
 from offbeat.errors import ConfigError, ConnectError
 from offbeat.launchers import Place, find, has_agents_store, meeting_place
-from offbeat.server import ParameterServer
 
 __all__ = ["ServerPlace", "reached", "server_at_hand", "server_place"]
 
@@ -82,7 +82,7 @@ def server_at_hand(environ: Mapping[str, str], place: Place) -> str | None:
     return None if host is None else f"a server that rank 0 starts at {host}"
 
 
-def reached(place: ServerPlace, token: str | None) -> tuple[ParameterServer | None, str]:
+def reached(place: ServerPlace, token: str | None) -> tuple[Hosted | None, str]:
     """Start the server where that is this process's part, and give it with the address at which it is.
 
     Raises:
@@ -102,7 +102,7 @@ def reached(place: ServerPlace, token: str | None) -> tuple[ParameterServer | No
         own_port = server.address.rpartition(":")[2]
         store.set(key, own_port)
     except BaseException:
-        server.stop()
+        server.stop_at_once()
         raise
     return server, f"{host}:{own_port}"
 
@@ -142,7 +142,5 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _started(host: str, port: int, token: str | None) -> ParameterServer:
-    server = ParameterServer(host=host.strip("[]"), port=port, token=token, transaction="model", linger_s=0.5)
-    server.start()
-    return server
+def _started(host: str, port: int, token: str | None) -> Hosted:
+    return Hosted.started(host=host.strip("[]"), port=port, token=token)

@@ -117,13 +117,14 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
 def _keeps_rounds(turns: Turns, state: Mapping[str, Any], *, strict: bool) -> bool:
     """See that a member that has joined others has their model, and tell whether its rounds go on as saved.
 
-    They do where the others have gone no further: the server has what the state was taken of.
+    They do where the others have gone no further: the server has what the state was taken of. A member that
+    has trained there keeps its own model: others have what it has brought, and it has theirs.
     """
     members = turns.members
     if isinstance(members, Arrivals):
         keep_to_the_others(members)
         return strict or not members.has_gone_on
-    if not isinstance(members, Served) or not members.has_gone_on:
+    if not isinstance(members, Served) or not turns.untrained.is_so:
         return True
     is_back = fingerprint(turns.named) == state.get("model")
     return not keep_to_the_others(members) and strict and is_back

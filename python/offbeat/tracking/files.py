@@ -16,6 +16,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -102,7 +103,12 @@ class _File(ABC):
             text = self._text(numbers, step, time.time())
             self._mend(self._file)
             self._torn_at = self._file.seek(0, os.SEEK_END)
-            _write(self._file, text)
+            try:
+                _write(self._file, text)
+            except BaseException:
+                with suppress(OSError):  # then before the next call
+                    self._mend(self._file)
+                raise
             self._torn_at = None
 
     def finish(self) -> None:

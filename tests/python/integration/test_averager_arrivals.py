@@ -519,6 +519,32 @@ def test_one_that_stood_still_for_longer_than_the_lease_is_waited_for_again_or_a
     assert (float(value) == one.value) == (not are_others_done)
 
 
+def test_one_that_came_later_and_was_given_up_is_told_of_as_well(server):
+    one = Counter()
+    settings = {"averaging_frequency": 1, "method": DiLoCo(lr=1.0, momentum=0.0, delay=2)}
+    with (
+        warned() as told,
+        offbeat.AsyncModelAverager(
+            one.model, 1, 0, server_address=server.address, asynchronous=True, overlap=False, **settings
+        ) as ours,
+    ):
+        one.train(ours, 1)
+        with subprocess.Popen(
+            [sys.executable, "-c", STANDING_STILL, server.address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+        ) as process:  # fmt: skip
+            try:
+                assert process.stdout.readline() == "ready\n"
+                one.train(ours, 1)
+                freeze(process)
+                wait_for(lambda: "lost" in [w["state"] for w in server.status()["workers"]], timeout_s=40)
+                one.train(ours, 1)
+                ours.flush()
+            finally:
+                process.kill()
+    assert len([text for text in told if "this ends with 1 member(s), and there were 2: " in text]) == 1
+
+
 def test_a_state_goes_on_from_the_parameters_of_now(server):
     first, second = Trainee(0), Trainee(1)
     with at(server.address, first.model, method=DiLoCo(delay=2)) as ours:
@@ -609,7 +635,7 @@ def test_the_server_that_the_first_member_starts_takes_a_push_whole(monkeypatch)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     one = Trainee()
-    with at(None, one.model) as ours:
-        assert ours._server.status()["transaction"] == "model"
+    with at(None, one.model) as ours, offbeat.Client(f"127.0.0.1:{os.environ['MASTER_PORT']}") as other:
+        assert other.run["transaction"] == "model"
         one.train(ours, EVERY)
         assert ours.receipt.applied

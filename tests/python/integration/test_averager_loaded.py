@@ -72,7 +72,7 @@ def of_a_life_before(server, **settings):
 
 
 def told_of(texts):
-    return [text for text in texts if "loaded into this model after it had joined are not used" in text]
+    return [text for text in texts if "what was loaded into this model after it had joined, or" in text]
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True])
@@ -157,3 +157,16 @@ def test_a_state_that_is_loaded_without_its_model_brings_nothing_of_before(serve
     member.train(in_a_loop=True)
     member.averager.close()
     assert member.value == held_number(server) == held
+
+
+def test_a_member_that_has_trained_there_keeps_what_it_has_trained(serve):
+    server = serve(transaction="model")
+    of_a_life_before(server)
+    member = Member(server)
+    member.train(in_a_loop=True, iterations=EVERY - 1)
+    trained = member.value
+    with warned() as texts:
+        member.averager.load_state_dict(member.averager.state_dict(), optimizer=member.live)
+    assert member.value == trained != HELD
+    assert not texts
+    member.averager.close()

@@ -45,7 +45,8 @@ def test_a_second_averager_of_a_process_at_one_server_is_refused_and_the_first_g
         assert "server_address=" in str(caught.value)
         assert "communication_backend='gloo'" in str(caught.value)
     one.train(first, 2)
-    assert one.value == held_number(server) or settings  # the server's own step is a larger one
+    held = held_number(server)
+    assert (held == one.value) if settings is SYNCHRONOUS else (held > 0), "the outer step is not the mean"
     assert len(server.status()["workers"]) == 1, "who is refused does not come to the server"
 
 

@@ -92,6 +92,19 @@ def test_what_a_child_inherits_is_refused_there_at_once_and_the_parent_goes_on(k
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_may_measure_the_model_that_it_has_inherited():
+    with (
+        offbeat.ParameterServer(transaction="model") as server,
+        offbeat.AsyncModelAverager(model(), 1, 0, server_address=server.address) as ours,
+    ):
+
+        def measure():
+            return str(ours.evaluate([batch(0, 0)]))
+
+        assert in_a_child(measure) == measure()
+
+
 def test_who_is_alone_may_go_on_in_a_child():
     trained = model()
     inputs, targets = batch(0, 0)
