@@ -30,7 +30,7 @@ class Judgement:
         loss: Mean of the newest losses; NaN without.
         is_within: Whether they are finite, and that mean within the band.
         band: What it may be at most; None while nobody knows.
-        monitored: Mean of what is monitored since the save before; None without.
+        monitored: Mean of what is monitored since the last save that broke nothing off; None without.
         monitored_samples: Of how many samples that is.
         is_short: Whether these are too few for it to be the best.
     """
@@ -112,24 +112,38 @@ class Account:
         """Take down what was measured on other data after an epoch."""
         self.history.validation.append(Validated(epoch, self.history.steps, metrics))
 
-    def judge(self) -> Judgement:
-        """Look at how the run is doing. Waits for the device."""
+    def judge(self, *, is_broken_off: bool) -> Judgement:
+        """Look at how the run is doing. Waits for the device.
+
+        Args:
+            is_broken_off: It is saved before it was time to, and is to go on. Nothing of this judgement stays
+                then: it is judged later as a run that nobody breaks off, and goes back to the same.
+        """
         recent = self._read_recent()
-        is_within, self._band = judged(recent, self._band)
+        is_within, band = judged(recent, self._band)
         if not recent and self.history.skipped:
             is_within = False  # of all batches so far nothing came
+        measured = self._monitored, self._monitored_samples, self._is_short
         if self._monitor is not None and self._new_samples:
-            self._monitored, self._monitored_samples = self._monitor.read(), self._new_samples
-            self._is_short = is_short(self._new_samples, self._lengths)
-            self._lengths.append(self._new_samples)
-            self._new_samples = 0
+            so_far = self._monitor.state_dict()
+            is_short_now = is_short(self._new_samples, self._lengths, is_broken_off=is_broken_off)
+            measured = self._monitor.read(), self._new_samples, is_short_now
+            if is_broken_off:
+                self._monitor.load_state_dict(so_far)
+            else:
+                self._lengths.append(self._new_samples)
+                self._new_samples = 0
+                self._monitored, self._monitored_samples, self._is_short = measured
+        if not is_broken_off:
+            self._band = band
+        monitored, monitored_samples, is_too_short = measured
         return Judgement(
             loss=sum(recent) / len(recent) if recent else float("nan"),
             is_within=is_within,
-            band=None if self._band is None else self._band.upper,
-            monitored=self._monitored,
-            monitored_samples=self._monitored_samples,
-            is_short=self._is_short,
+            band=None if band is None else band.upper,
+            monitored=monitored,
+            monitored_samples=monitored_samples,
+            is_short=is_too_short,
         )
 
     def state_dict(self) -> dict[str, Any]:

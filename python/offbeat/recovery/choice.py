@@ -74,7 +74,7 @@ def planned(every: Every, *, is_deterministic: bool) -> Callable[[Manifest], boo
     count = every.count
     if count is None or not is_deterministic:
         return lambda _: True
-    return lambda m: m.again_number is not None or m.step % count == 0
+    return lambda m: m.again_step is not None or m.step % count == 0
 
 
 def to_go_back_to(
@@ -82,13 +82,17 @@ def to_go_back_to(
 ) -> list[Manifest]:
     """Choose what a rollback may go back to: what is good and was not left behind, newest first.
 
+    Of several that have the values of one step it is the newest.
+
     Args:
         found: Newest first.
         stay: Numbers of those that are to be kept: after a crash another one may still be there.
         is_planned: Tells which may be chosen.
     """
     behind = left_behind(found)
-    return [m for m in found if m.is_good and m.number in stay and m.number not in behind and is_planned(m)]
+    good = [m for m in found if m.is_good and m.number in stay and m.number not in behind and is_planned(m)]
+    newest = {m.values_step: m for m in reversed(good)}
+    return [m for m in good if newest[m.values_step] is m]
 
 
 def ranked(
@@ -169,6 +173,8 @@ def kept(
 ) -> set[int]:
     """Choose what is kept: the newest three, the newest good one, and the best where something is monitored.
 
+    Likewise of those alone that are planned: what is saved besides takes no place of theirs.
+
     Of several of one step in a row the newest counts among the three: the save at the end, where one was due
     in mid-run, takes its place, and no older one's. What a rollback has written, which is once more what
     there is already, is none of the three, and stays as long as it is the newest, or what it left behind is
@@ -178,19 +184,17 @@ def kept(
         found: Newest first.
         monitor: What "best" goes by; None without.
         mode: Likewise.
-        is_planned: Tells which count among the three.
+        is_planned: Tells which a rollback may choose by itself.
 
     Returns:
         Their numbers.
     """
-    there = {m.number for m in found}
-    own = [m for m in preferred(found) if is_planned(m) and m.again_number not in there]
-    stay = [m for newer, m in zip((None, *own), own, strict=False) if not newer or newer.step != m.step]
-    del stay[KEPT:]
-    stay += found[:1]
-    stay += [m for m in preferred(found) if m.is_good][:1]
-    if monitor is not None and (winner := best(found, monitor, mode)) is not None:
-        stay.append(winner)
+    stay = list(found[:1])
+    for some in (found, [m for m in found if is_planned(m)]):
+        stay += _newest(some)
+        stay += [m for m in preferred(some) if m.is_good][:1]
+        if monitor is not None and (winner := best(some, monitor, mode)) is not None:
+            stay.append(winner)
     numbers = {m.number for m in stay}
     return numbers | {
         m.number
@@ -199,16 +203,26 @@ def kept(
     }
 
 
+def _newest(found: Sequence[Manifest]) -> list[Manifest]:
+    """Give the newest three of what was trained, each of another step than the one before it."""
+    there = {m.number for m in found}
+    own = [m for m in preferred(found) if m.again_step is None or m.again_number not in there]
+    return [m for newer, m in zip((None, *own), own, strict=False) if not newer or newer.step != m.step][
+        :KEPT
+    ]
+
+
 def _comparable(found: Sequence[Manifest], monitor: str | None) -> list[Manifest]:
-    """Give those with a mean that was not short when it was written.
+    """Give those with a mean that was not short when it was written; where all were, these.
 
     That stays as it is, so that what was kept as the best is gone on from as that, also where means are over
     more samples by then, as with a higher `checkpoint_frequency`.
     """
-    return [m for m in found if _has_value(m, monitor) and not m.is_short]
+    have = [m for m in found if _has_value(m, monitor)]
+    return [m for m in have if not m.is_short] or have
 
 
-def is_short(samples: int, before: Sequence[int]) -> bool:
+def is_short(samples: int, before: Sequence[int], *, is_broken_off: bool) -> bool:
     """Tell whether a mean is over so few samples that it is left to chance too much to be best.
 
     As where one was saved a few batches after another, at SIGTERM or at the end. A single long one before it,
@@ -216,9 +230,11 @@ def is_short(samples: int, before: Sequence[int]) -> bool:
 
     Args:
         samples: Of it.
-        before: Of those before it.
+        before: Of those before it that were not broken off.
+        is_broken_off: It was saved before it was time to, and not at the end: where there are none to tell
+            what is usual, that is short.
     """
-    return bool(before) and samples * SHORT < sorted(before)[len(before) // 2]
+    return samples * SHORT < sorted(before)[len(before) // 2] if before else is_broken_off
 
 
 def _has_value(manifest: Manifest, monitor: str | None) -> bool:

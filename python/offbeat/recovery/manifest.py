@@ -76,7 +76,8 @@ class Manifest:
         is_good: Whether the parameters are finite and the loss is within the band.
         loss: Mean of the newest steps; NaN before the first.
         band: What the loss may be at most; None while it is not known.
-        monitored: Of what `monitor` names, the mean since the checkpoint before; None without.
+        monitored: Of what `monitor` names, the mean since the last checkpoint that broke
+            nothing off, or since the start; None without.
         monitor: That name; None without.
         monitored_samples: Of how many samples that mean is; None where older ones do not tell.
         is_short: Whether these are too few for it to be the best.
@@ -89,7 +90,8 @@ class Manifest:
         stop_reason: What was given to it.
         again_number: Number of the checkpoint that a rollback has gone back to as this was written, whose
             values this has once more, and its judgement; None where it is of no rollback.
-        again_step: The step that those values are of; None likewise.
+        again_step: The step that those values are of; None likewise, and where the rollback's own checkpoint
+            could not be written, so that this is the first which says that there was one.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.

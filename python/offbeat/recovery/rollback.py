@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.errors import CheckpointError, ModelMismatchError, StateError
 from offbeat.frequency import Every
-from offbeat.recovery.choice import preferred, to_go_back_to
+from offbeat.recovery.choice import left_behind, preferred, to_go_back_to
 from offbeat.recovery.directory import Directory, entries, name_of
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
@@ -152,11 +152,23 @@ class WayBack:
             )
         wanted = preferred([m for m in found if m.values_step == step])
         if step is None and not (wanted := self._candidates(found)):
-            raise CheckpointError(
-                f"{where} has no good checkpoint to go back to: of the {len(found)} there none has finite "
-                f"parameters and a loss within its band; rollback(step=...) goes back to one all the same"
-            )
+            raise CheckpointError(f"{where} has no good checkpoint to go back to: {_why_none(found)}")
         if not wanted:
             there = ", ".join(map(str, sorted({m.values_step for m in found})))
             raise CheckpointError(f"{where} has no checkpoint of step {step}: there are those of {there}")
         return wanted[0]
+
+
+def _why_none(found: Sequence[Manifest]) -> str:
+    """Say why none of several checkpoints is gone back to by itself, and what to do."""
+    behind = left_behind(found)
+    if good := sorted({m.values_step for m in found if m.is_good and m.number not in behind}):
+        steps = ", ".join(map(str, good))
+        return (
+            f"what was saved at step {steps} is good, but at no time at which all runs save, as at SIGTERM, "
+            f"and deterministic=True takes none such by itself: rollback({good[-1]}) goes back to it"
+        )
+    return (
+        f"of the {len(found)} there none has finite parameters and a loss within its band; "
+        f"rollback(step=...) goes back to one all the same"
+    )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -32,7 +32,7 @@ from offbeat.recovery.trainee import GoesBack, Trainee
 from offbeat.termination import Terminated
 from offbeat.worker.account import Account as Pushes
 
-__all__ = ["Plan", "Run", "taken_apart"]
+__all__ = ["Again", "Plan", "Run", "taken_apart"]
 
 WHERE_NOT_FINITE = (
     "give a lower learning rate, clip gradients or, in half precision, scale the loss; or let "
@@ -98,6 +98,26 @@ class Plan:
         return history
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A checkpoint whose values there are once more, after a rollback.
+
+    Attributes:
+        number: Of that which was gone back to.
+        step: That its values are of.
+    """
+
+    number: int
+    step: int
+
+    @classmethod
+    def of(cls, manifest: Manifest | None) -> Self | None:
+        """Tell what the values of a checkpoint are once more; None where they are its own."""
+        if manifest is None or manifest.again_number is None or manifest.again_step is None:
+            return None
+        return cls(manifest.again_number, manifest.again_step)
+
+
 class Run:
     """One life of a run.
 
@@ -111,6 +131,7 @@ class Run:
         terminated: Whether to end at the next step.
         stop: Whether somebody wants an end.
         resumed: The rest of the checkpoint's state; None for a run that begins.
+        again: Whose values that checkpoint has once more; None where they are its own.
     """
 
     def __init__(
@@ -125,6 +146,7 @@ class Run:
         terminated: Terminated,
         stop: Stop,
         resumed: dict[str, Any] | None,
+        again: Again | None,
     ) -> None:
         self._plan = plan
         self._trainee = trainee
@@ -136,6 +158,8 @@ class Run:
         self._stop = stop
         self._was_stopped = account.history.stopped == "stop"  # in a life before
         self._resumed = resumed
+        self._again = again  # until there are values of another step
+        self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
         self._first_step = account.history.steps
@@ -228,6 +252,7 @@ class Run:
             # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
             done = self._trainee.step(batch, self._account.place.epoch)
             self._account.add(done)
+            self._again = None
             self._hear()
             history = self._account.history
             if not done.is_skipped:
@@ -257,6 +282,7 @@ class Run:
 
         The data, all counts, the random states and what watches the run go on from here. Until the new
         checkpoint is on the disk the next step waits: a process that is killed after that goes on from it.
+        Where it cannot be written, the next one that can says from where it was gone back.
         """
         back = None if self._way_back is None else self._way_back.take()
         if back is None:
@@ -272,7 +298,9 @@ class Run:
             f"after step {step:,} the model goes back to what it was at step "
             f"{back.manifest.values_step:,}, as {back.path} has it; the data goes on"
         )
-        self._save(back.manifest)
+        self._again = Again(back.manifest.number, back.manifest.values_step)
+        self._untold = self._again.number
+        self._save()
         self._saver.settle()
 
     def _batches(self) -> Iterator[Any]:
@@ -317,7 +345,7 @@ class Run:
             if self._terminated.has_come:
                 self._leave()
             if not self._has_nothing_new:
-                self._save()
+                self._save(is_broken_off=True)
                 self._saver.wait()
             raise
 
@@ -328,7 +356,7 @@ class Run:
         if not self._has_nothing_new:
             self._account.history.steps += self._trainee.settle()
             self._hear()
-            self._save()
+            self._save(is_broken_off=True)
             self._saver.wait()
         log.announce(f"ended after step {self._account.history.steps:,}; to go on, {self._saver.to_go_on}")
         leaving = self._terminated.end()
@@ -336,14 +364,17 @@ class Run:
             process.note_exit(leaving)
         raise leaving
 
-    def _save(self, again: Manifest | None = None) -> None:
-        """Save; `again` is of the checkpoint whose values were put in place just now."""
+    def _save(self, *, is_broken_off: bool = False) -> None:
+        """Save, when it is time to or all is done; or because the run is broken off."""
         self._note_time()
-        self._saver.save(self._draft(again))
+        self._saver.settle()
+        if not self._saver.has_failed and self._again is None:
+            self._untold = None  # the checkpoint before has said it
+        self._saver.save(self._draft(is_broken_off=is_broken_off))
 
-    def _draft(self, again: Manifest | None) -> Draft:
-        plan, account = self._plan, self._account
-        judgement = account.judge()
+    def _draft(self, *, is_broken_off: bool) -> Draft:
+        plan, account, again = self._plan, self._account, self._again
+        judgement = account.judge(is_broken_off=is_broken_off)
         parts = taken_apart(self._trainee, self._rest(account))
         history, place = account.history, account.place
         manifest = Manifest(
@@ -368,8 +399,8 @@ class Run:
             max_steps=plan.goal.max_steps,
             is_stopped=self._was_stopped,
             stop_reason=history.stop_reason,
-            again_number=None if again is None else again.number,
-            again_step=None if again is None else again.values_step,
+            again_number=self._untold if again is None else again.number,
+            again_step=None if again is None else again.step,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),
             optimizer=self._trainee.optimizer_name,
             offbeat=_version(),

@@ -226,6 +226,11 @@ class Saver:
         """What to run after this life, in words."""
         return words_to_go_on(self._newest, self._again, needs_good=self._needs_good)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the newest save that has ended could not be written."""
+        return self._failed_s is not None
+
     def is_wanted(self, step: int) -> bool:
         """Whether to save after this step."""
         if self._writing is not None and self._writing.done():

@@ -33,7 +33,7 @@ from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.rollback import WayBack
-from offbeat.recovery.run import Plan, Run, taken_apart
+from offbeat.recovery.run import Again, Plan, Run, taken_apart
 from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
@@ -345,6 +345,7 @@ class FaultTolerantTrainer:
                 terminated=terminated,
                 stop=self._stop,
                 resumed=rest,
+                again=Again.of(None if found is None else found.manifest),
             ).run()
         return self.history
 

@@ -1,10 +1,15 @@
 """What a rollback has left behind: no start takes it before what was gone back to; it is the first to go."""
 
 import functools
+import statistics
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offbeat.frequency import Every
 from offbeat.recovery.choice import (
     ends_again,
+    is_short,
     kept,
     left_behind,
     planned,
@@ -81,7 +86,7 @@ def test_a_copy_pushes_nothing_out_and_what_was_left_behind_is_the_first_to_go()
 def test_a_rollback_chooses_what_is_good_kept_and_not_left_behind():
     found = [manifest(7), manifest(6, is_good=False), again(5, 2), manifest(4), manifest(2), manifest(1)]
     chosen = to_go_back_to(found, stay={7, 6, 5, 4, 2}, is_planned=lambda _: True)
-    assert numbers(chosen) == [7, 5, 2]
+    assert numbers(chosen) == [7, 5], "of what has the values of one step the newest"
 
 
 def test_a_deterministic_run_chooses_only_what_one_has_that_nobody_breaks_off():
@@ -93,6 +98,49 @@ def test_a_deterministic_run_chooses_only_what_one_has_that_nobody_breaks_off():
     by_plan = {"is_planned": planned(every, is_deterministic=True)}
     found = [manifest(5, step=93), *(manifest(n, step=20 * n) for n in (4, 3, 2, 1))]
     assert kept(found, monitor=None, mode="min", **by_plan) == {5, 4, 3, 2}
+
+
+def test_of_a_run_that_is_broken_off_again_and_again_the_newest_three_are_kept_and_the_planned_ones_besides():
+    by_plan = {"is_planned": planned(Every(count=20, seconds=None), is_deterministic=True)}
+    stay = functools.partial(kept, monitor=None, mode="min", **by_plan)
+    assert stay([manifest(n, step=20 * n + 1) for n in (5, 4, 3, 2, 1)]) == {5, 4, 3}
+    steps = {8: 70, 7: 60, 6: 55, 5: 50, 4: 45, 3: 40, 2: 20, 1: 10}
+    assert stay([manifest(n, step=step) for n, step in steps.items()]) == {8, 7, 6, 3, 2}
+
+
+def test_what_is_saved_besides_takes_the_place_of_no_planned_one_that_is_good_or_the_best():
+    is_planned = planned(Every(count=20, seconds=None), is_deterministic=True)
+    found = [manifest(n, step=20 * n, is_good=False, monitored=9.0, monitor="loss") for n in (9, 8, 7)]
+    found += [manifest(5, step=101, monitored=0.1, monitor="loss")]
+    found += [manifest(4, step=80, monitored=0.3, monitor="loss")]
+    found += [manifest(3, step=60, monitored=0.2, monitor="loss")]
+    assert kept(found, monitor="loss", mode="min", is_planned=is_planned) == {9, 8, 7, 5, 4, 3}
+
+
+def test_a_rollback_whose_checkpoint_could_not_be_written_is_known_by_the_next():
+    told_later = manifest(6, again_number=2)
+    found = [told_later, manifest(4), manifest(3), manifest(2)]
+    assert left_behind(found) == {4, 3}
+    assert told_later.values_step == 60
+    assert kept(found, monitor=None, mode="min") == {6, 4, 2}
+
+
+@given(st.lists(st.integers(1, 30)), st.integers(1, 30))
+def test_a_mean_is_short_by_what_is_usual_and_without_that_by_whether_it_was_broken_off(before, samples):
+    is_short_now = is_short(samples, before, is_broken_off=True)
+    if before:
+        assert is_short_now == (2 * samples < statistics.median_high(before))
+        assert is_short(samples, before, is_broken_off=False) == is_short_now
+    else:
+        assert is_short_now
+        assert not is_short(samples, before, is_broken_off=False)
+
+
+def test_where_all_means_are_short_the_best_of_these_is_the_best():
+    found = [manifest(n, monitored=0.1 * n, monitor="loss", is_short=True) for n in (3, 2, 1)]
+    assert numbers(ranked("best", found, monitor="loss")) == [1, 2, 3]
+    found.insert(0, manifest(4, monitored=0.9, monitor="loss"))
+    assert numbers(ranked("best", found, monitor="loss")) == [4]
 
 
 def test_an_end_that_came_of_what_a_rollback_has_written_once_more_is_come_to_again():

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError, ConfigError
+from offbeat.recovery import choice
 from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery.band import NUM_RECENT, Band, judged
-from offbeat.recovery.choice import best, is_short, kept, ranked
+from offbeat.recovery.choice import best, kept, ranked
 from offbeat.recovery.directory import Directory, entries, is_trainers, names
 from offbeat.recovery.folder import entry_of, verify, write_synced
 from offbeat.recovery.manifest import FILES, MANIFEST, DamagedError, Manifest
@@ -253,6 +254,9 @@ def test_best_goes_by_the_value_then_by_age_and_passes_over_what_is_not_finite()
 
 
 def test_a_mean_of_much_fewer_samples_than_the_usual_one_before_it_is_short():
+    def is_short(samples, before):
+        return choice.is_short(samples, before, is_broken_off=False)
+
     assert not is_short(8, [])  # there is no other to go by
     assert is_short(8, [800])
     assert not is_short(400, [800, 800])
