@@ -1,11 +1,12 @@
 """Measuring a model, which the trainers that have an `evaluate` share."""
 
 import math
+import random
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError
@@ -65,3 +66,24 @@ def test_what_comes_first_does_so_once_all_is_known_to_be_usable():
     assert calls == []
     measured([(INPUTS, TARGETS)], reduction="mean", first=lambda: calls.append("first"))
     assert calls == ["first"]
+
+
+class Entropy(Dataset):
+    """Samples that draw from the system's entropy, and from a generator that has a state."""
+
+    def __init__(self):
+        self.system, self.own = random.SystemRandom(), random.Random(1)  # noqa: S311  no secret
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return INPUTS[index] * (1 + self.system.random() + self.own.random()), TARGETS[index]
+
+
+def test_entropy_of_the_system_has_no_state_and_keeps_no_data_from_being_measured(tmp_path):
+    data = Entropy()
+    before = data.own.getstate()
+    for trainer in trainers(tmp_path / "kept"):
+        assert 0 <= trainer.evaluate(data) <= 1
+    assert data.own.getstate() == before
