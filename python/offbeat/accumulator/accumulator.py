@@ -269,7 +269,8 @@ class AsyncGradientAccumulator:
 
         Raises:
             ConfigError: If the optimizer, the batch (as one without a sample) or the loss cannot be used;
-                nothing is added then. What is raised in the backward pass drops the window.
+                nothing is added then. What is raised in the backward pass drops the window. Whatever is
+                raised, a batch that was not finite leaves no NaN in buffers.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
             NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
@@ -292,41 +293,22 @@ class AsyncGradientAccumulator:
             if self._is_under_way and not self._overlaps:
                 self._update()  # whose wait was broken off
             self._buffers.begin()
-        self._warn_of_reduction(loss_fn)
-        began_s = time.perf_counter()
-        inputs, targets = moved(inputs, self.device), moved(targets, self.device)
-        wake(self.model)
-        loss = loss_fn(self.model(inputs), targets)
-        check_loss(loss, owner=type(self).__name__)
-        shown = loss.detach()
-        if counts:  # a mean over nothing is NaN, and no sign of anything
-            trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
-        self._was_update = False
-        self._flushed = None
         try:
-            self._window.add(
-                self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
-            )
-            value = float(shown)
-            self._buffers.seen += samples
-            if counts:
-                self._window.see(value)
-                if not math.isfinite(value):  # and so, perhaps, what it left in buffers
-                    self._buffers.put_back()
-            if self._sizes.see(samples):
-                steps, really = self.accumulation_steps, self.effective_batch_size
-                whole = self._target_batch_size, self._members.size
-                log.warn(words_of_other(self._sizes.told, samples, *whole, steps=steps, really=really))
-            if self._meter is not None:
-                self._meter.work(began_s)
-            if self._window.batches >= self.accumulation_steps:
-                self._end_window()
+            self._warn_of_reduction(loss_fn)
+            began_s = time.perf_counter()
+            inputs, targets = moved(inputs, self.device), moved(targets, self.device)
+            wake(self.model)
+            loss = loss_fn(self.model(inputs), targets)
+            check_loss(loss, owner=type(self).__name__)
+            shown = loss.detach()
+            if counts:  # a mean over nothing is NaN, and no sign of anything
+                trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
+            self._was_update = False
+            self._flushed = None
+            return self._add(loss, counts=counts, samples=samples, began_s=began_s)
         except Exception:
-            self._buffers.put_back()  # of a window that is dropped
+            self._buffers.put_back()  # of a window that is dropped, or of a batch that was not added
             raise
-        finally:
-            self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
-        return value
 
     def is_update_step(self) -> bool:
         """Tell whether the last call made an update."""
@@ -599,6 +581,30 @@ class AsyncGradientAccumulator:
     def _losses_are(self) -> list[object]:
         """Give what a gathered sum means, as JSON can have it."""
         return [self._reduction, self._normalizer is not None]
+
+    def _add(self, loss: torch.Tensor, *, counts: float, samples: int, began_s: float) -> float:
+        """Add a micro-batch by its loss, and make an update if it is time to; give the loss as a number."""
+        try:
+            self._window.add(
+                self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
+            )
+            value = float(loss.detach())
+            self._buffers.seen += samples
+            if counts:
+                self._window.see(value)
+                if not math.isfinite(value):  # and so, perhaps, what it left in buffers
+                    self._buffers.put_back()
+            if self._sizes.see(samples):
+                steps, really = self.accumulation_steps, self.effective_batch_size
+                whole = self._target_batch_size, self._members.size
+                log.warn(words_of_other(self._sizes.told, samples, *whole, steps=steps, really=really))
+            if self._meter is not None:
+                self._meter.work(began_s)
+            if self._window.batches >= self.accumulation_steps:
+                self._end_window()
+        finally:
+            self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
+        return value
 
     def _end_window(self) -> None:
         if self._is_under_way:

@@ -10,7 +10,7 @@ import offbeat
 from offbeat import optim
 from offbeat.accumulator.kept_buffers import KeptBuffers, is_kept, is_ruined
 from offbeat.accumulator.mean_buffers import left_out, shares, words_of
-from offbeat.errors import NonFiniteError
+from offbeat.errors import ConfigError, NonFiniteError
 
 LOSS = nn.CrossEntropyLoss()
 SPEC = optim.SGD(lr=0.1)
@@ -119,6 +119,79 @@ def test_what_breaks_in_the_backward_pass_of_a_batch_that_is_not_finite_leaves_n
     with torch.autograd.set_detect_anomaly(mode=True), pytest.raises(RuntimeError, match="nan values"):
         ours.train_step(**micro_batch(0, NAN), optimizer=SPEC, loss_fn=LOSS)
     assert same(before, statistics(ours.model))
+
+
+def fails_by_itself(out, targets):
+    loss = LOSS(out, targets)
+    if not loss.isfinite():
+        raise ValueError("to be left out")
+    return loss
+
+
+def is_refused(out, targets):
+    loss = LOSS(out, targets)
+    return loss if loss.isfinite() else loss.detach()
+
+
+class Failing(nn.Module):
+    """A model that looks at what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = model()
+
+    def forward(self, inputs):
+        out = self.inside(inputs)
+        if not out.isfinite().all():
+            raise ValueError("to be left out")
+        return out
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("made", "loss_fn", "error"),
+    [
+        (model, fails_by_itself, ValueError),
+        (model, is_refused, ConfigError),
+        (Failing, LOSS, ValueError),
+    ],
+    ids=["the loss function", "its check", "the model"],
+)
+def test_what_fails_before_the_backward_pass_leaves_no_nan_and_the_window_as_it_was(
+    place, made, loss_fn, error
+):
+    ours, theirs = (offbeat.AsyncGradientAccumulator(made(), 2) for _ in range(2))
+    for each in (ours, theirs):
+        for number in range(2 + place):
+            each.train_step(**micro_batch(number), optimizer=SPEC, loss_fn=loss_fn)
+    before = ours.state_dict()
+    with pytest.raises(error):
+        ours.train_step(**micro_batch(7, NAN), loss_fn=loss_fn)
+    after = ours.state_dict()
+    counts = {"updates", "skipped_updates", "was_update", "samples", "sizes", "due", "settings"}
+    assert {name: before[name] for name in counts} == {name: after[name] for name in counts}
+    gradients = before["window"].pop("gradients"), after["window"].pop("gradients")
+    assert before["window"] == after["window"]
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(bool(value.isfinite().all()) for value in statistics(ours.model).values())
+    if not place:
+        assert same(statistics(theirs.model), statistics(ours.model))
+    for each in (ours, theirs):
+        for number in range(3, 6):
+            each.train_step(**micro_batch(number), loss_fn=loss_fn)
+        each.flush()
+    assert ours.updates == theirs.updates == 3
+    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_what_fails_in_no_window_is_nothing_that_a_flush_is_missed_for(caplog):
+    with offbeat.AsyncGradientAccumulator(model(), 2) as ours:
+        ours.train_step(**micro_batch(0), optimizer=SPEC, loss_fn=LOSS)
+        ours.state_dict()  # it is to go on from there
+        with pytest.raises(ValueError, match="to be left out"):
+            ours.train_step(**micro_batch(1, NAN), loss_fn=fails_by_itself)
+    assert caplog.text == ""
 
 
 def test_a_monitor_that_drops_the_update_finds_no_nan_to_keep():
