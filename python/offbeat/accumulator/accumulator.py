@@ -623,6 +623,7 @@ class AsyncGradientAccumulator:
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
         self._send(own, scale)
+        self._buffers.end()
         del own  # what is sent is a copy
         if fault is not None:
             raise fault

@@ -46,11 +46,19 @@ class KeptBuffers:
         self._model = model
         self._are_late = are_late
         self._kept: list[Kept] = []  # the newest first
+        self._is_open = False  # the newest one's window has not ended
 
     def begin(self) -> None:
-        """Keep what is there before a window's first micro-batch."""
-        is_full = len(self._kept) == 1 + self._are_late
-        memory = self._kept.pop().values if is_full else {}
+        """Keep what is there before a window's first micro-batch.
+
+        Where one was begun that came to nothing, as its forward failed, this is in its place: the window
+        before it is under way still.
+        """
+        if self._is_open:
+            memory = self._kept.pop(0).values
+        else:
+            is_full = len(self._kept) == 1 + self._are_late
+            memory = self._kept.pop().values if is_full else {}
         now = self._now()
         values = {
             name: memory[name] if _fits(memory.get(name), buffer) else torch.empty_like(buffer)
@@ -60,6 +68,11 @@ class KeptBuffers:
             with torch.no_grad():
                 torch._foreach_copy_(list(values.values()), list(now.values()))
         self._kept.insert(0, Kept(values, self.seen))
+        self._is_open = True
+
+    def end(self) -> None:
+        """Take note that the window that was begun is whole, and an update of it is due."""
+        self._is_open = False
 
     def put_back(self, *, is_refused: bool = False) -> None:
         """Let no number stay that became NaN or infinite: then all are as before the window that it is of.
@@ -77,6 +90,7 @@ class KeptBuffers:
     def forget(self) -> None:
         """Keep nothing: no window is gathered or under way."""
         self._kept.clear()
+        self._is_open = False
 
     def bring(self, seen: int) -> None:
         """Go on where a state was taken, in mid-window perhaps, with the buffers that are there now."""

@@ -245,6 +245,7 @@ def test_of_two_windows_the_newest_that_is_whole_is_what_buffers_go_back_to():
         held.own.fill_(number)
         kept.seen += 10
         kept.begin()
+        kept.end()
     held.own[0] = NAN
     held.ready += 1
     kept.put_back()
@@ -261,6 +262,20 @@ def test_of_two_windows_the_newest_that_is_whole_is_what_buffers_go_back_to():
     held.own.fill_(NAN)
     kept.put_back(is_refused=True)
     assert held.own.isnan().all(), "of which window that is nobody knows"
+
+
+def test_a_window_that_is_begun_again_takes_no_copies_from_the_one_under_way():
+    norm = nn.BatchNorm1d(2)
+    kept = KeptBuffers(norm, are_late=True)
+    for number in (1.0, 2.0):
+        norm.running_mean.fill_(number)
+        kept.begin()
+        kept.end()
+    norm.running_mean[0] = NAN  # by the second, whose update is judged behind the third
+    for _ in range(3):
+        kept.begin()  # the third, whose first micro-batch fails twice
+    kept.put_back(is_refused=True)
+    assert norm.running_mean.tolist() == [2.0, 2.0]
 
 
 def test_a_buffer_that_was_replaced_or_resized_or_cannot_be_written_to_keeps_no_other_from_going_back():
