@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offbeat.local.buffers import put_values
+
 __all__ = ["KeptBuffers", "is_kept", "is_ruined"]
 
 
@@ -84,7 +86,7 @@ class KeptBuffers:
         now = self._now() if self._kept else {}
         for kept in self._kept:
             if (is_refused and not self._are_late) or is_ruined(now, kept.values):
-                _write(kept.values, now)
+                put_values(kept.values, now)
                 self.seen = kept.seen
 
     def forget(self) -> None:
@@ -120,15 +122,6 @@ def is_ruined(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor
         for name, value in before.items()
         if name in now and now[name].shape == value.shape
     )
-
-
-def _write(values: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
-    """Write to buffers that have their shapes still, and changed: an expanded one cannot be written to."""
-    with torch.no_grad():
-        for name, value in values.items():
-            buffer = now.get(name)
-            if buffer is not None and buffer.shape == value.shape and not torch.equal(buffer, value):
-                buffer.copy_(value)
 
 
 def _fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> bool:

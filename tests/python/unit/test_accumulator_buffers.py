@@ -278,17 +278,20 @@ def test_a_window_that_is_begun_again_takes_no_copies_from_the_one_under_way():
     assert norm.running_mean.tolist() == [2.0, 2.0]
 
 
-def test_a_buffer_that_was_replaced_or_resized_or_cannot_be_written_to_keeps_no_other_from_going_back():
-    held = Buffered(
-        replaced=torch.zeros(2), resized=torch.zeros(2), flat=torch.zeros(1).expand(4), own=torch.ones(2)
-    )
+def test_buffers_that_were_replaced_go_back_whatever_by_and_one_that_was_resized_keeps_none_from_it():
+    kinds = {"plain": torch.zeros(2, 4), "flat": torch.zeros(2, 1).expand(2, 4), "single": torch.zeros(())}
+    held = Buffered(**kinds, fixed=torch.zeros(2), resized=torch.zeros(2), own=torch.ones(2))
     kept = KeptBuffers(held, are_late=False)
     kept.begin()
-    held.replaced, held.resized = torch.full((2,), NAN), torch.ones(3)
+    with torch.inference_mode():
+        held.fixed = torch.full((2,), NAN)
+    held.plain, held.single, held.resized = torch.full((2, 4), NAN), torch.tensor(NAN), torch.ones(3)
+    held.flat = torch.full((2, 1), NAN).expand(2, 4)
     held.own += 1
     kept.put_back()
-    assert (held.replaced.tolist(), held.resized.tolist()) == ([0.0, 0.0], [1.0] * 3)
-    assert held.own.tolist() == [1.0, 1.0]
+    assert all(torch.equal(getattr(held, name), value) for name, value in kinds.items())
+    assert held.flat.stride() == (1, 0)
+    assert (held.fixed.tolist(), held.own.tolist()) == ([0.0, 0.0], [1.0, 1.0])
     kept.begin()
     assert held.resized.tolist() == [1.0] * 3
 
