@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError
+from offbeat.local.buffers import same_buffers
 from offbeat.local.evaluate import evaluate
 
 INPUTS, TARGETS = torch.eye(4), torch.tensor([0, 1, 2, 0])
@@ -66,6 +67,35 @@ def test_what_comes_first_does_so_once_all_is_known_to_be_usable():
     assert calls == []
     measured([(INPUTS, TARGETS)], reduction="mean", first=lambda: calls.append("first"))
     assert calls == ["first"]
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.long))
+        self.register_buffer("scale", torch.ones(2, 1).expand(2, 3))
+        self.register_buffer("late", None)
+
+    def forward(self, inputs):
+        self.counts += 1
+        self.scale = self.scale * 2
+        if self.late is None:
+            self.late = inputs.mean()
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(2))
+        return inputs
+
+
+def test_buffers_of_all_submodules_are_the_same_tensors_with_the_same_values():
+    module = nn.Sequential(Part(), nn.Sequential(Part(), nn.BatchNorm1d(4)))
+    before = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers()]
+    with same_buffers(module):
+        module(INPUTS)
+        assert module[0].late is not None
+    now = dict(module.named_buffers())
+    assert all(now.pop(name) is one and torch.equal(one, value) for name, one, value in before)
+    assert set(now) == {"0.cache", "1.0.cache"}, "what was made since is there for who made it"
+    assert module[0].late is None
 
 
 class Entropy(Dataset):
