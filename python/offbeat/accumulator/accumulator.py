@@ -66,7 +66,9 @@ class AsyncGradientAccumulator:
     of torch's (`offbeat.init_distributed("gloo")`) an update is of all members' micro-batches, weighted by
     their counts; all members start from the first one's model, and their parameters stay equal. Buffers,
     such as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean;
-    what a batch that is not finite left there goes back to what was there before its window.
+    what a batch that is not finite left there goes back to what was there before its window. The largest
+    buffers, such as a table's, have no part in that where all together have more numbers than are trained,
+    and than four million: copies would cost too much. One that became NaN or infinite is warned of.
 
     With ``overlap=True`` members reduce a window's sum while they work on the next window: its update is
     made at the end of that, one update late. Late updates bear less momentum and smaller learning rates:

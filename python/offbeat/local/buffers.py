@@ -1,4 +1,4 @@
-"""A module's buffers: how they get back what they held."""
+"""A module's buffers: which of them are worth copies, and how they get back what they held."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,20 +6,51 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["put_values", "same_buffers"]
+__all__ = ["few", "put_values", "same_buffers"]
+
+FEW = 2**22
+"""Numbers whose copies cost next to nothing: of float32, 16 MiB. The statistics of large nets are fewer."""
+
+
+def few(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Choose the smallest buffers, with no more numbers than the parameters in training have, or `FEW`.
+
+    Which of them forwards write to is not known before: torch's version counters count neither BatchNorm's
+    writes nor those of a user's own kernel, and what stays for a while may be written to later. So this goes
+    by size. Statistics have a few numbers for each of a layer's units, whoever wrote the layer, and a memory
+    bank or a codebook mostly has fewer than what is trained; a table, or frozen weights that are held as
+    buffers, may have any number, and their copies would cost more time and memory than training does.
+
+    Args:
+        module: Whose they are.
+        buffers: By name.
+    """
+    left = sum(buffer.numel() for buffer in buffers.values())
+    if left <= FEW:
+        return dict(buffers)
+    most = max(FEW, sum(p.numel() for p in module.parameters() if p.requires_grad))
+    chosen = dict(sorted(buffers.items(), key=lambda named: named[1].numel()))
+    while left > most:
+        left -= chosen.popitem()[1].numel()
+    return chosen
 
 
 @contextmanager
-def same_buffers(module: nn.Module) -> Iterator[None]:
+def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     """Give a module its buffers back, with their values: a running scale is one that moves in eval mode, too.
 
     Where that is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
     afterwards; one that was not there before stays, as what made it does not know that it would be gone.
+
+    Args:
+        module: The module.
+        are_few: Only as many values as are worth copies (`few`).
     """
     places = [vars(part)["_buffers"] for part in module.modules()]
     before = [dict(place) for place in places]
     buffers = {name: b.detach() for name, b in module.named_buffers() if b.layout is torch.strided}
-    values = {name: buffer.clone() for name, buffer in buffers.items()}
+    copied = few(module, buffers) if are_few else buffers
+    values = {name: buffer.clone() for name, buffer in copied.items()}
     try:
         yield
     finally:

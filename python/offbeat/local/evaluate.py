@@ -100,7 +100,7 @@ def measure(
     seen = 0
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(module, device))
-        stack.enter_context(same_buffers(module))
+        stack.enter_context(same_buffers(module, are_few=True))
         stack.enter_context(_same_generators(batches))
         if isinstance(loss_fn, nn.Module):
             stack.enter_context(_same_modes(loss_fn))

@@ -11,6 +11,7 @@ from offbeat import optim
 from offbeat.accumulator.kept_buffers import KeptBuffers, is_kept, is_ruined
 from offbeat.accumulator.mean_buffers import left_out, shares, words_of
 from offbeat.errors import ConfigError, NonFiniteError
+from offbeat.local.buffers import FEW, few
 
 LOSS = nn.CrossEntropyLoss()
 SPEC = optim.SGD(lr=0.1)
@@ -294,6 +295,66 @@ def test_buffers_that_were_replaced_go_back_whatever_by_and_one_that_was_resized
     assert (held.fixed.tolist(), held.own.tolist()) == ([0.0, 0.0], [1.0, 1.0])
     kept.begin()
     assert held.resized.tolist() == [1.0] * 3
+
+
+class OwnNorm(nn.Module):
+    """A norm of a user's own, which writes where torch's version counters do not count it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def forward(self, inputs):
+        return nn.functional.batch_norm(inputs, self.mean, self.var, training=True)
+
+
+class WithTable(nn.Module):
+    """A few parameters beside a table that is larger than all of them."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", table)
+        self.inside = nn.Sequential(OwnNorm(), model())
+
+    def forward(self, inputs):
+        return self.inside(inputs + self.table[:1].nan_to_num(neginf=0.0))
+
+
+@pytest.mark.parametrize("value", [0.0, -math.inf], ids=["a table", "a mask"])
+def test_of_what_is_larger_than_all_that_is_trained_no_copy_is_kept_and_all_else_goes_back(value, caplog):
+    table = torch.full((FEW,), value)
+    ours = offbeat.AsyncGradientAccumulator(WithTable(table), 1)
+    ours.train_step(**micro_batch(0), optimizer=SPEC, loss_fn=LOSS)
+    before = statistics(ours.model.inside)
+
+    def writes(number):
+        def loss_fn(out, targets):
+            table[-1] = number
+            return LOSS(out, targets)
+
+        return loss_fn
+
+    for number in (5.0, NAN, NAN):
+        with pytest.raises(NonFiniteError):
+            ours.train_step(**micro_batch(1, NAN), loss_fn=writes(number))
+        assert same(before, statistics(ours.model.inside))
+        assert str(float(table[-1])) == str(number), "as it was written"
+        assert number is NAN or not caplog.text
+    assert caplog.text.count("buffer 'table' became NaN or infinite, and stays so") == (value == 0.0)
+    assert caplog.text.count("this one has 4,194,304") == (value == 0.0)
+
+
+def test_the_smallest_buffers_are_copied_and_no_more_than_is_in_training():
+    norm = {name: torch.zeros(8) for name in ("mean", "var")}
+    large = {name: torch.zeros(1).expand(FEW // 2) for name in ("one", "two", "three")}
+    module = nn.ParameterDict({"frozen": nn.Parameter(torch.zeros(1).expand(4 * FEW), requires_grad=False)})
+    assert few(module, large | norm).keys() == {"mean", "var", "one"}
+    assert few(module, {"one": large["one"], "two": large["two"]}).keys() == {"one", "two"}
+    module["trained"] = nn.Parameter(torch.zeros(1).expand(FEW + FEW // 2))
+    assert few(module, large | norm).keys() == {"mean", "var", "one", "two"}
+    module["frozen"].requires_grad_()
+    assert few(module, large | norm).keys() == {"mean", "var", "one", "two", "three"}
 
 
 @pytest.mark.parametrize(

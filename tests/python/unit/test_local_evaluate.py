@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.local.buffers import same_buffers
+from offbeat.local.buffers import FEW, same_buffers
 from offbeat.local.evaluate import evaluate
 
 INPUTS, TARGETS = torch.eye(4), torch.tensor([0, 1, 2, 0])
@@ -96,6 +96,20 @@ def test_buffers_of_all_submodules_are_the_same_tensors_with_the_same_values():
     assert all(now.pop(name) is one and torch.equal(one, value) for name, one, value in before)
     assert set(now) == {"0.cache", "1.0.cache"}, "what was made since is there for who made it"
     assert module[0].late is None
+
+
+@pytest.mark.parametrize("are_few", [False, True])
+def test_values_of_what_is_larger_than_all_that_is_trained_are_not_copied(are_few):
+    module = nn.BatchNorm1d(4)
+    module.register_buffer("table", torch.zeros(FEW))
+    table = module.table
+    with same_buffers(module, are_few=are_few):
+        module(INPUTS)
+        table[0] = 1.0
+        module.table = torch.ones(2)
+    assert module.table is table
+    assert table[0] == are_few
+    assert module.num_batches_tracked == 0
 
 
 class Entropy(Dataset):
