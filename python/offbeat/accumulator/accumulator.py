@@ -66,7 +66,9 @@ class AsyncGradientAccumulator:
     of torch's (`offbeat.init_distributed("gloo")`) an update is of all members' micro-batches, weighted by
     their counts; all members start from the first one's model, and their parameters stay equal. Buffers,
     such as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean;
-    what a batch that is not finite left there goes back to what was there before its window.
+    what a batch that is not finite left there goes back to what was there before its window. The largest
+    buffers, such as a table's, have no part in that where all together have more numbers than are trained,
+    and than four million: copies would cost too much. One that became NaN or infinite is warned of.
 
     With ``overlap=True`` members reduce a window's sum while they work on the next window: its update is
     made at the end of that, one update late. Late updates bear less momentum and smaller learning rates:
@@ -269,7 +271,8 @@ class AsyncGradientAccumulator:
 
         Raises:
             ConfigError: If the optimizer, the batch (as one without a sample) or the loss cannot be used;
-                nothing is added then. What is raised in the backward pass drops the window.
+                nothing is added then. What is raised in the backward pass drops the window. Whatever is
+                raised, a batch that was not finite leaves no NaN in buffers.
             StateError: If the model has other parameters than when this was made, or members' optimizers are
                 set differently.
             NonFiniteError: If the update's gradient is NaN or infinite and there is no scaler, in all
@@ -292,41 +295,22 @@ class AsyncGradientAccumulator:
             if self._is_under_way and not self._overlaps:
                 self._update()  # whose wait was broken off
             self._buffers.begin()
-        self._warn_of_reduction(loss_fn)
-        began_s = time.perf_counter()
-        inputs, targets = moved(inputs, self.device), moved(targets, self.device)
-        wake(self.model)
-        loss = loss_fn(self.model(inputs), targets)
-        check_loss(loss, owner=type(self).__name__)
-        shown = loss.detach()
-        if counts:  # a mean over nothing is NaN, and no sign of anything
-            trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
-        self._was_update = False
-        self._flushed = None
         try:
-            self._window.add(
-                self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
-            )
-            value = float(shown)
-            self._buffers.seen += samples
-            if counts:
-                self._window.see(value)
-                if not math.isfinite(value):  # and so, perhaps, what it left in buffers
-                    self._buffers.put_back()
-            if self._sizes.see(samples):
-                steps, really = self.accumulation_steps, self.effective_batch_size
-                whole = self._target_batch_size, self._members.size
-                log.warn(words_of_other(self._sizes.told, samples, *whole, steps=steps, really=really))
-            if self._meter is not None:
-                self._meter.work(began_s)
-            if self._window.batches >= self.accumulation_steps:
-                self._end_window()
+            self._warn_of_reduction(loss_fn)
+            began_s = time.perf_counter()
+            inputs, targets = moved(inputs, self.device), moved(targets, self.device)
+            wake(self.model)
+            loss = loss_fn(self.model(inputs), targets)
+            check_loss(loss, owner=type(self).__name__)
+            shown = loss.detach()
+            if counts:  # a mean over nothing is NaN, and no sign of anything
+                trained_by.tell(self.model, loss=shown if self._reduction == "mean" else shown / counts)
+            self._was_update = False
+            self._flushed = None
+            return self._add(loss, counts=counts, samples=samples, began_s=began_s)
         except Exception:
-            self._buffers.put_back()  # of a window that is dropped
+            self._buffers.put_back()  # of a window that is dropped, or of a batch that was not added
             raise
-        finally:
-            self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
-        return value
 
     def is_update_step(self) -> bool:
         """Tell whether the last call made an update."""
@@ -600,6 +584,30 @@ class AsyncGradientAccumulator:
         """Give what a gathered sum means, as JSON can have it."""
         return [self._reduction, self._normalizer is not None]
 
+    def _add(self, loss: torch.Tensor, *, counts: float, samples: int, began_s: float) -> float:
+        """Add a micro-batch by its loss, and make an update if it is time to; give the loss as a number."""
+        try:
+            self._window.add(
+                self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
+            )
+            value = float(loss.detach())
+            self._buffers.seen += samples
+            if counts:
+                self._window.see(value)
+                if not math.isfinite(value):  # and so, perhaps, what it left in buffers
+                    self._buffers.put_back()
+            if self._sizes.see(samples):
+                steps, really = self.accumulation_steps, self.effective_batch_size
+                whole = self._target_batch_size, self._members.size
+                log.warn(words_of_other(self._sizes.told, samples, *whole, steps=steps, really=really))
+            if self._meter is not None:
+                self._meter.work(began_s)
+            if self._window.batches >= self.accumulation_steps:
+                self._end_window()
+        finally:
+            self._unflushed.note(self._window.batches, is_under_way=self._is_under_way)
+        return value
+
     def _end_window(self) -> None:
         if self._is_under_way:
             self._wait()  # what breaks that off, as Ctrl-C does, costs nothing: the window is still there
@@ -617,6 +625,7 @@ class AsyncGradientAccumulator:
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
         self._send(own, scale)
+        self._buffers.end()
         del own  # what is sent is a copy
         if fault is not None:
             raise fault

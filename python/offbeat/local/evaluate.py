@@ -1,4 +1,4 @@
-"""Measuring a model without a trace: no mode, no random state and no gradient is other afterwards."""
+"""Measuring a model without a trace: no mode, random state, gradient or buffer is other afterwards."""
 
 import random
 import sys
@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from offbeat.errors import ConfigError
 from offbeat.local.batches import count, loaded, moved, split
+from offbeat.local.buffers import same_buffers
 from offbeat.local.generators import Generators
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, is_collection, meters
@@ -99,10 +100,11 @@ def measure(
     seen = 0
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(module, device))
+        stack.enter_context(same_buffers(module, are_few=True))
         stack.enter_context(_same_generators(batches))
         if isinstance(loss_fn, nn.Module):
             stack.enter_context(_same_modes(loss_fn))
-            stack.enter_context(_same_buffers(loss_fn))
+            stack.enter_context(same_buffers(loss_fn))
         stack.enter_context(torch.no_grad())
         for number, batch in enumerate(batches, 1):
             inputs, targets = split(batch, whose=whose)
@@ -144,18 +146,6 @@ def _same_modes(module: nn.Module) -> Iterator[None]:
                 part.train(training)
         for part, training in modes:  # `train` speaks for children, too, and an override may say otherwise
             part.training = training
-
-
-@contextmanager
-def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Give buffers the values back that they had, as a running scale's, which eval mode may not keep."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
 
 
 @contextmanager

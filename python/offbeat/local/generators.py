@@ -38,7 +38,7 @@ class Generators:
         shared = (
             torch.default_generator
         )  # a run's own, as are those of `random` and numpy, which are no values
-        own = {id(v): v for v in values if isinstance(v, _KINDS) and v is not shared}
+        own = {id(v): v for v in values if _has_state(v) and v is not shared}
         return cls(list(own.values()))
 
     def states(self) -> list[Any]:
@@ -64,6 +64,11 @@ class Generators:
                     f"the data has a {type(generator).__name__}, and the checkpoint's had another random "
                     f"generator in its place: give the same ({error})"
                 ) from error
+
+
+def _has_state(value: object) -> bool:
+    """Tell whether this is a generator that goes on from a state; the system's entropy has none."""
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 
 
 def _made_of(source: object) -> list[object]:

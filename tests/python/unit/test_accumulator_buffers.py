@@ -10,7 +10,8 @@ import offbeat
 from offbeat import optim
 from offbeat.accumulator.kept_buffers import KeptBuffers, is_kept, is_ruined
 from offbeat.accumulator.mean_buffers import left_out, shares, words_of
-from offbeat.errors import NonFiniteError
+from offbeat.errors import ConfigError, NonFiniteError
+from offbeat.local.buffers import FEW, few
 
 LOSS = nn.CrossEntropyLoss()
 SPEC = optim.SGD(lr=0.1)
@@ -121,6 +122,79 @@ def test_what_breaks_in_the_backward_pass_of_a_batch_that_is_not_finite_leaves_n
     assert same(before, statistics(ours.model))
 
 
+def fails_by_itself(out, targets):
+    loss = LOSS(out, targets)
+    if not loss.isfinite():
+        raise ValueError("to be left out")
+    return loss
+
+
+def is_refused(out, targets):
+    loss = LOSS(out, targets)
+    return loss if loss.isfinite() else loss.detach()
+
+
+class Failing(nn.Module):
+    """A model that looks at what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = model()
+
+    def forward(self, inputs):
+        out = self.inside(inputs)
+        if not out.isfinite().all():
+            raise ValueError("to be left out")
+        return out
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("made", "loss_fn", "error"),
+    [
+        (model, fails_by_itself, ValueError),
+        (model, is_refused, ConfigError),
+        (Failing, LOSS, ValueError),
+    ],
+    ids=["the loss function", "its check", "the model"],
+)
+def test_what_fails_before_the_backward_pass_leaves_no_nan_and_the_window_as_it_was(
+    place, made, loss_fn, error
+):
+    ours, theirs = (offbeat.AsyncGradientAccumulator(made(), 2) for _ in range(2))
+    for each in (ours, theirs):
+        for number in range(2 + place):
+            each.train_step(**micro_batch(number), optimizer=SPEC, loss_fn=loss_fn)
+    before = ours.state_dict()
+    with pytest.raises(error):
+        ours.train_step(**micro_batch(7, NAN), loss_fn=loss_fn)
+    after = ours.state_dict()
+    counts = {"updates", "skipped_updates", "was_update", "samples", "sizes", "due", "settings"}
+    assert {name: before[name] for name in counts} == {name: after[name] for name in counts}
+    gradients = before["window"].pop("gradients"), after["window"].pop("gradients")
+    assert before["window"] == after["window"]
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(bool(value.isfinite().all()) for value in statistics(ours.model).values())
+    if not place:
+        assert same(statistics(theirs.model), statistics(ours.model))
+    for each in (ours, theirs):
+        for number in range(3, 6):
+            each.train_step(**micro_batch(number), loss_fn=loss_fn)
+        each.flush()
+    assert ours.updates == theirs.updates == 3
+    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_what_fails_in_no_window_is_nothing_that_a_flush_is_missed_for(caplog):
+    with offbeat.AsyncGradientAccumulator(model(), 2) as ours:
+        ours.train_step(**micro_batch(0), optimizer=SPEC, loss_fn=LOSS)
+        ours.state_dict()  # it is to go on from there
+        with pytest.raises(ValueError, match="to be left out"):
+            ours.train_step(**micro_batch(1, NAN), loss_fn=fails_by_itself)
+    assert caplog.text == ""
+
+
 def test_a_monitor_that_drops_the_update_finds_no_nan_to_keep():
     trained = model()
     ours = offbeat.AsyncGradientAccumulator(trained, 2)
@@ -172,6 +246,7 @@ def test_of_two_windows_the_newest_that_is_whole_is_what_buffers_go_back_to():
         held.own.fill_(number)
         kept.seen += 10
         kept.begin()
+        kept.end()
     held.own[0] = NAN
     held.ready += 1
     kept.put_back()
@@ -190,19 +265,96 @@ def test_of_two_windows_the_newest_that_is_whole_is_what_buffers_go_back_to():
     assert held.own.isnan().all(), "of which window that is nobody knows"
 
 
-def test_a_buffer_that_was_replaced_or_resized_or_cannot_be_written_to_keeps_no_other_from_going_back():
-    held = Buffered(
-        replaced=torch.zeros(2), resized=torch.zeros(2), flat=torch.zeros(1).expand(4), own=torch.ones(2)
-    )
+def test_a_window_that_is_begun_again_takes_no_copies_from_the_one_under_way():
+    norm = nn.BatchNorm1d(2)
+    kept = KeptBuffers(norm, are_late=True)
+    for number in (1.0, 2.0):
+        norm.running_mean.fill_(number)
+        kept.begin()
+        kept.end()
+    norm.running_mean[0] = NAN  # by the second, whose update is judged behind the third
+    for _ in range(3):
+        kept.begin()  # the third, whose first micro-batch fails twice
+    kept.put_back(is_refused=True)
+    assert norm.running_mean.tolist() == [2.0, 2.0]
+
+
+def test_buffers_that_were_replaced_go_back_whatever_by_and_one_that_was_resized_keeps_none_from_it():
+    kinds = {"plain": torch.zeros(2, 4), "flat": torch.zeros(2, 1).expand(2, 4), "single": torch.zeros(())}
+    held = Buffered(**kinds, fixed=torch.zeros(2), resized=torch.zeros(2), own=torch.ones(2))
     kept = KeptBuffers(held, are_late=False)
     kept.begin()
-    held.replaced, held.resized = torch.full((2,), NAN), torch.ones(3)
+    with torch.inference_mode():
+        held.fixed = torch.full((2,), NAN)
+    held.plain, held.single, held.resized = torch.full((2, 4), NAN), torch.tensor(NAN), torch.ones(3)
+    held.flat = torch.full((2, 1), NAN).expand(2, 4)
     held.own += 1
     kept.put_back()
-    assert (held.replaced.tolist(), held.resized.tolist()) == ([0.0, 0.0], [1.0] * 3)
-    assert held.own.tolist() == [1.0, 1.0]
+    assert all(torch.equal(getattr(held, name), value) for name, value in kinds.items())
+    assert held.flat.stride() == (1, 0)
+    assert (held.fixed.tolist(), held.own.tolist()) == ([0.0, 0.0], [1.0, 1.0])
     kept.begin()
     assert held.resized.tolist() == [1.0] * 3
+
+
+class OwnNorm(nn.Module):
+    """A norm of a user's own, which writes where torch's version counters do not count it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def forward(self, inputs):
+        return nn.functional.batch_norm(inputs, self.mean, self.var, training=True)
+
+
+class WithTable(nn.Module):
+    """A few parameters beside a table that is larger than all of them."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", table)
+        self.inside = nn.Sequential(OwnNorm(), model())
+
+    def forward(self, inputs):
+        return self.inside(inputs + self.table[:1].nan_to_num(neginf=0.0))
+
+
+@pytest.mark.parametrize("value", [0.0, -math.inf], ids=["a table", "a mask"])
+def test_of_what_is_larger_than_all_that_is_trained_no_copy_is_kept_and_all_else_goes_back(value, caplog):
+    table = torch.full((FEW,), value)
+    ours = offbeat.AsyncGradientAccumulator(WithTable(table), 1)
+    ours.train_step(**micro_batch(0), optimizer=SPEC, loss_fn=LOSS)
+    before = statistics(ours.model.inside)
+
+    def writes(number):
+        def loss_fn(out, targets):
+            table[-1] = number
+            return LOSS(out, targets)
+
+        return loss_fn
+
+    for number in (5.0, NAN, NAN):
+        with pytest.raises(NonFiniteError):
+            ours.train_step(**micro_batch(1, NAN), loss_fn=writes(number))
+        assert same(before, statistics(ours.model.inside))
+        assert str(float(table[-1])) == str(number), "as it was written"
+        assert number is NAN or not caplog.text
+    assert caplog.text.count("buffer 'table' became NaN or infinite, and stays so") == (value == 0.0)
+    assert caplog.text.count("this one has 4,194,304") == (value == 0.0)
+
+
+def test_the_smallest_buffers_are_copied_and_no_more_than_is_in_training():
+    norm = {name: torch.zeros(8) for name in ("mean", "var")}
+    large = {name: torch.zeros(1).expand(FEW // 2) for name in ("one", "two", "three")}
+    module = nn.ParameterDict({"frozen": nn.Parameter(torch.zeros(1).expand(4 * FEW), requires_grad=False)})
+    assert few(module, large | norm).keys() == {"mean", "var", "one"}
+    assert few(module, {"one": large["one"], "two": large["two"]}).keys() == {"one", "two"}
+    module["trained"] = nn.Parameter(torch.zeros(1).expand(FEW + FEW // 2))
+    assert few(module, large | norm).keys() == {"mean", "var", "one", "two"}
+    module["frozen"].requires_grad_()
+    assert few(module, large | norm).keys() == {"mean", "var", "one", "two", "three"}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Measuring a model, which the trainers that have an `evaluate` share."""
 
 import math
+import random
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError
+from offbeat.local.buffers import FEW, same_buffers
 from offbeat.local.evaluate import evaluate
 
 INPUTS, TARGETS = torch.eye(4), torch.tensor([0, 1, 2, 0])
@@ -65,3 +67,67 @@ def test_what_comes_first_does_so_once_all_is_known_to_be_usable():
     assert calls == []
     measured([(INPUTS, TARGETS)], reduction="mean", first=lambda: calls.append("first"))
     assert calls == ["first"]
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.long))
+        self.register_buffer("scale", torch.ones(2, 1).expand(2, 3))
+        self.register_buffer("late", None)
+
+    def forward(self, inputs):
+        self.counts += 1
+        self.scale = self.scale * 2
+        if self.late is None:
+            self.late = inputs.mean()
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(2))
+        return inputs
+
+
+def test_buffers_of_all_submodules_are_the_same_tensors_with_the_same_values():
+    module = nn.Sequential(Part(), nn.Sequential(Part(), nn.BatchNorm1d(4)))
+    before = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers()]
+    with same_buffers(module):
+        module(INPUTS)
+        assert module[0].late is not None
+    now = dict(module.named_buffers())
+    assert all(now.pop(name) is one and torch.equal(one, value) for name, one, value in before)
+    assert set(now) == {"0.cache", "1.0.cache"}, "what was made since is there for who made it"
+    assert module[0].late is None
+
+
+@pytest.mark.parametrize("are_few", [False, True])
+def test_values_of_what_is_larger_than_all_that_is_trained_are_not_copied(are_few):
+    module = nn.BatchNorm1d(4)
+    module.register_buffer("table", torch.zeros(FEW))
+    table = module.table
+    with same_buffers(module, are_few=are_few):
+        module(INPUTS)
+        table[0] = 1.0
+        module.table = torch.ones(2)
+    assert module.table is table
+    assert table[0] == are_few
+    assert module.num_batches_tracked == 0
+
+
+class Entropy(Dataset):
+    """Samples that draw from the system's entropy, and from a generator that has a state."""
+
+    def __init__(self):
+        self.system, self.own = random.SystemRandom(), random.Random(1)  # noqa: S311  no secret
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return INPUTS[index] * (1 + self.system.random() + self.own.random()), TARGETS[index]
+
+
+def test_entropy_of_the_system_has_no_state_and_keeps_no_data_from_being_measured(tmp_path):
+    data = Entropy()
+    before = data.own.getstate()
+    for trainer in trainers(tmp_path / "kept"):
+        assert 0 <= trainer.evaluate(data) <= 1
+    assert data.own.getstate() == before

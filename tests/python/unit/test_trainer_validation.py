@@ -147,19 +147,51 @@ class Scaled(nn.Module):
     def forward(self, outputs, targets):
         self.modes.append(self.training)
         loss = LOSS(outputs, targets)
-        self.scale.mul_(0.9).add_(0.1 * loss.detach())
+        self.move(loss.detach())
         return loss / self.scale
 
+    def move(self, value):
+        self.scale.mul_(0.9).add_(0.1 * value)
 
-def test_a_loss_that_keeps_something_is_left_as_it_was():
+
+class Assigned(Scaled):
+    """One whose scale is another tensor after each call."""
+
+    def move(self, value):
+        self.scale = 0.9 * self.scale + 0.1 * value
+
+
+class Around(nn.Module):
+    """A model that divides by such a scale."""
+
+    def __init__(self, scaled):
+        super().__init__()
+        self.inside, self.scaled = model(), scaled
+
+    def forward(self, inputs):
+        self.scaled.move(inputs.detach().abs().mean())
+        return self.inside(inputs) / self.scaled.scale
+
+
+@pytest.mark.parametrize("kind", [Scaled, Assigned])
+def test_a_loss_that_keeps_something_is_left_as_it_was(kind):
     ours, plain = (offbeat.AsyncTrainer(model()) for _ in range(2))
-    one, other = Scaled(), Scaled()
+    one, other = kind(), kind()
     train(ours, validation=OTHER, loss_fn=one)
     train(plain, loss_fn=other)
     assert torch.equal(one.scale, other.scale)
     assert all(map(torch.equal, ours.model.state_dict().values(), plain.model.state_dict().values()))
     assert set(one.modes) == {True, False}
     assert one.training
+
+
+@pytest.mark.parametrize("kind", [Scaled, Assigned])
+def test_a_model_that_keeps_something_is_left_as_it_was(kind):
+    ours, plain = (offbeat.AsyncTrainer(Around(kind())) for _ in range(2))
+    train(ours, validation=OTHER)
+    ours.evaluate(OTHER)
+    train(plain)
+    assert all(map(torch.equal, ours.model.state_dict().values(), plain.model.state_dict().values()))
 
 
 class Holds(Sum):
