@@ -132,6 +132,9 @@ class Run:
         stop: Whether somebody wants an end.
         resumed: The rest of the checkpoint's state; None for a run that begins.
         again: Whose values that checkpoint has once more; None where they are its own.
+
+    Attributes:
+        began_step: Steps that there were as the newest batch was begun: its loss is of the values of then.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Run:
         self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
-        self._first_step = account.history.steps
+        self._first_step = self.began_step = account.history.steps
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
         self._logged = self._began, account.history.samples
@@ -249,6 +252,7 @@ class Run:
         for batch in self._until_cut_off():
             if self._has_nothing_new:
                 self._check_terminated()
+            self.began_step = self._account.history.steps
             # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
             done = self._trainee.step(batch, self._account.place.epoch)
             self._account.add(done)
@@ -257,6 +261,7 @@ class Run:
             history = self._account.history
             if not done.is_skipped:
                 self._finiteness.add(done.loss, history.steps)
+            self._trainee.after_step()
             if done.lost is not None:
                 with self._saving_if_lost():
                     raise done.lost

@@ -178,6 +178,7 @@ class FaultTolerantTrainer:
         self._delays = Delays()
         self._stop = Stop()
         self._way_back: WayBack | None = None  # inside `train`, where there is one
+        self._run: Run | None = None  # the newest
 
     @known_keywords
     def train(
@@ -323,8 +324,7 @@ class FaultTolerantTrainer:
                     f"no checkpoint has the {self.history.steps} steps that this trainer made before: the "
                     f"run begins anew, with the model and the optimizer as these have left them"
                 )
-            self._note(found, account)
-            trainee.show(account.history)
+            self._note(found, account, trainee)
             stack.callback(self._note_modes)
             if self._is_done_already(plan, trainee, account, found):
                 return account.history
@@ -335,7 +335,7 @@ class FaultTolerantTrainer:
             stack.enter_context(_end_noted(account.history))
             stack.enter_context(self._stop.training())
             stack.enter_context(self._going_back(trainee, saver))
-            Run(
+            self._run = Run(
                 plan,
                 trainee=trainee,
                 data=data,
@@ -346,7 +346,8 @@ class FaultTolerantTrainer:
                 stop=self._stop,
                 resumed=rest,
                 again=Again.of(None if found is None else found.manifest),
-            ).run()
+            )
+            self._run.run()
         return self.history
 
     def stop(self, reason: str | None = None) -> None:
@@ -426,6 +427,11 @@ class FaultTolerantTrainer:
     def is_training(self) -> bool:
         """Whether `train` is at work, and `rollback` can be called."""
         return self._way_back is not None and self._way_back.is_open
+
+    @property
+    def began_step(self) -> int:
+        """Steps that there were as the newest batch was begun, whose loss is of the values of then."""
+        return 0 if self._run is None else self._run.began_step
 
     @overload
     def evaluate(
@@ -603,9 +609,10 @@ class FaultTolerantTrainer:
             waits=self._is_deterministic and self._every.count is not None and can_go_back,
         )
 
-    def _note(self, found: Found | None, account: Account) -> None:
+    def _note(self, found: Found | None, account: Account, trainee: Trainee) -> None:
         """Tell what this life goes on from; the next in this process goes on from what it leaves."""
         self.history = account.history
+        trainee.show(account.history)
         self.resumed_from = None if found is None else found.path
         self.passed_over = () if found is None else found.warnings
         self._strategy = replace(self._strategy, name="latest", path=None, overwrite=False)
