@@ -92,6 +92,8 @@ class Manifest:
             values this has once more, and its judgement; None where it is of no rollback.
         again_step: The step that those values are of; None likewise, and where the rollback's own checkpoint
             could not be written, so that this is the first which says that there was one.
+        is_validation_due: Whether a signal has broken off what belongs after the newest pass: to measure the
+            model, and then the scheduler's step.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -127,6 +129,7 @@ class Manifest:
     stop_reason: str | None = None
     again_number: int | None = None
     again_step: int | None = None
+    is_validation_due: bool = False
 
     @property
     def values_step(self) -> int:

@@ -73,8 +73,9 @@ class FaultTolerantTrainer:
     closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
-    process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A second one, a moment later, ends it
-    at once, unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
+    process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A validation breaks off after the
+    batch under way, and is what the next life begins with. A second one, a moment later, ends it at once,
+    unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
 
     Args:
         model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,
@@ -346,6 +347,7 @@ class FaultTolerantTrainer:
                 stop=self._stop,
                 resumed=rest,
                 again=Again.of(None if found is None else found.manifest),
+                is_validation_due=found is not None and found.manifest.is_validation_due,
             )
             self._run.run()
         return self.history
@@ -356,7 +358,7 @@ class FaultTolerantTrainer:
         In the callback of an `AsyncTrainer` that this trains its own `stop` does the same. What there is then
         is saved, and the same command trains no more: it tells that the run was stopped, and when. With more
         `epochs`, or a higher `max_steps`, it goes on from there. A process that is killed before that is
-        saved goes on from the checkpoint before.
+        saved goes on from the checkpoint before. A validation under way is made to its end.
 
         Args:
             reason: For people: in the log, and `history.stop_reason`.
@@ -516,7 +518,8 @@ class FaultTolerantTrainer:
         history = account.history
         if found is not None and plan.goal.was_stopped(found.manifest):
             history.stopped, history.stop_reason = "stop", found.manifest.stop_reason
-        is_done = plan.is_done(account) or history.stopped == "stop"
+        is_due = found is not None and found.manifest.is_validation_due
+        is_done = (plan.is_done(account) and not is_due) or history.stopped == "stop"
         # Others who are not done are to be met once more, at their end.
         if not (trainee.agree(is_done) and is_done):
             return False
