@@ -147,7 +147,7 @@ class Manifest:
 
         Raises:
             DamagedError: If it is not as it was written.
-            CheckpointError: If it is of another format.
+            CheckpointError: If it is of another format, or tells more than this version knows of.
         """
         told = _opened(raw)
         if told.pop("kind", None) != KIND:
@@ -158,6 +158,13 @@ class Manifest:
                 f"{told.get('offbeat')}, which wrote it"
             )
         try:
+            # Under its seal what is unknown is no damage, but of a newer version.
+            if unknown := _unknown(told):
+                raise CheckpointError(
+                    f"{MANIFEST} tells of {', '.join(map(repr, unknown))}, which this Offbeat does not know: "
+                    f"use Offbeat {told.get('offbeat')}, which wrote it, or a newer one; nothing is wrong "
+                    f"with it"
+                )
             files = tuple(FileEntry(**entry) for entry in told.pop("files"))
             manifest = cls(files=files, **{name: _number(name, value) for name, value in told.items()})
         except (KeyError, TypeError, ValueError) as error:
@@ -196,11 +203,22 @@ def _opened(raw: bytes) -> dict[str, Any]:
     return dict(told)
 
 
+def _unknown(told: Mapping[str, Any]) -> list[str]:
+    """Give what is told of, and no field here."""
+    names = [name for name in told if name not in _FIELDS]
+    for entry in told["files"]:
+        names += [name for name in entry if name not in _OF_FILES]
+        names += [] if entry["name"] in FILES else [entry["name"]]
+    return [*dict.fromkeys(names)]
+
+
 def _plain(value: object) -> object:
     """JSON has no word for what is not finite."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_FIELDS = frozenset(f.name for f in fields(Manifest))
+_OF_FILES = frozenset(f.name for f in fields(FileEntry))
 _FLOATS = frozenset(f.name for f in fields(Manifest) if "float" in str(f.type))
 
 
