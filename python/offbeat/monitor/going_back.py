@@ -156,10 +156,11 @@ def _first_that_is_bad(thing: Any) -> int:  # noqa: ANN401  one that is counted
     """Tell from which version on what is kept may be of what the alert is about.
 
     What workers have measured is of versions before a server's newest. A trainer's alert is about the values
-    that there are: a checkpoint of the step that was made last has these very ones.
+    that its newest batch was computed with, be its step made by now or not: a checkpoint of the step before
+    that has these very ones.
     """
     if isinstance(thing, KeepsSteps):
-        return thing.history.steps
+        return thing.began_step
     return int(thing.status()["version"]) + 1
 
 

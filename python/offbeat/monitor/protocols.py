@@ -1,10 +1,7 @@
 """What can be asked of whoever trains: each remedy acts on whatever has one of these, and on nothing else."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    from offbeat.history import History
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
     "AveragesOften",
@@ -81,7 +78,9 @@ class RollsBack(Protocol):
 class KeepsSteps(Protocol):
     """Can go back while it trains, and tells to which of its steps, as a `FaultTolerantTrainer` does."""
 
-    history: "History"
+    @property
+    def began_step(self) -> int:
+        """Steps that there were as the newest batch was begun."""
 
     def checkpoint_steps(self) -> list[int]:
         """List them, those written last first."""

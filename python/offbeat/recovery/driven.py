@@ -58,6 +58,10 @@ class Trained(Trainee):
         mean = made.loss if self._trainer.loss_reduction == "mean" else made.loss / given.samples
         return Stepped(made.outputs, given.targets, mean, given.samples, steps, made.is_skipped, made.lost)
 
+    def after_step(self) -> None:
+        """Let the trainer's callbacks hear of it."""
+        self._driven.after_step()
+
     def end_epoch(self, epoch: int) -> int:
         """End a pass."""
         return self._driven.end_epoch(epoch)

@@ -43,4 +43,7 @@ class Goal:
 
     def is_done(self, manifest: Manifest) -> bool:
         """Whether one that goes on from a checkpoint has nothing to do."""
-        return self.is_reached(epochs=manifest.epoch, steps=manifest.step) or self.was_stopped(manifest)
+        is_all_made = not manifest.is_validation_due and self.is_reached(
+            epochs=manifest.epoch, steps=manifest.step
+        )
+        return is_all_made or self.was_stopped(manifest)

@@ -92,6 +92,8 @@ class Manifest:
             values this has once more, and its judgement; None where it is of no rollback.
         again_step: The step that those values are of; None likewise, and where the rollback's own checkpoint
             could not be written, so that this is the first which says that there was one.
+        is_validation_due: Whether a signal has broken off what belongs after the newest pass: to measure the
+            model, and then the scheduler's step.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -127,6 +129,7 @@ class Manifest:
     stop_reason: str | None = None
     again_number: int | None = None
     again_step: int | None = None
+    is_validation_due: bool = False
 
     @property
     def values_step(self) -> int:
@@ -144,7 +147,7 @@ class Manifest:
 
         Raises:
             DamagedError: If it is not as it was written.
-            CheckpointError: If it is of another format.
+            CheckpointError: If it is of another format, or tells more than this version knows of.
         """
         told = _opened(raw)
         if told.pop("kind", None) != KIND:
@@ -155,6 +158,13 @@ class Manifest:
                 f"{told.get('offbeat')}, which wrote it"
             )
         try:
+            # Under its seal what is unknown is no damage, but of a newer version.
+            if unknown := _unknown(told):
+                raise CheckpointError(
+                    f"{MANIFEST} tells of {', '.join(map(repr, unknown))}, which this Offbeat does not know: "
+                    f"use Offbeat {told.get('offbeat')}, which wrote it, or a newer one; nothing is wrong "
+                    f"with it"
+                )
             files = tuple(FileEntry(**entry) for entry in told.pop("files"))
             manifest = cls(files=files, **{name: _number(name, value) for name, value in told.items()})
         except (KeyError, TypeError, ValueError) as error:
@@ -193,11 +203,22 @@ def _opened(raw: bytes) -> dict[str, Any]:
     return dict(told)
 
 
+def _unknown(told: Mapping[str, Any]) -> list[str]:
+    """Give what is told of, and no field here."""
+    names = [name for name in told if name not in _FIELDS]
+    for entry in told["files"]:
+        names += [name for name in entry if name not in _OF_FILES]
+        names += [] if entry["name"] in FILES else [entry["name"]]
+    return [*dict.fromkeys(names)]
+
+
 def _plain(value: object) -> object:
     """JSON has no word for what is not finite."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_FIELDS = frozenset(f.name for f in fields(Manifest))
+_OF_FILES = frozenset(f.name for f in fields(FileEntry))
 _FLOATS = frozenset(f.name for f in fields(Manifest) if "float" in str(f.type))
 
 

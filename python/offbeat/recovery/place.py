@@ -86,7 +86,10 @@ class Data(Protocol):
     def begin(self, epoch: int) -> Iterator[Any]:
         """Begin a pass."""
 
-    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  as `state` gave it
+    def bring_back(self, state: Any, restore: Callable[[], None]) -> None:  # noqa: ANN401  as `state` gave it
+        """Have all as it was between two passes; `begin` comes next. `restore` as for `resume`."""
+
+    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  likewise
         """Go on in a pass.
 
         Args:
@@ -170,9 +173,12 @@ class _Ordered:
     def begin(self, epoch: int) -> Iterator[Any]:
         return iter(self._source.epoch(epoch))
 
-    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
+    def bring_back(self, state: Any, restore: Callable[[], None]) -> None:  # noqa: ANN401  of Data
         self._generators.set(state["generators"])
         restore()
+
+    def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
+        self.bring_back(state, restore)
         return iter(self._source.epoch(place.epoch, skipped=place.batch))
 
     def state(self) -> Any:  # noqa: ANN401  of Data
@@ -189,17 +195,21 @@ class _Stateful:
     def begin(self, epoch: int) -> Iterator[Any]:
         return iter(self._source.epoch(epoch))
 
+    def bring_back(self, state: Any, restore: Callable[[], None]) -> None:  # noqa: ANN401  of Data
+        self._loader.load_state_dict(state["loader"])
+        self._generators.set(state["generators"])
+        restore()
+
     def resume(
         self,
         place: Place,
         state: Any,  # noqa: ANN401  of Data
         restore: Callable[[], None],
     ) -> Iterator[Any]:
-        self._loader.load_state_dict(state["loader"])
         if not place.batch:
-            self._generators.set(state["generators"])
-            restore()
+            self.bring_back(state, restore)
             return self.begin(place.epoch)
+        self._loader.load_state_dict(state["loader"])
         batches = self.begin(place.epoch)
         self._generators.set(state["generators"])  # which a loader's own state leaves out
         restore()
@@ -236,11 +246,14 @@ class _Replayed:
         }
         return iter(self._source.epoch(epoch))
 
+    def bring_back(self, state: Any, restore: Callable[[], None]) -> None:  # noqa: ANN401  of Data
+        _begin_with_workers(self._loader, had=state["has_workers"])
+        self._generators.set(state["generators"])
+        restore()
+
     def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
         if not place.batch:
-            _begin_with_workers(self._loader, had=state["has_workers"])
-            self._generators.set(state["generators"])
-            restore()
+            self.bring_back(state, restore)
             return self.begin(place.epoch)
         began = state["began"]
         _begin_with_workers(self._loader, had=began["has_workers"])

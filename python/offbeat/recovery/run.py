@@ -1,6 +1,7 @@
 """The training loop of a `FaultTolerantTrainer`: batches in, checkpoints behind them."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ TO_GO_BACK = ". recovery_strategy='last_good' goes on from the newest checkpoint
 
 WORKER_HAS_GONE = "DataLoader worker (pid"
 """With which torch begins to tell that a process of a loader's has ended before its time."""
+
+
+class _BrokenOffError(Exception):
+    """The process is to end, and the model is being measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +137,10 @@ class Run:
         stop: Whether somebody wants an end.
         resumed: The rest of the checkpoint's state; None for a run that begins.
         again: Whose values that checkpoint has once more; None where they are its own.
+        is_validation_due: Whether a signal had broken off what belongs after the pass before it.
+
+    Attributes:
+        began_step: Steps that there were as the newest batch was begun: its loss is of the values of then.
     """
 
     def __init__(
@@ -147,6 +156,7 @@ class Run:
         stop: Stop,
         resumed: dict[str, Any] | None,
         again: Again | None,
+        is_validation_due: bool,
     ) -> None:
         self._plan = plan
         self._trainee = trainee
@@ -159,10 +169,11 @@ class Run:
         self._was_stopped = account.history.stopped == "stop"  # in a life before
         self._resumed = resumed
         self._again = again  # until there are values of another step
+        self._is_validation_due = is_validation_due
         self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
-        self._first_step = account.history.steps
+        self._first_step = self.began_step = account.history.steps
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
         self._logged = self._began, account.history.samples
@@ -189,15 +200,15 @@ class Run:
     def _train(self) -> None:
         trainee, account, history = self._trainee, self._account, self._account.history
         self._hear()
+        if self._is_validation_due:
+            self._catch_up()
         while not (self._is_stopped() or self._plan.is_done(account) or self._pushes.is_out_of_budget):
             self._check_terminated()
             if self._pass():
                 epoch = account.place.epoch
                 account.end_epoch(trainee.end_epoch(epoch))
                 self._hear()
-                self._validate(epoch)
-                trainee.after_epoch(epoch)
-                self._go_back_if_asked()
+                self._after_epoch(epoch)
         with self._saving_if_lost():
             history.steps += trainee.end()
         self._hear()
@@ -216,18 +227,54 @@ class Run:
         self._stop.end()
         trainee.finished(history)
 
+    def _after_epoch(self, epoch: int) -> None:
+        """Do what belongs after a pass that is in the account; a checkpoint of before says that it is due."""
+        self._is_validation_due = True
+        self._validate(epoch)
+        self._trainee.after_epoch(epoch)
+        self._is_validation_due = False
+        self._go_back_if_asked()
+
+    def _catch_up(self) -> None:
+        """Do so after the pass with which the life before has ended, with all random states as they were."""
+        resumed, self._resumed = self._resumed, None
+        assert resumed is not None  # noqa: S101  a run that begins has made no pass
+        self._data.bring_back(resumed["data"], lambda: rng.restore(resumed["rng"], self._plan.device))
+        with warnings.catch_warnings():
+            # Of torch, to who steps the scheduler first: the optimizer's steps were made in another life.
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
+            self._after_epoch(self._account.place.epoch - 1)
+
     def _validate(self, epoch: int) -> None:
         """Measure the model on other data; what that takes is of no log line's rate."""
         if self._plan.validate is None:
             return
         history, began_s = self._account.history, time.monotonic()
-        metrics = self._plan.validate(self._trainee.note_measured)
+        metrics = self._measured(self._plan.validate)
+        if metrics is None:
+            self._leave()
         self._account.validated(epoch, metrics)
         since, samples = self._logged
         self._logged = since + time.monotonic() - began_s, samples
         where = f"epoch {history.epochs}/{self._plan.goal.epochs}, step {history.steps}"
         log.announce(f"{where}, {words_of_validation(metrics)}")
         self._trainee.validated(tracked_validation(metrics), history.steps)
+
+    def _measured(self, validate: Callable[[Each], dict[str, float]]) -> dict[str, float] | None:
+        """Measure the model; None where the process is to end meanwhile: to measure may take long."""
+        try:
+            return validate(self._note_measured)
+        except _BrokenOffError:
+            return None
+        except RuntimeError as error:
+            if self._has_cut_off(error):
+                return None
+            raise
+
+    def _note_measured(self, batches: int) -> None:
+        self._trainee.note_measured(batches)
+        if self._is_to_leave:
+            raise _BrokenOffError
 
     def _is_stopped(self) -> bool:
         """Whether somebody wants an end, which is written down. No checkpoint of before says so."""
@@ -249,6 +296,7 @@ class Run:
         for batch in self._until_cut_off():
             if self._has_nothing_new:
                 self._check_terminated()
+            self.began_step = self._account.history.steps
             # A batch that was taken is trained on, whatever came meanwhile: no state is of before that.
             done = self._trainee.step(batch, self._account.place.epoch)
             self._account.add(done)
@@ -257,6 +305,7 @@ class Run:
             history = self._account.history
             if not done.is_skipped:
                 self._finiteness.add(done.loss, history.steps)
+            self._trainee.after_step()
             if done.lost is not None:
                 with self._saving_if_lost():
                     raise done.lost
@@ -317,17 +366,25 @@ class Run:
         try:
             yield from self._batches()
         except RuntimeError as error:
-            if self._terminated.has_come and str(error).startswith(WORKER_HAS_GONE):
+            if self._has_cut_off(error):
                 self._leave()
             raise
+
+    def _has_cut_off(self, error: RuntimeError) -> bool:
+        """Whether this tells that the signal has ended a loader's worker, too."""
+        return self._terminated.has_come and str(error).startswith(WORKER_HAS_GONE)
 
     @property
     def _has_nothing_new(self) -> bool:
         """Whether no step was made in this life: the checkpoint that it went on from says all."""
         return self._account.history.steps == self._first_step
 
+    @property
+    def _is_to_leave(self) -> bool:
+        return self._terminated.has_come and not self._trainee.is_about_to_settle
+
     def _check_terminated(self) -> None:
-        if self._terminated.has_come and not self._trainee.is_about_to_settle:
+        if self._is_to_leave:
             self._leave()
 
     @contextmanager
@@ -385,7 +442,9 @@ class Run:
             samples=history.samples,
             seconds=history.seconds,
             written_unix_s=0.0,
-            is_finished=plan.is_done(account) or self._pushes.is_out_of_budget or self._was_stopped,
+            is_finished=(plan.is_done(account) and not self._is_validation_due)
+            or self._pushes.is_out_of_budget
+            or self._was_stopped,
             is_good=judgement.is_within,
             loss=judgement.loss,
             band=judgement.band,
@@ -399,6 +458,7 @@ class Run:
             max_steps=plan.goal.max_steps,
             is_stopped=self._was_stopped,
             stop_reason=history.stop_reason,
+            is_validation_due=self._is_validation_due,
             again_number=self._untold if again is None else again.number,
             again_step=None if again is None else again.step,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),

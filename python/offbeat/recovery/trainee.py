@@ -140,6 +140,9 @@ class Trainee(ABC):
         """Do what belongs at the end of all passes; tell how many steps that were."""
         return 0
 
+    def after_step(self) -> None:  # noqa: B027
+        """Do what belongs after a batch that is in the account: callbacks look at the history there."""
+
     def after_epoch(self, epoch: int) -> None:  # noqa: B027
         """Do what belongs after a pass that is in the account: a scheduler's step, say."""
 

@@ -73,8 +73,9 @@ class FaultTolerantTrainer:
     closed by their owner.
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
-    process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A second one, a moment later, ends it
-    at once, unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
+    process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A validation breaks off after the
+    batch under way, and is what the next life begins with. A second one, a moment later, ends it at once,
+    unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
 
     Args:
         model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,
@@ -178,6 +179,7 @@ class FaultTolerantTrainer:
         self._delays = Delays()
         self._stop = Stop()
         self._way_back: WayBack | None = None  # inside `train`, where there is one
+        self._run: Run | None = None  # the newest
 
     @known_keywords
     def train(
@@ -323,8 +325,7 @@ class FaultTolerantTrainer:
                     f"no checkpoint has the {self.history.steps} steps that this trainer made before: the "
                     f"run begins anew, with the model and the optimizer as these have left them"
                 )
-            self._note(found, account)
-            trainee.show(account.history)
+            self._note(found, account, trainee)
             stack.callback(self._note_modes)
             if self._is_done_already(plan, trainee, account, found):
                 return account.history
@@ -335,7 +336,7 @@ class FaultTolerantTrainer:
             stack.enter_context(_end_noted(account.history))
             stack.enter_context(self._stop.training())
             stack.enter_context(self._going_back(trainee, saver))
-            Run(
+            self._run = Run(
                 plan,
                 trainee=trainee,
                 data=data,
@@ -346,7 +347,9 @@ class FaultTolerantTrainer:
                 stop=self._stop,
                 resumed=rest,
                 again=Again.of(None if found is None else found.manifest),
-            ).run()
+                is_validation_due=found is not None and found.manifest.is_validation_due,
+            )
+            self._run.run()
         return self.history
 
     def stop(self, reason: str | None = None) -> None:
@@ -355,7 +358,7 @@ class FaultTolerantTrainer:
         In the callback of an `AsyncTrainer` that this trains its own `stop` does the same. What there is then
         is saved, and the same command trains no more: it tells that the run was stopped, and when. With more
         `epochs`, or a higher `max_steps`, it goes on from there. A process that is killed before that is
-        saved goes on from the checkpoint before.
+        saved goes on from the checkpoint before. A validation under way is made to its end.
 
         Args:
             reason: For people: in the log, and `history.stop_reason`.
@@ -426,6 +429,11 @@ class FaultTolerantTrainer:
     def is_training(self) -> bool:
         """Whether `train` is at work, and `rollback` can be called."""
         return self._way_back is not None and self._way_back.is_open
+
+    @property
+    def began_step(self) -> int:
+        """Steps that there were as the newest batch was begun, whose loss is of the values of then."""
+        return 0 if self._run is None else self._run.began_step
 
     @overload
     def evaluate(
@@ -510,7 +518,8 @@ class FaultTolerantTrainer:
         history = account.history
         if found is not None and plan.goal.was_stopped(found.manifest):
             history.stopped, history.stop_reason = "stop", found.manifest.stop_reason
-        is_done = plan.is_done(account) or history.stopped == "stop"
+        is_due = found is not None and found.manifest.is_validation_due
+        is_done = (plan.is_done(account) and not is_due) or history.stopped == "stop"
         # Others who are not done are to be met once more, at their end.
         if not (trainee.agree(is_done) and is_done):
             return False
@@ -603,9 +612,10 @@ class FaultTolerantTrainer:
             waits=self._is_deterministic and self._every.count is not None and can_go_back,
         )
 
-    def _note(self, found: Found | None, account: Account) -> None:
+    def _note(self, found: Found | None, account: Account, trainee: Trainee) -> None:
         """Tell what this life goes on from; the next in this process goes on from what it leaves."""
         self.history = account.history
+        trainee.show(account.history)
         self.resumed_from = None if found is None else found.path
         self.passed_over = () if found is None else found.warnings
         self._strategy = replace(self._strategy, name="latest", path=None, overwrite=False)

@@ -41,6 +41,7 @@ class Driven:
         self._trackers = trackers
         self._twice = twice
         self._follow = follow
+        self._step: Step | None = None  # of the newest batch, until callbacks have heard of it
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -70,9 +71,14 @@ class Driven:
         made = strategy.batch(batch)
         if self._callbacks.has("on_step"):
             norm = workshop.numerics.norm
-            step = Step(workshop.tally.steps, epoch, batch.samples, made.loss, norm, made.is_skipped)
-            self._callbacks.tell("on_step", step)
+            self._step = Step(workshop.tally.steps, epoch, batch.samples, made.loss, norm, made.is_skipped)
         return batch, made, workshop.tally.steps - before
+
+    def after_step(self) -> None:
+        """Let callbacks hear of a batch that was trained on, and is in the account."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._callbacks.tell("on_step", step)
 
     def end_epoch(self, epoch: int) -> int:
         """End a pass; gives how many steps that were."""

@@ -288,6 +288,74 @@ def test_sigterm_at_the_end_of_a_pass_costs_no_bit_and_makes_no_pass_twice(tmp_p
     assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
 
 
+LONE = {
+    "a module": {},
+    "a trainer in turns": {"wrap": fault_tolerant.trained_in_turns},
+    "an averager": {"wrap": fault_tolerant.averaged},
+}
+
+
+MEASURES = {"validation": fault_tolerant.shuffled, "epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Give what came of a run that was not broken off, by what it was given."""
+    place, known = tmp_path_factory.mktemp("measured"), {}
+
+    def whole(given):
+        if (name := repr(given)) not in known:
+            folder = place / str(len(known))
+            known[name] = finished(folder, folder.with_suffix(".json"), **MEASURES | given)
+            assert [epoch for epoch, *_ in known[name]["validation"]] == [0, 1, 2]
+        return known[name]
+
+    return whole
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("given", LONE.values(), ids=LONE)
+@pytest.mark.parametrize("epoch", [0, 2], ids=["in mid-run", "after the last pass"])
+def test_sigterm_breaks_a_validation_off_which_the_next_life_makes_first(epoch, given, measured, tmp_path):
+    kill = "term in a validation", epoch * fault_tolerant.MEASURED + 11  # in the second batch of it
+    folder, run = tmp_path / "kept", MEASURES | given
+    assert in_process(fault_tolerant.train, folder, kill=kill, **run) == 143
+    newest = directory.entries(folder)[0].manifest
+    assert (newest.epoch, newest.is_validation_due, newest.is_finished) == (epoch + 1, True, False)
+    assert finished(folder, tmp_path / "result.json", **run) == measured(given)
+
+
+def test_a_validation_is_due_until_a_life_has_made_it(measured, tmp_path):
+    folder, last = tmp_path / "kept", 2 * fault_tolerant.MEASURED
+    for number in (last + 11, 3):
+        kill = "term in a validation", number
+        assert in_process(fault_tolerant.train, folder, kill=kill, **MEASURES) == 143
+        newest = directory.entries(folder)[0].manifest
+        assert (newest.number, newest.is_validation_due) == (2, True)  # the first was due at step 25
+    assert finished(folder, tmp_path / "result.json", **MEASURES) == measured({})
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("data", SOURCES.values(), ids=SOURCES)
+def test_sigterm_in_a_validation_costs_no_bit_whatever_gives_the_batches(data, measured, tmp_path):
+    kill, run = ("term in a validation", fault_tolerant.MEASURED + 11), MEASURES | {"data": data}
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=kill, **run) == 143
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == measured({"data": data})
+
+
+@pytest.mark.parametrize("kill", ["int in a validation", "term of all in a validation"])
+def test_a_validation_is_broken_off_by_ctrl_c_and_where_its_workers_are_ended_too(
+    kill, measured, tmp_path, capfd
+):
+    given = {"validation": fault_tolerant.shuffled_by_workers} if "of all" in kill else {}
+    code, run = BY_CTRL_C if "int" in kill else 143, MEASURES | given
+    number = 11  # of a worker's own, where there are some
+    assert in_process(fault_tolerant.train, tmp_path / "kept", kill=(kill, number), **run) == code
+    assert directory.entries(tmp_path / "kept")[0].manifest.is_validation_due
+    assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == measured(given)
+    assert "int" in kill or "Traceback" not in capfd.readouterr().err
+
+
 WITH_WORKERS = {"workers of a pass": fault_tolerant.with_workers, "kept": fault_tolerant.with_kept_workers}
 
 

@@ -26,6 +26,7 @@ from offbeat.recovery.trainer import FaultTolerantTrainer
 TIMEOUT_S = 50
 NUM_STEPS = 200
 SAMPLES, BATCH_SIZE = 90, 8  # 12 batches a pass, the last of 2 samples
+MEASURED = 40
 
 SAVING = ("mkdir", "fsync", "rename", "unlink", "rmdir")
 """Calls of `os` with which a checkpoint is written and an old one removed."""
@@ -48,6 +49,30 @@ class Noisy(Dataset):
         self.heard("sample")
         noise = random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002, S311
         return torch.full((6,), index / SAMPLES) + 0.1 * noise, torch.tensor(index)
+
+
+class Measured(Dataset):
+    """Samples that a model is measured on; `heard` is told of each."""
+
+    @staticmethod
+    def heard(kind):
+        pass
+
+    def __len__(self):
+        return MEASURED
+
+    def __getitem__(self, index):
+        self.heard("measured")
+        return torch.full((6,), index / MEASURED), torch.tensor(index)
+
+
+def shuffled():
+    """Give what is measured in an order that the global generator has drawn."""
+    return DataLoader(Measured(), batch_size=BATCH_SIZE, shuffle=True)
+
+
+def shuffled_by_workers():
+    return DataLoader(Measured(), batch_size=BATCH_SIZE, shuffle=True, num_workers=2)
 
 
 def model():
@@ -93,6 +118,9 @@ _EVENTS = {
     "term": ("step",),
     "term in a sample": ("sample",),
     "term at the end of a pass": ("pass",),
+    "term in a validation": ("measured",),
+    "term of all in a validation": ("measured",),
+    "int in a validation": ("measured",),
     "term of all": ("step",),
     "term of all in a sample": ("sample",),
     "int": ("step",),
@@ -100,7 +128,7 @@ _EVENTS = {
     "int of all": ("step",),
     "int of all in a sample": ("sample",),
 }
-_OF_ALL = ("term of all", "term of all in a sample", "int of all", "int of all in a sample")
+_OF_ALL = tuple(kind for kind in _EVENTS if "of all" in kind)
 
 
 def averaged(module):
@@ -268,6 +296,8 @@ def train(
     out=None,
     data=None,
     max_steps=NUM_STEPS,
+    epochs=100,
+    validation=None,
     wrap=lambda module: module,
     waits=False,
     guard=None,
@@ -275,7 +305,8 @@ def train(
 ):
     """Train a run to its end, or to where it is killed; write what came of it.
 
-    `wrap` gives what trains; `waits`: let training wait for each save; `guard`: a name in `GUARDS`.
+    `validation` gives what is measured on; `wrap` what trains; `waits`: let training wait for each save;
+    `guard`: a name in `GUARDS`.
     """
     # Else loaders would start their workers by another server, and torch's watch for a parent that was killed
     # would watch that.
@@ -296,6 +327,7 @@ def train(
         os.setpgrp()  # which is of no test's
     if "sample" in _EVENTS.get(kill[0], ()) or "pass" in _EVENTS.get(kill[0], ()):
         Noisy.heard = killer
+    Measured.heard = killer
     module = model()
     data = data() if data is not None else {"dataset": Noisy(), "batch_size": BATCH_SIZE}
 
@@ -314,8 +346,9 @@ def train(
     monitor = None if guard is None else guarded(trainer, optimizer, **GUARDS[guard])
     history = trainer.train(
         **data,
-        epochs=100,
+        epochs=epochs,
         max_steps=max_steps,
+        validation=None if validation is None else validation(),
         optimizer=optimizer,
         scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
         loss_fn=loss_fn,
@@ -378,6 +411,7 @@ def result(trainer, history):
     return {
         "records": [[r.step, r.samples, *map(float.hex, r.metrics.values())] for r in history.records],
         "counts": [history.steps, history.samples, history.epochs, history.stopped],
+        "validation": [[v.epoch, v.step, *map(float.hex, v.metrics.values())] for v in history.validation],
         "model": digest(trainer.model.state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict()),
         "random": digest([random.getstate(), list(np.random.get_state()), torch.get_rng_state()]),  # noqa: NPY002

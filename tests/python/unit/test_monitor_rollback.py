@@ -94,6 +94,23 @@ def test_it_goes_further_back_when_taken_again_and_never_to_the_step_of_the_aler
     assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
 
 
+def test_what_is_observed_when_the_step_is_made_is_of_the_values_before_it(tmp_path):
+    class Observes:
+        monitor = None
+
+        def on_step(self, trainer, step):
+            if step.step == 11:  # the checkpoint of step 10 has the values of its loss
+                (alert,) = self.monitor.observe(step.step, loss=math.nan)
+                said.append(alert.result)
+
+    said = []
+    callback = Observes()
+    outer = FaultTolerantTrainer(offbeat.AsyncTrainer(net(), callbacks=[callback]), tmp_path, 5)
+    callback.monitor = AsyncTrainingMonitor(remediation_strategy="rollback", acts_on=outer, patience=1)
+    outer.train(dataloader=batches(12), optimizer=blown(())(outer.model.parameters()), loss_fn=LOSS)
+    assert said == ["went back to step 5"]
+
+
 def test_where_nothing_is_kept_yet_that_is_told_and_the_gradient_is_dropped(tmp_path):
     _, monitor = watched(tmp_path, at=(3,), max_steps=4)
     (alert,) = monitor.report().alerts

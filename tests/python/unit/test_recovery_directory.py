@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -113,6 +114,31 @@ def test_a_manifest_of_another_format_is_told_and_is_no_damage():
     with pytest.raises(CheckpointError, match=r"of format 9.* reads format 1: use Offbeat 3\.1") as caught:
         Manifest.from_bytes(module._sealed(body))
     assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("more", lambda told: told.update(more=1)),
+        ("mode", lambda told: told["files"][0].update(mode=1)),
+        ("more.bin", lambda told: told["files"].append({"name": "more.bin", "bytes": 1, "sha256": "0" * 64})),
+    ],
+)
+def test_what_a_newer_version_tells_besides_is_no_damage_and_stays(name, change, directory):
+    newest = [add(directory, number) for number in (1, 2)][1]
+    path = directory.path / newest / "manifest.json"
+    told = manifest_module._opened(path.read_bytes()) | {"offbeat": "3.1"}
+    change(told)
+    path.write_bytes(manifest_module._sealed(told))
+    said = (
+        rf"{newest}: manifest\.json tells of '{re.escape(name)}', which .* use Offbeat 3\.1, which wrote it"
+    )
+    with pytest.raises(CheckpointError, match=said) as caught:
+        entries(directory.path)
+    assert not isinstance(caught.value, DamagedError)
+    with pytest.raises(CheckpointError, match=said):
+        directory.keep(lambda _: set())
+    assert names(directory.path) == [newest]
 
 
 # ---------------------------------------------------------------------------------------- directory

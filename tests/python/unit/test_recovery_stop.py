@@ -216,3 +216,21 @@ def test_what_would_go_on_from_a_stop_is_said_by_what_was_asked_for(tmp_path, ca
     one, other = (text for text in caplog.messages if "nothing is trained" in text)
     assert one.endswith("is its end; more epochs= would go on from there")
     assert other.endswith("is its end; more epochs=, or a higher max_steps=, would go on from there")
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_on_step_finds_its_batch_in_the_history(wraps, tmp_path):
+    """Else who ends by `history.steps` trains a step more in a `FaultTolerantTrainer`."""
+    seen = []
+
+    class AtFive:
+        def on_step(self, trainer, step):
+            seen.append((step.step, trainer.history.steps, trainer.history.samples))
+            if trainer.history.steps == 5:
+                trainer.stop()
+
+    trainer = offbeat.AsyncTrainer(nn.Linear(4, 3), local_batch_size=8, callbacks=[AtFive()])
+    trains = offbeat.FaultTolerantTrainer(trainer, tmp_path) if wraps else trainer
+    history = trains.train(dataset=data(), optimizer=optim.SGD(lr=0.1), loss_fn=LOSS, epochs=2)
+    assert seen == [(number, number, 8 * number) for number in range(1, 6)]
+    assert history.steps == 5

@@ -1,5 +1,9 @@
 """Validation within a `FaultTolerantTrainer`: it goes on after a crash, and leaves no trace in training."""
 
+import functools
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -122,3 +126,40 @@ def test_what_cannot_be_measured_on_is_refused_and_no_directory_is_made(tmp_path
     with pytest.raises(ConfigError, match=r"validation is a generator, which gives its batches once.*is 4"):
         life(tmp_path / "none", validation=(pair for pair in [OTHER[:]]))
     assert not (tmp_path / "none").exists()
+
+
+class Meanwhile:
+    """Batches of which the second of a pass comes with something."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def __iter__(self):
+        for number, batch in enumerate(DataLoader(OTHER, batch_size=8)):
+            if number == 1:
+                self.does()
+            yield batch
+
+
+def test_what_a_signal_broke_off_is_due_also_where_nothing_is_measured_any_more(tmp_path):
+    run = {"scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}
+    whole, _, _ = life(tmp_path / "whole", validation=None, **run)
+    notes = Notes()
+    ends = Meanwhile(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        life(tmp_path / "kept", notes=notes, validation=ends, **run)
+    assert notes.seen == []
+    ours, history, _ = life(tmp_path / "kept", notes=notes, validation=None, **run)
+    assert same(whole, ours)  # whose learning rate was lowered after each pass
+    assert history.validation == []
+    assert [epoch for epoch, *_ in notes.seen] == list(range(EPOCHS))
+
+
+def test_a_stop_lets_a_validation_under_way_end(tmp_path):
+    notes = Notes()
+    trained = offbeat.AsyncTrainer(net(), local_batch_size=8, callbacks=[notes])
+    trainer = offbeat.FaultTolerantTrainer(trained, tmp_path)
+    run = {"dataset": TRAIN, "optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS, "epochs": EPOCHS}
+    history = trainer.train(**run, validation=Meanwhile(trainer.stop))
+    assert (history.stopped, history.epochs) == ("stop", 1)
+    assert notes.seen == [(0, 1, [5])]
