@@ -97,6 +97,7 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: _Lock | None = None  # inside `locked`
         self._has_warned = False
 
     @contextmanager
@@ -110,14 +111,8 @@ class Directory:
             CheckpointError: If another process has it, or it cannot be used.
             ConfigError: If it is a server's.
         """
-        try:
-            _make(self.path)
-            lock = _Lock(self.path / LOCK)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"checkpoint_dir {self.path} cannot be used: {error.strerror}") from error
-        if not lock.is_held and not self._has_warned:
+        self._lock = self._locked()
+        if not self._lock.is_held and not self._has_warned:
             self._has_warned = True
             log.warn(
                 f"checkpoint_dir {self.path} is on a file system without locks: nothing keeps a second "
@@ -135,7 +130,50 @@ class Directory:
             self._try()
             yield
         finally:
+            self._release()
+
+    def _locked(self) -> "_Lock":
+        """Make it where it is not there, and lock it.
+
+        Raises:
+            CheckpointError: If another process has it, or it cannot be used.
+        """
+        try:
+            _make(self.path)
+            return _Lock(self.path / LOCK)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"checkpoint_dir {self.path} cannot be used: {error.strerror}") from error
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
             lock.release()
+
+    def _have_again(self) -> None:
+        """Make it again, and lock that, where somebody has removed it: the lock has gone with its file.
+
+        Raises:
+            CheckpointError: If another process has come there since, whose checkpoints are no business of
+                this run's; or if it cannot be used.
+        """
+        place = self.path / LOCK
+        if self._lock is not None and self._lock.is_of(place):
+            return
+        was_there = self.path.exists()
+        if (holder := _holder(place)) not in (None, os.getpid()):
+            raise CheckpointError(
+                f"checkpoint_dir {self.path} was removed or moved in mid-run, and another trainer or server "
+                f"(process {holder}) has come there since: what is there is not this run's"
+            )
+        self._release()  # first: should it be the same file after all, nobody else keeps it from us
+        self._lock = self._locked()
+        if not was_there:
+            log.warn(
+                f"checkpoint_dir {self.path} was removed or moved in mid-run, with all that was in it, and "
+                f"is made again"
+            )
 
     def others(self) -> list[str]:
         """List what is there besides the lock."""
@@ -146,7 +184,7 @@ class Directory:
         return 1 + max((_number_in(name) for name in _listed(self.path)), default=0)
 
     def add(self, number: int, step: int, write: Callable[[Path], None]) -> str:
-        """Add a checkpoint.
+        """Add a checkpoint; where somebody has removed the directory, it is made again.
 
         Args:
             number: Of the save.
@@ -160,6 +198,7 @@ class Directory:
             CheckpointError: If it cannot be written; then nothing is left of it.
         """
         name = name_of(number, step)
+        self._have_again()
         built = self.path / f"{BUILT}{number:06}"
         try:
             built.mkdir()
@@ -316,11 +355,27 @@ class _Lock:
         _close_in_children()
         _held.add(self)
 
+    def is_of(self, path: Path) -> bool:
+        """Whether it is on the file that is there."""
+        try:
+            return self._number is not None and os.path.samestat(os.fstat(self._number), path.stat())
+        except OSError:
+            return False
+
     def release(self) -> None:
         if self._number is not None:
             os.close(self._number)
             self._number = None
         _held.discard(self)
+
+
+def _holder(path: Path) -> int | None:
+    """Give the process that has a lock, or had it last; None where nobody knows."""
+    try:
+        told = path.read_bytes()[:32].strip()
+    except OSError:
+        return None
+    return int(told) if told.isdigit() else None
 
 
 _is_hooked = False

@@ -14,7 +14,8 @@ from offbeat import log
 from offbeat.errors import CheckpointError
 from offbeat.frequency import Every
 from offbeat.module.table import unwrap
-from offbeat.recovery.directory import Directory
+from offbeat.recovery.choice import preferred
+from offbeat.recovery.directory import Directory, entries, name_of
 from offbeat.recovery.files import Parts, write
 from offbeat.recovery.folder import write_synced
 from offbeat.recovery.manifest import MANIFEST, Manifest
@@ -224,7 +225,20 @@ class Saver:
     @property
     def to_go_on(self) -> str:
         """What to run after this life, in words."""
-        return words_to_go_on(self._newest, self._again, needs_good=self._needs_good)
+        return words_to_go_on(self._newest_there, self._again, needs_good=self._needs_good)
+
+    @property
+    def _newest_there(self) -> Path | None:
+        """The newest checkpoint, or what a start would take in its place if somebody has removed it."""
+        newest, path = self._newest, self._directory.path
+        try:
+            if newest is None or newest.exists():
+                return newest
+            found = entries(path) if path.exists() else []
+        except (OSError, CheckpointError):  # what cannot be looked at is not known to be gone
+            return newest
+        left = preferred([entry.manifest for entry in found if entry.manifest is not None])
+        return path / name_of(left[0].number, left[0].step) if left else None
 
     @property
     def has_failed(self) -> bool:

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 
 import pytest
 from hypothesis import given
@@ -185,6 +186,53 @@ def test_a_directory_has_one_owner_who_is_named(tmp_path):
         pass
     with Directory(tmp_path).locked():  # and none any more
         pass
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "lock removed"])
+def test_one_that_is_removed_in_mid_run_is_made_again_and_locked(how, directory, tmp_path, caplog):
+    add(directory, 1)
+    match how:
+        case "removed":
+            shutil.rmtree(directory.path)
+        case "moved":
+            directory.path.rename(tmp_path / "elsewhere")
+        case "lock removed":
+            (directory.path / "lock").unlink()
+    add(directory, 2)
+    assert names(directory.path)[0] == "save-000002-step-20"
+    warned = "was removed or moved in mid-run, with all that was in it, and is made again" in caplog.text
+    assert warned == (how != "lock removed")
+    with (
+        pytest.raises(CheckpointError, match="in use by another trainer"),
+        Directory(directory.path).locked(),
+    ):
+        pass
+    directory.keep(lambda found: {m.number for m in found})
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_one_that_another_has_come_to_since_is_left_alone(is_there, directory, tmp_path):
+    directory.path.rename(tmp_path / "elsewhere")
+    (hears, ends), (told, tells) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        with Directory(directory.path).locked():
+            (directory.path / "save-000001-step-10").mkdir()
+            if is_there:
+                os.write(tells, b"here")
+                os.read(hears, 1)  # until the parent is done
+        os.write(tells, b"gone")
+        os._exit(0)
+    os.read(told, 4)
+    with pytest.raises(
+        CheckpointError, match=rf"another trainer or server \(process {child}\) has come there"
+    ):
+        add(directory, 1)
+    assert directory.others() == ["save-000001-step-10"]
+    for number in (ends, hears, told, tells):
+        os.close(number)
+    os.waitpid(child, 0)
 
 
 def test_a_child_does_not_hold_the_lock(tmp_path):

@@ -935,6 +935,48 @@ def test_a_save_that_fails_in_mid_run_is_warned_of_and_saving_goes_on(tmp_path, 
     assert Directory(tmp_path).others() == sorted(names(tmp_path))  # nothing is left of what failed
 
 
+def test_a_directory_that_is_removed_in_mid_run_is_made_again_by_the_next_save(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "offbeat")
+    monkeypatch.setattr(Saver, "save", waited(Saver.save))  # so that none is under way then
+    folder, steps = tmp_path / "kept", []
+
+    def loss_fn(outputs, targets):
+        steps.append(1)
+        if len(steps) == 8:
+            shutil.rmtree(folder)
+        return LOSS(outputs, targets)
+
+    assert run(made(folder), loss_fn=loss_fn, epochs=3).steps == 15
+    assert f"checkpoint_dir {folder} was removed or moved in mid-run" in caplog.text
+    assert "could not be written" not in caplog.text
+    assert [name.rpartition("-")[2] for name in names(folder)] == ["15", "12", "9"]
+    assert run(made(folder), epochs=4).steps == 20
+
+
+def test_what_is_said_to_go_on_from_is_there(tmp_path):
+    (tmp_path / "kept").mkdir()
+    saver = Saver(
+        Directory(tmp_path / "kept"),
+        Every(count=10),
+        step=0,
+        newest=None,
+        again="the same command",
+        needs_good=False,
+        chosen=lambda found: {m.number for m in found},
+        delays=Delays(),
+    )
+    for step in (10, 20):
+        saver.save(draft(step))
+        saver.settle()
+    older, newest = "save-000001-step-10", "save-000002-step-20"
+    assert saver.to_go_on == f"run the same command, which goes on from {tmp_path / 'kept' / newest}"
+    shutil.rmtree(tmp_path / "kept" / newest)
+    assert saver.to_go_on == f"run the same command, which goes on from {tmp_path / 'kept' / older}"
+    shutil.rmtree(tmp_path / "kept")
+    assert saver.to_go_on == "run the same command, which begins anew, since there is no checkpoint"
+    saver.close()
+
+
 def draft(step):
     parts = Parts(flatten({"w": torch.ones(2)}, what="model"), flatten({}, what="state"))
     known = dict.fromkeys(("number", "epoch", "batch", "samples", "num_parameters"), 0) | {"step": step}
@@ -947,7 +989,8 @@ def test_saves_that_fail_are_tried_when_due_after_ten_seconds_and_told_of_at_dou
     tmp_path, monkeypatch, caplog
 ):
     caplog.set_level(logging.DEBUG, "offbeat")
-    disk, now, before = FullDisk(monkeypatch), [100.0], tmp_path / "save-000001-step-4"
+    disk, now, before = FullDisk(monkeypatch), [100.0], tmp_path / "elsewhere"
+    before.mkdir()
     saver = Saver(
         Directory(tmp_path),
         Every(count=10),

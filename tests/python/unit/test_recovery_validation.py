@@ -2,7 +2,9 @@
 
 import functools
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from offbeat import optim
 from offbeat.errors import ConfigError
 from support.tracker import Told
 
+GUIDE = (Path(__file__).parents[3] / "docs/guide.md").read_text("utf-8")
 LOSS = nn.CrossEntropyLoss()
 EPOCHS = 4
 """Of five batches each."""
@@ -55,11 +58,11 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
-def life(folder, *, notes=None, validation=OTHER, wraps=True, trackers=(), **keywords):
+def life(folder, *, notes=None, others=(), validation=OTHER, wraps=True, trackers=(), **keywords):
     module = net()
     trained = module
     if wraps:
-        callbacks = [] if notes is None else [notes]
+        callbacks = [*([] if notes is None else [notes]), *others]
         trained = offbeat.AsyncTrainer(module, local_batch_size=8, callbacks=callbacks, trackers=trackers)
     trainer = offbeat.FaultTolerantTrainer(trained, folder, 3, deterministic=True)
     run = {"dataset": TRAIN, "batch_size": 8, "optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS}
@@ -95,6 +98,25 @@ def test_a_run_that_crashed_goes_on_with_what_was_measured(tmp_path):
     assert same(whole, ours)
     assert told(history) == told(wanted)
     assert history.validation[0].metrics.keys() == {"loss", "accuracy"}
+
+
+def test_early_stopping_as_the_guide_has_it_ends_a_run_that_crashed_where_it_would_have_ended(tmp_path):
+    found = {}
+    exec(re.search(r"^class Patience:\n(?:    .*\n|\n)+", GUIDE, re.MULTILINE)[0], found)  # noqa: S102  its own
+    whole, wanted, _ = life(tmp_path / "whole", others=[found["Patience"]()], epochs=100)
+    assert wanted.stopped == "stop"
+    losses = [one.metrics["loss"] for one in wanted.validation]
+    assert losses.index(min(losses)) == len(losses) - 4
+    with pytest.raises(CrashError):
+        life(
+            tmp_path / "kept",
+            notes=Notes(crash_at=wanted.steps - 2),
+            others=[found["Patience"]()],
+            epochs=100,
+        )
+    ours, history, _ = life(tmp_path / "kept", others=[found["Patience"]()], epochs=100)
+    assert (history.steps, history.stop_reason) == (wanted.steps, wanted.stop_reason)
+    assert same(whole, ours)
 
 
 def test_callbacks_and_trackers_have_it_and_an_early_end_keeps_it(tmp_path, caplog):
