@@ -216,7 +216,8 @@ class Run:
             self._log()
         self._go_back_if_asked()
         self._finiteness.end()
-        if not self._was_stopped:
+        self._stop.end()
+        if not self._is_stopped():  # the last log line may have been what somebody stopped at
             self._plan.end(account)
         if self._pushes.is_out_of_budget:
             history.stopped = "budget"
@@ -224,7 +225,6 @@ class Run:
         self._saver.wait()
         if self._way_back is not None:
             self._way_back.close()
-        self._stop.end()
         trainee.finished(history)
 
     def _after_epoch(self, epoch: int) -> None:

@@ -111,8 +111,19 @@ def of_choices(mode: object, reduction: object, **flags: object) -> list[str]:
 
 
 def mode_of(monitor: str | None) -> Mode:
-    """Tell whether less or more of a metric is better, where nobody says: of losses less is."""
-    return "max" if monitor == "accuracy" else "min"
+    """Tell whether less or more of a metric is better, where nobody says: of losses less is.
+
+    Raises:
+        ConfigError: If it is neither a loss nor "accuracy": of an F1 score the worst would pass for the best.
+    """
+    if monitor == "accuracy":
+        return "max"
+    if monitor is None or monitor.lower().endswith("loss") or "cross_entropy" in monitor:
+        return "min"
+    raise ConfigError(
+        f"monitor is {monitor!r}, and nothing says whether less or more of it is better: give mode='min' or "
+        f"mode='max'"
+    )
 
 
 def of_scaler(scaler: object) -> list[str]:

@@ -93,7 +93,9 @@ class FaultTolerantTrainer:
         device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
             fewer than half as many samples as was usual before it is not taken for the best.
-        mode: Whether its best is the "min" or the "max". None: "max" of "accuracy", "min" of all else.
+        mode: Whether its best is the "min" or the "max". None: "max" of "accuracy", "min" of "loss" and of
+            what is called as a loss is, such as mse_loss, cross_entropy or MSELoss. Of all else it is to be
+            said.
         overwrite: Let "none" remove the checkpoints that are there.
         deterministic: Inside `train`, let torch compute the same bits each time, on as many threads: a run
             that was killed ends with the bits of one that was not. An operation that cannot is refused.
@@ -152,6 +154,8 @@ class FaultTolerantTrainer:
                 "mode is 'max', and there is no monitor whose best it would tell: give one, as "
                 "monitor='accuracy', or leave mode out"
             )
+        name = None if monitored is None else monitored.name
+        better = faults.catch(lambda: settings.mode_of(name)) if mode is None else mode
         if overwrite is True and recovery_strategy != "none":
             faults.append("overwrite is True, which is for recovery_strategy='none' alone: leave it out")
         if subject is not None and strategy is not None:
@@ -161,6 +165,7 @@ class FaultTolerantTrainer:
         assert place is not None  # noqa: S101
         assert every is not None  # noqa: S101
         assert strategy is not None  # noqa: S101
+        assert better is not None  # noqa: S101
         if isinstance(model, nn.Module) or subject.why_it_stays is None:  # else who trains it has told so
             trained_by.register(subject.module, self)
         self.history = History()
@@ -170,8 +175,7 @@ class FaultTolerantTrainer:
         self._directory = Directory(Path(place))
         self._every: Every = every
         self._monitor = monitored
-        name = None if monitored is None else monitored.name
-        self._strategy = Strategy(*strategy, name, mode or settings.mode_of(name), overwrite)
+        self._strategy = Strategy(*strategy, name, better, overwrite)
         self._is_deterministic = deterministic
         self._request = self._strategy.request
         self._left: Modes | None = None  # of the model, as the last `train` has left it

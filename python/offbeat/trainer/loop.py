@@ -128,9 +128,11 @@ class Loop:
             if self._lines.is_one_missing:
                 self._log(strategy)
         self._finiteness.end()
+        self._plan.stop.end()
+        if self._history.stopped != "stop":  # the last log line may have been what somebody stopped at
+            self._is_stopped()
         if self._account.is_out_of_budget:
             self._history.stopped = "budget"
-        self._plan.stop.end()
         self._plan.callbacks.tell("on_train_end", self._history)
 
     def _train(self) -> None:

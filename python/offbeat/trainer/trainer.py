@@ -406,7 +406,10 @@ class AsyncTrainer(Driveable):
 
     @property
     def history(self) -> History:
-        """What the last `train` did, also if it was interrupted or failed; ``history.plot()`` draws it."""
+        """What the last `train` did, also if it was interrupted or failed; ``history.plot()`` draws it.
+
+        In and after that of a `FaultTolerantTrainer` around this it is the one of that run, of all its lives.
+        """
         return self._history if self._shown is None else self._shown
 
     @property
@@ -517,13 +520,16 @@ class AsyncTrainer(Driveable):
             NonFiniteError: If no member's parameters are finite.
             ConnectionLostError: If a member is lost.
         """
-        return self._state(self._stage.state_dict())
+        return self._state(self._stage.state_dict(), self.history)
 
     def state_of_now(self) -> dict[str, Any]:
-        """Give it as if a round that is under way had not begun. For `FaultTolerantTrainer`."""
-        return self._state(self._stage.state_dict(is_of_now=True))
+        """Give it as if a round that is under way had not begun. For `FaultTolerantTrainer`.
 
-    def _state(self, stage: dict[str, Any] | None) -> dict[str, Any]:
+        Its history is of what this trained by itself before: that of the run is the other's to keep.
+        """
+        return self._state(self._stage.state_dict(is_of_now=True), self._history)
+
+    def _state(self, stage: dict[str, Any] | None, history: History) -> dict[str, Any]:
         live = self._optimizer.live
         scheduled, scaler = self._scheduled, self._workshop.numerics.scaler
         return {
@@ -536,7 +542,7 @@ class AsyncTrainer(Driveable):
             "classes": self.classes,
             "settings": self._optimizer.settings,
             "scaler": None if scaler is None else scaler.state_dict(),
-            "history": asdict(self._history),
+            "history": asdict(history),
         }
 
     def load_state_dict(

@@ -185,6 +185,27 @@ def test_a_stop_at_the_end_of_the_last_pass_is_one_as_well(is_last, tmp_path):
     assert entries(tmp_path)[0].manifest.stop_reason == "flat"
 
 
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_stop_at_the_last_log_line_is_one_as_well(wraps, tmp_path):
+    class AtLine:
+        ends = None
+
+        def on_log(self, trainer, record):
+            trainer.stop("late")
+
+        def on_train_end(self, trainer, history):
+            self.ends = history.stopped
+
+    callback = AtLine()
+    trainer = offbeat.AsyncTrainer(nn.Linear(4, 3), local_batch_size=8, callbacks=[callback])
+    trains = offbeat.FaultTolerantTrainer(trainer, tmp_path) if wraps else trainer
+    history = trains.train(dataset=data(), optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+    assert (history.epochs, history.stopped, history.stop_reason) == (1, "stop", "late")
+    assert callback.ends == "stop"
+    if wraps:
+        assert entries(tmp_path)[0].manifest.stop_reason == "late"
+
+
 def test_a_stop_that_sigterm_follows_in_the_same_batch_is_kept(tmp_path):
     """Who stops at a deadline, before the machine is taken away."""
 

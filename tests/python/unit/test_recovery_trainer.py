@@ -386,10 +386,10 @@ def test_best_goes_on_from_the_best_of_what_is_monitored(tmp_path):
         del outputs, targets
         return next(levels)
 
-    first = made(tmp_path, monitor=level, checkpoint_frequency=1000)
+    first = made(tmp_path, monitor=level, mode="min", checkpoint_frequency=1000)
     for max_steps in (5, 10, 14):
         run(first, max_steps=max_steps, epochs=9)
-    trainer = made(tmp_path, monitor=level, recovery_strategy="best")
+    trainer = made(tmp_path, monitor=level, mode="min", recovery_strategy="best")
     assert run(trainer, max_steps=10, epochs=9).steps == 10
     assert trainer.resumed_from.name.endswith("step-10")
 
@@ -403,11 +403,11 @@ def test_each_checkpoint_says_of_how_many_samples_its_mean_is(tmp_path, monkeypa
         return next(levels)
 
     monkeypatch.setattr(Saver, "save", waited(Saver.save))  # none is put off
-    run(made(tmp_path, monitor=level), max_steps=7, epochs=9)
+    run(made(tmp_path, monitor=level, mode="min"), max_steps=7, epochs=9)
     found = {e.manifest.step: e.manifest for e in entries(tmp_path)}
     assert {step: m.monitored_samples for step, m in found.items()} == {3: 24, 6: 24, 7: 8}
     assert [found[step].monitored for step in (3, 6, 7)] == [2.0, 2.0, 0.0]
-    trainer = made(tmp_path, monitor=level, recovery_strategy="best")
+    trainer = made(tmp_path, monitor=level, mode="min", recovery_strategy="best")
     run(trainer, max_steps=8, epochs=9)
     assert trainer.resumed_from.name.endswith("step-6")
 
@@ -421,18 +421,26 @@ def test_the_best_stays_it_where_checkpoints_are_of_more_steps_from_then_on(tmp_
         return next(levels)
 
     monkeypatch.setattr(Saver, "save", waited(Saver.save))
-    run(made(tmp_path, monitor=level, checkpoint_frequency=2), max_steps=6, epochs=99)
-    run(made(tmp_path, monitor=level, checkpoint_frequency=12), max_steps=60, epochs=99)
-    trainer = made(tmp_path, monitor=level, checkpoint_frequency=12, recovery_strategy="best")
+    run(made(tmp_path, monitor=level, mode="min", checkpoint_frequency=2), max_steps=6, epochs=99)
+    run(made(tmp_path, monitor=level, mode="min", checkpoint_frequency=12), max_steps=60, epochs=99)
+    trainer = made(tmp_path, monitor=level, mode="min", checkpoint_frequency=12, recovery_strategy="best")
     run(trainer, max_steps=61, epochs=99)
     assert trainer.resumed_from.name.endswith("step-4")
 
 
 @pytest.mark.parametrize(
     ("name", "mode", "step"),
-    [("accuracy", None, 6), ("accuracy", "min", 3), ("level", None, 3), ("level", "max", 6)],
+    [
+        ("accuracy", None, 6),
+        ("accuracy", "min", 3),
+        ("mse_loss", None, 3),
+        ("MSELoss", None, 3),
+        ("cross_entropy", None, 3),
+        ("level", "min", 3),
+        ("level", "max", 6),
+    ],
 )
-def test_more_accuracy_is_better_and_less_of_all_else_unless_it_is_said(
+def test_more_accuracy_is_better_and_less_of_a_loss_unless_it_is_said(
     name, mode, step, tmp_path, monkeypatch
 ):
     levels = iter([0.5] * 3 + [0.9] * 3 + [0.7] * 99)
@@ -445,6 +453,19 @@ def test_more_accuracy_is_better_and_less_of_all_else_unless_it_is_said(
     assert trainer.resumed_from.name.endswith(f"step-{step}")
 
 
+def test_whether_less_or_more_of_another_metric_is_better_has_to_be_said(tmp_path):
+    """Else the worst F1 score would be kept, and gone back to, as the best."""
+
+    def f1(outputs, targets):
+        return 1.0
+
+    for monitor, name in ((f1, "f1"), (functools.partial(f1), "partial")):
+        with pytest.raises(ConfigError, match=rf"monitor is '{name}', .*: give mode='min' or mode='max'"):
+            made(tmp_path, monitor=monitor)
+    for mode in ("min", "max"):
+        made(tmp_path, monitor=f1, mode=mode)
+
+
 def test_what_a_train_had_measured_that_broke_off_before_it_saved_is_in_no_mean(tmp_path):
     levels = iter([9.0] * 2 + [2.0] * 3)
 
@@ -452,7 +473,7 @@ def test_what_a_train_had_measured_that_broke_off_before_it_saved_is_in_no_mean(
         del outputs, targets
         return next(levels)
 
-    trainer, steps = made(tmp_path, monitor=level), []
+    trainer, steps = made(tmp_path, monitor=level, mode="min"), []
 
     def fails(outputs, targets):
         steps.append(1)
@@ -491,7 +512,7 @@ def test_the_same_command_goes_back_once_and_then_on_from_the_newest(strategy, t
         del outputs, targets
         return next(levels)  # the first checkpoint is the best
 
-    keywords = {"monitor": level} if strategy == "best" else {}
+    keywords = {"monitor": level, "mode": "min"} if strategy == "best" else {}
     where = "kept" if strategy == "a path elsewhere" else "fork"
     run(made(tmp_path / where, **keywords), epochs=2, max_steps=7)
     oldest = tmp_path / where / names(tmp_path / where)[-1]

@@ -1,5 +1,6 @@
 """Validation within a `FaultTolerantTrainer`: it goes on after a crash, and leaves no trace in training."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -142,6 +143,15 @@ def test_a_train_of_the_trainer_s_own_has_its_own_history_again(tmp_path):
     )
     assert trainer.history is history
     assert history.validation == []
+
+
+def test_the_state_of_the_trainer_has_the_run_s_history_too(tmp_path):
+    _, history, trainer = life(tmp_path)
+    state = trainer.state_dict()
+    assert state["history"] == dataclasses.asdict(history)
+    again = offbeat.AsyncTrainer(net(), local_batch_size=8)
+    again.load_state_dict(state, optimizer=optim.Adam(lr=0.01))
+    assert again.history == history == trainer.history
 
 
 def test_what_cannot_be_measured_on_is_refused_and_no_directory_is_made(tmp_path):
