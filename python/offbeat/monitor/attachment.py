@@ -134,6 +134,10 @@ class Attachment:
         if self._may_drop:
             self.gradients.keep_buffers()
 
+    def moves(self) -> None:
+        """Hear that what moves the parameters next is no step: how far the last one has moved them is kept."""
+        self.gradients.resume(self.gradients.ratio_since())
+
     def was_set(self, thing: object, name: str) -> None:
         """Hear that a trainer has set an attribute of a thing's."""
         if (was_set := self._was_set()) is not None:

@@ -135,7 +135,7 @@ class Gradients:
         return ratio
 
     def ratio_since(self) -> float | None:
-        """Tell so, and let it be told once more: for a state, which has the number and not the parameters."""
+        """Tell so, and let it be told once more: where what is to come moves them, or they are not kept."""
         now, before = [p.detach() for p in self._model.parameters()], self._before
         if not before:
             return self._ratio_since

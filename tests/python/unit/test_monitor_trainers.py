@@ -390,6 +390,26 @@ def test_an_averager_that_a_change_of_strategy_has_closed_is_asked_no_more():
     assert "what it acted on has ended" in monitor.report().releases[-1].result
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_round_s_move_is_no_update_of_the_optimizer_s(overlap):
+    model = net()
+    trainer = offbeat.AsyncTrainer(model, strategy="diloco", regular_sync_frequency=2, overlap=overlap)
+    live, moved = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def values(*_):
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+    live.register_step_pre_hook(lambda *_: moved.append(values()))
+    live.register_step_post_hook(
+        lambda *_: moved.append(float((values() - moved[-1]).norm() / moved.pop().norm()))
+    )
+    with AsyncTrainingMonitor(model, ["update_ratio"], warm_up=5) as monitor:
+        trainer.train(
+            dataloader=BATCHES, epochs=4, loss_fn=nn.CrossEntropyLoss(), optimizer=live, progress=False
+        )
+    assert monitor.report().series["update_ratio"].values == pytest.approx(moved[:-1], rel=1e-4)
+
+
 def test_a_trainer_that_averages_nothing_will_not_do():
     model = net()
     trainer = offbeat.AsyncTrainer(model)
