@@ -118,6 +118,28 @@ def test_a_batch_whose_gradients_a_remedy_dropped_is_skipped_and_counts_in_no_me
         assert newest.monitored_samples == 19 * 6
 
 
+@pytest.mark.parametrize("kind", ["local", "fault_tolerant", "around"])
+def test_a_trainer_s_own_loss_scale_is_none_to_tell_the_monitor_of(kind, tmp_path, caplog):
+    def norms(amp, **scaled):
+        model = net()
+        run = {"dataloader": BATCHES, "loss_fn": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1)}
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / amp)
+            run |= scaled
+        else:
+            trainer = offbeat.AsyncTrainer(model, amp=amp, max_grad_norm=0.05)
+            run |= {"progress": False} if kind == "local" else {}
+        if kind == "around":
+            trainer = offbeat.FaultTolerantTrainer(trainer, checkpoint_dir=tmp_path / amp)
+        with AsyncTrainingMonitor(model, ["gradient_norm"]) as monitor:
+            trainer.train(**run)
+        return monitor.report().series["gradient_norm"].values
+
+    scaled = norms("fp16", grad_scaler=torch.amp.GradScaler("cpu"))
+    assert scaled == pytest.approx(norms("none"), rel=0.01)
+    assert not [record for record in caplog.records if "GradScaler" in record.getMessage()]
+
+
 @pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
 def test_an_alert_on_a_batch_that_a_loss_scale_skips_costs_no_other(kind, tmp_path):
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=8.0)
